@@ -1,0 +1,48 @@
+# Two commands matter: `make quickstart` and `make test`. The rest is in `make help`.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+KERNELS := $(wildcard kernels/*/*.c* kernels/*/*/*.c* kernels/*/*/*.h*)
+
+.PHONY: help install quickstart test test-all checks clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
+
+install: $(VENV)/installed  ## create .venv and install drafttrain with its test tools (TORCH_INDEX=URL: where torch comes from)
+
+# torch comes first and alone: no other package may choose its build. DeepSpeed compiles nothing here, its operators build when used.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "drafttrain needs Python 3.11 to 3.13, $(PYTHON) is $$($(PYTHON) -V 2>&1); run make PYTHON=python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch, then the rest: some minutes"
+	@command -v nvidia-smi >/dev/null || [ -n "$(TORCH_INDEX)" ] || \
+	  echo "no NVIDIA GPU found: TORCH_INDEX=https://download.pytorch.org/whl/cpu gets the smaller CPU build"
+	$(PIP) install -c constraints.txt setuptools wheel
+	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	DS_BUILD_OPS=0 $(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: install  ## train Medusa heads for the embedded target and measure them: minutes on two CPU cores
+	$(BIN)/drafttrain fit recipe=medusa
+
+test: install  ## the fast tests
+	$(BIN)/python -m pytest
+
+test-all: install  ## the slow tests too
+	$(BIN)/python -m pytest -m ""
+
+checks: install  ## ruff, mypy, clang-format and the fast tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(if $(KERNELS),$(BIN)/clang-format --dry-run --Werror $(KERNELS))
+	$(BIN)/python -m pytest
+
+clean:  ## remove the environment and everything built, but no run in outputs/
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,105 @@
+"""Floor 0: files and directories that appear whole or not at all (written aside, fsynced, renamed)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from drafttrain.errors import UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def atomic_directory(final: Path) -> Iterator[Path]:
+    """Give an empty directory beside `final`; on leaving, make it durable and move it to `final`, replacing what is there.
+
+    An exception inside removes the directory aside and leaves `final` as it was. Raises UserError on a full disk.
+    """
+    aside = _aside(final)
+    with _full_disk(final):
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            yield aside
+            for path in aside.rglob("*"):
+                _fsync(path)
+            _fsync(aside)
+            _replace_directory(aside, final)
+            _fsync(final.parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Replace a file's contents by this text in UTF-8. Raises UserError on a full disk."""
+    aside = _aside(path)
+    with _full_disk(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(text, encoding="utf-8")
+            _fsync(aside)
+            aside.replace(path)
+            _fsync(path.parent)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def atomic_write_json(path: Path, value: Any) -> None:
+    """Replace a file's contents by this value as indented JSON. NaN and infinity are refused: JSON has none."""
+    atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory so that a crash half-way never leaves part of it under its own name."""
+    aside = _aside(path)
+    path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left aside in this folder. Only for a folder that no other process writes to."""
+    for path in folder.glob("*.tmp-*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
+
+
+def _replace_directory(source: Path, final: Path) -> None:
+    """A rename cannot replace a full directory: the old one steps aside first."""
+    if not final.exists():
+        source.rename(final)
+        return
+    old = final.with_name(f"{final.name}.tmp-old-{os.getpid()}")
+    final.rename(old)
+    source.rename(final)
+    shutil.rmtree(old)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _full_disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise UserError(
+            f"disk full while writing {path}: nothing of it was kept, previous checkpoints are; "
+            f"free space under {path.parent}, or set output= to a directory on another disk"
+        ) from error

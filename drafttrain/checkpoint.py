@@ -1,0 +1,233 @@
+"""Floor 3: a drafter on disk. `step-00400/` holds `drafter.safetensors` (its own tensors) and `drafter.json` (all else)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from drafttrain import __version__
+from drafttrain.atomic import atomic_directory, atomic_write_json, remove_directory, remove_leftovers
+from drafttrain.drafter import Drafter
+from drafttrain.drafters import families
+from drafttrain.errors import UserError
+from drafttrain.target import Target
+
+SCHEMA_VERSION = 1
+WEIGHTS = "drafter.safetensors"
+META = "drafter.json"
+NAME = re.compile(r"step-(\d+)")
+ANOTHER = "use another checkpoint of the run, or train it again"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRecord:
+    """The target a drafter was trained for."""
+
+    name: str
+    path: str | None
+    revision: str | None
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    blocks: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMeta:
+    """What stands in `drafter.json`. The last three are filled in by `save_drafter`."""
+
+    family: str
+    options: dict[str, Any]
+    decode: dict[str, Any]
+    target: TargetRecord
+    step: int
+    schema_version: int = SCHEMA_VERSION
+    version: str = __version__
+    sha256: str = ""
+
+
+def checkpoint_name(step: int) -> str:
+    """Directory name of a step's checkpoint; sorts like the step up to 99999."""
+    return f"step-{step:05d}"
+
+
+def drafter_state(drafter: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers as they are, on the CPU."""
+    return {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
+
+
+def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointMeta) -> CheckpointMeta:
+    """Write both files into an existing directory (`atomic_directory` makes it appear whole) and give the completed meta."""
+    # clones, because safetensors refuses tensors that share memory
+    weights = save({name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()})
+    done = dataclasses.replace(
+        meta, sha256=hashlib.sha256(weights).hexdigest(), version=__version__, schema_version=SCHEMA_VERSION
+    )
+    (directory / WEIGHTS).write_bytes(weights)
+    atomic_write_json(directory / META, dataclasses.asdict(done))
+    return done
+
+
+def write_checkpoint(run_dir: Path, state: Mapping[str, Tensor], meta: CheckpointMeta) -> Path:
+    """Save as `step-NNNNN` in a run directory, whole or not at all. Raises UserError on a full disk."""
+    final = run_dir / checkpoint_name(meta.step)
+    with atomic_directory(final) as aside:
+        save_drafter(aside, state, meta)
+    return final
+
+
+def load_drafter(directory: Path, target: Target) -> tuple[Drafter, CheckpointMeta]:
+    """Build the drafter for this target and fill every tensor, in evaluation mode.
+
+    Raises UserError for a damaged or incomplete checkpoint, an unknown family, and another target than it was trained for.
+    """
+    meta = read_meta(directory)
+    check_target(directory, meta.target, target)
+    state = _read_weights(directory, meta)
+    drafter = _build(directory, meta, target)
+    _check_state(directory, drafter.state_dict(), state)
+    drafter.load_state_dict(state, strict=True)
+    drafter.use_decode_settings(meta.decode)
+    return drafter.eval(), meta
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """The drafter's own tensors as they were saved. Raises UserError for a damaged file."""
+    return _read_weights(directory, read_meta(directory))
+
+
+def read_meta(directory: Path) -> CheckpointMeta:
+    """Parse `drafter.json`. Raises UserError when it is absent, unreadable or of a newer schema."""
+    file = directory / META
+    if not file.is_file():
+        raise UserError(
+            f"{directory}: expected a checkpoint, got no {META} there; name a step-NNNNN directory of a run{_near(directory)}"
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        newer = content["schema_version"] > SCHEMA_VERSION
+        if not newer:
+            return CheckpointMeta(**{**content, "target": TargetRecord(**content["target"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file}: expected a drafter's description, got something else ({error}); {ANOTHER}") from error
+    raise UserError(f"{file}: schema_version {content['schema_version']} is newer than {SCHEMA_VERSION}; update drafttrain")
+
+
+def check_target(directory: Path, trained: TargetRecord, target: Target) -> None:
+    """Raise UserError unless this is the target that the checkpoint was trained for."""
+    pairs = {
+        "vocabulary": (trained.vocab_size, target.shape.vocab_size),
+        "hidden size": (trained.hidden_size, target.shape.hidden_size),
+        "number of blocks": (trained.blocks, target.shape.blocks),
+        "weight fingerprint": (trained.fingerprint, target.fingerprint),
+    }
+    for what, (expected, got) in pairs.items():
+        if expected != got:
+            raise UserError(
+                f"{directory}: checkpoint of another target: its {what} is {_short(expected)}, this target's is {_short(got)}; "
+                f"load the target it was trained for ({trained.path or trained.name}), or train a drafter for this one"
+            )
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The `step-*` directories by step; those being written or removed are not among them."""
+    found = {path: NAME.fullmatch(path.name) for path in run_dir.glob("step-*") if path.is_dir()}
+    return sorted((path for path, match in found.items() if match), key=lambda path: int(path.name.split("-")[1]))
+
+
+def newest_valid(run_dir: Path) -> Path | None:
+    """The last checkpoint whose files are all there and whose weights have their recorded sha256."""
+    return next((path for path in reversed(list_checkpoints(run_dir)) if is_valid(path)), None)
+
+
+def is_valid(directory: Path) -> bool:
+    """Whether `drafter.json` reads and the weights are the bytes that were saved."""
+    try:
+        _read_bytes(directory, read_meta(directory))
+    except UserError:
+        return False
+    return True
+
+
+def prune(run_dir: Path, keep_last: int, keep: set[str]) -> list[Path]:
+    """Remove checkpoints but the last `keep_last` and those named in `keep`, and what killed runs left. Gives the removed."""
+    remove_leftovers(run_dir)
+    checkpoints = list_checkpoints(run_dir)
+    old = [path for path in checkpoints[: max(0, len(checkpoints) - keep_last)] if path.name not in keep]
+    for path in old:
+        remove_directory(path)
+    return old
+
+
+def _read_bytes(directory: Path, meta: CheckpointMeta) -> bytes:
+    file = directory / WEIGHTS
+    if not file.is_file():
+        raise UserError(f"{directory}: expected {WEIGHTS} beside {META}, got none; {ANOTHER}")
+    weights = file.read_bytes()
+    sha256 = hashlib.sha256(weights).hexdigest()
+    if sha256 != meta.sha256:
+        raise UserError(f"{file}: damaged or cut off: sha256 {_short(sha256)}, {META} says {_short(meta.sha256)}; {ANOTHER}")
+    return weights
+
+
+def _read_weights(directory: Path, meta: CheckpointMeta) -> dict[str, Tensor]:
+    try:
+        return load(_read_bytes(directory, meta))
+    except SafetensorError as error:
+        raise UserError(f"{directory / WEIGHTS}: expected safetensors, got something else ({error}); {ANOTHER}") from error
+
+
+def _build(directory: Path, meta: CheckpointMeta, target: Target) -> Drafter:
+    if meta.family not in families():
+        near = difflib.get_close_matches(meta.family, families(), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(families())}"
+        raise UserError(f"{directory / META}: unknown family '{meta.family}'; {hint}")
+    family = families()[meta.family]
+    known = {f.name: f for f in dataclasses.fields(family.options)}
+    unknown = sorted(meta.options.keys() - known.keys())
+    if unknown:
+        raise UserError(
+            f"{directory / META}: {meta.family} has no option {', '.join(unknown)}; load it with drafttrain {meta.version}"
+        )
+    # JSON has no tuples
+    values = {name: tuple(v) if isinstance(known[name].default, tuple) else v for name, v in meta.options.items()}
+    return family.build(family.options(**values), target)
+
+
+def _check_state(directory: Path, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
+    file = directory / WEIGHTS
+    missing, unexpected = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
+    if missing or unexpected:
+        lacks = f"lacks {_list(missing)}" if missing else ""
+        has = f"has unexpected {_list(unexpected)}" if unexpected else ""
+        raise UserError(f"{file}: does not fill this drafter: {' and '.join(filter(None, (lacks, has)))}; {ANOTHER}")
+    for name, tensor in expected.items():
+        if tensor.shape != got[name].shape:
+            raise UserError(f"{file}: {name} is {list(got[name].shape)}, this drafter's is {list(tensor.shape)}; {ANOTHER}")
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 16 else f"{text[:12]}..."
+
+
+def _near(directory: Path) -> str:
+    inside = list_checkpoints(directory) if directory.is_dir() else []
+    return f", such as {inside[-1]}" if inside else ""

@@ -1,0 +1,167 @@
+"""Floor 6: `drafttrain COMMAND [overrides]`.
+
+Hydra composes the configuration; a user's mistake becomes one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from drafttrain import __version__
+from drafttrain.commands.overview import COMMANDS, command_help, general_help
+from drafttrain.commands.quiet import quiet
+from drafttrain.complaints import explain, nearest
+from drafttrain.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from drafttrain.config import Run
+
+PATH_KEYS = ("target.path", "data.path", "checkpoint", "prompts", "measure.prompts", "output", "resume")
+
+
+class Stop(BaseException):
+    """A user's mistake on its way out. No Exception: Hydra would print it, and a sweep would run its other jobs first."""
+
+
+def main() -> NoReturn:
+    """The `drafttrain` command: sys.argv in, exit code out (0 done, 2 user's mistake, 130 interrupted)."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code. An error that is no user's mistake is raised as it is."""
+    try:
+        return _dispatch(list(arguments))
+    except Stop as stop:
+        line: str | None = str(stop)
+    except KeyboardInterrupt:
+        print("drafttrain: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        line = explain(error)
+        if line is None:
+            raise
+    print(f"drafttrain: {line}", file=sys.stderr)
+    return 2
+
+
+def _dispatch(arguments: list[str]) -> int:
+    command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
+    if command is not None and command not in COMMANDS:
+        raise UserError(f"unknown command {command!r}; {nearest(command, COMMANDS)}")
+    if "--version" in arguments:
+        print(f"drafttrain {__version__}")
+        return 0
+    flags = _parser().parse_intermixed_args(arguments)
+    config_dir = Path(flags.config_dir) if flags.config_dir else None
+    if config_dir and not config_dir.is_dir():
+        raise UserError(f"--config-dir {config_dir} is no directory; give the folder that holds recipes/ or groups")
+    if flags.help:
+        print(command_help(command, config_dir) if command else general_help(config_dir))
+        return 0
+    if flags.shell_completion:
+        return _complete(arguments, config_dir)
+    if command is None:
+        raise UserError(f"no command given; use one of {', '.join(COMMANDS)}, or drafttrain --help")
+    overrides = [quote(override, sweep=flags.multirun) for override in flags.overrides]
+    _hydra(command, [word for word in arguments if word not in flags.overrides] + overrides, config_dir)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Hydra's own flags; it parses them again, but after this one no mistake is left for it to report."""
+    from hydra._internal.utils import get_args_parser
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UserError(f"{message}; drafttrain --help lists the flags")
+
+    return Parser(parents=[get_args_parser()], add_help=False)
+
+
+def quote(override: str, sweep: bool = False) -> str:
+    """Quote the value of a key that holds a path, so that `=`, commas and spaces in it stay text to Hydra.
+
+    sweep: commas part the values of a sweep, each is quoted alone.
+    """
+    key, equals, value = override.partition("=")
+    if not equals or key.lstrip("+") not in PATH_KEYS or value[:1] in ("'", '"') or "${" in value:
+        return override
+    return f"{key}=" + ",".join(map(_quote_path, value.split(",") if sweep else [value]))
+
+
+def _quote_path(value: str) -> str:
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    path = os.path.expanduser(value)
+    return path if re.fullmatch(r"[\w./-]*", path) else QuotedString(path, Quote.single).with_quotes()
+
+
+def _complete(arguments: list[str], config_dir: Path | None) -> int:
+    """Shell completion, by Hydra for everything after the command."""
+    typed = os.environ.get("COMP_LINE", "").split(" ")
+    if "query" in "".join(arguments) and len(typed) == 2:
+        print(" ".join(name for name in COMMANDS if name.startswith(typed[1])))
+        return 0
+    if len(typed) > 2 and typed[1] in COMMANDS:
+        os.environ["COMP_LINE"] = " ".join([typed[0], *typed[2:]])
+    _hydra("fit", arguments, config_dir)
+    return 0
+
+
+def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
+    """Let Hydra compose the configuration and run the command on it, once or for each value of a sweep."""
+    quiet()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing several lines: `run` turns the error into one
+    import hydra
+
+    from drafttrain.config import register, to_run
+
+    register(config_dir)
+
+    def task(composed: DictConfig) -> None:
+        try:
+            with explained():
+                _execute(command, to_run(composed))
+        except UserError as error:
+            raise Stop(str(error)) from error
+
+    sys.argv[1:] = arguments
+    hydra.main(version_base="1.3", config_path="pkg://drafttrain.conf", config_name="config")(task)()
+
+
+def _execute(command: str, run: Run) -> None:
+    function = getattr(import_module(f"drafttrain.commands.{command}"), command)
+    if command == "doctor":
+        function(Path(run.options.output))
+        return
+    launch = import_module("drafttrain.commands.launch").launch
+    launch(partial(_run_explained, function), run.options, run.resolved)
+
+
+def _run_explained(function: Callable[[Any, dict[str, Any]], object], options: Any, resolved: dict[str, Any]) -> None:
+    """What each process of a launch runs: only it still has the error that is to be explained."""
+    with explained():
+        function(options, resolved)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """What is the user's to mend leaves as a UserError; a bug leaves as it is."""
+    try:
+        yield
+    except Exception as error:
+        if (line := explain(error)) is not None:
+            raise UserError(line) from error
+        raise

@@ -1,0 +1,92 @@
+"""Floor 5: what this machine offers, for a bug report and for a first look."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from huggingface_hub.constants import HF_HOME
+from rich.console import Console
+from rich.table import Table
+
+from drafttrain.errors import UserError
+from drafttrain.train.logger import logged_in
+
+PACKAGES = ("drafttrain", "torch", "transformers", "datasets", "deepspeed", "wandb", "hydra-core", "peft")
+
+
+def doctor(output: Path = Path("outputs")) -> int:
+    """Print versions, devices, compilers, kernel backend, writable paths and W&B state, and return 0.
+
+    Raises UserError, after printing, when nothing can be written to `output`.
+    """
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    sections = {
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "devices": _devices(),
+        "compilers": {name: _compiler(name) for name in ("g++", "nvcc")},
+        "kernels": {"backend": "torch references"},
+        "paths": {"output": _writable(output), "cache": _writable(Path(HF_HOME))},
+        "W&B": {"state": _wandb_state()},
+    }
+    for title, rows in sections.items():
+        table.add_row(f"[bold]{title}[/bold]", "", "")
+        for name, text in rows.items():
+            table.add_row("", name, text)
+    Console().print(table)
+    if not sections["paths"]["output"].endswith("writable"):
+        raise UserError(f"cannot write to {sections['paths']['output']}; set output=DIR to a folder of your own")
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> dict[str, str]:
+    rows = {"cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"}
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        rows[f"cuda:{index}"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, sm_{card.major}{card.minor}"
+    if len(rows) == 1:
+        rows["cuda"] = "none found" if torch.version.cuda else "this torch is a CPU build"
+    return rows
+
+
+def _compiler(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        return "not found"
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    version = re.search(r"release (\d[\d.]*)|(\d+\.\d[\d.]*)", answer.stdout)
+    return f"{version[1] or version[2]} ({path})" if version else f"does not run ({path})"
+
+
+def _writable(folder: Path) -> str:
+    """Try it: a file in the nearest folder that exists, so that nothing is left behind."""
+    folder = folder.expanduser().absolute()
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            free = shutil.disk_usage(nearest).free / 2**30
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    return f"{folder}: {free:.0f} GiB free, writable"
+
+
+def _wandb_state() -> str:
+    if mode := os.environ.get("WANDB_MODE"):
+        return f"{mode} (WANDB_MODE)"
+    if logged_in():
+        return "logged in: runs go online"
+    return "not logged in: runs stay offline (wandb login; wandb sync sends them later)"

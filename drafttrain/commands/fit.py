@@ -1,0 +1,127 @@
+"""Floor 5: `drafttrain fit`: distil a drafter from the frozen target, then measure every kept checkpoint."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console as RichConsole
+
+from drafttrain.checkpoint import list_checkpoints
+from drafttrain.commands.measure import measure_run
+from drafttrain.commands.rundir import RunDirectory
+from drafttrain.commands.run import RunOptions
+from drafttrain.data.dataset import Dataset, load_dataset
+from drafttrain.data.prompts import load_prompts
+from drafttrain.drafter import Drafter, trainable
+from drafttrain.drafters import families
+from drafttrain.errors import UserError
+from drafttrain.measure.runner import CheckpointRef
+from drafttrain.targets.load import LoadedTarget, device_of, load_target
+from drafttrain.train.engine import World, accumulation, join_world, leave_world, settings
+from drafttrain.train.logger import Logger
+from drafttrain.train.progress import Console
+from drafttrain.train.schedule import learning_rate
+from drafttrain.train.trainer import Job, Progress, Trainer
+
+
+def fit(options: RunOptions, resolved: dict[str, Any]) -> Path:
+    """Train and measure; returns the run directory. Raises UserError before anything is written when the input is bad."""
+    device = device_of(options.target.device)
+    world = join_world(device)
+    console = Console(RichConsole() if world.first else None)
+    job = _prepare(options, world, console)
+    run = RunDirectory.open(options, resolved, world)
+    console.say(f"run: {run.path}" + (f" (resumed at step {run.resumed_step})" if run.resumed_step else ""))
+    logger = Logger(options.logger, run.path, resolved, run.resumed_step) if world.first else None
+    try:
+        progress = Trainer(job, world, run.path).train(logger, console)
+        world.wait()
+        leave_world()
+        gc.collect()
+        if logger is not None and console.rich is not None:
+            _finish(options, job.loaded, run, progress, job.data, logger, console.rich)
+    finally:
+        if logger is not None:
+            logger.close()
+    return run.path
+
+
+def _prepare(options: RunOptions, world: World, console: Console) -> Job:
+    """Load and check everything that can be wrong, the cheap things first."""
+    accumulation(options.train, world)
+    settings(options.train, options.deepspeed, 1)
+    learning_rate(options.train, 0)
+    for name in ("steps", "checkpoint_every", "keep_last", "log_every"):
+        if getattr(options.train, name) < 1:
+            raise UserError(f"train.{name} is {getattr(options.train, name)}; set it to 1 or more")
+    if options.loss.chunk < 1 or options.loss.name not in ("ce", "kl", "lk"):
+        raise UserError(f"loss.name is {options.loss.name!r}, loss.chunk {options.loss.chunk}; choose ce, kl or lk, and a chunk of 1 or more")
+    if options.measure.enabled:
+        load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
+    torch.manual_seed(options.train.seed)
+    loaded = load_target(options.target)
+    drafter = _build(options, loaded)
+    about = loaded.description
+    console.say(f"target: {about['architecture']}, {about['parameters']:,} parameters, {about['blocks']} blocks ({about['path'] or about['name']})")
+    console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters")
+    data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
+    summary = data.summary
+    console.say(f"data: {summary['conversations']:,} conversations, {summary['supervised_tokens']:,} supervised tokens ({options.data.path})")
+    family = options.drafter.family
+    return Job(
+        loaded, drafter, family, asdict(options.drafter), data, options.train, options.deepspeed, options.loss, options.decode.tree_nodes
+    )
+
+
+def _build(options: RunOptions, loaded: LoadedTarget) -> Drafter:
+    try:
+        return families()[options.drafter.family].build(options.drafter, loaded.target)
+    except ValueError as error:  # a drafter's own checks of options against the target
+        raise error if isinstance(error, UserError) else UserError(str(error)) from error
+
+
+def _limited(options: RunOptions, loaded: LoadedTarget) -> Any:
+    """Conversations no longer than the target's context."""
+    limit = loaded.target.shape.max_positions
+    return replace(options.data, max_length=min(options.data.max_length, limit))
+
+
+def _finish(
+    options: RunOptions, loaded: LoadedTarget, run: RunDirectory, progress: Progress, data: Dataset, logger: Logger, console: RichConsole
+) -> None:
+    """Measure the kept checkpoints, log, mark the run finished, and say what comes next."""
+    training = {
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "tokens_per_s": progress.tokens / progress.seconds if progress.seconds else None,
+        "final_loss": progress.loss,
+        "data": data.summary | {"path": options.data.path},
+    }
+    checkpoints = list_checkpoints(run.path / "checkpoints")
+    best = checkpoints[-1].name
+    if options.measure.enabled:
+        refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
+        report = measure_run(loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl")
+        content = json.loads((run.path / "report.json").read_text(encoding="utf-8"))
+        best = content["best"]
+        files = [run.path / "report.json", run.path / "report.md"]
+        logger.report(content, sorted(run.path.glob("**/*.png")), checkpoints, files)
+        del report
+    run.finish()
+    _next_steps(run.path / "checkpoints" / best, options, console)
+
+
+def _next_steps(best: Path, options: RunOptions, console: RichConsole) -> None:
+    target = "" if options.target.name == "embedded" else f" target={options.target.name} target.path={options.target.path}"
+    console.print("\nnext:", highlight=False)
+    for command, why in (
+        (f"drafttrain measure checkpoint={best}{target} prompts=FILE", "measure it on your own prompts (MT-bench format)"),
+        (f"drafttrain measure checkpoint={best}{target} decode=sampling", "measure lossless sampling at temperature 1"),
+        ("drafttrain fit recipe=NAME target=hf target.path=DIR data.path=FILE", "distil a drafter for your own target"),
+    ):
+        console.print(f"  {command}\n      {why}", highlight=False, soft_wrap=True)

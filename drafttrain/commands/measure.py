@@ -1,0 +1,75 @@
+"""Floor 5: `drafttrain measure checkpoint=DIR [prompts=FILE]`, and the measurement that ends every `fit`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from drafttrain.checkpoint import TargetRecord, read_meta
+from drafttrain.commands.environment import environment
+from drafttrain.commands.run import RunOptions
+from drafttrain.commands.watch import watching
+from drafttrain.data.prompts import load_prompts
+from drafttrain.errors import UserError
+from drafttrain.measure.report import Report, report_of, write_report
+from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
+from drafttrain.measure.table import console_table
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import LoadedTarget, load_target
+
+
+def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
+    """Measure one checkpoint and return the report's folder, `<output>/measure/<time>/`.
+
+    Raises UserError for what is missing, damaged or of another target.
+    """
+    if options.checkpoint is None:
+        raise UserError("checkpoint is not set; name a step-NNNNN directory of a run with checkpoint=DIR")
+    if options.launcher.nproc != 1:
+        raise UserError(f"launcher.nproc is {options.launcher.nproc}; a measurement runs in one process, leave it out")
+    directory = Path(options.checkpoint).expanduser()
+    record = read_meta(directory)
+    loaded = load_target(_target_of(options.target, record.target))
+    folder = Path(options.output) / "measure" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    measure_run(loaded, [CheckpointRef(directory.name, directory, record.step)], options, folder, Console())
+    return folder
+
+
+def measure_run(
+    loaded: LoadedTarget,
+    checkpoints: Sequence[CheckpointRef],
+    options: RunOptions,
+    folder: Path,
+    console: Console,
+    training: dict[str, Any] | None = None,
+    metrics: Path | None = None,
+) -> Report:
+    """Measure checkpoints of one target, write the report into `folder`, print the table, and return the report.
+
+    training: the report's `training` key; metrics: the run's metrics.jsonl, for the training curves.
+    """
+    prompts = load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
+    with watching(console) as watch:
+        body = measure_checkpoints(loaded, checkpoints, prompts, options.decode, options.measure, watch)
+    record = read_meta(checkpoints[-1].path)
+    drafter = {"family": record.family, "parameters": body["checkpoints"][-1]["parameters"], "options": record.options}
+    body["measure"]["prompts"] = options.prompts or options.measure.prompts
+    report = report_of(body, loaded.description, drafter, environment(loaded.target.device), training)
+    write_report(folder, report, metrics)
+    console.print(console_table(report))
+    for note in report["measure"]["notes"]:
+        console.print(f"note: {note}", style="yellow", soft_wrap=True)
+    console.print(f"report: {folder / 'report.md'}", soft_wrap=True, highlight=False)
+    return report
+
+
+def _target_of(options: TargetOptions, trained: TargetRecord) -> TargetOptions:
+    """The target the user names, else the one that the checkpoint records."""
+    if options.name != "embedded" or trained.name == "embedded":
+        return options
+    return replace(options, name=trained.name, path=trained.path, revision=trained.revision, dtype=trained.dtype)

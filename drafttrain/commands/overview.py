@@ -1,0 +1,119 @@
+"""Floor 5: the help pages, read from the first comment line of each YAML file; nothing heavy is imported for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand: the function `drafttrain.commands.<name>.<name>`, its help line and usage examples."""
+
+    summary: str
+    examples: tuple[str, ...]
+
+
+COMMANDS = {
+    "fit": Command(
+        "train a drafter for a frozen target, then measure every kept checkpoint",
+        (
+            "drafttrain fit recipe=NAME",
+            "drafttrain fit recipe=NAME target=hf target.path=DIR data.path=FILE",
+            "drafttrain fit recipe=NAME resume=auto",
+            "drafttrain fit recipe=NAME launcher.nproc=2 deepspeed=zero2",
+            "drafttrain fit recipe=NAME -m train.lr=1e-3,3e-4",
+        ),
+    ),
+    "measure": Command(
+        "measure a checkpoint: acceptance, speed, exactness",
+        (
+            "drafttrain measure checkpoint=DIR",
+            "drafttrain measure checkpoint=DIR prompts=FILE decode=sampling",
+        ),
+    ),
+    "doctor": Command(
+        "print versions, devices, compilers, kernel backend, writable paths and W&B state",
+        ("drafttrain doctor",),
+    ),
+}
+FLAGS = {
+    "-m": "sweep: key=a,b,c runs each value",
+    "--cfg job": "print the configuration and stop; -p GROUP prints one group",
+    "--config-dir DIR": "your own groups in DIR, your own recipes in DIR/recipes/",
+    "--shell-completion install=SHELL": 'bash, zsh or fish: eval "$(drafttrain --shell-completion install=bash)"',
+    "--version": "print the version",
+}
+
+
+def general_help(config_dir: Path | None = None) -> str:
+    """What `drafttrain --help` prints."""
+    return "\n".join(
+        [
+            "usage: drafttrain COMMAND [recipe=NAME] [group=CHOICE] [key=value] [flags]",
+            *_section("commands", {name: command.summary for name, command in COMMANDS.items()}),
+            *_choices(config_dir),
+            *_section("flags", FLAGS),
+            "",
+            "drafttrain COMMAND --help shows examples.",
+        ]
+    )
+
+
+def command_help(name: str, config_dir: Path | None = None) -> str:
+    """What `drafttrain <name> --help` prints."""
+    return "\n".join(
+        [
+            f"drafttrain {name}: {COMMANDS[name].summary}",
+            "",
+            "examples",
+            *(f"  {line}" for line in COMMANDS[name].examples),
+            *_choices(config_dir),
+            *_section("flags", FLAGS),
+            "",
+            f"drafttrain {name} --cfg job prints every key with its value.",
+        ]
+    )
+
+
+def recipe_files(config_dir: Path | None = None) -> dict[str, Traversable]:
+    """Recipes by name: the package's own, then the user's, which win."""
+    folders: list[Traversable] = [resources.files("drafttrain.recipes")]
+    if config_dir is not None and (config_dir / "recipes").is_dir():
+        folders.append(config_dir / "recipes")
+    return {name: file for folder in folders for name, file in _yaml_files(folder).items()}
+
+
+def _choices(config_dir: Path | None) -> list[str]:
+    """The sections on recipes and groups."""
+    lines = _section("recipes (recipe=NAME)", {name: _headline(file) for name, file in recipe_files(config_dir).items()})
+    groups: dict[str, dict[str, Traversable]] = {}
+    for root in [resources.files("drafttrain.conf"), *([config_dir] if config_dir else [])]:
+        for folder in root.iterdir():
+            if folder.is_dir() and folder.name not in ("recipes", "recipe") and (files := _yaml_files(folder)):
+                groups[folder.name] = groups.get(folder.name, {}) | files
+    lines += ["", "groups (group=CHOICE)"]
+    for group, files in sorted(groups.items()):
+        choices = {name: _headline(file) for name, file in files.items()}
+        lines += [f"  {group}", *(f"    {name:<14}{text}" for name, text in choices.items())]
+    return lines
+
+
+def _section(title: str, rows: dict[str, str]) -> list[str]:
+    width = max(map(len, rows), default=0)
+    return ["", title, *(f"  {name:<{width}}  {text}" for name, text in rows.items())]
+
+
+def _yaml_files(folder: Traversable) -> dict[str, Traversable]:
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
+    return {file.name.removesuffix(".yaml"): file for file in files}
+
+
+def _headline(file: Traversable) -> str:
+    """The first comment that is text, not a Hydra directive."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and not line.startswith("# @package") and line.strip("# "):
+            return line.strip("# ")
+    return ""

@@ -1,0 +1,103 @@
+"""Floor 5: the directory of one run, and finding the one to go on with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from drafttrain.atomic import atomic_write_json, atomic_write_text
+from drafttrain.checkpoint import newest_valid
+from drafttrain.commands.environment import environment
+from drafttrain.commands.run import RunOptions
+from drafttrain.errors import UserError
+from drafttrain.train.engine import World
+
+NOT_HASHED = ("output", "resume", "measure", "logger", "launcher", "checkpoint", "prompts", "recipe")
+
+
+@dataclass
+class RunDirectory:
+    """`<output>/<name>/<time>/`. run.json says whether the run has finished; resumed_step is 0 for a new run."""
+
+    path: Path
+    resumed_step: int
+
+    @staticmethod
+    def open(options: RunOptions, resolved: dict[str, Any], world: World) -> RunDirectory:
+        """Make a new one, or find the one that `resume` names; rank 0 decides for all processes."""
+        found = _find(options, config_hash(resolved)) if world.first else None
+        if world.first and found is None:
+            found = _make(options, resolved)
+        path = world.share(found)
+        newest = newest_valid(path / "checkpoints")
+        return RunDirectory(path, int(newest.name.split("-")[1]) if newest else 0)
+
+    def finish(self) -> None:
+        state = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        atomic_write_json(self.path / "run.json", state | {"finished": True})
+
+
+def config_hash(resolved: dict[str, Any]) -> str:
+    """Of what decides the trained weights and the decode settings; where a run lands and how it is logged does not count."""
+    kept = {key: value for key, value in resolved.items() if key not in NOT_HASHED}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _find(options: RunOptions, digest: str) -> Path | None:
+    if options.resume is None:
+        return None
+    if options.resume != "auto":
+        path = Path(options.resume).expanduser()
+        state = _state(path)
+        if state is None:
+            raise UserError(f"resume is {options.resume!r}, which is no run directory (no run.json); name one, or resume=auto")
+        if state["config_hash"] != digest:
+            raise UserError(f"resume is {options.resume!r}, a run of another configuration; repeat its own (see its config.yaml)")
+        return path
+    runs = Path(options.output) / options.name
+    candidates = sorted((p.parent for p in runs.glob("*/run.json")), reverse=True)
+    for path in candidates:
+        state = _state(path)
+        if state and not state["finished"] and state["config_hash"] == digest:
+            return path
+    return None
+
+
+def _state(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _make(options: RunOptions, resolved: dict[str, Any]) -> Path:
+    """A fresh directory with the resolved configuration, the environment and the git revision."""
+    base = Path(options.output) / options.name / time.strftime("%Y-%m-%d_%H-%M-%S")
+    path, copy = base, 1
+    while path.exists():
+        copy += 1
+        path = base.with_name(f"{base.name}-{copy}")
+    (path / "checkpoints").mkdir(parents=True)
+    atomic_write_text(path / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
+    about = environment(torch.device("cpu")) | {"command": sys.argv, "git": _git_revision()}
+    atomic_write_json(path / "environment.json", about)
+    atomic_write_json(path / "run.json", {"config_hash": config_hash(resolved), "finished": False})
+    return path
+
+
+def _git_revision() -> str | None:
+    """Of the working directory, with `-dirty` for uncommitted changes; None outside a repository."""
+    try:
+        asked = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None if asked.returncode == 0 else None

@@ -1,0 +1,123 @@
+"""Floor 6: which errors are the user's, and the one line that each of them gets."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import re
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+
+from drafttrain.errors import UserError
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The way out of a misspelt name: `did you mean a or b?`, or all names when none is near."""
+    known = list(names)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(known)}"
+
+
+def explain(error: BaseException) -> str | None:
+    """One line for a mistake of the user's or a full disk; None for anything else, which is a bug and keeps its traceback."""
+    chain = list(_chain(error))
+    for link in chain:
+        if isinstance(link, UserError):
+            return _one_line(str(link))
+        if line := _disk_full(link):
+            return line
+    return _configuration(chain)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _disk_full(error: BaseException) -> str | None:
+    """Writers that are no Python code (safetensors, torch) tell of a full disk in their message alone."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not full and "No space left on device" not in str(error):
+        return None
+    where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
+    return f"no space left on the disk{where}; free some, or write elsewhere with output=DIR"
+
+
+def _configuration(chain: Sequence[BaseException]) -> str | None:
+    """Errors of Hydra, OmegaConf and YAML. Only the command line uses these, so all of them are about what the user typed."""
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+    from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+    from yaml import YAMLError
+
+    for link in chain:
+        if isinstance(link, MissingConfigException) and link.missing_cfg_file:
+            return _unknown_choice(link.missing_cfg_file, link.options or ())
+        if isinstance(link, OverrideParseException):
+            reason = link.message.splitlines()[1:2] or [link.message]
+            return (
+                f"cannot read {link.override!r}: {_one_line(reason[0])}; write key=value, and quote values with , = or spaces"
+            )
+    for link in chain:
+        if isinstance(link, (ConfigKeyError, AttributeError)) and isinstance(link, OmegaConfBaseException):
+            free = str(link.ref_type_str).startswith("Dict")
+            return _unknown_key(_overridden(chain) or link.full_key or str(link.key), free)
+        if isinstance(link, OmegaConfBaseException) and link.full_key:
+            return f"{link.full_key}: {str(link).splitlines()[0]}; drafttrain fit --cfg job prints each key with its value"
+    for link in chain:
+        if isinstance(link, (HydraException, OmegaConfBaseException, YAMLError)) or _raised_by_hydra(link):
+            return _hydra_line(str(link))
+    return None
+
+
+def _unknown_choice(wanted: str, options: Sequence[str]) -> str:
+    group, _, name = wanted.rpartition("/")
+    if not group:
+        return f"no configuration {name!r} in the --config-dir"
+    return f"unknown {group} {name!r}; {nearest(name, [option for option in options if not option.endswith('_schema')])}"
+
+
+def _unknown_key(key: str, free: bool) -> str:
+    """free: the key's parent takes any key, once asked with a plus."""
+    from drafttrain.config import known_keys
+
+    if free:
+        return f"unknown key {key!r}; +{key}=... adds it"
+    keys = known_keys()
+    parent, _, leaf = key.rpartition(".")
+    siblings = [known for known in keys if known.rpartition(".")[0] == parent]
+    while parent and not siblings:
+        parent = parent.rpartition(".")[0]
+        siblings = [known for known in keys if known.rpartition(".")[0] == parent]
+    for name, pool in ((leaf, _by_leaf(siblings)), (key, {known: known for known in keys}), (leaf, _by_leaf(keys))):
+        if close := difflib.get_close_matches(name, pool, n=3, cutoff=0.6):
+            return f"unknown key {key!r}; did you mean {' or '.join(pool[match] for match in close)}?"
+    return f"unknown key {key!r}; use one of {', '.join(siblings)}"
+
+
+def _by_leaf(keys: Iterable[str]) -> dict[str, str]:
+    return {key.rpartition(".")[2]: key for key in keys}
+
+
+def _overridden(chain: Sequence[BaseException]) -> str | None:
+    """The key as it was typed; OmegaConf names only the part of it that it could not find."""
+    for link in chain:
+        if match := re.match(r"Could not override '(.+?)'", str(link)):
+            return match[1]
+    return None
+
+
+def _raised_by_hydra(error: BaseException) -> bool:
+    """Hydra raises plain ValueErrors for some command lines, such as a number as a group's choice."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ValueError) and bool(frames) and "/hydra/" in frames[-1].filename.replace("\\", "/")
+
+
+def _hydra_line(text: str) -> str:
+    if text.startswith("Ambiguous value"):
+        return f"{text.splitlines()[0]}; add -m to sweep over the values, or quote a value that holds commas"
+    return _one_line(text.partition("See https://")[0])
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,144 @@
+"""Records out of local files, each with the place it came from."""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import drafttrain
+from drafttrain.errors import UserError
+
+ASSETS = Path(drafttrain.__file__).parent / "assets"
+LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+TABLES = (".parquet", ".arrow", ".csv")
+TEXT_COLUMNS = ("prompt", "response", "text")  # of a CSV file: read as strings even where they look like numbers
+
+
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (origin, record) pairs in file order; origin is `file:line`, or `file:row n` for tables.
+
+    Raises UserError naming the place for a blank or malformed line, and for an empty, damaged or unknown file.
+    """
+    check_file(path)
+    empty = True
+    for origin, record in _read(path):
+        empty = False
+        if not isinstance(record, dict):
+            raise UserError(f"{origin}: expected a JSON object, got {type(record).__name__}; write one {{...}} per record")
+        yield origin, record
+    if empty:
+        raise UserError(f"{path}: expected at least one record, got an empty file; fill it, or point to another file")
+
+
+def check_file(path: Path) -> None:
+    """Raise UserError unless this is a file of a known kind."""
+    if path.is_dir():
+        names = sorted(p.name for p in path.iterdir() if p.is_file() and p.name.endswith(LINES + TABLES))
+        found = f"name one of its files: {', '.join(names[:5])}" if names else f"it holds no {', '.join(LINES + TABLES)} file"
+        raise UserError(f"{path}: expected a data file, got a directory; {found}")
+    if not path.exists():
+        raise UserError(f"{path}: expected a data file, got nothing there; {_nearest(path)}")
+    if not path.name.endswith(LINES + TABLES):
+        raise UserError(
+            f"{path}: expected {', '.join(LINES + TABLES)}, got '{path.suffix}'; convert it, or rename it if it is one"
+        )
+
+
+def _nearest(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"its folder {path.parent} does not exist either: correct the path"
+    near = difflib.get_close_matches(path.name, sorted(p.name for p in path.parent.iterdir()), n=3)
+    return f"did you mean {' or '.join(near)}?" if near else f"correct the path (nothing of a similar name in {path.parent})"
+
+
+def _read(path: Path) -> Iterator[tuple[str, Any]]:
+    if path.name.endswith(TABLES):
+        yield from _read_table(path)
+        return
+    try:
+        with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
+            # many files called .json hold one object per line; only an array is one document
+            is_array = ".json" in path.suffixes and file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+            file.seek(0)
+            yield from _read_array(path, file) if is_array else _read_lines(path, file)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: expected gzip data, got a damaged file ({error}); download or compress it again") from error
+
+
+def _read_lines(path: Path, file: BinaryIO | gzip.GzipFile) -> Iterator[tuple[str, Any]]:
+    blank = None
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            blank = blank or number  # an error only when something follows
+            continue
+        if blank:
+            raise UserError(f"{path}:{blank}: expected a JSON object, got an empty line; remove it")
+        yield f"{path}:{number}", _parse(line.rstrip(), path, number)
+
+
+def _read_array(path: Path, file: BinaryIO | gzip.GzipFile) -> Iterator[tuple[str, Any]]:
+    for number, record in enumerate(_parse(file.read(), path, 1), start=1):
+        yield f"{path}:record {number}", record
+
+
+def _parse(content: bytes, path: Path, line: int) -> Any:
+    """JSON out of bytes that start at this line of the file."""
+    try:
+        return json.loads(content.removeprefix(codecs.BOM_UTF8).decode())
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}:{line}: expected UTF-8, got byte {content[error.start]:#04x}; convert the file to UTF-8"
+        ) from error
+    except json.JSONDecodeError as error:
+        at = line + error.lineno - 1
+        got = _excerpt(error.doc, error.pos)
+        raise UserError(
+            f"{path}:{at}: expected JSON, got {got} ({error.msg}, column {error.colno}); correct the line"
+        ) from error
+    except RecursionError as error:
+        raise UserError(f"{path}:{line}: expected a record, got JSON nested too deeply to read; flatten it") from error
+
+
+def _excerpt(text: str, position: int) -> str:
+    return repr(text[position : position + 20].split("\n")[0]) if text[position:].strip() else "the end of the text"
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow  # slow to import, and most runs read JSON lines
+
+    try:
+        row = 0
+        for batch in _batches(path):
+            for record in batch.to_pylist():
+                row += 1
+                yield f"{path}:row {row}", record
+    except pyarrow.ArrowException as error:
+        got = str(error).splitlines()[0]
+        raise UserError(
+            f"{path}: expected a {path.suffix} table, got a file that cannot be read as one ({got}); write it again"
+        ) from error
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    """Record batches of a Parquet, Arrow (file or stream) or CSV file."""
+    import pyarrow
+    from pyarrow import csv, ipc, parquet
+
+    if path.suffix == ".parquet":
+        yield from parquet.ParquetFile(path).iter_batches()
+    elif path.suffix == ".csv":
+        types = csv.ConvertOptions(column_types={name: pyarrow.string() for name in TEXT_COLUMNS})
+        layout = csv.ParseOptions(newlines_in_values=True)
+        yield from csv.read_csv(path, parse_options=layout, convert_options=types).to_batches()
+    else:
+        with pyarrow.memory_map(str(path)) as source:
+            magic = source.read(6)
+            source.seek(0)
+            reader = ipc.open_file(source) if magic == b"ARROW1" else ipc.open_stream(source)
+            yield from (reader.get_batch(i) for i in range(reader.num_record_batches)) if magic == b"ARROW1" else reader

@@ -1,0 +1,90 @@
+"""A separate draft model: a small causal LM, here the target's first blocks, trained further (arXiv 2211.17192, 2310.08461).
+
+Shapes: B rows, N tree nodes, A staged positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.drafter import Commit, Drafter, Staged, draft_chain, with_root
+from drafttrain.drafters import Family
+from drafttrain.errors import UserError
+from drafttrain.kv import KVCache
+from drafttrain.sampling import Sampling
+from drafttrain.target import FINAL, Target, Taps
+from drafttrain.tree import DraftTree
+
+
+@dataclass
+class DraftModelOptions:
+    """A layer-pruned copy of the target as the draft."""
+
+    family: str = "draft_model"
+    blocks: int = 3  # of the target's, from the first
+    draft_length: int = 4
+
+
+@dataclass
+class DraftModelState:
+    kv: KVCache
+    staged: Staged
+
+
+class DraftModel(Drafter):
+    """Chain drafter with its own cache; at temperature above 0 it samples and reports the law q of every draft."""
+
+    def __init__(self, options: DraftModelOptions, target: Target) -> None:
+        super().__init__()
+        if options.draft_length < 1:
+            raise UserError(f"drafter.draft_length is {options.draft_length}; set it to 1 or more")
+        self.taps, self.draft_length = Taps(), options.draft_length
+        self.lm = target.pruned(options.blocks)
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        """Teacher-forced next tokens: the same model drafts every depth, so one prediction stands for all."""
+        no_rows_B0 = batch.token_BT[:, :0]
+        final_BTH = self.lm(batch.token_BT, None, None, batch.position_BT, Taps(final=True), no_rows_B0).hidden[FINAL]
+        pairs = batch.future(1)
+        hidden_MH = final_BTH.flatten(0, 1)[pairs.source_M]
+        yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.lm.head, every_step=True)
+
+    def open(self, slots: int, max_len: int) -> DraftModelState:
+        return DraftModelState(self.lm.new_cache(slots, max_len), Staged(slots))
+
+    def reset(self, state: DraftModelState, slot_R: Tensor) -> None:
+        state.kv.reset(slot_R)
+        state.staged.clear(slot_R)
+
+    def observe(self, state: DraftModelState, commit: Commit, slot_B: Tensor) -> None:
+        state.staged.add(commit, slot_B)
+
+    def propose(self, state: DraftModelState, slot_B: Tensor, sampling: Sampling) -> DraftTree:
+        kv, row_B = state.kv, torch.arange(len(slot_B), device=slot_B.device)
+        kv.rows(slot_B)
+        token_BN, last_B = with_root(state.staged.take(slot_B))
+        logits_BV = self._feed(kv, token_BN, last_B)
+        committed_B = kv.length_B - 1  # the root's keys are scratch: the next commit brings it again
+
+        def advance(token_B: Tensor) -> Tensor:
+            return self._feed(kv, token_B[:, None], torch.zeros_like(token_B))
+
+        tree = draft_chain(token_BN[row_B, last_B], logits_BV, advance, self.draft_length, sampling, committed_B)
+        kv.rollback(committed_B)
+        return tree
+
+    def _feed(self, kv: KVCache, token_BN: Tensor, last_B: Tensor) -> Tensor:
+        """[B, V] logits at each row's last token; its tokens up to there stay in the cache."""
+        column_N = torch.arange(token_BN.shape[1], device=token_BN.device)
+        position_BN = (kv.length_B[:, None] + column_N).clamp_max(self.lm.shape.max_positions - 1)
+        logits_BRV = self.lm(token_BN, kv, None, position_BN, Taps(), last_B[:, None]).logits_BRV
+        kv.keep(column_N.expand_as(token_BN), last_B + 1)
+        return logits_BRV[:, 0]
+
+
+FAMILY = Family("draft_model", DraftModelOptions, DraftModel)

@@ -1,0 +1,143 @@
+"""Medusa: K heads on the target's last state, each predicting one position further (arXiv 2401.10774).
+
+Shapes: B rows, N tree nodes, K heads, R ranks, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.drafter import Commit, Drafter
+from drafttrain.drafters import Family
+from drafttrain.errors import UserError
+from drafttrain.layers import ResidualBlock
+from drafttrain.sampling import Sampling
+from drafttrain.target import FINAL, Target, Taps
+from drafttrain.tree import DraftTree, Path, TreeShape, best_paths
+
+
+@dataclass
+class MedusaOptions:
+    """K residual heads and how they start."""
+
+    family: str = "medusa"
+    heads: int = 4
+    layers: int = 1  # residual blocks per head
+    init: str = "copy"  # copy: own output matrices, from the target's. share: the target's own, frozen
+    head_decay: float = 0.8  # head k (from 1) weighs head_decay ** k in the loss
+    tree: list[list[int]] | None = None  # rank paths; None: searched on held-out text after training
+
+
+class MedusaHead(nn.Module):
+    """`layers` distinct residual blocks, then the output matrix (section 2.1.1; the official code ties the blocks)."""
+
+    def __init__(self, width: int, vocab: int, layers: int, own_output: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(layers))
+        self.output = nn.Linear(width, vocab, bias=False) if own_output else None
+
+    def forward(self, x_H: Tensor) -> Tensor:
+        for block in self.blocks:
+            x_H = block(x_H)
+        return x_H
+
+
+@dataclass
+class MedusaState:
+    """The target's post-norm state at the last committed position, and the root token, per slot."""
+
+    hidden_SH: Tensor
+    root_S: Tensor
+
+
+class Medusa(Drafter):
+    """Static-tree drafter: every head reads the same state, so the tree's tokens cost one pass."""
+
+    def __init__(self, options: MedusaOptions, target: Target) -> None:
+        super().__init__()
+        shape = target.shape
+        if options.heads < 1 or options.layers < 1:
+            raise UserError(f"drafter.heads is {options.heads}, drafter.layers {options.layers}; both must be 1 or more")
+        if options.heads + 2 > shape.max_positions:
+            raise UserError(f"drafter.heads is {options.heads}; a context of {shape.max_positions} positions allows {shape.max_positions - 2}")
+        if options.init not in ("copy", "share"):
+            raise UserError(f"drafter.init is {options.init!r}; choose copy or share")
+        self.taps, self.draft_length, self.decay = Taps(final=True), options.heads, options.head_decay
+        own = options.init == "copy"
+        self.heads = nn.ModuleList(MedusaHead(shape.hidden_size, shape.vocab_size, options.layers, own) for _ in range(options.heads))
+        if own:
+            for head in self.heads:
+                head.output.weight.data.copy_(target.head_weight.detach())
+        self._target = [target]  # in a list: read, never trained or saved with the drafter
+        self._fixed = options.tree is not None
+        self.shape = self._checked(options.tree or [[0] * d for d in range(1, options.heads + 1)])
+
+    def _checked(self, paths: list[list[int]] | list[Path]) -> TreeShape:
+        shape = TreeShape.of(paths)
+        if shape.max_depth > self.draft_length:
+            raise UserError(f"drafter.tree reaches depth {shape.max_depth}; {self.draft_length} heads allow {self.draft_length}")
+        return shape
+
+    def _logits(self, k: int, hidden_H: Tensor) -> Tensor:
+        head = self.heads[k]
+        if head.output is not None:
+            return head.output(hidden_H)
+        return self._target[0].head(hidden_H.to(self._target[0].head_weight.dtype))
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        """Head k (from 0) predicts the token k + 2 positions after its source: one past the root for the first."""
+        hidden_MH = batch.hidden[FINAL].flatten(0, 1)
+        for k, head in enumerate(self.heads):
+            pairs = batch.future(k + 2)
+            yield Prediction(
+                step=k,
+                source_M=pairs.source_M,
+                label_M=pairs.label_M,
+                hidden_MH=head(hidden_MH[pairs.source_M]),
+                head=lambda h, k=k: self._logits(k, h),
+                weight=self.decay ** (k + 1),
+            )
+
+    def open(self, slots: int, max_len: int) -> MedusaState:
+        weight = self.heads[0].blocks[0].linear.weight
+        return MedusaState(weight.new_zeros(slots, weight.shape[0]), torch.zeros(slots, dtype=torch.long, device=weight.device))
+
+    def reset(self, state: MedusaState, slot_R: Tensor) -> None:
+        state.hidden_SH[slot_R], state.root_S[slot_R] = 0.0, 0
+
+    def observe(self, state: MedusaState, commit: Commit, slot_B: Tensor) -> None:
+        row_B = (commit.count_B > 0).nonzero()[:, 0]
+        last_B = commit.count_B[row_B] - 1
+        state.hidden_SH[slot_B[row_B]] = commit.hidden[FINAL][row_B, last_B].to(state.hidden_SH.dtype)
+        state.root_S[slot_B[row_B]] = commit.next_BA[row_B, last_B]
+
+    def propose(self, state: MedusaState, slot_B: Tensor, sampling: Sampling) -> DraftTree:
+        hidden_BH, ranks = state.hidden_SH[slot_B], self.shape.max_rank + 1
+        top_KBR = torch.stack(
+            [self._logits(k, self.heads[k](hidden_BH)).topk(ranks, -1).indices for k in range(self.shape.max_depth)]
+        )
+        draft_BN = top_KBR[self.shape.depth_N[1:] - 1, :, self.shape.rank_N[1:]].T
+        return DraftTree.static(torch.cat([state.root_S[slot_B][:, None], draft_BN], 1), self.shape.parent_N)
+
+    def paths(self) -> list[Path]:
+        return list(self.shape.paths)
+
+    def tune(self, hit_MK: Tensor, nodes: int) -> None:
+        if not self._fixed:
+            self.shape = self._checked(best_paths(hit_MK, nodes) or [(0,)])
+
+    def decode_settings(self) -> dict[str, Any]:
+        return {"tree": [list(p) for p in self.shape.paths]}
+
+    def use_decode_settings(self, settings: dict[str, Any]) -> None:
+        if "tree" in settings:
+            self.shape = self._checked(settings["tree"])
+
+
+FAMILY = Family("medusa", MedusaOptions, Medusa)

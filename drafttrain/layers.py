@@ -1,0 +1,115 @@
+"""Floor 1: the parts drafters share: RMS norm, residual block, rotary attention over a KV cache, gated MLP.
+
+Shapes: B rows, N positions, P key positions, h heads, D head width, H hidden, I input width of a projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafttrain.kv import KVCache
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a weight, computed in float32 (Zhang & Sennrich 2019)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x_H: Tensor) -> Tensor:
+        wide_H = x_H.float()
+        return (wide_H * torch.rsqrt(wide_H.pow(2).mean(-1, keepdim=True) + self.eps)).to(x_H.dtype) * self.weight
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b), W zero at the start, so that a fresh block is the identity up to its bias (arXiv 2401.10774)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x_H: Tensor) -> Tensor:
+        return x_H + F.silu(self.linear(x_H))
+
+
+class GatedMLP(nn.Module):
+    """down(SiLU(gate x) * up x), as in Llama."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x_H: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_H)) * self.up_proj(x_H))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """in_width I may differ from the output width H: some drafters read two states at once."""
+
+    in_width: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions (Su et al. 2021), its parts apart: families combine keys differently."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.q_proj = nn.Linear(shape.in_width, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(shape.in_width, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(shape.in_width, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=False)
+
+    def qkv(self, x_BNI: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, h, N, D], k and v [B, h_kv, N, D]; q and k rotated to their positions."""
+        B, N, _ = x_BNI.shape
+        q_BhND, k_BhND, v_BhND = (
+            project(x_BNI).view(B, N, -1, self.shape.head_dim).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cos_BND, sin_BND = rotary(position_BN, self.shape.head_dim, self.shape.rope_theta, x_BNI.dtype)
+        return rotate(q_BhND, cos_BND, sin_BND), rotate(k_BhND, cos_BND, sin_BND), v_BhND
+
+    def grouped(self, x_BhND: Tensor) -> Tensor:
+        """Repeat KV heads to the number of query heads."""
+        return x_BhND.repeat_interleave(self.shape.heads // self.shape.kv_heads, dim=1)
+
+    def out(self, mixed_BhND: Tensor) -> Tensor:
+        B, _, N, _ = mixed_BhND.shape
+        return self.o_proj(mixed_BhND.transpose(1, 2).reshape(B, N, -1))
+
+    def cached(self, x_BNI: Tensor, position_BN: Tensor, kv: KVCache, layer: int, seen_BNP: Tensor) -> Tensor:
+        """[B, N, H]: write the new positions' keys, attend where `seen_BNP` allows."""
+        q_BhND, k_BhND, v_BhND = self.qkv(x_BNI, position_BN)
+        keys_BhPD, values_BhPD = kv.write(layer, k_BhND, v_BhND)
+        mixed_BhND = F.scaled_dot_product_attention(
+            q_BhND, self.grouped(keys_BhPD), self.grouped(values_BhPD), attn_mask=seen_BNP[:, None]
+        )
+        return self.out(mixed_BhND)
+
+
+def rotary(position_BN: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, N, D], the two halves of a head paired as transformers pairs them."""
+    power_D = torch.arange(0, head_dim, 2, device=position_BN.device, dtype=torch.float32) / head_dim
+    angle_BND = position_BN[..., None].float() * theta**-power_D
+    angle_BND = torch.cat([angle_BND, angle_BND], -1)
+    return angle_BND.cos().to(dtype), angle_BND.sin().to(dtype)
+
+
+def rotate(x_BhND: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> Tensor:
+    first, second = x_BhND.chunk(2, -1)
+    return x_BhND * cos_BND[:, None] + torch.cat([-second, first], -1) * sin_BND[:, None]

@@ -1,0 +1,161 @@
+"""Floor 3: the one objective of every family: a divergence between laws, chunk by chunk, with acceptance counted on the way.
+
+Shapes: M predictions, C a chunk of them, K draft depth, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.drafter import Drafter
+from drafttrain.target import FINAL, Target
+
+
+@dataclass
+class LossOptions:
+    """The divergence between the drafter's law q and the target's law p."""
+
+    name: str = "kl"  # ce: the token itself. kl: forward KL(p || q). lk: -log sum min(p, q)
+    chunk: int = 1024  # predictions whose logits are in memory at once
+
+
+def divergence(name: str, q_logits_CV: Tensor, p_logits_CV: Tensor, label_C: Tensor) -> Tensor:
+    """[C] in nats. kl: KL(p || q). lk: -log alpha, alpha = sum min(p, q) (arXiv 2602.23881). ce: -log q(label)."""
+    log_q_CV = q_logits_CV.float().log_softmax(-1)
+    if name == "ce":
+        return -log_q_CV.gather(1, label_C[:, None])[:, 0]
+    log_p_CV = p_logits_CV.float().log_softmax(-1)
+    if name == "kl":
+        return (log_p_CV.exp() * (log_p_CV - log_q_CV)).sum(-1)
+    if name == "lk":
+        return -torch.minimum(log_p_CV, log_q_CV).logsumexp(-1)
+    raise ValueError(f"loss.name is {name!r}; choose ce, kl or lk")
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """Sums over the predictions of each step, [K] each. `alive`: predictions whose earlier steps all agreed.
+
+    Dividing gives the logged figures: correct / total (top-1 agreement), mass / total (expected acceptance),
+    alive_correct / alive (alpha of the position given the ones before).
+    """
+
+    loss: Tensor
+    total: Tensor
+    correct: Tensor
+    mass: Tensor
+    alive: Tensor
+    alive_correct: Tensor
+
+    @staticmethod
+    def stack(rows: list[Tensor]) -> StepCounts:
+        return StepCounts(*torch.stack(rows).T)
+
+    def packed(self) -> Tensor:
+        return torch.stack([self.loss, self.total, self.correct, self.mass, self.alive, self.alive_correct])
+
+    @staticmethod
+    def unpacked(packed_6K: Tensor) -> StepCounts:
+        return StepCounts(*packed_6K)
+
+
+class Objective(nn.Module):
+    """Drafter and loss in one module, so that the engine wraps all that is trained.
+
+    Memory: no [M, V] tensor exists; a chunk's logits are recomputed in the backward pass.
+    """
+
+    def __init__(self, drafter: Drafter, target: Target, options: LossOptions) -> None:
+        super().__init__()
+        self.drafter, self.options = drafter, options
+        self._target = [target]  # in a list: frozen, and not the engine's to shard or save
+
+    def forward(self, batch: TrainBatch) -> tuple[Tensor, StepCounts]:
+        """(the sum of all weighted losses over this batch's predictions, their counts). The caller normalises."""
+        final_PH = batch.hidden[FINAL].flatten(0, 1)
+        token_P = batch.token_BT.flatten()
+        alive_P = torch.ones_like(token_P, dtype=torch.bool)
+        total, rows = final_PH.new_zeros((), dtype=torch.float32), []
+        own = next(self.drafter.parameters()).dtype
+        for prediction in self.drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
+            law_MH = final_PH[batch.law_at(prediction.label_M)]
+            step = self._step(prediction, law_MH, token_P[prediction.label_M])
+            total = total + prediction.weight * step.loss_M.sum()
+            alive_M, hit_M = alive_P[prediction.source_M], step.hit_M
+            alive_P = torch.zeros_like(alive_P).scatter(0, prediction.source_M, alive_M & hit_M)
+            counts = (step.loss_M.detach().sum(), len(hit_M), hit_M.sum(), step.mass_M.sum(), alive_M.sum(), (alive_M & hit_M).sum())
+            row = torch.stack([torch.as_tensor(c, dtype=torch.float64, device=token_P.device) for c in counts])
+            rows += [row] * (self.drafter.draft_length if prediction.every_step else 1)
+        return total, StepCounts.stack(rows)
+
+    def _step(self, prediction: Prediction, law_MH: Tensor, label_M: Tensor) -> StepOutcome:
+        def chunk(hidden_CH: Tensor, law_CH: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q_CV = prediction.head(hidden_CH)
+            with torch.no_grad():
+                p_CV = self._target[0].head(law_CH)
+            loss_C = divergence(self.options.name, q_CV, p_CV, label_C)
+            with torch.no_grad():
+                hit_C = q_CV.argmax(-1) == p_CV.argmax(-1)
+                mass_C = torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)
+            return loss_C, hit_C, mass_C
+
+        parts = [
+            checkpoint(chunk, *pieces, use_reentrant=False)
+            for pieces in zip(*(t.split(self.options.chunk) for t in (prediction.hidden_MH, law_MH, label_M)), strict=True)
+        ]
+        return StepOutcome(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    loss_M: Tensor
+    hit_M: Tensor
+    mass_M: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Teacher-forced outcomes per source that has every depth: rank of the true token among the choices, `width` if beyond."""
+
+    rank_MK: Tensor
+    mass_MK: Tensor
+
+
+@torch.no_grad()
+def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: int = 10) -> Hits:
+    """What the drafter would offer at every position of a text the target wrote, given the true tokens above each depth.
+
+    Only sources whose root and whole future of K tokens are supervised count; the batch must carry hidden states.
+    """
+    final_PH, token_P = batch.hidden[FINAL].flatten(0, 1), batch.token_BT.flatten()
+    K = drafter.draft_length
+    rank_PK = torch.full((len(token_P), K), -1, device=token_P.device)
+    mass_PK = torch.zeros(len(token_P), K, device=token_P.device)
+    for prediction in drafter.predict(batch):
+        q_MV, p_MV = prediction.head(prediction.hidden_MH), target.head(final_PH[batch.law_at(prediction.label_M)])
+        label_M1 = token_P[prediction.label_M][:, None]
+        rank_M = (q_MV.topk(width, -1).indices == label_M1).int().argmax(-1)
+        outside_M = q_MV.gather(1, label_M1)[:, 0] < q_MV.topk(width, -1).values[:, -1]
+        rank_M = rank_M.masked_fill(outside_M, width)
+        mass_M = torch.minimum(q_MV.float().softmax(-1), p_MV.float().softmax(-1)).sum(-1)
+        if not prediction.every_step:
+            if prediction.step < K:
+                rank_PK[prediction.source_M, prediction.step] = rank_M
+                mass_PK[prediction.source_M, prediction.step] = mass_M
+            continue
+        rank_P = torch.full_like(token_P, -1).scatter(0, prediction.label_M, rank_M)
+        mass_P = torch.zeros_like(mass_PK[:, 0]).scatter(0, prediction.label_M, mass_M)
+        for depth in range(K):
+            pairs = batch.future(depth + 2)
+            rank_PK[pairs.source_M, depth] = rank_P[pairs.label_M]
+            mass_PK[pairs.source_M, depth] = mass_P[pairs.label_M]
+    root_P = torch.zeros_like(token_P, dtype=torch.bool)
+    root_P[batch.future(1).source_M] = True
+    whole_P = (rank_PK >= 0).all(-1) & root_P
+    return Hits(rank_PK[whole_P].cpu(), mass_PK[whole_P].cpu())

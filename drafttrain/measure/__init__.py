@@ -1,0 +1,32 @@
+"""Floor 4: acceptance, speed, exactness, monitors, and the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class MeasureOptions:
+    """What is measured after training. Definitions: docs/metrics.md."""
+
+    enabled: bool = True
+    prompts: str = "embedded"  # embedded, or a file with `question_id`, `category`, `turns` a line
+    limit: int | None = None  # at most so many prompts
+    minutes: float = 3.0  # budget for all checkpoints; fewer repeats and timed prompts are taken when it is short
+    repeats: int = 3  # of the interleaved timing
+    timed_prompts: int = 16  # prompts in the timing; acceptance is taken from all of them
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 4])
+    transformers: bool = True  # time transformers' generate beside it, and compare its greedy tokens
+
+
+@dataclass
+class DecodeOptions:
+    """How the measured decoder runs."""
+
+    policy: str = "greedy"  # greedy | lossless | typical
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    max_new_tokens: int = 128
+    tree_nodes: int = 24  # node budget of families that draft trees, root excluded

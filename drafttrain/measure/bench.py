@@ -1,0 +1,137 @@
+"""Floor 4: the passes of a measurement over its cases: plain, speculative, transformers, and the timed races."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+
+from drafttrain.drafter import Drafter
+from drafttrain.measure import DecodeOptions, MeasureOptions, distribution
+from drafttrain.measure.cases import Case, waves
+from drafttrain.measure.exactness import Match, compare, first_difference
+from drafttrain.measure.plan import Budget, plan
+from drafttrain.measure.speed import Contender, Race, Repeats, race
+from drafttrain.measure.transformers_baseline import generate
+from drafttrain.sampling import Sampling
+from drafttrain.speculate import Decoded, Decoder, Result
+from drafttrain.targets.load import LoadedTarget
+
+Watch = Callable[[str, int, int, int], None]  # stage, waves done, waves in all, tokens this time
+
+BASELINE, REFERENCE = "baseline", "transformers"
+_WIDEST = 8  # batch of the passes that are not timed
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The settings that every pass shares."""
+
+    loaded: LoadedTarget
+    decode: DecodeOptions
+    options: MeasureOptions
+    budget: Budget
+    watch: Watch
+
+    @staticmethod
+    def sampling_of(decode: DecodeOptions) -> Sampling:
+        return Sampling(decode.temperature, decode.top_k, decode.top_p, decode.seed)
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.sampling_of(self.decode)
+
+    @property
+    def batch_size(self) -> int:
+        """Of the untimed passes: the widest measured batch, within reason."""
+        return min(_WIDEST, max(self.options.batch_sizes))
+
+    def decoder(self, drafter: Drafter | None, seed: int = 0, max_new_tokens: int | None = None) -> Decoder:
+        """`seed` is added to the configured one."""
+        target = self.loaded.target
+        sampling = replace(self.sampling, seed=self.sampling.seed + seed)
+        length = max_new_tokens or self.decode.max_new_tokens
+        return Decoder(target, drafter, self.decode.policy, sampling, target.stop_ids, length)
+
+    def decode_all(self, stage: str, drafter: Drafter | None, cases: Sequence[Case], passes: int = 1) -> list[Result]:
+        """Results in case order. With `passes` above 1 (how often the cases will be run in all) the budget may end it early."""
+        decoder, results, began = self.decoder(drafter), [], monotonic()
+        parts = waves(len(cases), self.batch_size)
+        for done, wave in enumerate(parts, start=1):
+            results += decoder.run([cases[i].tokens for i in wave], len(wave), first_request=wave[0]).results
+            self.watch(stage, done, len(parts), sum(len(r.tokens) for r in results[-len(wave) :]))
+            if passes > 1 and self.budget.enough(len(results), monotonic() - began, passes):
+                break
+        return results
+
+    def reference(self, cases: Sequence[Case], plain: Sequence[Result]) -> list[list[int]]:
+        """transformers' outputs in case order. A row that differs from plain decoding is generated again by itself:
+        left padding, which a batch needs, is not exact in every architecture."""
+        outputs, parts = [], waves(len(cases), self.batch_size)
+        for done, wave in enumerate(parts, start=1):
+            found = [r.tokens for r in self._generate([cases[i].tokens for i in wave]).results]
+            for row, i in enumerate(wave):
+                if first_difference(plain[i].tokens, found[row]) is not None:
+                    found[row] = self._generate([cases[i].tokens]).results[0].tokens
+            outputs += found
+            self.watch("transformers", done, len(parts), sum(map(len, found)))
+        return outputs
+
+    def matches(self, cases: Sequence[Case], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[Match]:
+        target = self.loaded.target
+        return compare(target, target.dtype, [c.tokens for c in cases], ours, theirs, target.device)
+
+    def distribution_p(self, drafter: Drafter, case: Case) -> float:
+        """p-value of speculative against plain sampling: the same prompt under many independent keys."""
+        prompts, length = [case.tokens] * distribution.SAMPLES, distribution.POSITIONS + 1
+        ours, theirs = (
+            self.decoder(d, seed, length).run(prompts, self.batch_size).results for d, seed in ((drafter, 1), (None, 2))
+        )
+        return distribution.p_value([r.tokens for r in ours], [r.tokens for r in theirs])
+
+    def races(self, drafters: dict[str, Drafter], cases: Sequence[Case]) -> dict[int, Race]:
+        """Timings by batch size: baseline and every checkpoint in turn, over as many prompts as the budget allows."""
+        sizes = self.options.batch_sizes
+        return {
+            size: self._race(drafters, cases[: self.options.timed_prompts], size, self.budget.left / (len(sizes) - i))
+            for i, size in enumerate(sizes)
+        }
+
+    def _race(self, drafters: dict[str, Drafter], cases: Sequence[Case], size: int, seconds: float) -> Race:
+        decoders = {BASELINE: self.decoder(None)} | {name: self.decoder(d) for name, d in drafters.items()}
+        contenders = {name: self._contender(d, cases) for name, d in decoders.items()}
+        wanted, repeats = waves(len(cases), size), self.options.repeats
+        once = frozenset({REFERENCE}) if self.options.transformers and self.sampling.greedy and size == 1 else frozenset()
+        began = monotonic()
+        race(contenders, wanted[:1], 1)  # warms up, is thrown away, and tells what one round takes
+        every_time = monotonic() - began
+        if once:
+            contenders[REFERENCE] = lambda wave: self._generate([cases[i].tokens for i in wave])
+            contenders[REFERENCE](wanted[0])
+        spent = monotonic() - began
+        chosen = plan(every_time + (spent - every_time) / repeats, max(0.0, seconds - spent), len(wanted), repeats)
+        self._say_if_cut(size, chosen.waves, len(wanted), chosen.repeats)
+        total = chosen.waves * (chosen.repeats * len(decoders) + len(once))
+        done = 0
+
+        def tick(lap: Decoded) -> None:
+            nonlocal done
+            done += 1
+            self.watch(f"timing, batch {size}", done, total, sum(len(r.tokens) for r in lap.results))
+
+        laps: dict[str, Repeats] = race(contenders, wanted[: chosen.waves], chosen.repeats, once, tick)
+        return Race(size, wanted[: chosen.waves], laps)
+
+    def _contender(self, decoder: Decoder, cases: Sequence[Case]) -> Contender:
+        return lambda wave: decoder.run([cases[i].tokens for i in wave], len(wave), first_request=wave[0])
+
+    def _generate(self, prompts: list[list[int]]) -> Decoded:
+        target = self.loaded.target
+        return generate(target.model, prompts, target.stop_ids, self.decode.max_new_tokens)
+
+    def _say_if_cut(self, size: int, count: int, wanted: int, repeats: int) -> None:
+        if count < wanted or repeats < self.options.repeats:
+            self.budget.notes.append(
+                f"timing at batch size {size} was cut to {count} of {wanted} waves and {repeats} of {self.options.repeats} "
+                f"repeats by measure.minutes={self.options.minutes:g}"
+            )

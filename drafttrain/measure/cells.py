@@ -1,0 +1,45 @@
+"""Floor 4: figures as short text, the same on the console and in report.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Entry = dict[str, Any]
+
+MISSING = "-"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return MISSING if value is None else f"{value:.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.0%}"
+
+
+def count(value: int | None) -> str:
+    return MISSING if value is None else f"{value:,}"
+
+
+def alphas(entry: Entry) -> str:
+    """Acceptance by position: `0.71 0.66 0.70`."""
+    return " ".join(f"{a[0]:.2f}" for a in entry["alpha_by_position"]) or MISSING
+
+
+def speedups(entry: Entry) -> str:
+    """`1.62x [1.50-1.70]`."""
+    if entry["speedup"] is None:
+        return MISSING
+    return f"{entry['speedup']:.2f}x [{entry['speedup_min']:.2f}-{entry['speedup_max']:.2f}]"
+
+
+def rates(entry: Entry) -> str:
+    """Tokens per second: speculative / plain / transformers."""
+    names = ("tokens_per_s", "baseline_tokens_per_s", "transformers_tokens_per_s")
+    return " / ".join(number(entry[name], 0) for name in names)
+
+
+def exact(entry: Entry) -> str:
+    """`40/40`: greedy outputs identical to plain decoding's."""
+    matches = entry.get("exact_matches")
+    return MISSING if matches is None else f"{matches}/{entry['prompts']}"

@@ -1,0 +1,162 @@
+"""Floor 4: one checkpoint's figures under the report's names (docs/report-schema.md), whole and by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drafttrain.losses import Hits
+from drafttrain.measure.acceptance import Acceptance, pooled
+from drafttrain.measure.bench import BASELINE, REFERENCE
+from drafttrain.measure.cases import Case
+from drafttrain.measure.exactness import Match
+from drafttrain.measure.expected import FLAGGED_GAP, expected_tau, gap
+from drafttrain.measure.monitors import counted, ends_in_loop, missed_stop
+from drafttrain.measure.speed import Race, Repeats, costs, over_repeats, seconds, speedup, throughput, tpot, ttft
+from drafttrain.speculate import Result
+from drafttrain.tree import Path
+
+Keys = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What one checkpoint's runs gave, all lists in case order.
+
+    hits: teacher-forced on the plain outputs; None when the policy has no prediction. sampled: see `expected_tau`.
+    exact: against plain decoding, exact_reference: against transformers; None when outputs are sampled or not compared.
+    """
+
+    cases: Sequence[Case]
+    plain: Sequence[Result]
+    speculative: Sequence[Result]
+    hits: Sequence[Hits] | None
+    paths: Sequence[Path]
+    sampled: bool
+    exact: Sequence[Match] | None
+    exact_reference: Sequence[Match] | None
+
+
+def whole(evidence: Evidence, name: str, timed: Race, stop_ids: frozenset[int]) -> Keys:
+    """Every case; times from one race."""
+    keys = _of_cases(evidence, list(range(len(evidence.cases)))) | speed_keys(timed, name)
+    baseline = counted([r.tokens for r in evidence.plain], stop_ids)
+    monitors = counted([r.tokens for r in evidence.speculative], stop_ids)
+    keys["monitors"] = monitors | {f"baseline_{k}": v for k, v in baseline.items()}
+    keys["per_prompt"] = [_one(evidence, i, stop_ids) for i in range(len(evidence.cases))]
+    if keys["expected_tau"] is not None and keys["draft_cost"] is not None:
+        keys["predicted_speedup"] = keys["expected_tau"] / (keys["draft_cost"] + keys["verify_cost"])
+    return keys
+
+
+def by_category(evidence: Evidence, name: str, timed: Race) -> list[Keys]:
+    """A slice per category; its times come from the waves that hold that category alone."""
+    slices = []
+    for category in dict.fromkeys(case.category for case in evidence.cases):
+        chosen = [i for i, case in enumerate(evidence.cases) if case.category == category]
+        keys = _of_cases(evidence, chosen) | speed_keys(timed, name, set(chosen))
+        slices.append({"by": "category", "value": category, "batch_size": timed.batch_size} | keys)
+    return slices
+
+
+def by_batch_size(races: dict[int, Race], name: str) -> list[Keys]:
+    """A slice per batch size, from the timed runs alone (first repeat: the tokens are those of every repeat)."""
+    slices = []
+    for size, timed in races.items():
+        laps, plain = timed.of(name)[0], timed.of(BASELINE)[0]
+        pairs = [(a, b) for x, y in zip(laps, plain, strict=True) for a, b in zip(x.results, y.results, strict=True)]
+        keys = acceptance_keys(pooled(a for a, _ in pairs), None) | speed_keys(timed, name)
+        keys |= {"prompts": len(pairs), "exact_matches": sum(a.tokens == b.tokens for a, b in pairs)}
+        slices.append({"by": "batch_size", "value": size, "batch_size": size} | keys)
+    return slices
+
+
+def acceptance_keys(counts: Acceptance, expected: float | None) -> Keys:
+    """tau and what it is made of; a gap of the prediction above 10 % is flagged."""
+    drift = gap(expected, counts.tau)
+    return {
+        "tau": counts.tau,
+        "expected_tau": expected,
+        "expected_gap": drift,
+        "expected_gap_flagged": drift is not None and abs(drift) > FLAGGED_GAP,
+        "alpha": counts.alpha,
+        "alpha_by_position": [list(a) for a in counts.alpha_by_position],
+        "drafted": sum(counts.offered),
+        "accepted": sum(counts.accepted),
+        "nodes": counts.nodes,
+        "emitted": counts.emitted,
+        "verifications": counts.verifications,
+        "rejection_overhead": counts.rejection_overhead,
+    }
+
+
+def speed_keys(timed: Race, name: str, cases: set[int] | None = None) -> Keys:
+    """Times of one contender beside the baseline's; None where no wave was timed."""
+    ours, baseline, reference = timed.of(name, cases), timed.of(BASELINE, cases), timed.of(REFERENCE, cases)
+    ratio = speedup(baseline, ours)
+    keys: Keys = {"speedup": None, "speedup_min": None, "speedup_max": None}
+    if ratio is not None:
+        keys = {"speedup": ratio.value, "speedup_min": ratio.low, "speedup_max": ratio.high}
+    for prefix, laps in (("", ours), ("baseline_", baseline)):
+        keys[f"{prefix}tokens_per_s"] = over_repeats(throughput, laps)
+        keys[f"{prefix}tokens_per_s_end_to_end"] = over_repeats(lambda waves: throughput(waves, prefill=True), laps)
+        keys[f"{prefix}ttft_ms"] = _milli(over_repeats(ttft, laps))
+        keys[f"{prefix}tpot_ms"] = _milli(over_repeats(tpot, laps))
+    keys["transformers_tokens_per_s"] = over_repeats(throughput, reference)
+    keys["timed_prompts"] = len([r for lap in ours[0] for r in lap.results]) if ours else 0
+    keys["repeats"] = len(ours)
+    return keys | cost_keys(ours, baseline)
+
+
+def cost_keys(ours: Repeats, baseline: Repeats) -> Keys:
+    """Milliseconds per verification step and its parts as multiples of a plain step; None where nothing was timed."""
+    cost, plain = costs(ours), costs(baseline)
+    names = ("draft_ms", "verify_ms", "commit_ms", "host_ms")
+    rest = ("plain_step_ms", "draft_cost", "verify_cost", "verify_nodes", "draft_share", "verify_share")
+    if not cost.steps or not plain.steps:
+        return dict.fromkeys((*names, *rest, "floor_fraction"))
+    results = [r for lap in ours for wave in lap for r in wave.results]
+    verifications = sum(r.verifications for r in results)
+    parts = [1000 * part / cost.steps for part in (cost.draft, cost.verify, cost.commit, cost.host)]
+    plain_ms = 1000 * seconds(plain) / plain.steps
+    shares = (cost.draft / seconds(cost), cost.verify / seconds(cost))
+    nodes = 1 + sum(r.nodes for r in results) / verifications
+    return {
+        **dict(zip(names, parts, strict=True)),
+        **dict(zip(rest, (plain_ms, parts[0] / plain_ms, parts[1] / plain_ms, nodes, *shares), strict=True)),
+        "floor_fraction": None,
+    }
+
+
+def _of_cases(evidence: Evidence, chosen: Sequence[int]) -> Keys:
+    expected = everywhere = None
+    if evidence.hits is not None:
+        hits = [evidence.hits[i] for i in chosen]
+        expected = expected_tau(hits, evidence.paths, evidence.sampled)
+        everywhere = expected_tau(hits, evidence.paths, evidence.sampled, visited=False)
+    keys = acceptance_keys(pooled(evidence.speculative[i] for i in chosen), expected)
+    keys |= {"expected_tau_all_positions": everywhere, "prompts": len(chosen)}
+    for prefix, matches in (("", evidence.exact), ("transformers_", evidence.exact_reference)):
+        for key, kind in (("exact_matches", Match.SAME), ("explained", Match.EXPLAINED), ("unexplained", Match.UNEXPLAINED)):
+            keys[f"{prefix}{key}"] = None if matches is None else sum(matches[i] is kind for i in chosen)
+    return keys
+
+
+def _one(evidence: Evidence, i: int, stop_ids: frozenset[int]) -> Keys:
+    ours, plain = evidence.speculative[i], evidence.plain[i]
+    return {
+        "question_id": evidence.cases[i].question_id,
+        "category": evidence.cases[i].category,
+        "tokens": len(ours.tokens),
+        "tau": pooled([ours]).tau,
+        "exact": None if evidence.exact is None else evidence.exact[i].value,
+        "loop": ends_in_loop(ours.tokens, stop_ids),
+        "baseline_loop": ends_in_loop(plain.tokens, stop_ids),
+        "stop_missed": missed_stop(ours.tokens, stop_ids),
+        "baseline_stop_missed": missed_stop(plain.tokens, stop_ids),
+    }
+
+
+def _milli(value: float | None) -> float | None:
+    return None if value is None else 1000 * value

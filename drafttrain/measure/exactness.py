@@ -1,0 +1,66 @@
+"""Floor 4: are greedy outputs token-identical, and if not, does the number format explain it?
+
+Shapes: R logit rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import zip_longest
+
+import torch
+
+from drafttrain.target import Target, Taps
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class Match(Enum):
+    """SAME: token-identical. EXPLAINED: parts where the target's two choices are a rounding apart. UNEXPLAINED: a defect."""
+
+    SAME = "same"
+    EXPLAINED = "explained"
+    UNEXPLAINED = "unexplained"
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Index of the first differing token (an output that ends earlier differs at its end); None when identical."""
+    return next((i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)
+
+
+def compare(
+    target: Target,
+    dtype: torch.dtype,
+    prompts: Sequence[Sequence[int]],
+    ours: Sequence[Sequence[int]],
+    theirs: Sequence[Sequence[int]],
+    device: torch.device | str = "cpu",
+) -> list[Match]:
+    """Compare outputs prompt by prompt; `dtype` is the one the target computes in. Nothing explains a float32 difference."""
+    found = []
+    for prompt, a, b in zip(prompts, ours, theirs, strict=True):
+        at = first_difference(a, b)
+        if at is None:
+            found.append(Match.SAME)
+            continue
+        narrow = dtype in _NARROW and at < min(len(a), len(b))
+        explained = narrow and rounding_explains(target, dtype, [*prompt, *a[:at]], (a[at], b[at]), device)
+        found.append(Match.EXPLAINED if explained else Match.UNEXPLAINED)
+    return found
+
+
+@torch.no_grad()
+def rounding_explains(
+    target: Target, dtype: torch.dtype, context: Sequence[int], tokens: tuple[int, int], device: torch.device | str = "cpu"
+) -> bool:
+    """Both tokens' logits lie within the dtype's rounding of the greatest: half a unit in the last place each, of
+    both logits compared, which is eps * |greatest logit|."""
+    token_BN = torch.tensor([list(context)], device=device)
+    position_BN = torch.arange(len(context), device=device)[None]
+    row_BR = torch.tensor([[len(context) - 1]], device=device)
+    out = target(token_BN, None, None, position_BN, Taps(), row_BR)
+    assert out.logits_BRV is not None
+    logits_V = out.logits_BRV[0, 0].float()
+    tolerance = torch.finfo(dtype).eps * float(logits_V.max().abs())
+    return bool((logits_V.max() - logits_V[list(tokens)] <= tolerance).all())

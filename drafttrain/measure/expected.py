@@ -1,0 +1,101 @@
+"""Floor 4: expected tau: what teacher-forced agreement predicts for the decode settings that are measured.
+
+Shapes: B sequences (one here), T positions, M samples, K draft depth, D depth of the proposal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from drafttrain.batch import TrainBatch
+from drafttrain.drafter import Drafter
+from drafttrain.features.online import Online
+from drafttrain.losses import Hits, teacher_forced
+from drafttrain.target import Target
+from drafttrain.tree import Path
+
+FLAGGED_GAP = 0.10  # relative difference of expected and measured tau above which a report flags it
+
+
+def forced_batch(prompt: Sequence[int], output: Sequence[int], device: torch.device | str = "cpu") -> TrainBatch:
+    """One sequence, prompt then output, the output supervised.
+
+    Example: prompt `a b`, output `c d e`: the tokens are `a b c d e`, the mask is True at `c`, `d` and `e`; the first
+    source is `b`, whose root is `c`, as in decoding, where the prefill gives the first root.
+    """
+    token_BT = torch.tensor([[*prompt, *output]], device=device)
+    position_BT = torch.arange(token_BT.shape[1], device=device)[None]
+    mask_BT = position_BT >= len(prompt)
+    return TrainBatch(token_BT, position_BT, torch.zeros_like(token_BT), mask_BT)
+
+
+@torch.no_grad()
+def forced_hits(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    device: torch.device | str,
+) -> list[Hits]:
+    """Teacher-forced hits of every prompt's own output, in order; a prompt too short for any sample gives empty ones."""
+    online = Online(target, drafter.taps)
+    width = max(10, 1 + max((max(path) for path in drafter.paths()), default=0))
+    pairs = zip(prompts, outputs, strict=True)
+    return [teacher_forced(drafter, target, online.fill(forced_batch(p, o, device)), width) for p, o in pairs]
+
+
+def expected_tau(hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, visited: bool = True) -> float | None:
+    """Mean accepted length that these samples predict, the bonus token included; None without samples.
+
+    hits: one per prompt, its samples in text order. A deterministic proposal counts each node with P(the node's whole
+    path is hit): 1 + the sum over nodes. `sampled`: a chain drawn from the drafter's law, 1 + the sum over depths of
+    P(all accepted so far), with `sum min(p, q)` for each. visited True: P is over the positions at which decoding
+    stands; False: over all positions, as in training logs. They differ because decoding leaps over easy text: where
+    half of a text is accepted 5 at a time and half 1 at a time, all positions average 3.0, but tau is 1.67.
+    """
+    rows = [h for h in hits if len(h.rank_MK)]
+    if not rows:
+        return None
+    arrivals = [_arrivals(h, paths, sampled) for h in rows]
+    arrive_MD = torch.cat(arrivals)
+    weight_M = torch.cat([_visits(a) for a in arrivals]) if visited else torch.ones_like(arrive_MD[:, 0])
+    return 1.0 + float((weight_M[:, None] * arrive_MD).sum() / weight_M.sum())
+
+
+def _arrivals(hits: Hits, paths: Sequence[Path], sampled: bool) -> Tensor:
+    """[M, D] float64: P(the node at depth d + 1 is accepted) at each sample; 0 or 1 where the proposal is deterministic."""
+    if sampled:
+        return hits.mass_MK.double().cumprod(-1)
+    deepest = max(map(len, paths))
+    arrive_MD = torch.zeros(len(hits.rank_MK), deepest, dtype=torch.float64)
+    for path in paths:
+        arrive_MD[:, len(path) - 1] += (hits.rank_MK[:, : len(path)] == torch.tensor(path)).all(-1)
+    return arrive_MD
+
+
+def _visits(arrive_MD: Tensor) -> Tensor:
+    """[M] float64: P(decoding stands at a sample), from the first on; accepting a drafts leads a + 1 samples further.
+
+    Example: arrivals (1, 0) at every sample, one draft always accepted: visits 1, 0, 1, 0, ...
+    """
+    M, D = arrive_MD.shape
+    reach = torch.cat([torch.ones(M, 1, dtype=torch.float64), arrive_MD, torch.zeros(M, 1, dtype=torch.float64)], 1)
+    leap = (reach[:, :-1] - reach[:, 1:]).tolist()
+    visit = [1.0] + [0.0] * (M + D)
+    for i in range(M):
+        for accepted, share in enumerate(leap[i]):
+            visit[i + accepted + 1] += visit[i] * share
+    return torch.tensor(visit[:M], dtype=torch.float64)
+
+
+def is_chain(paths: Sequence[Path]) -> bool:
+    """True when the proposal has one node per depth."""
+    return all(len(path) == depth for depth, path in enumerate(sorted(paths, key=len), start=1))
+
+
+def gap(expected: float | None, measured: float | None) -> float | None:
+    """Relative difference of the prediction from the measurement: expected / measured - 1."""
+    return None if expected is None or not measured else expected / measured - 1.0

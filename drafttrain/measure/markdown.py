@@ -1,0 +1,129 @@
+"""Floor 4: report.md: the measurement as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from drafttrain.measure import cells
+
+Report = dict[str, Any]
+
+_RATES = "tokens/s: speculative / plain / transformers"
+_ALT = {"acceptance.png": "Acceptance by position", "speedup.png": "Speedup by batch size", "training.png": "Training curves"}
+
+
+def markdown(report: Report, figures: Sequence[str]) -> str:
+    """The whole text; `figures` are file names beside it."""
+    sections = [
+        _headline(report),
+        _checkpoints(report),
+        _flags(report),
+        *(f"![{_ALT.get(name, name)}]({name})" for name in figures),
+        _costs(report),
+        _slices(report),
+        _quality(report),
+        _setup(report),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def rows(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A markdown table."""
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _headline(report: Report) -> str:
+    entry = next(e for e in report["checkpoints"] if e["name"] == report["best"])
+    text = f"# {report['drafter'].get('family', 'Drafter')}: tau {cells.number(entry['tau'])}"
+    if entry["speedup"] is not None:
+        text += f", {cells.speedups(entry)} the speed of plain decoding"
+    text += f"\n\nBest checkpoint **{entry['name']}**: {cells.number(entry['tau'])} tokens per target forward"
+    text += f" over {entry['prompts']} prompts (policy {entry['policy']}, temperature {entry['temperature']:g})"
+    if entry["exact_matches"] is not None:
+        text += f"; greedy output identical to plain decoding for {cells.exact(entry)} of them"
+    return text + ". Every term is defined in docs/metrics.md."
+
+
+def _checkpoints(report: Report) -> str:
+    header = ["checkpoint", "step", "tau", "expected tau", "alpha", "alpha by position", "thrown away", "speedup [min-max]"]
+    header += [_RATES, "exact"]
+    body = []
+    for e in report["checkpoints"]:
+        name = f"**{e['name']}**" if e["name"] == report["best"] else e["name"]
+        line = [name, cells.count(e["step"]), cells.number(e["tau"]), cells.number(e["expected_tau"]), cells.number(e["alpha"])]
+        line += [cells.alphas(e), cells.share(e["rejection_overhead"]), cells.speedups(e), cells.rates(e), cells.exact(e)]
+        body.append(line)
+    return "## Checkpoints\n\n" + rows(header, body)
+
+
+def _flags(report: Report) -> str:
+    lines = [f"- **{e['name']}**: {flag}" for e in report["checkpoints"] for flag in e["flags"]]
+    lines += [f"- {note}" for note in report["measure"]["notes"]]
+    return "## To note\n\n" + "\n".join(lines) if lines else ""
+
+
+def _costs(report: Report) -> str:
+    timed = [e for e in report["checkpoints"] if e["draft_cost"] is not None]
+    if not timed:
+        return ""
+    header = ["checkpoint", "draft ms", "verify ms", "commit ms", "host ms", "plain step ms", "draft / plain", "verify / plain"]
+    header += ["nodes", "predicted speedup", "TTFT ms (plain)", "TPOT ms (plain)", "floor"]
+    body = []
+    for e in timed:
+        line = [e["name"]] + [cells.number(e[k]) for k in ("draft_ms", "verify_ms", "commit_ms", "host_ms", "plain_step_ms")]
+        line += [cells.number(e[k]) for k in ("draft_cost", "verify_cost")] + [cells.number(e["verify_nodes"], 1)]
+        line += [cells.number(e.get("predicted_speedup"))]
+        line += [f"{cells.number(e[k])} ({cells.number(e[f'baseline_{k}'])})" for k in ("ttft_ms", "tpot_ms")]
+        body.append([*line, cells.share(e["floor_fraction"])])
+    return "## What a step costs\n\nPer verification, at the first batch size; nodes include the root.\n\n" + rows(header, body)
+
+
+def _slices(report: Report) -> str:
+    header = ("slice", "prompts", "tau", "expected tau", "alpha", "speedup [min-max]", _RATES, "exact")
+    parts = []
+    for e in report["checkpoints"]:
+        parts.append(f"### {e['name']}\n\n" + rows(header, [_slice(s) for s in e["slices"]]))
+    return "## Slices\n\n" + "\n\n".join(parts)
+
+
+def _slice(s: dict[str, Any]) -> list[str]:
+    name = f"{s['by'].replace('_', ' ')} {s['value']}"
+    figures = [cells.number(s[key]) for key in ("tau", "expected_tau", "alpha")]
+    return [name, str(s["prompts"]), *figures, cells.speedups(s), cells.rates(s), cells.exact(s)]
+
+
+def _quality(report: Report) -> str:
+    header = ["checkpoint", "identical to plain", "to transformers", "explained by rounding", "unexplained", "sampling p-value"]
+    header += ["log-likelihood change", "loops (plain)", "no stop token (plain)", "longest repetition (plain)"]
+    exactness = ("exact_matches", "transformers_exact_matches", "explained", "unexplained")
+    body = []
+    for e in report["checkpoints"]:
+        m = e["monitors"]
+        line = [e["name"]] + [cells.count(e[k]) for k in exactness]
+        line += [cells.number(e["distribution_p_value"], 3), cells.number(e["quality_delta"], 3)]
+        body.append(line + [f"{m[k]} ({m[f'baseline_{k}']})" for k in ("loops", "stop_misses", "longest_repeat")])
+    return "## Quality\n\n" + rows(header, body)
+
+
+def _setup(report: Report) -> str:
+    parts = []
+    for title, values in (("Target", report["target"]), ("Drafter", report["drafter"]), ("Training", report["training"])):
+        if values:
+            lines = "\n".join(f"- {key}: {_plain(value)}" for key, value in values.items())
+            parts.append(f"## {title}\n\n{lines}")
+    shown = {k: v for k, v in report["measure"].items() if k not in ("notes", "decode", "seconds")}
+    measure = shown | report["measure"]["decode"]
+    parts.append("## Settings\n\n" + "\n".join(f"- {key}: {_plain(value)}" for key, value in measure.items()))
+    parts[-1] += f"\n- measured in {report['measure']['seconds']:.0f} s"
+    lines = "\n".join(f"- {key}: {_plain(value)}" for key, value in report["environment"].items())
+    return "\n\n".join([*parts, f"## Environment\n\n{lines}"])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_plain(v)}" for k, v in value.items())
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,59 @@
+"""Floor 4: failure monitors. They count, they never act."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+LONGEST_PERIOD = 32  # n-grams up to this length are looked for
+LEAST_REPEATS = 3
+LEAST_TOKENS = 16  # shorter repetition is ordinary text
+
+
+def longest_repeat(tokens: Sequence[int]) -> int:
+    """Tokens in the longest run of one n-gram repeated back to back at least three times; 0 when there is none.
+
+    Example: `a b a b a b c` holds `a b` three times, 6 tokens.
+    """
+    return max((_longest_run(tokens, n) for n in range(1, LONGEST_PERIOD + 1)), default=0)
+
+
+def ends_in_loop(tokens: Sequence[int], stop_ids: frozenset[int] = frozenset()) -> bool:
+    """The output's tail repeats one n-gram at least three times, over at least 16 tokens. A stopped output never does."""
+    if not tokens or tokens[-1] in stop_ids:
+        return False
+    return any(_tail_run(tokens, n) >= LEAST_TOKENS for n in range(1, LONGEST_PERIOD + 1))
+
+
+def missed_stop(tokens: Sequence[int], stop_ids: frozenset[int]) -> bool:
+    """The output ran out of room without a stop token."""
+    return not tokens or tokens[-1] not in stop_ids
+
+
+def counted(outputs: Sequence[Sequence[int]], stop_ids: frozenset[int]) -> dict[str, int]:
+    """How many outputs end in a loop, how many never stop, and the longest repetition in tokens."""
+    return {
+        "loops": sum(ends_in_loop(o, stop_ids) for o in outputs),
+        "stop_misses": sum(missed_stop(o, stop_ids) for o in outputs),
+        "longest_repeat": max((longest_repeat(o) for o in outputs), default=0),
+    }
+
+
+def _longest_run(tokens: Sequence[int], n: int) -> int:
+    best = equal = 0
+    for i in range(n, len(tokens)):
+        equal = equal + 1 if tokens[i] == tokens[i - n] else 0
+        best = max(best, equal)
+    return _whole(best, n)
+
+
+def _tail_run(tokens: Sequence[int], n: int) -> int:
+    equal = 0
+    while equal + n < len(tokens) and tokens[-1 - equal] == tokens[-1 - equal - n]:
+        equal += 1
+    return _whole(equal, n)
+
+
+def _whole(equal: int, n: int) -> int:
+    """`equal` tokens that agree with those n earlier make a run of equal + n tokens, if it repeats often enough."""
+    run = equal + n
+    return run if equal and run // n >= LEAST_REPEATS else 0

@@ -1,0 +1,136 @@
+"""Floor 4: the report's figures, drawn without a display."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+Entry = dict[str, Any]
+
+COLOURS = ("#3b6fb6", "#e07b39", "#3f9e7a", "#b24c63", "#7d5ba6", "#8a8a8a")
+_INK, _GRID = "#333333", "#e3e3e3"
+
+
+def acceptance_plot(entries: Sequence[Entry], path: Path) -> Path | None:
+    """Acceptance at each draft position given the ones before, with 95 % intervals; None when nothing was drafted."""
+    drawn = [e for e in entries if e["alpha_by_position"]]
+    if not drawn:
+        return None
+    figure, (axes,) = _figure(1, 6.4)
+    for i, entry in enumerate(drawn):
+        value, low, high = zip(*entry["alpha_by_position"], strict=True)
+        at = [position + 1 + 0.06 * (i - (len(drawn) - 1) / 2) for position in range(len(value))]
+        spread = [[v - a for v, a in zip(value, low, strict=True)], [b - v for v, b in zip(value, high, strict=True)]]
+        label = f"{entry['name']} (tau {entry['tau']:.2f})"
+        axes.errorbar(at, value, yerr=spread, marker="o", markersize=5, capsize=3, linewidth=1.6, color=_colour(i), label=label)
+    axes.set(xlabel="draft position", ylabel="acceptance, given the positions before", ylim=(0, 1))
+    axes.set_title("Acceptance by position", loc="left", fontweight="bold")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.08)
+    axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def speedup_plot(entries: Sequence[Entry], path: Path) -> Path | None:
+    """Speedup over plain decoding by checkpoint and batch size, with least and greatest repeat; None without timings."""
+    timed = [(e["name"], [s for s in e["slices"] if s["by"] == "batch_size" and s["speedup"] is not None]) for e in entries]
+    sizes = list(dict.fromkeys(s["value"] for _, slices in timed for s in slices))
+    if not sizes:
+        return None
+    figure, (axes,) = _figure(1, max(5.0, 1.6 + 0.9 * len(sizes) * len(entries)))
+    width = 0.8 / len(timed)
+    for i, (name, slices) in enumerate(timed):
+        at = [sizes.index(s["value"]) + (i - (len(timed) - 1) / 2) * width for s in slices]
+        value = [s["speedup"] for s in slices]
+        spread = [[s["speedup"] - s["speedup_min"] for s in slices], [s["speedup_max"] - s["speedup"] for s in slices]]
+        axes.bar(at, value, width * 0.88, color=_colour(i), label=name)
+        axes.errorbar(at, value, yerr=spread, fmt="none", ecolor=_INK, elinewidth=1.2, capsize=4)
+        for x, s in zip(at, slices, strict=True):
+            at_top, text = (x, s["speedup_max"]), f"{s['speedup']:.2f}x"
+            axes.annotate(text, at_top, (0, 4), textcoords="offset points", ha="center", fontsize=9)
+    axes.axhline(1.0, color=_INK, linewidth=1, linestyle="--", label="plain decoding")
+    axes.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
+    axes.set_ylim(0, 1.22 * max([1.0, *(s["speedup_max"] for _, slices in timed for s in slices)]))
+    axes.set_ylabel("speedup (time per token)")
+    axes.set_title("Speedup over plain decoding", loc="left", fontweight="bold")
+    axes.grid(axis="x", visible=False)
+    axes.legend(frameon=False, ncols=3, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    return _save(figure, path)
+
+
+def training_plot(metrics: Path, path: Path) -> Path | None:
+    """Loss, agreement by position and expected tau over the steps of a metrics.jsonl; None when it holds no step."""
+    text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+    panels = [p for p in (_loss_series(lines), _agreement_series(lines), _tau_series(lines)) if p[1]]
+    if not panels:
+        return None
+    figure, every = _figure(len(panels), 4.2 * len(panels))
+    for axes, (title, series) in zip(every, panels, strict=True):
+        for i, (label, points) in enumerate(series.items()):
+            marker = "o" if len(points) < 3 else None
+            axes.plot(*zip(*points, strict=True), linewidth=1.6, marker=marker, markersize=4, color=_colour(i), label=label)
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.set_xlabel("step")
+        if len(series) > 1:
+            axes.legend(frameon=False, fontsize=9)
+    return _save(figure, path)
+
+
+Series = dict[str, list[tuple[float, float]]]
+
+
+def _loss_series(lines: Sequence[Entry]) -> tuple[str, Series]:
+    return "Loss", _series(lines, {"loss": "loss"})
+
+
+def _agreement_series(lines: Sequence[Entry]) -> tuple[str, Series]:
+    depth = max((len(line.get("agreement") or ()) for line in lines), default=0)
+    series: Series = {}
+    for k in range(depth):
+        points = [(line["step"], line["agreement"][k]) for line in lines if len(line.get("agreement") or ()) > k]
+        series[f"position {k + 1}"] = [(float(x), float(y)) for x, y in points]
+    return "Top-1 agreement", series
+
+
+def _tau_series(lines: Sequence[Entry]) -> tuple[str, Series]:
+    return "Expected tau (chain, training batches)", _series(lines, {"expected_tau": "expected tau"})
+
+
+def _series(lines: Sequence[Entry], names: dict[str, str]) -> Series:
+    found: Series = {}
+    for key, label in names.items():
+        if points := [(float(x["step"]), float(x[key])) for x in lines if x.get(key) is not None]:
+            found[label] = points
+    return found
+
+
+def _colour(i: int) -> str:
+    return COLOURS[i % len(COLOURS)]
+
+
+def _figure(panels: int, width: float) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, 3.9), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    every = [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
+    for axes in every:
+        axes.grid(color=_GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color("#999999")
+        axes.tick_params(colors=_INK)
+    return figure, every
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    aside = path.with_suffix(".aside.png")
+    figure.savefig(aside)
+    aside.replace(path)
+    return path

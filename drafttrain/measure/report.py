@@ -1,0 +1,64 @@
+"""Floor 4: report.json, report.md and the figures: one measurement, written whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from drafttrain.atomic import atomic_write_json, atomic_write_text
+from drafttrain.measure.flags import best
+from drafttrain.measure.markdown import markdown
+from drafttrain.measure.plots import acceptance_plot, speedup_plot, training_plot
+
+SCHEMA_VERSION = 1
+
+Report = dict[str, Any]
+
+
+def report_of(
+    body: dict[str, Any],
+    target: dict[str, Any],
+    drafter: dict[str, Any],
+    environment: dict[str, Any],
+    training: dict[str, Any] | None = None,
+) -> Report:
+    """Put a measurement's `checkpoints` and `measure` under the report's keys (report.schema.json)."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "target": target,
+        "drafter": drafter,
+        "environment": environment,
+        "measure": body["measure"],
+        "checkpoints": body["checkpoints"],
+        "best": best(body["checkpoints"]),
+        "training": training,
+    }
+
+
+def write_report(folder: Path, report: Report, metrics: Path | None = None) -> list[Path]:
+    """Write the figures, report.md and, last, report.json into `folder`; `metrics` is the training run's metrics.jsonl.
+
+    Returns the files written. Raises UserError on a full disk.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = [
+        acceptance_plot(report["checkpoints"], folder / "acceptance.png"),
+        speedup_plot(report["checkpoints"], folder / "speedup.png"),
+        training_plot(metrics, folder / "training.png") if metrics is not None else None,
+    ]
+    figures = [path for path in drawn if path is not None]
+    written = [*figures, folder / "report.md", folder / "report.json"]
+    atomic_write_text(folder / "report.md", markdown(report, [path.name for path in figures]))
+    atomic_write_json(folder / "report.json", rounded(report))
+    return written
+
+
+def rounded(value: Any) -> Any:
+    """The same with every float cut to six significant digits: more would be noise."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(v) for v in value]
+    return value

@@ -1,0 +1,151 @@
+"""Floor 4: measure checkpoints of one target against its plain decoding, within a time budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from drafttrain.checkpoint import load_drafter
+from drafttrain.data.prompts import Prompt
+from drafttrain.drafter import Drafter, trainable
+from drafttrain.errors import UserError
+from drafttrain.losses import Hits
+from drafttrain.measure import DecodeOptions, MeasureOptions
+from drafttrain.measure.bench import Bench, Watch
+from drafttrain.measure.cases import Case, encode_cases
+from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, whole
+from drafttrain.measure.expected import forced_hits, is_chain
+from drafttrain.measure.flags import flags
+from drafttrain.measure.floor import step_floor
+from drafttrain.measure.plan import Budget
+from drafttrain.measure.quality import mean_log_likelihood
+from drafttrain.measure.speed import Race
+from drafttrain.speculate import Result
+from drafttrain.targets.load import LoadedTarget
+from drafttrain.verify import POLICIES, policy_for
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRef:
+    """A checkpoint directory, the name it has in the report, and its training step (None when unknown)."""
+
+    name: str
+    path: Path
+    step: int | None
+
+
+def measure_checkpoints(
+    loaded: LoadedTarget,
+    checkpoints: Sequence[CheckpointRef],
+    prompts: Sequence[Prompt],
+    decode: DecodeOptions,
+    options: MeasureOptions,
+    watch: Watch,
+) -> dict[str, Any]:
+    """The report's keys `checkpoints` and `measure`. Raises UserError for settings or prompts that cannot be measured."""
+    _check(checkpoints, decode, options)
+    bench = Bench(loaded, decode, options, Budget(60 * options.minutes), watch)
+    cases, left_out = encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - decode.max_new_tokens)
+    if left_out:
+        bench.budget.notes.append(f"{left_out} of {len(prompts)} prompts are too long for the target and were left out")
+    plain, reference = _baseline(bench, cases, passes=len(checkpoints) + 1)
+    cases = cases[: len(plain)]
+    drafters = {c.name: load_drafter(c.path, loaded.target)[0] for c in checkpoints}
+    found = {name: _evidence(bench, name, drafter, cases, plain, reference) for name, drafter in drafters.items()}
+    extras = {name: _extras(bench, drafter, found[name]) for name, drafter in drafters.items()}
+    races = bench.races(drafters, cases)
+    entries = [_entry(bench, c, drafters[c.name], found[c.name], races) | extras[c.name] for c in checkpoints]
+    for entry in entries:
+        entry["flags"] = flags(entry)
+    used = {"seconds": bench.budget.used, "notes": bench.budget.notes, "decode": asdict(decode)}
+    return {"checkpoints": entries, "measure": asdict(options) | used}
+
+
+def _check(checkpoints: Sequence[CheckpointRef], decode: DecodeOptions, options: MeasureOptions) -> None:
+    if not checkpoints:
+        raise UserError("no checkpoint to measure; give at least one")
+    if not options.batch_sizes or min(options.batch_sizes) < 1:
+        raise UserError(f"measure.batch_sizes is {list(options.batch_sizes)}; give one or more sizes of at least 1")
+    for name, value in (("repeats", options.repeats), ("timed_prompts", options.timed_prompts)):
+        if value < 1:
+            raise UserError(f"measure.{name} is {value}; set it to 1 or more")
+    if decode.max_new_tokens < 2:
+        raise UserError(f"decode.max_new_tokens is {decode.max_new_tokens}; set it to 2 or more, the prefill gives the first")
+    try:
+        policy_for(decode.policy, Bench.sampling_of(decode))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _baseline(bench: Bench, cases: Sequence[Case], passes: int) -> tuple[list[Result], list[list[int]] | None]:
+    """Plain decoding of the cases (fewer, when the budget is short), and transformers' outputs for the same ones."""
+    compared = bench.options.transformers and bench.sampling.greedy
+    plain = bench.decode_all("plain decoding", None, cases, passes + compared)
+    if len(plain) < len(cases):
+        bench.budget.notes.append(
+            f"acceptance was taken from {len(plain)} of {len(cases)} prompts by measure.minutes={bench.options.minutes:g}"
+        )
+    return plain, bench.reference(cases[: len(plain)], plain) if compared else None
+
+
+def _evidence(
+    bench: Bench, name: str, drafter: Drafter, cases: Sequence[Case], plain: Sequence[Result], reference: list[list[int]] | None
+) -> Evidence:
+    """One checkpoint's run over all cases, its teacher-forced hits on the plain outputs, and the comparison of tokens."""
+    ours = bench.decode_all(f"{name}: acceptance", drafter, cases)
+    tokens, paths = [r.tokens for r in ours], drafter.paths()
+    return Evidence(
+        cases=cases,
+        plain=plain,
+        speculative=ours,
+        hits=_hits(bench, drafter, cases, plain),
+        paths=paths,
+        sampled=not bench.sampling.greedy and is_chain(paths),
+        exact=bench.matches(cases, tokens, [r.tokens for r in plain]) if bench.sampling.greedy else None,
+        exact_reference=None if reference is None else bench.matches(cases, tokens, reference),
+    )
+
+
+def _hits(bench: Bench, drafter: Drafter, cases: Sequence[Case], plain: Sequence[Result]) -> list[Hits] | None:
+    """A lossy policy accepts by another rule than the agreement that is counted here, so it has no prediction."""
+    if not POLICIES[bench.decode.policy].lossless:
+        return None
+    target = bench.loaded.target
+    return forced_hits(target, drafter, [c.tokens for c in cases], [r.tokens for r in plain], target.device)
+
+
+def _extras(bench: Bench, drafter: Drafter, evidence: Evidence) -> Keys:
+    """distribution_p_value for lossless sampling, quality_delta (nats per token) for a lossy policy; else None."""
+    keys: Keys = {"distribution_p_value": None, "quality_delta": None}
+    if not POLICIES[bench.decode.policy].lossless:
+        target, prompts = bench.loaded.target, [c.tokens for c in evidence.cases]
+        ours, plain = (
+            mean_log_likelihood(target, prompts, [r.tokens for r in results], target.device)
+            for results in (evidence.speculative, evidence.plain)
+        )
+        keys["quality_delta"] = None if ours is None or plain is None else ours - plain
+    elif not bench.sampling.greedy:
+        keys["distribution_p_value"] = bench.distribution_p(drafter, evidence.cases[0])
+    return keys
+
+
+def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: Evidence, races: dict[int, Race]) -> Keys:
+    first = races[bench.options.batch_sizes[0]]
+    stop_ids = bench.loaded.target.stop_ids
+    head = {"name": checkpoint.name, "path": str(checkpoint.path), "step": checkpoint.step, "parameters": trainable(drafter)}
+    keys = head | whole(evidence, checkpoint.name, first, stop_ids)
+    keys |= {"policy": bench.decode.policy, "temperature": bench.decode.temperature, "batch_size": first.batch_size}
+    keys["slices"] = by_category(evidence, checkpoint.name, first) + by_batch_size(races, checkpoint.name)
+    for part in (keys, *(s for s in keys["slices"] if s["by"] == "batch_size")):
+        part["floor_fraction"] = _floor_fraction(bench, drafter, races[part["batch_size"]], checkpoint.name, part)
+    return keys
+
+
+def _floor_fraction(bench: Bench, drafter: Drafter, timed: Race, name: str, keys: Keys) -> float | None:
+    target, wave = bench.loaded.target, timed.of(name)[0][0]
+    floor = step_floor([target.model, drafter], target.shape, target.dtype, wave, target.device)
+    if floor is None:
+        return None
+    return 1000 * floor / (keys["draft_ms"] + keys["verify_ms"] + keys["commit_ms"] + keys["host_ms"])

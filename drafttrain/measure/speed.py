@@ -1,0 +1,114 @@
+"""Floor 4: times. Contenders run the same waves of prompts in turn, so that a drifting clock rate hits all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from drafttrain.speculate import Costs, Decoded, Result
+
+Contender = Callable[[list[int]], Decoded]  # case numbers of one wave -> its decoding
+Repeats = list[list[Decoded]]  # [repeat][wave]
+
+
+@dataclass
+class Race:
+    """Timings of several contenders over the same waves. waves: case numbers; laps: by contender, [repeat][wave]."""
+
+    batch_size: int
+    waves: list[list[int]]
+    laps: dict[str, Repeats] = field(default_factory=dict)
+
+    def of(self, name: str, cases: set[int] | None = None) -> Repeats:
+        """One contender's laps; with `cases`, only of the waves that hold nothing else."""
+        keep = [i for i, wave in enumerate(self.waves) if cases is None or cases.issuperset(wave)]
+        return [[lap[i] for i in keep] for lap in self.laps.get(name, [])] if keep else []
+
+
+def race(
+    contenders: dict[str, Contender],
+    waves: list[list[int]],
+    repeats: int,
+    once: frozenset[str] = frozenset(),
+    tick: Callable[[Decoded], None] = lambda lap: None,
+) -> dict[str, Repeats]:
+    """Run first contender, second, ..., first, second, ... over every wave; those named in `once` in the first repeat only."""
+    laps: dict[str, Repeats] = {name: [] for name in contenders}
+    for repeat in range(repeats):
+        running = [name for name in contenders if repeat == 0 or name not in once]
+        for name in running:
+            laps[name].append([])
+        for wave in waves:
+            for name in running:
+                lap = contenders[name](wave)
+                laps[name][-1].append(lap)
+                tick(lap)
+    return laps
+
+
+def tpot(waves: Sequence[Decoded]) -> float | None:
+    """Seconds per output token after the first, pooled over requests: sum(ended - first) / sum(tokens - 1)."""
+    results = _results(waves)
+    tokens = sum(len(r.tokens) - 1 for r in results)
+    return sum(r.ended - r.first for r in results) / tokens if tokens else None
+
+
+def ttft(waves: Sequence[Decoded]) -> float | None:
+    """Mean seconds from the request to its first token."""
+    results = _results(waves)
+    return sum(r.first - r.started for r in results) / len(results) if results else None
+
+
+def throughput(waves: Sequence[Decoded], prefill: bool = False) -> float | None:
+    """Tokens per second of wall time, summed over waves.
+
+    Without the prefill: tokens after the first / (last token of the wave - first token of the wave). With it: all
+    tokens / (last token of the wave - start of the wave). At batch size 1 the former is 1 / TPOT.
+    """
+    tokens, seconds = 0, 0.0
+    for wave in waves:
+        tokens += sum(len(r.tokens) - (0 if prefill else 1) for r in wave.results)
+        began = min(r.started if prefill else r.first for r in wave.results)
+        seconds += max(r.ended for r in wave.results) - began
+    return tokens / seconds if tokens and seconds > 0 else None
+
+
+def over_repeats(figure: Callable[[Sequence[Decoded]], float | None], repeats: Repeats) -> float | None:
+    """Median of a figure over the repeats; None when no repeat has it."""
+    values = [v for v in map(figure, repeats) if v is not None]
+    return median(values) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """Median over repeats of TPOT(baseline) / TPOT(speculative), with the least and the greatest."""
+
+    value: float
+    low: float
+    high: float
+
+
+def speedup(baseline: Repeats, speculative: Repeats) -> Speedup | None:
+    """Each repeat is compared with the baseline of the same repeat."""
+    pairs = [(tpot(b), tpot(s)) for b, s in zip(baseline, speculative, strict=False)]
+    ratios = [b / s for b, s in pairs if b is not None and s]
+    return Speedup(median(ratios), min(ratios), max(ratios)) if ratios else None
+
+
+def costs(repeats: Repeats) -> Costs:
+    """Step costs summed over all repeats and waves."""
+    total = Costs()
+    for lap in (lap for waves in repeats for lap in waves):
+        for name in ("draft", "verify", "commit", "host", "steps"):
+            setattr(total, name, getattr(total, name) + getattr(lap.costs, name))
+    return total
+
+
+def seconds(cost: Costs) -> float:
+    """Wall time of the decode steps, prefill excluded."""
+    return cost.draft + cost.verify + cost.commit + cost.host
+
+
+def _results(waves: Sequence[Decoded]) -> list[Result]:
+    return [r for wave in waves for r in wave.results]

@@ -1,0 +1,52 @@
+"""Floor 4: the table that ends a run on the console."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from drafttrain.measure import cells
+
+_COLUMNS = ("checkpoint", "steps", "tau", "expected", "alpha", "by position", "speedup", "tokens/s", "exact")
+
+
+def console_table(report: dict[str, Any]) -> Table:
+    """One row per checkpoint, the best in bold; a flagged gap of expected and measured tau in red."""
+    first = report["checkpoints"][0]
+    title = f"{report['drafter'].get('family', 'drafter')}, policy {first['policy']}, temperature {first['temperature']:g}, "
+    title += f"batch {first['batch_size']}, {first['prompts']} prompts ({first['timed_prompts']} timed x {first['repeats']})"
+    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in ("checkpoint", "tokens/s") else "right")
+    for entry in report["checkpoints"]:
+        expected = Text(cells.number(entry["expected_tau"]), style="red" if entry["expected_gap_flagged"] else "")
+        table.add_row(
+            entry["name"],
+            cells.count(entry["step"]),
+            cells.number(entry["tau"]),
+            expected,
+            cells.number(entry["alpha"]),
+            _two_a_line(cells.alphas(entry)),
+            cells.speedups(entry).replace(" ", "\n"),
+            _rates(entry),
+            cells.exact(entry),
+            style="bold" if entry["name"] == report["best"] else "",
+        )
+    warnings = [f"{entry['name']}: {flag}" for entry in report["checkpoints"] for flag in entry["flags"]]
+    if warnings:
+        table.caption = Text("\n".join(f"! {w}" for w in warnings), style="yellow")
+    return table
+
+
+def _rates(entry: dict[str, Any]) -> str:
+    names = {"tokens_per_s": "", "baseline_tokens_per_s": " plain", "transformers_tokens_per_s": " hf"}
+    return "\n".join(f"{cells.number(entry[key], 0)}{label}" for key, label in names.items())
+
+
+def _two_a_line(text: str) -> str:
+    """Keeps the table within 80 columns."""
+    words = text.split()
+    return "\n".join(" ".join(words[i : i + 2]) for i in range(0, len(words), 2))

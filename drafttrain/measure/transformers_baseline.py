@@ -1,0 +1,77 @@
+"""Floor 4: transformers' own `generate`, greedy: a second opinion on the tokens, and a second baseline for the speed.
+
+Shapes: B prompts, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from drafttrain.speculate import Costs, Decoded, Result
+
+
+class _Stopwatch(StoppingCriteria):
+    """Never stops anything: notes when the first token is there."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        if self.first is None:
+            self.first = perf_counter()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def generate(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int
+) -> Decoded:
+    """Greedy `generate` with its cache on all prompts at once (left-padded), outputs cut after the stop token.
+
+    Times are those of the whole batch, so only a batch of one is worth timing. Costs stay empty.
+    """
+    longest = max(len(p) for p in prompts)
+    pad = min(stop_ids, default=0)
+    token_BT = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
+    seen_BT = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    stopwatch, started = _Stopwatch(), perf_counter()
+    with torch.inference_mode():
+        text_BT = model.generate(
+            token_BT,
+            attention_mask=seen_BT,
+            generation_config=_greedy(stop_ids, pad, max_new_tokens),
+            stopping_criteria=StoppingCriteriaList([stopwatch]),
+        )
+    outputs = [_cut(row, stop_ids) for row in text_BT[:, longest:].tolist()]
+    ended = perf_counter()
+    first = ended if stopwatch.first is None else stopwatch.first
+    results = [
+        Result(i, len(p), tokens=o, verifications=len(o) - 1, emitted=len(o) - 1, started=started, first=first, ended=ended)
+        for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+    return Decoded(results, Costs())
+
+
+def _greedy(stop_ids: frozenset[int], pad: int, max_new_tokens: int) -> GenerationConfig:
+    """Everything that could bend greedy decoding is named, or generate() would take it from the model's own settings."""
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        temperature=1.0,
+        top_k=50,
+        top_p=1.0,
+        use_cache=True,
+        eos_token_id=sorted(stop_ids) or None,
+        pad_token_id=pad,
+    )
+
+
+def _cut(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
+    return next((tokens[: i + 1] for i, t in enumerate(tokens) if t in stop_ids), tokens)

@@ -1,0 +1,18 @@
+"""Floor 3: runners of frozen targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class TargetOptions:
+    """Which target, and how it is loaded."""
+
+    name: str = "embedded"  # embedded: the model in the wheel. hf: any transformers causal LM at `path`
+    path: str | None = None  # directory or hub id, for hf
+    revision: str | None = None
+    dtype: str = "float32"  # float32 | bfloat16 | float16
+    device: str = "auto"  # auto | cpu | cuda | cuda:1 ...
+    attention: str = "sdpa"  # transformers' attn_implementation: sdpa | eager
+    trust_remote_code: bool = False

@@ -1,0 +1,238 @@
+"""Any transformers causal LM as a Target: trees by a 4-D mask and explicit positions, taps by hooks.
+
+Shapes: B rows, N new positions, P cached + new positions, R logit rows, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from drafttrain.errors import UserError
+from drafttrain.fingerprint import fingerprint_of
+from drafttrain.kv import KVCache, visible
+from drafttrain.target import FINAL, PrunedTarget, TargetOut, TargetShape, Taps
+
+
+class SlotCache(Cache):
+    """Our KV cache under transformers' interface: layers write scratch positions and read the whole row back."""
+
+    def __init__(self, kv: KVCache) -> None:
+        super().__init__(layers=[])
+        self.kv = kv
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.kv.write(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.kv.longest
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.kv.longest + query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.kv.longest
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * self.kv.layers
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+
+class HFTarget(PrunedTarget):
+    """Runs `model` as it is. Frozen and in eval mode unless it is a `pruned` copy.
+
+    Raises UserError when the model's own logits are not `head(final state)`, or when decoding with a cache differs
+    from a plain pass; an architecture that only fails tree masks has `trees` False.
+    """
+
+    def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int] = frozenset(), frozen: bool = True) -> None:
+        super().__init__()
+        self.model = model
+        self.stop_ids, self.trees = stop_ids, True
+        config = model.config.get_text_config()
+        self.shape = shape_of(config)
+        self.backbone = [model.base_model]  # in a list: already registered below `model`
+        self._blocks = _find_blocks(model, self.shape.blocks)
+        self._captured: dict[int, Tensor] = {}
+        self._wanted: frozenset[int] = frozenset()
+        for number, block in enumerate(self._blocks):
+            block.register_forward_hook(self._hook(number))
+        self._layer_types = set(getattr(config, "layer_types", None) or ())
+        self._window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._accepts = frozenset(inspect.signature(model.base_model.forward).parameters)
+        self.fingerprint = ""
+        if frozen:
+            model.requires_grad_(False).eval()
+            self.fingerprint = fingerprint_of(model)
+            self.trees = probe(self)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.model.get_output_embeddings().weight
+
+    def _hook(self, number: int) -> Any:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if number in self._wanted:
+                self._captured[number] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    def embed(self, token: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(token)
+
+    def head(self, hidden_H: Tensor) -> Tensor:
+        logits_V = self.model.get_output_embeddings()(hidden_H)
+        if self._softcap is not None:
+            logits_V = torch.tanh(logits_V / self._softcap) * self._softcap
+        return logits_V
+
+    def forward(
+        self,
+        token_BN: Tensor,
+        kv: KVCache | None,
+        ancestor_BNN: Tensor | None,
+        position_BN: Tensor,
+        taps: Taps,
+        logit_row_BR: Tensor | None = None,
+    ) -> TargetOut:
+        inputs: dict[str, Any] = {"input_ids": token_BN}
+        if "position_ids" in self._accepts:
+            inputs["position_ids"] = position_BN
+        if kv is None:
+            inputs["use_cache"] = False
+        else:
+            inputs |= {"use_cache": True, "past_key_values": SlotCache(kv)}
+            inputs["attention_mask"] = self._mask(kv, ancestor_BNN, position_BN)
+        self._captured, self._wanted = {}, frozenset(taps.blocks)
+        final_BNH = self.backbone[0](**inputs).last_hidden_state
+        hidden, self._captured, self._wanted = self._captured, {}, frozenset()
+        if taps.final:
+            hidden[FINAL] = final_BNH
+        if logit_row_BR is None:
+            return TargetOut(self.head(final_BNH), hidden)
+        if logit_row_BR.shape[1] == 0:
+            return TargetOut(None, hidden)
+        rows_BRH = final_BNH.gather(1, logit_row_BR[..., None].expand(-1, -1, final_BNH.shape[-1]))
+        return TargetOut(self.head(rows_BRH), hidden)
+
+    def _mask(self, kv: KVCache, ancestor_BNN: Tensor | None, position_BN: Tensor) -> Any:
+        """Additive [B, 1, N, P]; for models that mix full and sliding layers, one per layer type."""
+        B, N = position_BN.shape
+        if ancestor_BNN is None:
+            ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=position_BN.device).tril().expand(B, N, N)
+        seen_BNP = visible(kv.length_B, kv.longest, ancestor_BNN)
+        full = _additive(seen_BNP, self.dtype)
+        if self._window is None:
+            return full
+        key_BP = torch.arange(seen_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
+        key_BP = key_BP.scatter(1, kv.length_B[:, None] + torch.arange(N, device=position_BN.device), position_BN)
+        near_BNP = position_BN[..., None] - key_BP[:, None] < self._window
+        sliding = _additive(seen_BNP & near_BNP, self.dtype)
+        return {"full_attention": full, "sliding_attention": sliding} if self._layer_types else sliding
+
+    def new_cache(self, slots: int, max_len: int) -> KVCache:
+        return KVCache(self.shape.blocks, slots, max_len, self.device)
+
+    def pruned(self, blocks: int) -> HFTarget:
+        """A trainable copy of the first `blocks` blocks with embedding, norm and head."""
+        if not 1 <= blocks <= self.shape.blocks:
+            raise UserError(f"drafter.blocks is {blocks}; the target has {self.shape.blocks}, choose 1..{self.shape.blocks}")
+        config = copy.deepcopy(self.model.config)
+        text = config.get_text_config()
+        text.num_hidden_layers = blocks
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:blocks]
+        model = type(self.model)(config)
+        missing = model.load_state_dict(self.model.state_dict(), strict=False).missing_keys
+        assert not missing, f"a pruned copy lacks {missing}"
+        return HFTarget(model.to(self.device, torch.float32), self.stop_ids, frozen=False)
+
+
+def _additive(seen_BNP: Tensor, dtype: torch.dtype) -> Tensor:
+    zero = torch.zeros((), dtype=dtype, device=seen_BNP.device)
+    return torch.where(seen_BNP, zero, torch.finfo(dtype).min)[:, None]
+
+
+def _find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == blocks:
+            return module
+    raise UserError(f"{type(model).__name__} has no list of its {blocks} blocks to tap; choose a decoder-only causal LM")
+
+
+def shape_of(config: Any) -> TargetShape:
+    """The dimensions of a transformers text configuration."""
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
+    norm_eps = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", None) or 1e-5
+    return TargetShape(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        blocks=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        max_positions=getattr(config, "max_position_embeddings", None) or 2048,
+        rope_theta=float(theta),
+        norm_eps=float(norm_eps),
+    )
+
+
+@torch.no_grad()
+def probe(target: HFTarget) -> bool:
+    """True when ragged trees are exact: each node's logits equal those of its path alone. Raises UserError when chains fail.
+
+    Rows of 5 and 3 committed tokens verify root, two children and a grandchild at once; the reference is the model's
+    own forward over the row's prefix and the node's path.
+    """
+    generator = torch.Generator().manual_seed(0)
+    prompt_BT = torch.randint(0, target.shape.vocab_size, (2, 5), generator=generator).to(target.device)
+    node_BN = torch.randint(0, target.shape.vocab_size, (2, 4), generator=generator).to(target.device)
+    count_B = torch.tensor([5, 3], device=target.device)
+    chain, tree = [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)], [(0,), (0, 1), (0, 2), (0, 1, 3)]
+    if _worst_gap(target, prompt_BT, node_BN, count_B, chain) > 1.0:
+        raise UserError(
+            f"{type(target.model).__name__} gives other logits with a cache than without one; "
+            "this architecture cannot be decoded exactly, choose another target"
+        )
+    return _worst_gap(target, prompt_BT, node_BN, count_B, tree) <= 1.0
+
+
+def _worst_gap(target: HFTarget, prompt_BT: Tensor, node_BN: Tensor, count_B: Tensor, paths: list[tuple[int, ...]]) -> float:
+    """Largest difference between cached and plain logits, in units of what the dtype's rounding allows."""
+    kv, arange_T = target.new_cache(2, 16), torch.arange(5, device=target.device)
+    target(prompt_BT, kv, None, arange_T.expand(2, 5), Taps(), count_B[:, None] - 1)
+    kv.keep(arange_T.expand(2, 5), count_B)
+    ancestor_BNN = torch.zeros(2, 4, 4, dtype=torch.bool, device=target.device)
+    for path in paths:
+        ancestor_BNN[:, path[-1], list(path)] = True
+    position_BN = count_B[:, None] + ancestor_BNN.sum(-1) - 1
+    logits_BNV = target(node_BN, kv, ancestor_BNN, position_BN, Taps()).logits_BRV
+    assert logits_BNV is not None
+    gaps = []
+    for row, count in enumerate(count_B.tolist()):
+        for path in paths:
+            whole_1T = torch.cat([prompt_BT[row, :count], node_BN[row, list(path)]])[None]
+            wanted_V = target.model(whole_1T).logits[0, -1].float()
+            gaps.append((logits_BNV[row, path[-1]].float() - wanted_V).abs().max() / wanted_V.abs().max().clamp_min(1.0))
+    return float(torch.stack(gaps).max()) / (200 * torch.finfo(target.dtype).eps)

@@ -1,0 +1,95 @@
+"""Load the target named by the options, or say in one line why not."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from drafttrain.errors import UserError
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.hf import HFTarget
+
+EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTarget:
+    """A frozen target with its tokenizer. description: what checkpoints and reports record of it."""
+
+    target: HFTarget
+    tokenizer: PreTrainedTokenizerBase
+    path: str
+    description: dict[str, Any]
+
+
+def load_target(options: TargetOptions) -> LoadedTarget:
+    """Raises UserError for an unknown kind, a missing path, or a directory without a usable model."""
+    path = _path_of(options)
+    if options.dtype not in DTYPES:
+        raise UserError(f"target.dtype is {options.dtype!r}; choose one of {', '.join(DTYPES)}")
+    shared = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    try:
+        AutoConfig.from_pretrained(path, **shared)
+        tokenizer = AutoTokenizer.from_pretrained(path, **shared)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=DTYPES[options.dtype], attn_implementation=options.attention, use_safetensors=True, **shared
+        )
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason}") from error
+    target = HFTarget(model.to(device_of(options.device)), _stop_ids(model, tokenizer))
+    if len(tokenizer) > target.shape.vocab_size:
+        raise UserError(
+            f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
+        )
+    shape = target.shape
+    description = {"name": options.name, "path": options.path, "revision": options.revision, "dtype": options.dtype}
+    description |= {"architecture": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    description |= {"fingerprint": target.fingerprint} | asdict(shape)
+    return LoadedTarget(target, tokenizer, path, description)
+
+
+def _path_of(options: TargetOptions) -> str:
+    if options.name == "embedded":
+        return str(EMBEDDED)
+    if options.name != "hf":
+        raise UserError(f"target.name is {options.name!r}; choose embedded or hf")
+    if not options.path:
+        raise UserError("target=hf needs target.path; set it to a model directory or a hub id")
+    path = Path(options.path).expanduser()
+    if not path.exists():
+        looks_local = options.path.startswith((".", "/", "~")) or options.path.count("/") != 1
+        if looks_local:
+            raise UserError(f"target.path {options.path!r} does not exist; set it to a model directory or a hub id")
+        return options.path
+    if not (path / "config.json").is_file():
+        raise UserError(f"target.path {options.path!r} has no config.json; set it to a transformers model directory")
+    if not any(path.glob("*.safetensors")):
+        raise UserError(f"target.path {options.path!r} has no *.safetensors weights; save the model with save_pretrained()")
+    return str(path)
+
+
+def device_of(name: str) -> torch.device:
+    """auto: this process's own GPU where there is one. Raises UserError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"target.device is {name!r}; choose auto, cpu or cuda[:n]") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"target.device is {name!r} but no CUDA device is available; set target.device=auto")
+    return device
+
+
+def _stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    found: set[int] = set()
+    for ids in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
+    return frozenset(found)

@@ -1,0 +1,49 @@
+"""Floor 4: the training loop around one DeepSpeed engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class TrainOptions:
+    """The optimisation. Batches are counted in sequences; `global_batch` is over all processes and accumulation steps."""
+
+    steps: int = 400
+    global_batch: int = 8
+    micro_batch: int = 8  # per process and forward pass; global_batch must be a multiple of micro_batch * processes
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    schedule: str = "cosine"  # cosine | wsd | constant
+    warmup: float = 0.1  # share of the steps
+    decay: float = 0.2  # wsd: share of the steps at the end
+    min_lr: float = 0.0  # share of lr at the end
+    precision: str = "float32"  # of the drafter: float32 | bfloat16
+    seed: int = 0
+    log_every: int = 10
+    checkpoint_every: int = 200
+    keep_last: int = 2  # plus the best, by expected tau on the held-out conversations
+
+
+@dataclass
+class DeepSpeedOptions:
+    """What goes into DeepSpeed's configuration; `extra` is merged over it as it is."""
+
+    zero_stage: int = 0
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class LoggerOptions:
+    """Where metrics go beside the console and metrics.jsonl."""
+
+    name: str = "wandb"  # wandb | none
+    project: str = "drafttrain"
+    entity: str | None = None
+    group: str | None = None
+    mode: str = "auto"  # auto: online when logged in, else offline. online | offline

@@ -1,0 +1,55 @@
+"""The training bar: step, loss, tokens per second and time left, with a line now and then that stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Bar:
+    """One bar, and the rate since it began."""
+
+    def __init__(self, progress: Progress | None, total: int, done: int) -> None:
+        self.progress, self.total, self.tokens, self.began = progress, total, 0, monotonic()
+        self.task = progress.add_task("training", total=total, completed=done, rate="") if progress else None
+
+    def step(self, step: int, tokens: int, values: Mapping[str, Any], line: bool) -> None:
+        """Move on; `line` prints the step's figures above the bar."""
+        if self.progress is None or self.task is None:
+            return
+        self.tokens += tokens
+        rate = self.tokens / max(monotonic() - self.began, 1e-6)
+        self.progress.update(self.task, completed=step, rate=f"{rate:,.0f} tokens/s  loss {values['loss']:.3f}")
+        if line:
+            agreement = " ".join(f"{a:.2f}" for a in values["agreement"])
+            self.progress.console.print(
+                f"step {step:>{len(str(self.total))}}/{self.total}  loss {values['loss']:.3f}  agreement {agreement}  "
+                f"expected tau {values['expected_tau']:.2f}  {rate:,.0f} tokens/s  lr {values['lr']:.1e}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+class Console:
+    """What training says to the user; without a rich console (ranks above 0) it says nothing."""
+
+    def __init__(self, rich: RichConsole | None) -> None:
+        self.rich = rich
+
+    def say(self, text: str) -> None:
+        if self.rich is not None:
+            self.rich.print(text, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def bar(self, total: int, done: int) -> Iterator[Bar]:
+        if self.rich is None:
+            yield Bar(None, total, done)
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.rich) as progress:
+            yield Bar(progress, total, done)

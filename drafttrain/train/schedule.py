@@ -1,0 +1,30 @@
+"""The learning rate as a function of the step alone, so that a resumed run needs no scheduler state."""
+
+from __future__ import annotations
+
+import math
+
+from drafttrain.errors import UserError
+from drafttrain.train import TrainOptions
+
+SCHEDULES = ("cosine", "wsd", "constant")
+
+
+def learning_rate(options: TrainOptions, step: int) -> float:
+    """Rate of `step` (from 0): linear warm-up, then cosine, warmup-stable-decay (linear), or constant.
+
+    With 100 steps, warmup 0.1 and schedule wsd, decay 0.2: rises over steps 0-9, stays to step 79, falls to the end.
+    """
+    if options.schedule not in SCHEDULES:
+        raise UserError(f"train.schedule is {options.schedule!r}; choose one of {', '.join(SCHEDULES)}")
+    warm = round(options.warmup * options.steps)
+    if step < warm:
+        return options.lr * (step + 1) / warm
+    if options.schedule == "constant":
+        return options.lr
+    if options.schedule == "cosine":
+        share = (step - warm) / max(1, options.steps - warm)
+        return options.lr * (options.min_lr + (1 - options.min_lr) * 0.5 * (1 + math.cos(math.pi * share)))
+    falling = max(1, round(options.decay * options.steps))
+    left = min(1.0, (options.steps - step) / falling)
+    return options.lr * (options.min_lr + (1 - options.min_lr) * left)

@@ -1,0 +1,132 @@
+"""Floor 0: the draft tree. Everything a drafter proposes is one of these.
+
+Shapes: B batch, N nodes (root included), V vocabulary, W children of a node.
+
+A worked example, used throughout: root `r` has children `a`, `b`; `a` has child `c`.
+
+    node      0   1   2   3
+    token     r   a   b   c
+    parent   -1   0   0   1
+    depth     0   1   1   2
+
+Node 0, the root, is already committed text that no KV cache holds yet. Every parent precedes its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Path = tuple[int, ...]  # ranks from the root: (0, 2) is the third choice at depth 2 below the first at depth 1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """A batch of proposals of one node count; `count_B` real nodes each, the rest is padding.
+
+    q_BNV: row i is the law, after the request's logits processors, that node i's *children* were sampled from
+        (without replacement when there are several). None: the proposal is deterministic given the context.
+    sampled_BN: row i is True where node i's children were sampled from `q_BNV[:, i]`. Required beside `q_BNV`.
+    """
+
+    token_BN: Tensor
+    parent_BN: Tensor
+    count_B: Tensor
+    q_BNV: Tensor | None = None
+    sampled_BN: Tensor | None = None
+
+    @staticmethod
+    def chain(token_BN: Tensor, count_B: Tensor | None = None, q_BNV: Tensor | None = None) -> DraftTree:
+        """A chain: each node's parent is its left neighbour. `q_BNV`, if given, holds for every node with a child."""
+        B, N = token_BN.shape
+        parent_BN = torch.arange(-1, N - 1, device=token_BN.device).expand(B, N)
+        count_B = torch.full((B,), N, device=token_BN.device) if count_B is None else count_B
+        sampled_BN = None if q_BNV is None else torch.ones(B, N, dtype=torch.bool, device=token_BN.device)
+        return DraftTree(token_BN, parent_BN, count_B, q_BNV, sampled_BN)
+
+    @staticmethod
+    def static(token_BN: Tensor, parent_N: Tensor) -> DraftTree:
+        """One shape for the whole batch."""
+        B, N = token_BN.shape
+        return DraftTree(token_BN, parent_N.to(token_BN.device).expand(B, N), torch.full((B,), N, device=token_BN.device))
+
+
+def ancestors(parent_BN: Tensor) -> Tensor:
+    """[B, N, N] bool: entry [b, i, j] says that j is i or an ancestor of i."""
+    B, N = parent_BN.shape
+    mask_BNN = torch.eye(N, dtype=torch.bool, device=parent_BN.device).repeat(B, 1, 1)
+    rows = torch.arange(B, device=parent_BN.device)
+    for i in range(1, N):
+        mask_BNN[:, i] |= mask_BNN[rows, parent_BN[:, i].clamp_min(0)]
+    return mask_BNN
+
+
+def depth(ancestor_BNN: Tensor) -> Tensor:
+    """[B, N]: edges from the root to each node, from `ancestors`."""
+    return ancestor_BNN.sum(-1) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """A static tree as rank paths, breadth first, with what every step needs of it computed once.
+
+    The worked example is `TreeShape.of([(0,), (1,), (0, 0)])`: parent (-1, 0, 0, 1), depth (0, 1, 1, 2).
+    """
+
+    paths: tuple[Path, ...]
+    parent_N: Tensor
+    depth_N: Tensor
+    rank_N: Tensor
+
+    @staticmethod
+    def of(paths: Sequence[Sequence[int]]) -> TreeShape:
+        """Raises ValueError when a path's own prefix is missing or a path stands twice."""
+        ordered = tuple(sorted((tuple(p) for p in paths), key=lambda p: (len(p), p)))
+        index: dict[Path, int] = {(): 0}
+        for path in ordered:
+            if not path or path in index:
+                raise ValueError(f"tree path {list(path)} is empty or repeated; list each node once")
+            if path[:-1] not in index:
+                raise ValueError(f"tree path {list(path)} has no parent in the tree; add {list(path[:-1])}")
+            index[path] = len(index)
+        parent_N = torch.tensor([-1] + [index[p[:-1]] for p in ordered])
+        return TreeShape(
+            ordered, parent_N, torch.tensor([0] + [len(p) for p in ordered]), torch.tensor([0] + [p[-1] for p in ordered])
+        )
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.depth_N.max())
+
+    @property
+    def max_rank(self) -> int:
+        return int(self.rank_N.max())
+
+
+def expected_nodes(hit_MD: Tensor, paths: Sequence[Path]) -> float:
+    """Mean number of nodes on the accepted path: the sum over nodes of P(the node's whole path is hit).
+
+    hit_MD: [samples, depth] rank at which the true token stood at each depth, given the true tokens above it.
+    """
+    return sum(float(_on_path(hit_MD, path).float().mean()) for path in paths)
+
+
+def best_paths(hit_MD: Tensor, nodes: int, width: int = 10) -> list[Path]:
+    """The `nodes` most often hit paths, from joint rank hits: greedy insertion, optimal because P(child) <= P(parent)."""
+    chosen: list[Path] = []
+    frontier = {(r,): float(_on_path(hit_MD, (r,)).float().mean()) for r in range(width)}
+    while frontier and len(chosen) < nodes:
+        path = max(frontier, key=lambda p: (frontier[p], -len(p), tuple(-r for r in p)))
+        if frontier.pop(path) <= 0.0:
+            break
+        chosen.append(path)
+        if len(path) < hit_MD.shape[1]:
+            frontier |= {(*path, r): float(_on_path(hit_MD, (*path, r)).float().mean()) for r in range(width)}
+    return sorted(chosen, key=lambda p: (len(p), p))
+
+
+def _on_path(hit_MD: Tensor, path: Path) -> Tensor:
+    return (hit_MD[:, : len(path)] == torch.tensor(path)).all(-1)

@@ -1,0 +1,422 @@
+"""Make the embedded target: tokenizer, model, training conversations and evaluation prompts.
+
+    python scripts/make_tiny_target.py corpus   --work build/tiny   # sources -> split, tokenizer, token streams
+    python scripts/make_tiny_target.py train    --work build/tiny   # about an hour and a half on 2 CPU cores; resumes
+    python scripts/make_tiny_target.py unloop   --work build/tiny   # unlikelihood on the model's own loops
+    python scripts/make_tiny_target.py data     --work build/tiny   # prompts from unseen files, replies by the model
+    python scripts/make_tiny_target.py package  --work build/tiny   # model card and files -> drafttrain/assets/
+
+The text is the Python standard library and permissively licensed dependencies, read from the running interpreter.
+Files are split by a hash of their path: 80 % train the target, 13 % give drafter prompts, 7 % are held out.
+Everything is seeded; another Python or package version gives another corpus (its hash is in the model card).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gzip
+import hashlib
+import json
+import math
+import random
+import sys
+import sysconfig
+import textwrap
+import time
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SEED = 20261121
+VOCAB, CONTEXT = 2048, 2048
+END_OF_TEXT, TURN_START, TURN_END, MASK, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|pad|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# package -> (licence, megabytes of text at most)
+SOURCES = {
+    "stdlib": ("PSF-2.0", 14.0),
+    "stdlib-tests": ("PSF-2.0", 5.0),
+    "torch": ("BSD-3-Clause", 6.0),
+    "transformers": ("Apache-2.0", 6.0),
+    "datasets": ("Apache-2.0", 2.0),
+    "peft": ("Apache-2.0", 2.0),
+}
+ASK = {
+    "complete": "Complete this code.",
+    "write": "Write the body of this function.",
+    "document": "Write a docstring for this function.",
+    "continue": "Continue this file.",
+}
+
+
+# ---------------------------------------------------------------- corpus
+
+
+def source_files() -> dict[str, list[tuple[str, Path]]]:
+    """(name, path) of every Python file per source, sorted by name."""
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    files: dict[str, list[tuple[str, Path]]] = {name: [] for name in SOURCES}
+    for path in sorted(stdlib.rglob("*.py")):
+        name = path.relative_to(stdlib).as_posix()
+        if "site-packages" in name:
+            continue
+        is_test = any(part in ("test", "tests", "idle_test") for part in path.relative_to(stdlib).parts)
+        files["stdlib-tests" if is_test else "stdlib"].append((f"stdlib/{name}", path))
+    for package in ("torch", "transformers", "datasets", "peft"):
+        spec = util.find_spec(package)
+        assert spec and spec.submodule_search_locations, f"{package} is not installed"
+        root = Path(spec.submodule_search_locations[0])
+        files[package] = [(f"{package}/{p.relative_to(root).as_posix()}", p) for p in sorted(root.rglob("*.py"))]
+    return files
+
+
+def split_of(name: str) -> str:
+    """The split a file belongs to, from a hash of its name alone. Held-out files come from the library proper."""
+    bucket = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100
+    return "target" if bucket < 80 else "drafter" if bucket < 93 else "held_out"
+
+
+def read_corpus() -> tuple[dict[str, list[tuple[str, str]]], str]:
+    """Texts per split as (name, text), and the SHA-256 over all of them."""
+    rng, digest = random.Random(SEED), hashlib.sha256()
+    splits: dict[str, list[tuple[str, str]]] = {"target": [], "drafter": [], "held_out": []}
+    for source, files in source_files().items():
+        budget = SOURCES[source][1] * 1e6
+        rng.shuffle(files)
+        for name, path in files:
+            try:
+                text = path.read_text(encoding="ascii").expandtabs(4).replace("\r\n", "\n").strip()
+            except UnicodeDecodeError:
+                continue
+            if not 400 <= len(text) <= 400_000 or budget < len(text):
+                continue
+            try:
+                ast.parse(text)
+            except (SyntaxError, ValueError):
+                continue
+            budget -= len(text)
+            split = split_of(name)
+            if split == "held_out" and source != "stdlib":  # near-copies live in the other packages
+                split = "target"
+            splits[split].append((name, text))
+            digest.update(name.encode() + b"\0" + text.encode() + b"\0")
+    return splits, digest.hexdigest()
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with the GPT-2 pre-tokenizer."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_END, MASK, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        mask_token=MASK,
+        extra_special_tokens=[END_OF_TEXT, TURN_START],
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tasks(text: str, rng: random.Random, per_file: int = 40) -> list[tuple[str, str, str]]:
+    """(category, question, answer) cut from one source file."""
+    lines, found = text.split("\n"), []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+        size = source.count("\n") + 1
+        if not 6 <= size <= 70 or len(source) > 2400 or source.count("\n") == 0:
+            continue
+        found.append((node, source))
+    rng.shuffle(found)
+    made: list[tuple[str, str, str]] = []
+    for node, source in found[:per_file]:
+        rows = source.split("\n")
+        documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node)
+        choice = rng.random()
+        if documented and choice < 0.35:
+            first, last = node.body[0].lineno - node.lineno, (node.body[0].end_lineno or 0) - node.lineno
+            if len(node.body) < 2:
+                continue
+            if choice < 0.2:
+                made.append(("write", "\n".join(rows[: last + 1]), "\n".join(rows[last + 1 :])))
+            else:
+                made.append(("document", "\n".join(rows[:first] + rows[last + 1 :]), "\n".join(rows[first : last + 1])))
+        else:
+            cut = rng.randint(max(2, len(rows) // 4), max(2, len(rows) // 2))
+            made.append(("complete", "\n".join(rows[:cut]), "\n".join(rows[cut:])))
+    starts = [n.lineno - 1 for n in ast.parse(text).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    for start in rng.sample(starts, min(len(starts), max(1, per_file // 6))):
+        before, after = lines[max(0, start - rng.randint(12, 30)) : start], lines[start : start + rng.randint(40, 70)]
+        if len(before) >= 8 and len(after) >= 20 and len("\n".join(after)) < 3200:
+            made.append(("continue", "\n".join(before).strip("\n"), "\n".join(after).rstrip()))
+    return [(c, q, a.rstrip()) for c, q, a in made if q.strip() and a.strip()]
+
+
+def conversation(category: str, question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{ASK[category]}\n\n{question}"}, {"role": "assistant", "content": answer}]
+
+
+def chat_text(category: str, question: str, answer: str) -> str:
+    """The chat template, rendered by hand (the tokenizer's own is checked against it in `corpus`)."""
+    user, reply = conversation(category, question, answer)
+    return f"{TURN_START}user\n{user['content']}{TURN_END}\n{TURN_START}assistant\n{reply['content']}{TURN_END}\n"
+
+
+def corpus(work: Path) -> None:
+    splits, digest = read_corpus()
+    rng = random.Random(SEED + 1)
+    tokenizer = train_tokenizer([t for _, t in splits["target"]])
+    tokenizer.save_pretrained(work / "tokenizer")
+    probe = ("write", "def f(x):", "    return x")
+    assert tokenizer.apply_chat_template(conversation(*probe), tokenize=False) == chat_text(*probe)
+    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    documents, chats = [], []
+    for _, text in splits["target"]:
+        documents.append(text + END_OF_TEXT)
+        chats += [chat_text(*task) for task in tasks(text, rng)]
+    rng.shuffle(documents)
+    rng.shuffle(chats)
+    streams = {}
+    for name, texts in (("raw", documents), ("chat", chats)):
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        streams[name] = np.concatenate([np.asarray(i, dtype=np.uint16) for i in ids])
+    held = [t for _, t in splits["held_out"]]
+    held_ids = [np.asarray([*i, end], dtype=np.uint16) for i in tokenizer(held, add_special_tokens=False)["input_ids"]]
+    streams["held_out"] = np.concatenate(held_ids)
+    np.savez(work / "tokens.npz", **streams)
+    facts = {
+        "python": sys.version.split()[0],
+        "packages": {p: metadata.version(p) for p in ("torch", "transformers", "datasets", "peft")},
+        "corpus_sha256": digest,
+        "files": {k: len(v) for k, v in splits.items()},
+        "bytes": {k: sum(len(t) for _, t in v) for k, v in splits.items()},
+        "tokens": {k: len(v) for k, v in streams.items()},
+        "conversations": len(chats),
+        "held_out_bytes": sum(len(t) for t in held),
+    }
+    (work / "corpus.json").write_text(json.dumps(facts, indent=1))
+    print(json.dumps(facts, indent=1))
+
+
+# ---------------------------------------------------------------- training
+
+
+class Muon:
+    """Orthogonalised momentum for matrices of equal shape, batched over layers (Jordan et al. 2024; Newton-Schulz)."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+        self.lr, self.momentum = lr, momentum
+        shapes: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for p in parameters:
+            shapes.setdefault(tuple(p.shape), []).append(p)
+        self.groups = [(ps, torch.zeros(len(ps), *shape)) for shape, ps in shapes.items()]
+
+    @torch.no_grad()
+    def step(self, scale: float) -> None:
+        for parameters, buffer in self.groups:
+            gradient = torch.stack([p.grad for p in parameters if p.grad is not None])
+            buffer.lerp_(gradient, 1 - self.momentum)
+            update = self.orthogonalise(gradient.lerp(buffer, self.momentum))
+            gain = max(1.0, update.shape[1] / update.shape[2]) ** 0.5
+            for p, u in zip(parameters, update, strict=True):
+                p.sub_(u, alpha=self.lr * scale * gain)
+
+    @staticmethod
+    def orthogonalise(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
+        a, b, c = 3.4445, -4.7750, 2.0315
+        tall = x.shape[1] > x.shape[2]
+        x = x.transpose(1, 2) if tall else x
+        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+        for _ in range(steps):
+            gram = x @ x.transpose(1, 2)
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x.transpose(1, 2) if tall else x
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast, blocks: int) -> LlamaForCausalLM:
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=blocks,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        eos_token_id=[tokenizer.convert_tokens_to_ids(TURN_END), tokenizer.convert_tokens_to_ids(END_OF_TEXT)],
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def grow(small: LlamaForCausalLM, large: LlamaForCausalLM) -> None:
+    """Copy `small` into `large`: each block is followed by copies that add nothing yet (their output projections are 0)."""
+    state, factor = small.state_dict(), large.config.num_hidden_layers // small.config.num_hidden_layers
+    grown = {k: v for k, v in state.items() if "layers." not in k}
+    for name, value in state.items():
+        if "layers." not in name:
+            continue
+        before, rest = name.split("layers.")
+        index, tensor = rest.split(".", 1)
+        for copy in range(factor):
+            silent = copy > 0 and tensor in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+            grown[f"{before}layers.{int(index) * factor + copy}.{tensor}"] = torch.zeros_like(value) if silent else value.clone()
+    large.load_state_dict(grown)
+
+
+class Batches:
+    """Windows of the two streams, each stream read once in order and begun again at its end."""
+
+    def __init__(self, work: Path) -> None:
+        arrays = np.load(work / "tokens.npz")
+        self.raw, self.chat, self.at = arrays["raw"], arrays["chat"], {"raw": 0, "chat": 0}
+
+    def take(self, rows: int, length: int, chat_share: float) -> torch.Tensor:
+        chats = round(rows * chat_share)
+        return torch.stack([self._window("chat" if i < chats else "raw", length) for i in range(rows)])
+
+    def _window(self, name: str, length: int) -> torch.Tensor:
+        stream = getattr(self, name)
+        if self.at[name] + length + 1 > len(stream):
+            self.at[name] = 0
+        window = stream[self.at[name] : self.at[name] + length + 1]
+        self.at[name] += length
+        return torch.from_numpy(window.astype(np.int64))
+
+
+def bits_per_byte(model: nn.Module, work: Path, windows: int = 40) -> tuple[float, float]:
+    """Held-out (bits per byte, perplexity per token) over evenly spaced windows of 512 tokens."""
+    stream, facts = np.load(work / "tokens.npz")["held_out"].astype(np.int64), json.loads((work / "corpus.json").read_text())
+    starts = np.linspace(0, len(stream) - 514, windows).astype(int)
+    batch = torch.from_numpy(np.stack([stream[s : s + 513] for s in starts]))
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(b[:, :-1]).logits.flatten(0, 1), b[:, 1:].flatten()).item() for b in batch.split(8)]
+    nats = sum(losses) / len(losses)
+    return nats / math.log(2) * len(stream) / facts["held_out_bytes"], math.exp(nats)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Part of the training: a depth, and how its batches look. The last stage decays the rate and ends on whole contexts."""
+
+    blocks: int
+    rows: int
+    steps: int
+    last: bool
+
+    def shape(self, step: int) -> tuple[int, int]:
+        return (self.rows * 512 // CONTEXT, CONTEXT) if self.last and step >= 0.92 * self.steps else (self.rows, 512)
+
+    def rate(self, step: int) -> float:
+        warm = min(1.0, (step + 1) / 40)
+        return min(warm, max(0.02, (self.steps - step) / (0.6 * self.steps))) if self.last else warm
+
+
+def train(work: Path, steps: list[int]) -> None:
+    """A shallow model first (three times cheaper a step), grown to full depth without changing what it computes."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    stages = [Stage(4, 8, steps[0], False), Stage(12, 12, steps[1], True)]
+    file, saved = work / "train-state.pt", None
+    if file.exists():
+        saved = torch.load(file, weights_only=True)
+    model, batches, seen = None, Batches(work), 0
+    for number, stage in enumerate(stages):
+        if saved and saved["stage"] > number:
+            continue
+        grown = new_model(tokenizer, stage.blocks)
+        if model is not None:
+            grow(model, grown)
+        model = grown
+        seen = train_stage(model, stage, number, batches, work, seen, saved)
+        saved = None
+
+
+def train_stage(
+    model: LlamaForCausalLM, stage: Stage, number: int, batches: Batches, work: Path, seen: int, saved: dict | None
+) -> int:
+    compiled = torch.compile(model, dynamic=False)
+    others = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" not in n]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    muon = Muon([p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n], lr=0.02)
+    groups = [{"params": others, "lr": 4e-3}, {"params": norms, "lr": 2e-3}]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    peaks, step, began = [g["lr"] for g in adamw.param_groups], 0, time.monotonic()
+    if saved:
+        model.load_state_dict(saved["model"])
+        adamw.load_state_dict(saved["adamw"])
+        for (_, buffer), was in zip(muon.groups, saved["muon"], strict=True):
+            buffer.copy_(was)
+        batches.at, seen, step = saved["at"], saved["seen"], saved["step"]
+    log = (work / "train.log").open("a")
+    while step < stage.steps:
+        rows, length = stage.shape(step)
+        batch, scale = batches.take(rows, length, chat_share=0.5), stage.rate(step)
+        loss = F.cross_entropy(compiled(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(others + norms, 1.0)
+        for group, peak in zip(adamw.param_groups, peaks, strict=True):
+            group["lr"] = peak * scale
+        muon.step(scale)
+        adamw.step()
+        model.zero_grad(set_to_none=True)
+        step, seen = step + 1, seen + rows * length
+        if step % 20 == 0:
+            rate = 20 * rows * length / (time.monotonic() - began)
+            began = time.monotonic()
+            print(f"stage {number} step {step}/{stage.steps} loss {loss.item():.3f} tokens {seen} tokens/s {rate:.0f}", file=log, flush=True)
+        if step % 100 == 0 or step == stage.steps:
+            print(f"held out (bits per byte, perplexity): {bits_per_byte(model, work)}", file=log, flush=True)
+            state = {"model": model.state_dict(), "adamw": adamw.state_dict(), "muon": [b for _, b in muon.groups]}
+            state |= {"at": batches.at, "seen": seen, "step": step, "stage": number}
+            torch.save(state, work / "train-state.tmp")
+            (work / "train-state.tmp").rename(work / "train-state.pt")
+            model.save_pretrained(work / "model")
+            (work / "train.json").write_text(json.dumps({"stage": number, "step": step, "tokens": seen}))
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=["corpus", "train", "unloop", "data", "package"])
+    parser.add_argument("--work", type=Path, default=Path("build/tiny"))
+    parser.add_argument("--steps", type=int, nargs=2, default=[1100, 700], help="of the shallow and of the deep stage")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(args.threads)
+    if args.stage == "corpus":
+        corpus(args.work)
+    elif args.stage == "train":
+        train(args.work, args.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Shared by all tests: small thread counts, quiet libraries, and one command line at a time."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.core.config_store import ConfigStore
+
+from drafttrain import cli
+from drafttrain.commands.quiet import quiet
+
+quiet()
+os.environ["WANDB_MODE"] = "offline"
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """Run `drafttrain ARGUMENTS` in this process, from an empty folder; the exit code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["drafttrain"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(ConfigStore.instance(), "repo", copy.deepcopy(ConfigStore.instance().repo))
+    return lambda *arguments: cli.run(arguments)
