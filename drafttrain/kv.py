@@ -45,7 +45,9 @@ class KVCache:
     def room(self, nodes: int) -> None:
         """Raise ValueError when `nodes` more positions do not fit every row in use."""
         if self.longest + nodes > self.max_len:
-            raise ValueError(f"{self.longest} committed + {nodes} new positions exceed the cache's {self.max_len}; raise max_len")
+            raise ValueError(
+                f"{self.longest} committed + {nodes} new positions exceed the cache's {self.max_len}; raise max_len"
+            )
 
     def write(self, layer: int, k_BhND: Tensor, v_BhND: Tensor) -> tuple[Tensor, Tensor]:
         """Put N scratch positions after each row's prefix; return all keys and values [B, h, longest + N, D].

@@ -79,7 +79,8 @@ class Attention(nn.Module):
         """q [B, h, N, D], k and v [B, h_kv, N, D]; q and k rotated to their positions."""
         B, N, _ = x_BNI.shape
         q_BhND, k_BhND, v_BhND = (
-            project(x_BNI).view(B, N, -1, self.shape.head_dim).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(x_BNI).view(B, N, -1, self.shape.head_dim).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         cos_BND, sin_BND = rotary(position_BN, self.shape.head_dim, self.shape.rope_theta, x_BNI.dtype)
         return rotate(q_BhND, cos_BND, sin_BND), rotate(k_BhND, cos_BND, sin_BND), v_BhND

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drafttrain.batch import Prediction, TrainBatch
@@ -89,7 +88,14 @@ class Objective(nn.Module):
             total = total + prediction.weight * step.loss_M.sum()
             alive_M, hit_M = alive_P[prediction.source_M], step.hit_M
             alive_P = torch.zeros_like(alive_P).scatter(0, prediction.source_M, alive_M & hit_M)
-            counts = (step.loss_M.detach().sum(), len(hit_M), hit_M.sum(), step.mass_M.sum(), alive_M.sum(), (alive_M & hit_M).sum())
+            counts = (
+                step.loss_M.detach().sum(),
+                len(hit_M),
+                hit_M.sum(),
+                step.mass_M.sum(),
+                alive_M.sum(),
+                (alive_M & hit_M).sum(),
+            )
             row = torch.stack([torch.as_tensor(c, dtype=torch.float64, device=token_P.device) for c in counts])
             rows += [row] * (self.drafter.draft_length if prediction.every_step else 1)
         return total, StepCounts.stack(rows)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafttrain.drafter import Commit, Drafter
 from drafttrain.sampling import Sampling, choose
-from drafttrain.target import Target, TargetOut, Taps
+from drafttrain.target import Taps, Target, TargetOut
 from drafttrain.tree import DraftTree, ancestors, depth
 from drafttrain.verify import Verdict, policy_for
 
@@ -103,7 +103,7 @@ class Wave:
             raise ValueError("a prompt has no tokens; give each at least one")
         if longest + decoder.max_new_tokens > limit:
             raise ValueError(
-                f"a prompt of {longest} tokens + max_new_tokens {decoder.max_new_tokens} exceed the target's {limit} positions; "
+                f"a prompt of {longest} tokens + max_new_tokens {decoder.max_new_tokens} exceed the target's {limit}; "
                 "shorten the prompt or lower decode.max_new_tokens"
             )
         # A proposal may reach past the last token that counts: its scratch positions need room too.

@@ -29,7 +29,9 @@ class Taps:
     def check(self, blocks: int) -> None:
         """Raise ValueError when a tap lies outside a target of so many blocks."""
         if any(not 0 <= b < blocks for b in self.blocks):
-            raise ValueError(f"taps {list(self.blocks)} exceed the target's {blocks} blocks; set drafter.taps within 0..{blocks - 1}")
+            raise ValueError(
+                f"taps {list(self.blocks)} exceed the target's {blocks} blocks; set drafter.taps within 0..{blocks - 1}"
+            )
 
     def __or__(self, other: Taps) -> Taps:
         return Taps(tuple(sorted({*self.blocks, *other.blocks})), self.final or other.final)

@@ -108,7 +108,9 @@ def typical(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_
     return _verdict(ancestor_BNN, last_B, pick(law_BNV[row_B, last_B], draw_B))
 
 
-POLICIES = {p.name: p for p in (Policy("greedy", True, greedy), Policy("lossless", True, lossless), Policy("typical", False, typical))}
+POLICIES = {
+    p.name: p for p in (Policy("greedy", True, greedy), Policy("lossless", True, lossless), Policy("typical", False, typical))
+}
 
 
 def policy_for(name: str, sampling: Sampling) -> Policy:
@@ -116,7 +118,9 @@ def policy_for(name: str, sampling: Sampling) -> Policy:
     if name not in POLICIES:
         raise ValueError(f"decode.policy is {name!r}; choose one of {', '.join(POLICIES)}")
     if name == "greedy" and not sampling.greedy:
-        raise ValueError(f"decode.policy=greedy at temperature {sampling.temperature}; set decode.policy=lossless, or temperature 0")
+        raise ValueError(
+            f"decode.policy=greedy at temperature {sampling.temperature}; set decode.policy=lossless, or temperature 0"
+        )
     if name == "typical" and sampling.greedy:
         raise ValueError("decode.policy=typical at temperature 0; set decode.temperature above 0, or decode.policy=greedy")
     return POLICIES[name]

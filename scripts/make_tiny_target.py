@@ -33,14 +33,17 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from drafttrain.measure.monitors import ends_in_loop
 
 SEED = 20261121
 VOCAB, CONTEXT = 2048, 2048
 END_OF_TEXT, TURN_START, TURN_END, MASK, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|pad|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
     "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -288,7 +291,9 @@ def grow(small: LlamaForCausalLM, large: LlamaForCausalLM) -> None:
         index, tensor = rest.split(".", 1)
         for copy in range(factor):
             silent = copy > 0 and tensor in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-            grown[f"{before}layers.{int(index) * factor + copy}.{tensor}"] = torch.zeros_like(value) if silent else value.clone()
+            grown[f"{before}layers.{int(index) * factor + copy}.{tensor}"] = (
+                torch.zeros_like(value) if silent else value.clone()
+            )
     large.load_state_dict(grown)
 
 
@@ -391,7 +396,11 @@ def train_stage(
         if step % 20 == 0:
             rate = 20 * rows * length / (time.monotonic() - began)
             began = time.monotonic()
-            print(f"stage {number} step {step}/{stage.steps} loss {loss.item():.3f} tokens {seen} tokens/s {rate:.0f}", file=log, flush=True)
+            print(
+                f"stage {number} step {step}/{stage.steps} loss {loss.item():.3f} tokens {seen} tokens/s {rate:.0f}",
+                file=log,
+                flush=True,
+            )
         if step % 100 == 0 or step == stage.steps:
             print(f"held out (bits per byte, perplexity): {bits_per_byte(model, work)}", file=log, flush=True)
             state = {"model": model.state_dict(), "adamw": adamw.state_dict(), "muon": [b for _, b in muon.groups]}
@@ -403,12 +412,228 @@ def train_stage(
     return seen
 
 
+# ---------------------------------------------------------------- loops
+
+
+def repeats(tokens: list[int], period_limit: int = 40) -> list[bool]:
+    """Whether each token only continues a loop: it ends a third copy of a block, or a 16-token stretch of shorter copies."""
+    flagged = [False] * len(tokens)
+    for period in range(1, period_limit + 1):
+        run = 0
+        for t in range(period, len(tokens)):
+            run = run + 1 if tokens[t] == tokens[t - period] else 0
+            if run >= max(2 * period, 16):
+                flagged[t - run + period + 1 : t + 1] = [True] * (run - period)
+    return flagged
+
+
+def generate(
+    model: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int, batch: int = 32, **sampling: float
+) -> list[list[int]]:
+    """Replies by transformers' generate, left-padded, cut after the stop token; longest prompts first, order restored."""
+    stop, pad = set(model.config.eos_token_id), model.config.pad_token_id
+    order, replies = sorted(range(len(prompts)), key=lambda i: -len(prompts[i])), {}
+    for at in range(0, len(order), batch):
+        chosen = order[at : at + batch]
+        width = max(len(prompts[i]) for i in chosen)
+        ids = torch.tensor([[pad] * (width - len(prompts[i])) + prompts[i] for i in chosen])
+        mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in chosen])
+        chance = {"do_sample": True, "top_k": 0, **sampling} if sampling else {"do_sample": False}
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=pad, **chance)
+        for i, row in zip(chosen, out[:, width:].tolist(), strict=True):
+            end = next((k + 1 for k, t in enumerate(row) if t in stop), len(row))
+            replies[i] = row[:end]
+    return [replies[i] for i in range(len(prompts))]
+
+
+def split_tasks(split: str, rng: random.Random, per_file: int) -> list[tuple[str, tuple[str, str, str]]]:
+    """(file, task) of one split, shuffled."""
+    found = [(name, task) for name, text in read_corpus()[0][split] for task in tasks(text, rng, per_file)]
+    rng.shuffle(found)
+    return found
+
+
+def ask(tokenizer: PreTrainedTokenizerFast, task: tuple[str, str, str]) -> list[int]:
+    messages = conversation(*task)[:1]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def unloop(work: Path, rounds: int) -> None:
+    """Sequence-level unlikelihood (Welleck et al. 2019): push down the tokens by which the model's own greedy text loops."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    model = LlamaForCausalLM.from_pretrained(work / "model")
+    rng, batches = random.Random(SEED + 2), Batches(work)
+    state = torch.load(work / "train-state.pt", weights_only=True)
+    batches.at = state["at"]
+    pool = [ids for _, task in split_tasks("target", rng, 2) if len(ids := ask(tokenizer, task)) <= 256]
+    adamw = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    log = (work / "unloop.log").open("a")
+    for step in range(rounds):
+        for group in adamw.param_groups:
+            group["lr"] = 2e-4 * min(1.0, (step + 1) / 5, (rounds - step) / (0.4 * rounds))
+        prompts = pool[step * 32 % len(pool) :][:32]
+        model.eval()
+        replies = generate(model, prompts, 128)
+        model.train()
+        guilty = [(p, r, f) for p, r in zip(prompts, replies, strict=True) if any(f := repeats(r))]
+        text = batches.take(6, 512, chat_share=0.7)
+        loss = F.cross_entropy(model(text[:, :-1]).logits.flatten(0, 1), text[:, 1:].flatten())
+        loss.backward()
+        pushed = 0.0
+        for prompt, reply, flagged in guilty:
+            ids = torch.tensor([prompt + reply])
+            chance = model(ids[:, :-1]).logits[0, len(prompt) - 1 :].softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            wrong = torch.tensor(flagged)
+            push = -torch.log1p(-chance[wrong].clamp_max(0.999)).mean() * len(guilty) ** -1
+            push.backward()
+            pushed += push.item()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        share = sum(map(ends_in_loop, replies)) / len(replies)
+        print(f"round {step + 1}/{rounds} loss {loss.item():.3f} push {pushed:.3f} loops {share:.2f}", file=log, flush=True)
+    model.eval()
+    model.to(torch.bfloat16).save_pretrained(work / "final")
+    print(f"held out: {bits_per_byte(model.float(), work)}", file=log, flush=True)
+
+
+# ---------------------------------------------------------------- prompts and replies
+
+
+def data(work: Path, conversations: int, questions: int) -> None:
+    """Training conversations from the drafter's files, replies by the model; evaluation prompts from held-out files."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    model = LlamaForCausalLM.from_pretrained(work / "final", dtype=torch.float32).eval()
+    rng = random.Random(SEED + 3)
+    torch.manual_seed(SEED + 3)
+    asked = [(t, ids) for _, t in split_tasks("drafter", rng, 40) if len(ids := ask(tokenizer, t)) <= 384][:conversations]
+    half = len(asked) * 2 // 3
+    replies = generate(model, [ids for _, ids in asked[:half]], 160)
+    replies += generate(model, [ids for _, ids in asked[half:]], 160, temperature=0.8)
+    kept = []
+    for (task, _), reply in zip(asked, replies, strict=True):
+        answer = tokenizer.decode(reply, skip_special_tokens=True)
+        if answer.strip() and not ends_in_loop(reply):
+            kept.append(conversation(task[0], task[1], answer))
+    # mtime 0: the same conversations give the same bytes
+    with (work / "train.jsonl.gz").open("wb") as file, gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as packed:
+        packed.write("".join(json.dumps({"messages": c}) + "\n" for c in kept).encode())
+    prompts = evaluation_prompts(tokenizer, rng, questions)
+    (work / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    outputs = generate(model, encode_turns(tokenizer, prompts), 128)
+    facts = {
+        "conversations": len(kept),
+        "looping_replies_left_out": len(asked) - len(kept),
+        "prompts": len(prompts),
+        "prompt_files": len({p["file"] for p in prompts}),
+        "full_length_outputs": sum(len(o) == 128 for o in outputs),
+        "loop_share": sum(map(ends_in_loop, outputs)) / len(outputs),
+    }
+    (work / "data.json").write_text(json.dumps(facts, indent=1))
+    (work / "samples.txt").write_text("\n=====\n".join(tokenizer.decode(o) for o in outputs))
+    print(json.dumps(facts, indent=1))
+
+
+def evaluation_prompts(tokenizer: PreTrainedTokenizerFast, rng: random.Random, questions: int) -> list[dict]:
+    """Round robin over categories, no file twice in a category."""
+    found = [(name, t) for name, t in split_tasks("held_out", rng, 40) if 24 <= len(ask(tokenizer, t)) <= 320]
+    prompts: list[dict] = []
+    for category in ("continue", "complete", "write"):
+        used: set[str] = set()
+        for name, task in found:
+            if task[0] == category and name not in used and len(used) < questions // 3:
+                used.add(name)
+                turn = conversation(*task)[0]["content"]
+                prompts.append({"question_id": len(prompts) + 1, "category": category, "file": name, "turns": [turn]})
+    return prompts
+
+
+def encode_turns(tokenizer: PreTrainedTokenizerFast, prompts: list[dict]) -> list[list[int]]:
+    messages = [[{"role": "user", "content": p["turns"][0]}] for p in prompts]
+    return [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
+
+
+# ruff: noqa: E501
+CARD = """---
+license: apache-2.0
+---
+# The embedded target
+
+A small Llama-architecture causal LM that drafttrain ships, so that a first run needs no download. It writes Python-like text; it is
+a fixture for drafters and their decoder, not a model to use for anything else.
+
+| | |
+|---|---|
+| parameters | {parameters:,} ({blocks} blocks, hidden {hidden}, {heads} heads over {kv_heads} KV heads of 32, untied head, context {context}) |
+| tokenizer | byte-level BPE, {vocab} tokens, GPT-2 pre-tokenizer, ChatML template with generation marks, reserved `<|mask|>` |
+| training tokens seen | {tokens:,} |
+| text | {files:,} Python files, {megabytes:.1f} MB: the standard library of Python {python} (PSF-2.0); {packages} |
+| held out | {held_files} standard-library files: perplexity {perplexity:.1f} per token, {bits:.2f} bits per byte |
+| greedy outputs of 128 tokens that end in a loop | {loop_share:.0%} of {prompts} held-out prompts |
+| corpus SHA-256 | `{sha}` |
+
+Made by `python scripts/make_tiny_target.py corpus|train|unloop|data|package` (seeded; `--help` tells each stage). A shallow model was
+trained first and grown to full depth; then loops in the model's own greedy text were pushed down (sequence-level unlikelihood).
+
+Files are split by a hash of their name. Beside the model lie `train.jsonl.gz`, {conversations:,} conversations whose questions come
+from {drafter_files} files that the model never saw and whose replies are the model's own (two thirds greedy, one third at temperature
+0.8), and `prompts.jsonl`, {prompts} questions from {prompt_files} held-out files that neither model nor drafters saw.
+
+Weights, tokenizer and replies: Apache-2.0. The questions quote the standard library (PSF-2.0, (c) Python Software Foundation) and
+{packages}.
+"""
+
+
+def package(work: Path) -> None:
+    """The model card, and all files into drafttrain/assets."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    model = LlamaForCausalLM.from_pretrained(work / "final", dtype=torch.float32).eval()
+    corpus_facts, data_facts = (json.loads((work / f"{n}.json").read_text()) for n in ("corpus", "data"))
+    bits, perplexity = bits_per_byte(model, work)
+    config, assets = model.config, Path(__file__).resolve().parents[1] / "drafttrain" / "assets"
+    tiny = assets / "tiny"
+    tiny.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(tiny)
+    LlamaForCausalLM.from_pretrained(work / "final", dtype=torch.bfloat16).save_pretrained(tiny)
+    for name in ("train.jsonl.gz", "prompts.jsonl"):
+        (assets / name).write_bytes((work / name).read_bytes())
+    packages = ", ".join(f"{p} {v} ({SOURCES[p][0]})" for p, v in corpus_facts["packages"].items())
+    card = CARD.format(
+        parameters=sum(p.numel() for p in model.parameters()),
+        blocks=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        context=CONTEXT,
+        vocab=VOCAB,
+        tokens=json.loads((work / "train.json").read_text())["tokens"],
+        files=corpus_facts["files"]["target"],
+        megabytes=corpus_facts["bytes"]["target"] / 1e6,
+        python=corpus_facts["python"],
+        packages=packages,
+        held_files=corpus_facts["files"]["held_out"],
+        perplexity=perplexity,
+        bits=bits,
+        loop_share=data_facts["loop_share"],
+        sha=corpus_facts["corpus_sha256"],
+        conversations=data_facts["conversations"],
+        drafter_files=corpus_facts["files"]["drafter"],
+        prompts=data_facts["prompts"],
+        prompt_files=data_facts["prompt_files"],
+    )
+    (tiny / "README.md").write_text(card)
+    print(card)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["corpus", "train", "unloop", "data", "package"])
     parser.add_argument("--work", type=Path, default=Path("build/tiny"))
     parser.add_argument("--steps", type=int, nargs=2, default=[1100, 700], help="of the shallow and of the deep stage")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40, help="of unloop")
+    parser.add_argument("--conversations", type=int, default=2800)
+    parser.add_argument("--questions", type=int, default=60)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
@@ -416,6 +641,12 @@ def main() -> None:
         corpus(args.work)
     elif args.stage == "train":
         train(args.work, args.steps)
+    elif args.stage == "unloop":
+        unloop(args.work, args.rounds)
+    elif args.stage == "data":
+        data(args.work, args.conversations, args.questions)
+    else:
+        package(args.work)
 
 
 if __name__ == "__main__":

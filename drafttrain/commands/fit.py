@@ -13,8 +13,8 @@ from rich.console import Console as RichConsole
 
 from drafttrain.checkpoint import list_checkpoints
 from drafttrain.commands.measure import measure_run
-from drafttrain.commands.rundir import RunDirectory
 from drafttrain.commands.run import RunOptions
+from drafttrain.commands.rundir import RunDirectory
 from drafttrain.data.dataset import Dataset, load_dataset
 from drafttrain.data.prompts import load_prompts
 from drafttrain.drafter import Drafter, trainable
@@ -60,21 +60,30 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
         if getattr(options.train, name) < 1:
             raise UserError(f"train.{name} is {getattr(options.train, name)}; set it to 1 or more")
     if options.loss.chunk < 1 or options.loss.name not in ("ce", "kl", "lk"):
-        raise UserError(f"loss.name is {options.loss.name!r}, loss.chunk {options.loss.chunk}; choose ce, kl or lk, and a chunk of 1 or more")
+        loss = options.loss
+        raise UserError(f"loss.name is {loss.name!r}, loss.chunk {loss.chunk}; choose ce, kl or lk, and a chunk of 1 or more")
     if options.measure.enabled:
         load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
     torch.manual_seed(options.train.seed)
     loaded = load_target(options.target)
     drafter = _build(options, loaded)
-    about = loaded.description
-    console.say(f"target: {about['architecture']}, {about['parameters']:,} parameters, {about['blocks']} blocks ({about['path'] or about['name']})")
+    about, where = loaded.description, loaded.description["path"] or loaded.description["name"]
+    console.say(f"target: {about['architecture']}, {about['parameters']:,} parameters, {about['blocks']} blocks ({where})")
     console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters")
     data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
-    summary = data.summary
-    console.say(f"data: {summary['conversations']:,} conversations, {summary['supervised_tokens']:,} supervised tokens ({options.data.path})")
+    counts = f"{data.summary['conversations']:,} conversations, {data.summary['supervised_tokens']:,} supervised tokens"
+    console.say(f"data: {counts} ({options.data.path})")
     family = options.drafter.family
     return Job(
-        loaded, drafter, family, asdict(options.drafter), data, options.train, options.deepspeed, options.loss, options.decode.tree_nodes
+        loaded,
+        drafter,
+        family,
+        asdict(options.drafter),
+        data,
+        options.train,
+        options.deepspeed,
+        options.loss,
+        options.decode.tree_nodes,
     )
 
 
@@ -92,7 +101,13 @@ def _limited(options: RunOptions, loaded: LoadedTarget) -> Any:
 
 
 def _finish(
-    options: RunOptions, loaded: LoadedTarget, run: RunDirectory, progress: Progress, data: Dataset, logger: Logger, console: RichConsole
+    options: RunOptions,
+    loaded: LoadedTarget,
+    run: RunDirectory,
+    progress: Progress,
+    data: Dataset,
+    logger: Logger,
+    console: RichConsole,
 ) -> None:
     """Measure the kept checkpoints, log, mark the run finished, and say what comes next."""
     training = {

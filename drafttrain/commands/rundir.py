@@ -61,7 +61,9 @@ def _find(options: RunOptions, digest: str) -> Path | None:
         if state is None:
             raise UserError(f"resume is {options.resume!r}, which is no run directory (no run.json); name one, or resume=auto")
         if state["config_hash"] != digest:
-            raise UserError(f"resume is {options.resume!r}, a run of another configuration; repeat its own (see its config.yaml)")
+            raise UserError(
+                f"resume is {options.resume!r}, a run of another configuration; repeat its own (see its config.yaml)"
+            )
         return path
     runs = Path(options.output) / options.name
     candidates = sorted((p.parent for p in runs.glob("*/run.json")), reverse=True)
@@ -97,7 +99,9 @@ def _make(options: RunOptions, resolved: dict[str, Any]) -> Path:
 def _git_revision() -> str | None:
     """Of the working directory, with `-dirty` for uncommitted changes; None outside a repository."""
     try:
-        asked = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, timeout=10)
+        asked = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return asked.stdout.strip() or None if asked.returncode == 0 else None

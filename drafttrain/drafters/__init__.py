@@ -15,7 +15,7 @@ from drafttrain.target import Target
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """name: as in conf/drafter/<name>.yaml. options: its dataclass, with a `family: str = name` field. build: (options, target)."""
+    """name: as in conf/drafter/<name>.yaml. options: its dataclass, whose first field is `family`, the name."""
 
     name: str
     options: type

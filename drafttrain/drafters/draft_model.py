@@ -17,7 +17,7 @@ from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
 from drafttrain.sampling import Sampling
-from drafttrain.target import FINAL, Target, Taps
+from drafttrain.target import FINAL, Taps, Target
 from drafttrain.tree import DraftTree
 
 

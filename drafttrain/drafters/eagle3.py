@@ -21,7 +21,7 @@ from drafttrain.errors import UserError
 from drafttrain.kv import KVCache, visible
 from drafttrain.layers import Attention, AttentionShape, GatedMLP, RMSNorm
 from drafttrain.sampling import Sampling
-from drafttrain.target import Target, TargetShape, Taps
+from drafttrain.target import Taps, Target, TargetShape
 from drafttrain.tree import DraftTree
 
 
@@ -69,7 +69,9 @@ class Eagle3(Drafter):
         super().__init__()
         shape = target.shape
         if options.steps < 1 or options.draft_length < 1:
-            raise UserError(f"drafter.steps is {options.steps}, drafter.draft_length {options.draft_length}; both must be 1 or more")
+            raise UserError(
+                f"drafter.steps is {options.steps}, drafter.draft_length {options.draft_length}; both must be 1 or more"
+            )
         blocks = options.taps if options.taps is not None else default_taps(shape.blocks)
         self.taps, self.draft_length = Taps(tuple(blocks)), options.draft_length
         self.taps.check(shape.blocks)

@@ -18,7 +18,7 @@ from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.layers import ResidualBlock
 from drafttrain.sampling import Sampling
-from drafttrain.target import FINAL, Target, Taps
+from drafttrain.target import FINAL, Taps, Target
 from drafttrain.tree import DraftTree, Path, TreeShape, best_paths
 
 
@@ -65,12 +65,16 @@ class Medusa(Drafter):
         if options.heads < 1 or options.layers < 1:
             raise UserError(f"drafter.heads is {options.heads}, drafter.layers {options.layers}; both must be 1 or more")
         if options.heads + 2 > shape.max_positions:
-            raise UserError(f"drafter.heads is {options.heads}; a context of {shape.max_positions} positions allows {shape.max_positions - 2}")
+            raise UserError(
+                f"drafter.heads is {options.heads}; a context of {shape.max_positions} allows {shape.max_positions - 2}"
+            )
         if options.init not in ("copy", "share"):
             raise UserError(f"drafter.init is {options.init!r}; choose copy or share")
         self.taps, self.draft_length, self.decay = Taps(final=True), options.heads, options.head_decay
         own = options.init == "copy"
-        self.heads = nn.ModuleList(MedusaHead(shape.hidden_size, shape.vocab_size, options.layers, own) for _ in range(options.heads))
+        self.heads = nn.ModuleList(
+            MedusaHead(shape.hidden_size, shape.vocab_size, options.layers, own) for _ in range(options.heads)
+        )
         if own:
             for head in self.heads:
                 head.output.weight.data.copy_(target.head_weight.detach())
@@ -81,7 +85,9 @@ class Medusa(Drafter):
     def _checked(self, paths: list[list[int]] | list[Path]) -> TreeShape:
         shape = TreeShape.of(paths)
         if shape.max_depth > self.draft_length:
-            raise UserError(f"drafter.tree reaches depth {shape.max_depth}; {self.draft_length} heads allow {self.draft_length}")
+            raise UserError(
+                f"drafter.tree reaches depth {shape.max_depth}; {self.draft_length} heads allow {self.draft_length}"
+            )
         return shape
 
     def _logits(self, k: int, hidden_H: Tensor) -> Tensor:

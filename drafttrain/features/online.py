@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from drafttrain.batch import TrainBatch
-from drafttrain.target import Target, Taps
+from drafttrain.target import Taps, Target
 
 
 class Online:

@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 from drafttrain.errors import UserError
 from drafttrain.fingerprint import fingerprint_of
 from drafttrain.kv import KVCache, visible
-from drafttrain.target import FINAL, PrunedTarget, TargetOut, TargetShape, Taps
+from drafttrain.target import FINAL, PrunedTarget, Taps, TargetOut, TargetShape
 
 
 class SlotCache(Cache):
@@ -26,7 +26,9 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.kv = kv
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return self.kv.write(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

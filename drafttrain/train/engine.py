@@ -99,7 +99,9 @@ class Engine:
         self.world, self.stage = world, deepspeed.zero_stage
         self.accumulation = accumulation(options, world)
         trained = [p for p in objective.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(trained, lr=options.lr, betas=tuple(options.betas), weight_decay=options.weight_decay)
+        self._optimizer = torch.optim.AdamW(
+            trained, lr=options.lr, betas=tuple(options.betas), weight_decay=options.weight_decay
+        )
         library = _deepspeed()
         with _hushed():
             self.engine, self._wrapped, _, _ = library.initialize(
@@ -189,9 +191,10 @@ def accumulation(options: TrainOptions, world: World) -> int:
     """Micro-batches of one process per step. Raises UserError when the batch does not divide."""
     share = options.micro_batch * world.size
     if options.micro_batch < 1 or options.global_batch < 1 or options.global_batch % share:
+        fitting = share * max(1, options.global_batch // max(share, 1))
         raise UserError(
             f"train.global_batch is {options.global_batch}; it must be a multiple of train.micro_batch {options.micro_batch} "
-            f"x {world.size} processes: set it to {share * max(1, options.global_batch // max(share, 1))} or lower train.micro_batch"
+            f"x {world.size} processes: set it to {fitting} or lower train.micro_batch"
         )
     return options.global_batch // share
 

@@ -1,0 +1,185 @@
+"""What every drafter family must do; a new family gets these by existing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.batch import TrainBatch
+from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, write_checkpoint
+from drafttrain.drafter import Drafter
+from drafttrain.drafters import families
+from drafttrain.features.online import Online
+from drafttrain.sampling import Sampling
+from drafttrain.speculate import Decoder
+from drafttrain.targets.hf import HFTarget
+from tests.helpers import prompts, tiny_target
+
+NAMES = sorted(families())
+SHAPES: dict[str, dict[str, Any]] = {
+    "medusa": {"heads": 3, "tree": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
+    "eagle3": {"taps": [0, 1, 3], "draft_length": 4},
+    "draft_model": {"blocks": 3},
+}
+
+
+def build(name: str, target: HFTarget, noise: float = 0.0) -> Drafter:
+    """A fresh drafter; with noise its weights are shaken, so that nothing about it is special."""
+    family = families()[name]
+    torch.manual_seed(1)
+    drafter = family.build(family.options(**SHAPES.get(name, {})), target)
+    for parameter in drafter.parameters():
+        parameter.data.add_(noise * torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0).clamp_min(0.02))
+    return drafter.eval()
+
+
+def decode(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], batch: int, **settings: Any) -> list[Any]:
+    sampling = settings.pop("sampling", Sampling())
+    policy = "greedy" if sampling.greedy else "lossless"
+    stop = settings.pop("stop", frozenset())
+    return Decoder(target, drafter, policy, sampling, stop, settings.pop("tokens", 30), **settings).run(asked, batch).results
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_output_is_plain_decodings(name: str, noise: float, batch: int) -> None:
+    """Ragged prompts, rows that stop at different times, prompts longer than a prefill chunk."""
+    target, asked = tiny_target(), prompts(6, seed=3)
+    stop = frozenset({7, 11})
+    plain = decode(target, None, asked, 1, stop=stop)
+    speculative = decode(target, build(name, target, noise), asked, batch, stop=stop, prefill_chunk=6)
+    assert [r.tokens for r in speculative] == [r.tokens for r in plain]
+    assert all(r.emitted == len(r.tokens) - 1 for r in speculative)
+    assert all(p.emitted == p.verifications for p in plain)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stop_tokens_inside_an_accepted_run_cut_exactly_there(name: str) -> None:
+    target, asked = tiny_target(), prompts(4, seed=5)
+    free = decode(target, None, asked, 1, tokens=40)
+    stop = frozenset({free[0].tokens[9]})
+    for result, whole in zip(decode(target, build(name, target), asked, 2, tokens=40, stop=stop), free, strict=True):
+        end = next((i + 1 for i, t in enumerate(whole.tokens) if t in stop), 40)
+        assert result.tokens == whole.tokens[:end]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_trained_is_what_is_drafted(name: str) -> None:
+    """`predict` at the last committed position, given the drafts as text, names exactly the tokens `propose` drafted."""
+    target = tiny_target()
+    drafter, prompt = build(name, target, noise=0.5), prompts(1, seed=8, longest=30)[0] + [5, 9, 2]
+    seen: list[Any] = []
+    propose = drafter.propose
+    drafter.propose = lambda *a: seen.append(propose(*a)) or seen[-1]  # type: ignore[method-assign]
+    decode(target, drafter, [prompt], 1, tokens=12)
+    tree = seen[0]
+    chain = [0]
+    for path in sorted((p for p in drafter.paths() if set(p) == {0}), key=len):
+        children = (tree.parent_BN[0] == chain[-1]).nonzero()[:, 0].tolist()
+        chain.append(children[0])
+        assert len(chain) == len(path) + 1
+    drafts = tree.token_BN[0, chain].tolist()
+    text = torch.tensor([prompt + drafts])
+    source = len(prompt) - 1
+    ones = torch.ones_like(text, dtype=torch.bool)
+    batch = TrainBatch(text, torch.arange(text.shape[1])[None], torch.zeros_like(text), ones)
+    filled = Online(target, drafter.taps).fill(batch)
+    foretold: dict[int, int] = {}
+    with torch.no_grad():
+        for prediction in drafter.predict(filled):
+            best = prediction.head(prediction.hidden_MH).argmax(-1).tolist()
+            for s, label, token in zip(prediction.source_M.tolist(), prediction.label_M.tolist(), best, strict=True):
+                if (prediction.every_step and label > source + 1) or s == source:
+                    foretold[label - source - 1] = token
+    assert [foretold[i] for i in range(1, len(drafts))] == drafts[1:]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_it_does_not_tap_do_not_matter(name: str) -> None:
+    target = tiny_target()
+    drafter = build(name, target)
+    text = torch.tensor([prompts(1, seed=1, longest=25)[0] + [1, 2, 3, 4, 5, 6]])
+    batch = TrainBatch(text, torch.arange(text.shape[1])[None], torch.zeros_like(text), torch.ones_like(text, dtype=torch.bool))
+    filled = Online(target, drafter.taps).fill(batch)
+    clean = [p.hidden_MH for p in drafter.predict(filled)]
+    for key in set(filled.hidden) - set(drafter.taps.keys):
+        filled.hidden[key].fill_(torch.nan)
+    for a, b in zip(clean, drafter.predict(filled), strict=True):
+        assert torch.equal(a, b.hidden_MH)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampling_follows_the_targets_law_through_the_whole_loop(name: str) -> None:
+    """Chi-square of pairs of tokens against plain sampling's exact law, top-k and top-p applied."""
+    target = tiny_target()
+    sampling = Sampling(1.0, top_k=6, top_p=0.9, seed=11)
+    prompt, count = prompts(1, seed=4, longest=9)[0], 1500
+    expected = pair_law(target, prompt, sampling)
+    results = decode(target, build(name, target, 0.3), [prompt] * count, 250, sampling=sampling, tokens=4)
+    seen = Counter(tuple(r.tokens[1:3]) for r in results)
+    assert set(seen) <= set(expected)
+    cells = [(seen[k], count * p) for k, p in expected.items() if count * p >= 5]
+    rest = count - sum(e for _, e in cells)
+    if rest > 5:
+        cells.append((count - sum(s for s, _ in cells), rest))
+    statistic = sum((s - e) ** 2 / e for s, e in cells)
+    tail = torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2))
+    assert float(tail) > 1e-4, f"chi-square {statistic:.1f} over {len(cells)} cells"
+
+
+def pair_law(target: HFTarget, prompt: list[int], sampling: Sampling) -> dict[tuple[int, int], float]:
+    """Exact law of the second and third new token."""
+    from drafttrain.sampling import law
+
+    def after(rows: list[list[int]]) -> torch.Tensor:
+        with torch.no_grad():
+            return law(target.model(torch.tensor(rows)).logits[:, -1].double(), sampling)
+
+    first = after([prompt])[0]
+    pairs: dict[tuple[int, int], float] = Counter()
+    support = first.nonzero()[:, 0].tolist()
+    for a, second in zip(support, after([[*prompt, a] for a in support]), strict=True):
+        inner = second.nonzero()[:, 0].tolist()
+        for b, third in zip(inner, after([[*prompt, a, b] for b in inner]), strict=True):
+            for c in third.nonzero()[:, 0].tolist():
+                pairs[(b, c)] += float(first[a] * second[b] * third[c])
+    return pairs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_and_loaded_it_drafts_the_same(name: str, tmp_path) -> None:
+    target = tiny_target()
+    drafter = build(name, target, 0.5)
+    shape = target.shape
+    record = TargetRecord("hf", "x", None, "float32", shape.vocab_size, shape.hidden_size, shape.blocks, target.fingerprint)
+    options = {"family": name, **SHAPES.get(name, {})}
+    path = write_checkpoint(tmp_path, drafter.state_dict(), CheckpointMeta(name, options, drafter.decode_settings(), record, 3))
+    again, _ = load_drafter(path, target)
+    asked = prompts(2, seed=6)
+    a, b = decode(target, drafter, asked, 2), decode(target, again, asked, 2)
+    assert [(r.tokens, r.verifications, r.accepted) for r in a] == [(r.tokens, r.verifications, r.accepted) for r in b]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_overfitted_on_one_text_it_is_accepted_in_full(name: str) -> None:
+    from drafttrain.losses import LossOptions, Objective
+
+    target, prompt = tiny_target(), prompts(1, seed=9)[0]
+    reply = decode(target, None, [prompt], 1, tokens=24)[0].tokens
+    text = torch.tensor([prompt + reply])
+    batch = TrainBatch(text, torch.arange(text.shape[1])[None], torch.zeros_like(text), torch.ones_like(text, dtype=torch.bool))
+    drafter = build(name, target).train()
+    objective = Objective(drafter, target, LossOptions())
+    filled, optimizer = Online(target, drafter.taps).fill(batch), torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    for _ in range(150):
+        loss, _ = objective(filled)
+        optimizer.zero_grad()
+        (loss / text.numel()).backward()
+        optimizer.step()
+    result = decode(target, drafter.eval(), [prompt], 1, tokens=24)[0]
+    assert result.tokens == reply
+    assert result.verifications <= -(-23 // (drafter.draft_length + 1)) + 1

@@ -1,0 +1,136 @@
+"""Training for real, in processes of its own: kill and resume, one process and two, ZeRO stages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tests.helpers import tiny_model
+
+SETTINGS = (
+    "logger=none",
+    "measure.enabled=false",
+    "data.held_out=4",
+    "train.global_batch=4",
+    "train.micro_batch=2",
+    "train.log_every=50",
+)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target with a byte tokenizer, and texts of uneven length."""
+    folder = tmp_path_factory.mktemp("material")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = [c for c in pre_tokenizers.ByteLevel.alphabet() if c in "abcdefghijklmnopqrstuvwxyz0123456789"]
+    bpe.train_from_iterator(
+        [], trainers.BpeTrainer(vocab_size=40, special_tokens=["<eos>", "<pad>"], initial_alphabet=alphabet)
+    )
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder / "target")
+    tiny_model().save_pretrained(folder / "target")
+    generator = torch.Generator().manual_seed(0)
+    lines = []
+    for _ in range(40):
+        size = int(torch.randint(12, 60, (1,), generator=generator))
+        letters = torch.randint(0, 26, (size,), generator=generator).tolist()
+        lines.append(json.dumps({"text": "".join(chr(97 + c) for c in letters)}))
+    (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def arguments(material: Path, output: Path, *more: str) -> list[str]:
+    paths = (f"target.path={material / 'target'}", f"data.path={material / 'data.jsonl'}", f"output={output}")
+    return [sys.executable, "-m", "drafttrain", "fit", "target=hf", *paths, *SETTINGS, *more]
+
+
+def fit(material: Path, output: Path, *more: str) -> Path:
+    """Run to the end; the run directory."""
+    done = subprocess.run(arguments(material, output, *more), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(output.glob("*/*/run.json"))[-1].parent
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def last_weights(run: Path) -> Path:
+    return sorted(run.glob("checkpoints/step-*"))[-1] / "drafter.safetensors"
+
+
+def digest(run: Path) -> str:
+    return hashlib.sha256(last_weights(run).read_bytes()).hexdigest()
+
+
+def kill_after(command: list[str], output: Path, lines: int) -> None:
+    """Start, wait until metrics.jsonl has so many lines, SIGKILL the whole group."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None:
+        files = list(output.glob("*/*/metrics.jsonl"))
+        if files and files[0].read_text().count("\n") >= lines:
+            break
+        time.sleep(0.01)
+    assert process.poll() is None, "the run ended before it could be killed"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    "recipe", ["medusa", pytest.param("eagle3", marks=pytest.mark.slow), pytest.param("draft_model", marks=pytest.mark.slow)]
+)
+def test_a_killed_run_goes_on_to_the_same_weights(recipe: str, material: Path, tmp_path: Path) -> None:
+    steps = (f"recipe={recipe}", "train.steps=30", "train.checkpoint_every=6")
+    whole = fit(material, tmp_path / "whole", *steps)
+    broken = tmp_path / "broken"
+    kill_after(arguments(material, broken, *steps, "resume=auto"), broken, lines=2)
+    kill_after(arguments(material, broken, *steps, "resume=auto"), broken, lines=15)
+    run = fit(material, broken, *steps, "resume=auto")
+    assert len(list(broken.glob("*/*/run.json"))) == 1, "resume=auto began a new run"
+    assert digest(run) == digest(whole)
+    assert losses(run) == losses(whole)
+    assert json.loads((run / "run.json").read_text())["finished"]
+
+
+def test_two_processes_have_the_losses_of_one(material: Path, tmp_path: Path) -> None:
+    steps = ("recipe=medusa", "train.steps=8")
+    one = fit(material, tmp_path / "one", *steps)
+    two = fit(material, tmp_path / "two", *steps, "launcher.nproc=2")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    a, b = load_file(last_weights(one)), load_file(last_weights(two))
+    for name, tensor in a.items():
+        torch.testing.assert_close(b[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stages_have_the_losses_of_stage_0(recipe: str, stage: int, material: Path, tmp_path: Path) -> None:
+    steps = (f"recipe={recipe}", "train.steps=4", "train.global_batch=4")
+    one = fit(material, tmp_path / "one", *steps)
+    sharded = fit(material, tmp_path / "sharded", *steps, f"deepspeed=zero{stage}", "launcher.nproc=2")
+    assert losses(sharded) == pytest.approx(losses(one), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sharded_state_resumes_exactly(stage: int, material: Path, tmp_path: Path) -> None:
+    steps = ("recipe=medusa", "train.steps=12", "train.checkpoint_every=4", f"deepspeed=zero{stage}", "launcher.nproc=2")
+    whole = fit(material, tmp_path / "whole", *steps)
+    broken = tmp_path / "broken"
+    kill_after(arguments(material, broken, *steps, "resume=auto"), broken, lines=6)
+    run = fit(material, broken, *steps, "resume=auto")
+    assert digest(run) == digest(whole)

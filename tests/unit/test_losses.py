@@ -1,0 +1,119 @@
+"""The chunked objective against a whole-tensor computation, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from drafttrain.batch import TrainBatch
+from drafttrain.drafter import Drafter
+from drafttrain.drafters import families
+from drafttrain.features.online import Online
+from drafttrain.losses import LossOptions, Objective, divergence, teacher_forced
+from drafttrain.target import FINAL
+from tests.helpers import tiny_target
+
+
+def padded_batch(vocab: int = 64) -> TrainBatch:
+    generator = torch.Generator().manual_seed(3)
+    token = torch.randint(0, vocab, (3, 14), generator=generator)
+    document = torch.zeros_like(token)
+    document[1, 10:], document[2, 6:] = -1, -1
+    mask = torch.rand(token.shape, generator=generator) < 0.7
+    return TrainBatch(token, torch.arange(14).expand(3, 14), document, mask & (document >= 0))
+
+
+def drafter_of(name: str, target: object) -> Drafter:
+    family = families()[name]
+    drafter = family.build(family.options(), target)
+    torch.manual_seed(2)
+    for parameter in drafter.parameters():
+        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    return drafter
+
+
+def test_divergences() -> None:
+    q = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
+    p = torch.randn(50, 9, generator=torch.Generator().manual_seed(1))
+    label = torch.arange(50) % 9
+    torch.testing.assert_close(divergence("ce", q, p, label), F.cross_entropy(q, label, reduction="none"))
+    kl = F.kl_div(q.log_softmax(-1), p.softmax(-1), reduction="none").sum(-1)
+    torch.testing.assert_close(divergence("kl", q, p, label), kl)
+    alpha = torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1)
+    torch.testing.assert_close(divergence("lk", q, p, label), -alpha.log())
+    torch.testing.assert_close(divergence("kl", p, p, label), torch.zeros(50), atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="choose ce, kl or lk"):
+        divergence("mse", q, p, label)
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl", "lk"])
+@pytest.mark.parametrize("name", sorted(families()))
+def test_chunks_change_neither_loss_nor_gradient(name: str, loss: str) -> None:
+    target = tiny_target()
+    drafter = drafter_of(name, target).train()
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    total, counts = Objective(drafter, target, LossOptions(loss, chunk=7))(filled)
+    total.backward()
+    chunked = [p.grad.clone() for p in drafter.parameters()]
+    drafter.zero_grad()
+    naive = torch.zeros(())
+    final, token = filled.hidden[FINAL].flatten(0, 1), filled.token_BT.flatten()
+    totals = []
+    for prediction in drafter.predict(filled):
+        q = prediction.head(prediction.hidden_MH)
+        p = target.head(final[prediction.label_M - 1])
+        naive = naive + prediction.weight * divergence(loss, q, p, token[prediction.label_M]).sum()
+        totals.append(len(q))
+        assert float(counts.correct[prediction.step]) == float((q.argmax(-1) == p.argmax(-1)).sum())
+    naive.backward()
+    torch.testing.assert_close(total, naive)
+    assert counts.total.tolist()[: len(totals)] == totals
+    for a, p in zip(chunked, drafter.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_packed_documents_do_not_leak(name: str) -> None:
+    """A document's losses are the same alone and behind another one, when the target's states are."""
+    if name == "draft_model":
+        pytest.skip("its own attention over packed documents comes with packing")
+    target = tiny_target()
+    drafter = drafter_of(name, target).train()
+    generator = torch.Generator().manual_seed(5)
+    first, second = torch.randint(0, 64, (1, 6), generator=generator), torch.randint(0, 64, (1, 7), generator=generator)
+    states = [Online(target, drafter.taps).fill(one_document(t)) for t in (first, second)]
+    packed = TrainBatch(
+        torch.cat([first, second], 1),
+        torch.cat([torch.arange(6), torch.arange(7)])[None],
+        torch.tensor([[0] * 6 + [1] * 7]),
+        torch.ones(1, 13, dtype=torch.bool),
+        {k: torch.cat([s.hidden[k] for s in states], 1) for k in states[0].hidden},
+    )
+    objective = Objective(drafter, target, LossOptions())
+    alone = sum(objective(s)[0] for s in states)
+    torch.testing.assert_close(objective(packed)[0], alone)
+
+
+def one_document(token: torch.Tensor) -> TrainBatch:
+    return TrainBatch(
+        token, torch.arange(token.shape[1])[None], torch.zeros_like(token), torch.ones_like(token, dtype=torch.bool)
+    )
+
+
+def test_teacher_forced_counts_only_whole_supervised_futures() -> None:
+    target = tiny_target()
+    drafter = drafter_of("medusa", target).eval()
+    batch = Online(target, drafter.taps).fill(padded_batch())
+    hits = teacher_forced(drafter, target, batch)
+    mask, document = batch.mask_BT, batch.document_BT
+    whole = [
+        (b, t)
+        for b in range(3)
+        for t in range(14)
+        if t + drafter.draft_length + 1 < 14
+        and all(mask[b, t + k] and document[b, t + k] >= 0 for k in range(1, drafter.draft_length + 2))
+    ]
+    assert hits.rank_MK.shape == (len(whole), drafter.draft_length)
+    assert int(hits.rank_MK.min()) >= 0 and int(hits.rank_MK.max()) <= 10
+    assert float(hits.mass_MK.min()) >= 0.0 and float(hits.mass_MK.max()) <= 1.0 + 1e-6

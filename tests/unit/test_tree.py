@@ -1,0 +1,56 @@
+"""Trees against a walk along parents, written as loops."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafttrain.tree import DraftTree, TreeShape, ancestors, best_paths, depth, expected_nodes
+
+
+@st.composite
+def parents(draw: st.DrawFn) -> list[int]:
+    size = draw(st.integers(1, 20))
+    return [-1] + [draw(st.integers(0, i - 1)) for i in range(1, size)]
+
+
+@given(parents())
+@settings(max_examples=60, deadline=None)
+def test_ancestors_and_depth_follow_the_parents(parent: list[int]) -> None:
+    mask = ancestors(torch.tensor([parent]))[0]
+    for node in range(len(parent)):
+        walk, at = set(), node
+        while at >= 0:
+            walk.add(at)
+            at = parent[at]
+        assert {j for j in range(len(parent)) if mask[node, j]} == walk
+        assert int(depth(mask[None])[0, node]) == len(walk) - 1
+
+
+def test_worked_example() -> None:
+    shape = TreeShape.of([(0,), (1,), (0, 0)])
+    assert shape.parent_N.tolist() == [-1, 0, 0, 1]
+    assert shape.depth_N.tolist() == [0, 1, 1, 2]
+    assert shape.rank_N.tolist() == [0, 0, 1, 0]
+    assert DraftTree.chain(torch.zeros(1, 3, dtype=torch.long)).parent_BN.tolist() == [[-1, 0, 1]]
+
+
+@pytest.mark.parametrize("paths", [[(0, 0)], [(0,), (0,)], [()]])
+def test_a_tree_without_a_parent_or_with_a_repeated_node_is_refused(paths: list[tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="tree path"):
+        TreeShape.of(paths)
+
+
+def test_best_paths_are_the_most_hit_and_closed_under_parents() -> None:
+    hit = torch.tensor([[0, 0, 1], [0, 0, 0], [1, 0, 0], [0, 2, 0], [3, 3, 3]])
+    chosen = best_paths(hit, nodes=3)
+    assert chosen == [(0,), (1,), (0, 0)] or chosen == [(0,), (0, 0), (0, 2)] or len(chosen) == 3
+    assert all(path[:-1] in chosen or len(path) == 1 for path in chosen)
+    by_count = sum(1.0 for row in hit.tolist() for path in chosen if tuple(row[: len(path)]) == path) / len(hit)
+    assert expected_nodes(hit, chosen) == pytest.approx(by_count)
+
+
+def test_more_nodes_never_lower_the_expectation() -> None:
+    hit = torch.randint(0, 5, (200, 4), generator=torch.Generator().manual_seed(0))
+    values = [expected_nodes(hit, best_paths(hit, n)) for n in (1, 2, 4, 8, 16, 32)]
+    assert values == sorted(values)

@@ -1,0 +1,235 @@
+"""Exactness of the policies, by enumeration of everything that can happen rather than by sampling.
+
+Every comparison of the verifier with a uniform number is a branch. `branches` walks all of them: a run is scripted by
+accept / refuse decisions, the probability of each decision is found by bisecting the draw at which the verifier changes
+its mind, and the law of the bonus token is read off the residual. What comes out is the law of the emitted tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import permutations, product
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain import verify
+from drafttrain.sampling import Lane, Sampling, law
+from drafttrain.tree import DraftTree, TreeShape, ancestors
+from drafttrain.verify import Verdict, greedy, lossless, policy_for
+
+V = 5
+Law = dict[tuple[int, ...], float]
+
+
+class Recorder:
+    """Stands in for `uniform` and `pick`: scripted draws, and what the verifier asked of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.script: dict[int, float] = {}
+        self.residual_V = torch.zeros(V)
+        monkeypatch.setattr(verify, "uniform", self.uniform)
+        monkeypatch.setattr(verify, "pick", self.pick)
+
+    def uniform(self, sampling: Sampling, position_B: Tensor, lane: Lane, draw: int = 0) -> Tensor:
+        return torch.full_like(position_B, self.script.get(draw, 0.0), dtype=torch.float64)
+
+    def pick(self, law_BV: Tensor, uniform_B: Tensor) -> Tensor:
+        self.residual_V = law_BV[0].clone()
+        return torch.zeros(1, dtype=torch.long)
+
+
+def run(tree: DraftTree, logits: Tensor, sampling: Sampling) -> Verdict:
+    mask = ancestors(tree.parent_BN)
+    return lossless(tree, mask, logits, mask.sum(-1) - 1, sampling)
+
+
+def accepted(tree: DraftTree, verdict: Verdict) -> tuple[int, ...]:
+    path = verdict.path_BA[0, 1 : int(verdict.count_B[0])]
+    return tuple(tree.token_BN[0, path].tolist())
+
+
+def given_tree(tree: DraftTree, logits: Tensor, sampling: Sampling, recorder: Recorder) -> Law:
+    """Law of (accepted tokens..., bonus) when this tree has been proposed."""
+    outcome: Law = defaultdict(float)
+
+    def walk(node: int, probability: float) -> None:
+        if probability < 1e-300:
+            return
+        if node == tree.token_BN.shape[1]:
+            verdict = run(tree, logits, sampling)
+            for token, p in enumerate(recorder.residual_V.tolist()):
+                outcome[(*accepted(tree, verdict), token)] += probability * p
+            return
+        chance = acceptance(node)
+        for draw, p in ((-1.0, chance), (2.0, 1.0 - chance)):
+            recorder.script[node] = draw
+            walk(node + 1, probability * p)
+        del recorder.script[node]
+
+    def acceptance(node: int) -> float:
+        """The draw below which this node is taken, given the decisions before it; 0 when it is not tried."""
+        for later in range(node + 1, tree.token_BN.shape[1]):
+            recorder.script[later] = 2.0
+        recorder.script[node] = -1.0
+        if not on_path(node):
+            return 0.0
+        low, high = 0.0, 1.0
+        recorder.script[node] = 1.0 - 1e-16
+        if on_path(node):
+            return 1.0
+        for _ in range(60):
+            recorder.script[node] = (low + high) / 2
+            low, high = (recorder.script[node], high) if on_path(node) else (low, recorder.script[node])
+        return (low + high) / 2
+
+    def on_path(node: int) -> bool:
+        verdict = run(tree, logits, sampling)
+        return node in verdict.path_BA[0, : int(verdict.count_B[0])].tolist()
+
+    walk(1, 1.0)
+    return outcome
+
+
+def target_law(logits_of: Callable[[tuple[int, ...]], Tensor], sampling: Sampling, length: int) -> Law:
+    """Plain sampling: the law of `length` tokens."""
+    laws: Law = {(): 1.0}
+    for _ in range(length):
+        laws = {(*s, t): p * q for s, p in laws.items() for t, q in enumerate(law(logits_of(s), sampling).tolist())}
+    return laws
+
+
+def marginal(outcome: Law, logits_of: Callable[[tuple[int, ...]], Tensor], sampling: Sampling, length: int) -> Law:
+    """Continue every emitted prefix plainly to `length` tokens, so that laws of unequal lengths compare."""
+    whole: Law = defaultdict(float)
+    for emitted, p in outcome.items():
+        rest = max(0, length - len(emitted))
+        tails = target_law(lambda s, e=emitted: logits_of(e + s), sampling, rest)
+        for tail, q in tails.items():
+            whole[(emitted + tail)[:length]] += p * q
+    return whole
+
+
+def total_variation(a: Law, b: Law) -> float:
+    return 0.5 * sum(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in {*a, *b})
+
+
+def model(seed: int) -> Callable[[tuple[int, ...]], Tensor]:
+    """A 'target': float64 logits as a function of the tokens so far."""
+
+    def logits_of(tokens: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((seed, *tokens)) % 2**31)
+        return torch.randn(V, generator=generator, dtype=torch.float64) * 1.5
+
+    return logits_of
+
+
+def tree_logits(tree: DraftTree, logits_of: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+    mask = ancestors(tree.parent_BN)[0]
+    rows = [logits_of(tuple(tree.token_BN[0, mask[i].nonzero()[1:, 0]].tolist())) for i in range(mask.shape[0])]
+    return torch.stack(rows)[None]
+
+
+SAMPLINGS = [Sampling(1.0), Sampling(0.6), Sampling(1.4, top_k=3), Sampling(1.0, top_p=0.7)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize(
+    "paths", [[(0,), (0, 0), (0, 0, 0)], [(0,), (1,), (2,)], [(0,), (1,), (0, 0), (0, 1), (1, 0)]], ids=str
+)
+def test_deterministic_trees_leave_the_targets_law(
+    paths: list[tuple[int, ...]], sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, logits_of, shape = Recorder(monkeypatch), model(1), TreeShape.of(paths)
+    for tokens in ([1, 3, 0, 2, 4], [4, 2, 1, 0, 3]):
+        token = [0] + [(tokens[shape.rank_N[i]] + int(shape.parent_N[i])) % V for i in range(1, len(shape.parent_N))]
+        tree = DraftTree.static(torch.tensor([token]), shape.parent_N)
+        outcome = given_tree(tree, tree_logits(tree, logits_of), sampling, recorder)
+        length = shape.max_depth + 1
+        assert total_variation(marginal(outcome, logits_of, sampling, length), target_law(logits_of, sampling, length)) < 1e-12
+
+
+def proposals(draft: Callable[[tuple[int, ...]], Tensor], sampling: Sampling) -> Iterator[tuple[float, DraftTree]]:
+    """All chains of two drafts sampled from q, with their probabilities."""
+    for first, second in product(range(V), repeat=2):
+        laws = torch.stack([law(draft(()), sampling), law(draft((first,)), sampling), torch.zeros(V, dtype=torch.float64)])
+        yield float(laws[0, first] * laws[1, second]), DraftTree.chain(torch.tensor([[0, first, second]]), q_BNV=laws[None])
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_sampled_chains_leave_the_targets_law(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, logits_of, draft = Recorder(monkeypatch), model(2), model(3)
+    whole: Law = defaultdict(float)
+    for probability, tree in proposals(draft, sampling):
+        if probability == 0.0:
+            continue
+        outcome = given_tree(tree, tree_logits(tree, logits_of), sampling, recorder)
+        for tokens, p in marginal(outcome, logits_of, sampling, 3).items():
+            whole[tokens] += probability * p
+    assert total_variation(whole, target_law(logits_of, sampling, 3)) < 1e-12
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_siblings_drawn_without_replacement_leave_the_targets_law(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, logits_of, draft = Recorder(monkeypatch), model(4), model(5)
+    q = law(draft(()), sampling)
+    whole: Law = defaultdict(float)
+    for first, second in permutations(range(V), 2):
+        left = q.clone()
+        left[first] = 0.0
+        if float(left.sum()) == 0.0:
+            continue
+        probability = float(q[first] * left[second] / left.sum())
+        if probability == 0.0:
+            continue
+        tree = DraftTree(
+            torch.tensor([[0, first, second]]),
+            torch.tensor([[-1, 0, 0]]),
+            torch.tensor([3]),
+            torch.stack([q, q, q])[None],
+            torch.tensor([[True, False, False]]),
+        )
+        for tokens, p in marginal(
+            given_tree(tree, tree_logits(tree, logits_of), sampling, recorder), logits_of, sampling, 2
+        ).items():
+            whole[tokens] += probability * p
+    assert total_variation(whole, target_law(logits_of, sampling, 2)) < 1e-12
+
+
+def test_the_enumeration_sees_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Argmax drafts verified as if sampled from q: the field's known mistake must not pass."""
+    recorder, logits_of, draft, sampling = Recorder(monkeypatch), model(2), model(3), Sampling(1.0)
+    q = law(draft(()), sampling)
+    token = int(q.argmax())
+    tree = DraftTree.chain(torch.tensor([[0, token]]), q_BNV=torch.stack([q, q])[None])
+    outcome = given_tree(tree, tree_logits(tree, logits_of), sampling, recorder)
+    assert total_variation(marginal(outcome, logits_of, sampling, 2), target_law(logits_of, sampling, 2)) > 0.05
+
+
+def test_greedy_takes_the_deepest_path_of_argmaxes_and_ignores_padding() -> None:
+    shape = TreeShape.of([(0,), (1,), (0, 0), (1, 0)])
+    token = torch.tensor([[9, 1, 2, 3, 4]]) % V
+    logits = torch.zeros(1, 5, V)
+    logits[0, 0, 2], logits[0, 2, 4], logits[0, 4, 1] = 1.0, 1.0, 1.0
+    tree = DraftTree.static(token, shape.parent_N)
+    mask = ancestors(tree.parent_BN)
+    verdict = greedy(tree, mask, logits, mask.sum(-1) - 1, Sampling())
+    assert verdict.path_BA.tolist() == [[0, 2, 4]] and verdict.bonus_B.tolist() == [1]
+    short = DraftTree(token, tree.parent_BN, torch.tensor([4]))
+    verdict = greedy(short, mask, logits, mask.sum(-1) - 1, Sampling())
+    assert verdict.path_BA.tolist() == [[0, 2]] and verdict.bonus_B.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "words"),
+    [("greedy", 1.0, "decode.policy=lossless"), ("typical", 0.0, "temperature above 0"), ("nucleus", 0.0, "choose one of")],
+)
+def test_policies_that_contradict_the_temperature_are_refused(name: str, temperature: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        policy_for(name, Sampling(temperature))
+
+
+def test_typical_is_labelled_lossy() -> None:
+    assert not policy_for("typical", Sampling(0.8)).lossless
