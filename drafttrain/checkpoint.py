@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafttrain import __version__
-from drafttrain.atomic import atomic_directory, atomic_write_json, remove_directory, remove_leftovers
+from drafttrain.atomic import atomic_write_json, remove_directory, remove_leftovers
 from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
 from drafttrain.errors import UserError
@@ -64,11 +64,6 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:05d}"
 
 
-def drafter_state(drafter: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers as they are, on the CPU."""
-    return {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
-
-
 def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointMeta) -> CheckpointMeta:
     """Write both files into an existing directory (`atomic_directory` makes it appear whole) and give the completed meta."""
     # clones, because safetensors refuses tensors that share memory
@@ -79,14 +74,6 @@ def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointM
     (directory / WEIGHTS).write_bytes(weights)
     atomic_write_json(directory / META, dataclasses.asdict(done))
     return done
-
-
-def write_checkpoint(run_dir: Path, state: Mapping[str, Tensor], meta: CheckpointMeta) -> Path:
-    """Save as `step-NNNNN` in a run directory, whole or not at all. Raises UserError on a full disk."""
-    final = run_dir / checkpoint_name(meta.step)
-    with atomic_directory(final) as aside:
-        save_drafter(aside, state, meta)
-    return final
 
 
 def load_drafter(directory: Path, target: Target) -> tuple[Drafter, CheckpointMeta]:

@@ -458,40 +458,53 @@ def ask(tokenizer: PreTrainedTokenizerFast, task: tuple[str, str, str]) -> list[
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
+def replies_loss(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, chosen: list[tuple[str, str, str]]
+) -> torch.Tensor:
+    """Mean loss over answers whose tokens follow the prompt's as in decoding: nothing merges across the border."""
+    pairs = [(ask(tokenizer, t), tokenizer(t[2] + TURN_END, add_special_tokens=False)["input_ids"][:160]) for t in chosen]
+    width = max(len(q) + len(a) for q, a in pairs)
+    ids = torch.tensor([q + a + [tokenizer.pad_token_id] * (width - len(q) - len(a)) for q, a in pairs])
+    labels = torch.tensor([[-100] * len(q) + a + [-100] * (width - len(q) - len(a)) for q, a in pairs])
+    return F.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
 def unloop(work: Path, rounds: int) -> None:
-    """Sequence-level unlikelihood (Welleck et al. 2019): push down the tokens by which the model's own greedy text loops."""
+    """Sequence-level unlikelihood (Welleck et al. 2019): push down the tokens by which the model's own greedy text loops.
+
+    Beside it the model goes on learning replies, tokenised as decoding meets them, and plain text.
+    """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     model = LlamaForCausalLM.from_pretrained(work / "model")
-    rng, batches = random.Random(SEED + 2), Batches(work)
-    state = torch.load(work / "train-state.pt", weights_only=True)
-    batches.at = state["at"]
-    pool = [ids for _, task in split_tasks("target", rng, 2) if len(ids := ask(tokenizer, task)) <= 256]
-    adamw = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    rng, batches, rate = random.Random(SEED + 2), Batches(work), 4e-4
+    batches.at = torch.load(work / "train-state.pt", weights_only=True)["at"]
+    pool = [(t, ids) for _, t in split_tasks("target", rng, 2) if len(ids := ask(tokenizer, t)) <= 224]
+    adamw = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     log = (work / "unloop.log").open("a")
     for step in range(rounds):
         for group in adamw.param_groups:
-            group["lr"] = 2e-4 * min(1.0, (step + 1) / 5, (rounds - step) / (0.4 * rounds))
-        prompts = pool[step * 32 % len(pool) :][:32]
+            group["lr"] = rate * min(1.0, (step + 1) / 5, (rounds - step) / (0.6 * rounds))
+        asked = [pool[i % len(pool)] for i in range(step * 48, step * 48 + 48)]
         model.eval()
-        replies = generate(model, prompts, 128)
+        replies = generate(model, [ids for _, ids in asked[:32]], 128)
         model.train()
-        guilty = [(p, r, f) for p, r in zip(prompts, replies, strict=True) if any(f := repeats(r))]
-        text = batches.take(6, 512, chat_share=0.7)
+        found = zip(asked[:32], replies, strict=True)
+        guilty = [(ids, reply, flagged) for (_, ids), reply in found if any(flagged := repeats(reply))][:12]
+        text = batches.take(4, 512, chat_share=0.5)
         loss = F.cross_entropy(model(text[:, :-1]).logits.flatten(0, 1), text[:, 1:].flatten())
-        loss.backward()
-        pushed = 0.0
+        answers = replies_loss(model, tokenizer, [t for t, _ in asked[32:]])
+        (loss + answers).backward()
         for prompt, reply, flagged in guilty:
             ids = torch.tensor([prompt + reply])
             chance = model(ids[:, :-1]).logits[0, len(prompt) - 1 :].softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-            wrong = torch.tensor(flagged)
-            push = -torch.log1p(-chance[wrong].clamp_max(0.999)).mean() * len(guilty) ** -1
+            push = -torch.log1p(-chance[torch.tensor(flagged)].clamp_max(0.999)).mean() / len(guilty)
             push.backward()
-            pushed += push.item()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
         adamw.zero_grad(set_to_none=True)
         share = sum(map(ends_in_loop, replies)) / len(replies)
-        print(f"round {step + 1}/{rounds} loss {loss.item():.3f} push {pushed:.3f} loops {share:.2f}", file=log, flush=True)
+        line = f"round {step + 1}/{rounds} text {loss.item():.3f} replies {answers.item():.3f} loops {share:.2f}"
+        print(line, file=log, flush=True)
     model.eval()
     model.to(torch.bfloat16).save_pretrained(work / "final")
     print(f"held out: {bits_per_byte(model.float(), work)}", file=log, flush=True)
@@ -631,7 +644,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/tiny"))
     parser.add_argument("--steps", type=int, nargs=2, default=[1100, 700], help="of the shallow and of the deep stage")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=40, help="of unloop")
+    parser.add_argument("--rounds", type=int, default=30, help="of unloop")
     parser.add_argument("--conversations", type=int, default=2800)
     parser.add_argument("--questions", type=int, default=60)
     args = parser.parse_args()

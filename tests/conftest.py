@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.core.config_store import ConfigStore
 
 from drafttrain import cli
 from drafttrain.commands.quiet import quiet
@@ -34,5 +32,4 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., in
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["drafttrain"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setattr(ConfigStore.instance(), "repo", copy.deepcopy(ConfigStore.instance().repo))
     return lambda *arguments: cli.run(arguments)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drafttrain.batch import TrainBatch
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, write_checkpoint
+from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
 from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
@@ -157,8 +157,8 @@ def test_saved_and_loaded_it_drafts_the_same(name: str, tmp_path) -> None:
     shape = target.shape
     record = TargetRecord("hf", "x", None, "float32", shape.vocab_size, shape.hidden_size, shape.blocks, target.fingerprint)
     options = {"family": name, **SHAPES.get(name, {})}
-    path = write_checkpoint(tmp_path, drafter.state_dict(), CheckpointMeta(name, options, drafter.decode_settings(), record, 3))
-    again, _ = load_drafter(path, target)
+    save_drafter(tmp_path, drafter.state_dict(), CheckpointMeta(name, options, drafter.decode_settings(), record, 3))
+    again, _ = load_drafter(tmp_path, target)
     asked = prompts(2, seed=6)
     a, b = decode(target, drafter, asked, 2), decode(target, again, asked, 2)
     assert [(r.tokens, r.verifications, r.accepted) for r in a] == [(r.tokens, r.verifications, r.accepted) for r in b]

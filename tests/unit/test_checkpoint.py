@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from drafttrain import checkpoint
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, newest_valid, prune, write_checkpoint
+from drafttrain.atomic import atomic_directory
+from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, newest_valid, prune, read_weights, save_drafter
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.target import TargetShape
@@ -74,7 +75,15 @@ def state() -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     toy = Toy(ToyOptions())
     toy.counts += 7
-    return checkpoint.drafter_state(toy)
+    return toy.state_dict()
+
+
+def write_checkpoint(run_dir: Path, tensors: dict[str, torch.Tensor], meta: CheckpointMeta) -> Path:
+    """As the trainer writes one."""
+    final = run_dir / checkpoint.checkpoint_name(meta.step)
+    with atomic_directory(final) as aside:
+        save_drafter(aside, tensors, meta)
+    return final
 
 
 def test_round_trip(saved: Path) -> None:
@@ -87,6 +96,7 @@ def test_round_trip(saved: Path) -> None:
     loaded = drafter.state_dict()
     assert loaded.keys() == {"head.weight", "head.bias", "counts"}
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state().items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in read_weights(saved).items())
 
 
 def test_shared_and_strided_tensors_are_saved_in_full(tmp_path: Path) -> None:

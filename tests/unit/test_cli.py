@@ -200,7 +200,7 @@ def test_cfg_prints_the_configuration(command: Command, runs: list[Any], capsys:
     ("line", "words"),
     [
         ("drafttrain fi", {"fit"}),
-        ("drafttrain fit recipe=m", {"recipe=medusa"}),
+        ("drafttrain fit recipe=med", {"recipe=medusa"}),
         ("drafttrain measure train.ste", {"train.steps="}),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -120,6 +120,7 @@ def test_a_bar_for_many_conversations_only(
     assert "tokenising" in capsys.readouterr().err
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 12), size=st.integers(1, 9), seed=st.integers(-3, 2**40))
 def test_every_epoch_visits_every_conversation_once(count: int, size: int, seed: int) -> None:
     dataset = data(count, seed)
@@ -134,6 +135,7 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
     assert data(50).order(0) != data(50).order(1)
 
 
+@settings(deadline=None)
 @given(world=st.sampled_from([1, 2, 4]), micro=st.sampled_from([1, 2, 3]), steps=st.integers(1, 3))
 def test_shards_partition_the_global_batch(world: int, micro: int, steps: int) -> None:
     batch = encoded(*[2] * (world * micro * steps))

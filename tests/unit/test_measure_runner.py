@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, drafter_state, write_checkpoint
+from drafttrain.checkpoint import CheckpointMeta, TargetRecord, checkpoint_name, save_drafter
 from drafttrain.commands.measure import measure, measure_run
 from drafttrain.commands.run import RunOptions
 from drafttrain.drafters import families
@@ -57,7 +57,9 @@ def checkpoint(folder: Path, loaded: LoadedTarget, step: int) -> CheckpointRef:
     sizes = (shape.vocab_size, shape.hidden_size, shape.blocks)
     record = TargetRecord("hf", "nowhere", None, "float32", *sizes, target.fingerprint)
     meta = CheckpointMeta("medusa", dataclasses.asdict(options), drafter.decode_settings(), record, step)
-    path = write_checkpoint(folder, drafter_state(drafter), meta)
+    path = folder / checkpoint_name(step)
+    path.mkdir()
+    save_drafter(path, drafter.state_dict(), meta)
     return CheckpointRef(path.name, path, step)
 
 
