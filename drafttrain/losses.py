@@ -24,12 +24,10 @@ class LossOptions:
     chunk: int = 1024  # predictions whose logits are in memory at once
 
 
-def divergence(name: str, q_logits_CV: Tensor, p_logits_CV: Tensor, label_C: Tensor) -> Tensor:
-    """[C] in nats. kl: KL(p || q). lk: -log alpha, alpha = sum min(p, q) (arXiv 2602.23881). ce: -log q(label)."""
-    log_q_CV = q_logits_CV.float().log_softmax(-1)
+def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
+    """[C] in nats, from log-probabilities. kl: KL(p || q). lk: -log sum min(p, q) (arXiv 2602.23881). ce: -log q(label)."""
     if name == "ce":
         return -log_q_CV.gather(1, label_C[:, None])[:, 0]
-    log_p_CV = p_logits_CV.float().log_softmax(-1)
     if name == "kl":
         return (log_p_CV.exp() * (log_p_CV - log_q_CV)).sum(-1)
     if name == "lk":
@@ -102,13 +100,13 @@ class Objective(nn.Module):
 
     def _step(self, prediction: Prediction, law_MH: Tensor, label_M: Tensor) -> StepOutcome:
         def chunk(hidden_CH: Tensor, law_CH: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            q_CV = prediction.head(hidden_CH)
+            log_q_CV = prediction.head(hidden_CH).float().log_softmax(-1)
             with torch.no_grad():
-                p_CV = self._target[0].head(law_CH)
-            loss_C = divergence(self.options.name, q_CV, p_CV, label_C)
+                log_p_CV = self._target[0].head(law_CH).float().log_softmax(-1)
+            loss_C = divergence(self.options.name, log_q_CV, log_p_CV, label_C)
             with torch.no_grad():
-                hit_C = q_CV.argmax(-1) == p_CV.argmax(-1)
-                mass_C = torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)
+                hit_C = log_q_CV.argmax(-1) == log_p_CV.argmax(-1)
+                mass_C = torch.minimum(log_q_CV, log_p_CV).exp().sum(-1)
             return loss_C, hit_C, mass_C
 
         parts = [

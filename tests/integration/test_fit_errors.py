@@ -1,0 +1,125 @@
+"""Bad input to `fit` and `measure`: one line, exit code 2, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from drafttrain import atomic
+from tests.helpers import tiny_model
+
+Command = Callable[..., int]
+QUIET = (
+    "logger=none",
+    "measure.enabled=false",
+    "data.held_out=2",
+    "train.global_batch=2",
+    "train.micro_batch=2",
+    "train.steps=2",
+)
+
+
+def refused(command: Command, capsys: pytest.CaptureFixture[str], words: str, *arguments: str) -> None:
+    """One line on stderr with these words, exit code 2, and no file left in the output folder."""
+    assert command(*arguments) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and words in lines[0], lines
+    assert not [p for p in Path("outputs").rglob("*") if p.is_file()]
+
+
+def arguments(material: Path, *more: str) -> tuple[str, ...]:
+    paths = (f"target.path={material / 'target'}", f"data.path={material / 'data.jsonl'}")
+    return ("fit", "recipe=medusa", "target=hf", *paths, *QUIET, *more)
+
+
+def test_conversations_for_a_tokenizer_without_a_chat_template(
+    command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(record) + "\n")
+    refused(command, capsys, "chat template", *arguments(material, f"data.path={tmp_path / 'chat.jsonl'}"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [("", "empty"), ('{"text": "abc"}\n{"text": \n', "bad.jsonl:2"), ("[1]\n", "bad.jsonl:1")]
+)
+def test_unusable_data_names_file_and_line(
+    content: str, words: str, command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.jsonl").write_text(content)
+    refused(command, capsys, words, *arguments(material, f"data.path={tmp_path / 'bad.jsonl'}"))
+
+
+def test_a_mask_that_selects_nothing(
+    command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.jsonl").write_text('{"text": "a"}\n' * 4)
+    refused(command, capsys, "supervised", *arguments(material, f"data.path={tmp_path / 'short.jsonl'}"))
+
+
+def test_more_heads_than_the_context_allows(command: Command, material: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(command, capsys, "a context of 512 allows 510", *arguments(material, "drafter.heads=511"))
+
+
+def test_a_target_without_weights(command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model().config.save_pretrained(tmp_path / "bare")
+    refused(command, capsys, "no *.safetensors weights", *arguments(material, f"target.path={tmp_path / 'bare'}"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.global_batch=3", "multiple of train.micro_batch"),
+        ("train.schedule=linear", "choose one of cosine"),
+        ("train.precision=float8", "choose float32 or bfloat16"),
+        ("loss.name=mse", "choose ce, kl or lk"),
+        ("deepspeed.zero_stage=4", "choose 0, 1, 2 or 3"),
+        ("target.device=tpu", "choose auto, cpu"),
+        ("resume=nowhere", "no run directory"),
+    ],
+)
+def test_settings_out_of_range(
+    override: str, words: str, command: Command, material: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(command, capsys, words, *arguments(material, override))
+
+
+def trained(command: Command, material: Path, *more: str) -> Path:
+    assert command(*arguments(material, *more)) == 0
+    return sorted(Path("outputs").glob("*/*/checkpoints/step-*"))[-1]
+
+
+def test_a_checkpoint_of_another_target(
+    command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = trained(command, material)
+    other = tmp_path / "other"
+    tiny_model(seed=5).save_pretrained(other)
+    AutoTokenizer.from_pretrained(material / "target").save_pretrained(other)
+    capsys.readouterr()
+    assert command("measure", f"checkpoint={checkpoint}", "target=hf", f"target.path={other}") == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "weight fingerprint" in lines[0]
+    assert not Path("outputs/measure").exists()
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(
+    command: Command, material: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, calls = atomic._fsync, []
+
+    def full_at_the_second_checkpoint(path: Path) -> None:
+        if "step-00002" in str(path):
+            calls.append(path)
+            raise OSError(28, "No space left on device")
+        sync(path)
+
+    monkeypatch.setattr(atomic, "_fsync", full_at_the_second_checkpoint)
+    assert command(*arguments(material, "train.checkpoint_every=1")) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "disk full" in lines[0] and calls
+    assert [p.name for p in Path("outputs").glob("*/*/checkpoints/*")] == ["step-00001"]
