@@ -10,7 +10,7 @@ from rich.text import Text
 
 from drafttrain.measure import cells
 
-_COLUMNS = ("checkpoint", "steps", "tau", "expected", "alpha", "by position", "speedup", "tokens/s", "exact")
+_COLUMNS = ("checkpoint", "tau", "expected", "alpha", "by position", "speedup", "tokens/s", "exact")
 
 
 def console_table(report: dict[str, Any]) -> Table:
@@ -25,7 +25,6 @@ def console_table(report: dict[str, Any]) -> Table:
         expected = Text(cells.number(entry["expected_tau"]), style="red" if entry["expected_gap_flagged"] else "")
         table.add_row(
             entry["name"],
-            cells.count(entry["step"]),
             cells.number(entry["tau"]),
             expected,
             cells.number(entry["alpha"]),
