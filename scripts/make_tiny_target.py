@@ -521,8 +521,8 @@ def data(work: Path, conversations: int, questions: int) -> None:
     torch.manual_seed(SEED + 3)
     asked = [(t, ids) for _, t in split_tasks("drafter", rng, 40) if len(ids := ask(tokenizer, t)) <= 384][:conversations]
     half = len(asked) * 2 // 3
-    replies = generate(model, [ids for _, ids in asked[:half]], 160)
-    replies += generate(model, [ids for _, ids in asked[half:]], 160, temperature=0.8)
+    replies = generate(model, [ids for _, ids in asked[:half]], 144, batch=64)
+    replies += generate(model, [ids for _, ids in asked[half:]], 144, batch=64, temperature=0.8)
     kept = []
     for (task, _), reply in zip(asked, replies, strict=True):
         answer = tokenizer.decode(reply, skip_special_tokens=True)
@@ -642,10 +642,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["corpus", "train", "unloop", "data", "package"])
     parser.add_argument("--work", type=Path, default=Path("build/tiny"))
-    parser.add_argument("--steps", type=int, nargs=2, default=[1100, 700], help="of the shallow and of the deep stage")
+    parser.add_argument("--steps", type=int, nargs=2, default=[700, 430], help="of the shallow and of the deep stage")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30, help="of unloop")
-    parser.add_argument("--conversations", type=int, default=2800)
+    parser.add_argument("--conversations", type=int, default=1500)
     parser.add_argument("--questions", type=int, default=60)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import permutations, product
+from itertools import product
 
 import pytest
 import torch
@@ -176,26 +176,31 @@ def test_siblings_drawn_without_replacement_leave_the_targets_law(sampling: Samp
     recorder, logits_of, draft = Recorder(monkeypatch), model(4), model(5)
     q = law(draft(()), sampling)
     whole: Law = defaultdict(float)
-    for first, second in permutations(range(V), 2):
+    for probability, tokens in without_replacement(q):
+        tree = DraftTree(
+            torch.tensor([[0, *tokens]]),
+            torch.tensor([[-1] + [0] * len(tokens)]),
+            torch.tensor([1 + len(tokens)]),
+            q.expand(1, 1 + len(tokens), V),
+            torch.tensor([[True] + [False] * len(tokens)]),
+        )
+        outcome = given_tree(tree, tree_logits(tree, logits_of), sampling, recorder)
+        for emitted, p in marginal(outcome, logits_of, sampling, 2).items():
+            whole[emitted] += probability * p
+    assert total_variation(whole, target_law(logits_of, sampling, 2)) < 1e-12
+
+
+def without_replacement(q: Tensor) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Two tokens drawn one after the other, or one where q has no second."""
+    for first in range(V):
         left = q.clone()
         left[first] = 0.0
         if float(left.sum()) == 0.0:
+            yield float(q[first]), (first,)
             continue
-        probability = float(q[first] * left[second] / left.sum())
-        if probability == 0.0:
-            continue
-        tree = DraftTree(
-            torch.tensor([[0, first, second]]),
-            torch.tensor([[-1, 0, 0]]),
-            torch.tensor([3]),
-            torch.stack([q, q, q])[None],
-            torch.tensor([[True, False, False]]),
-        )
-        for tokens, p in marginal(
-            given_tree(tree, tree_logits(tree, logits_of), sampling, recorder), logits_of, sampling, 2
-        ).items():
-            whole[tokens] += probability * p
-    assert total_variation(whole, target_law(logits_of, sampling, 2)) < 1e-12
+        for second in range(V):
+            if second != first and float(q[first] * left[second]) > 0.0:
+                yield float(q[first] * left[second] / left.sum()), (first, second)
 
 
 def test_the_enumeration_sees_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
