@@ -43,8 +43,8 @@ class TrainBatch:
 
     def to(self, device: torch.device) -> TrainBatch:
         hidden = {k: h.to(device) for k, h in self.hidden.items()}
-        tensors = (self.token_BT, self.position_BT, self.document_BT, self.mask_BT)
-        return TrainBatch(*(t.to(device) for t in tensors), hidden)
+        token_BT, position_BT = self.token_BT.to(device), self.position_BT.to(device)
+        return TrainBatch(token_BT, position_BT, self.document_BT.to(device), self.mask_BT.to(device), hidden)
 
     def future(self, k: int) -> Pairs:
         """Pairs (t, t + k) within one document whose label is supervised and whose root t + 1 is not padding."""

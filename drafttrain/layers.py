@@ -49,7 +49,8 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_H: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_H)) * self.up_proj(x_H))
+        out_H: Tensor = self.down_proj(F.silu(self.gate_proj(x_H)) * self.up_proj(x_H))
+        return out_H
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ class Attention(nn.Module):
 
     def out(self, mixed_BhND: Tensor) -> Tensor:
         B, _, N, _ = mixed_BhND.shape
-        return self.o_proj(mixed_BhND.transpose(1, 2).reshape(B, N, -1))
+        out_BNH: Tensor = self.o_proj(mixed_BhND.transpose(1, 2).reshape(B, N, -1))
+        return out_BNH
 
     def cached(self, x_BNI: Tensor, position_BN: Tensor, kv: KVCache, layer: int, seen_BNP: Tensor) -> Tensor:
         """[B, N, H]: write the new positions' keys, attend where `seen_BNP` allows."""

@@ -117,7 +117,7 @@ def expected_nodes(hit_MD: Tensor, paths: Sequence[Path]) -> float:
 def best_paths(hit_MD: Tensor, nodes: int, width: int = 10) -> list[Path]:
     """The `nodes` most often hit paths, from joint rank hits: greedy insertion, optimal because P(child) <= P(parent)."""
     chosen: list[Path] = []
-    frontier = {(r,): float(_on_path(hit_MD, (r,)).float().mean()) for r in range(width)}
+    frontier: dict[Path, float] = {(r,): float(_on_path(hit_MD, (r,)).float().mean()) for r in range(width)}
     while frontier and len(chosen) < nodes:
         path = max(frontier, key=lambda p: (frontier[p], -len(p), tuple(-r for r in p)))
         if frontier.pop(path) <= 0.0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class DraftModel(Drafter):
         if options.draft_length < 1:
             raise UserError(f"drafter.draft_length is {options.draft_length}; set it to 1 or more")
         self.taps, self.draft_length = Taps(), options.draft_length
-        self.lm = target.pruned(options.blocks)
+        self.lm: Any = target.pruned(options.blocks)
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Teacher-forced next tokens: the same model drafts every depth, so one prediction stands for all."""

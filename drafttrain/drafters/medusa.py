@@ -5,7 +5,7 @@ Shapes: B rows, N tree nodes, K heads, R ranks, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,17 +72,17 @@ class Medusa(Drafter):
             raise UserError(f"drafter.init is {options.init!r}; choose copy or share")
         self.taps, self.draft_length, self.decay = Taps(final=True), options.heads, options.head_decay
         own = options.init == "copy"
-        self.heads = nn.ModuleList(
-            MedusaHead(shape.hidden_size, shape.vocab_size, options.layers, own) for _ in range(options.heads)
-        )
-        if own:
-            for head in self.heads:
+        heads = [MedusaHead(shape.hidden_size, shape.vocab_size, options.layers, own) for _ in range(options.heads)]
+        for head in heads:
+            if head.output is not None:
                 head.output.weight.data.copy_(target.head_weight.detach())
+        self.heads = nn.ModuleList(heads)
+        self._width = shape.hidden_size
         self._target = [target]  # in a list: read, never trained or saved with the drafter
         self._fixed = options.tree is not None
         self.shape = self._checked(options.tree or [[0] * d for d in range(1, options.heads + 1)])
 
-    def _checked(self, paths: list[list[int]] | list[Path]) -> TreeShape:
+    def _checked(self, paths: Sequence[Sequence[int]]) -> TreeShape:
         shape = TreeShape.of(paths)
         if shape.max_depth > self.draft_length:
             raise UserError(
@@ -90,11 +90,13 @@ class Medusa(Drafter):
             )
         return shape
 
-    def _logits(self, k: int, hidden_H: Tensor) -> Tensor:
-        head = self.heads[k]
-        if head.output is not None:
-            return head.output(hidden_H)
-        return self._target[0].head(hidden_H.to(self._target[0].head_weight.dtype))
+    def _output(self, k: int) -> Callable[[Tensor], Tensor]:
+        """Head k's output matrix: its own, or the target's, which works in the target's dtype."""
+        own: nn.Linear | None = self.heads[k].output  # type: ignore[assignment]
+        if own is not None:
+            return own
+        target = self._target[0]
+        return lambda hidden_H: target.head(hidden_H.to(target.head_weight.dtype))
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Head k (from 0) predicts the token k + 2 positions after its source: one past the root for the first."""
@@ -106,13 +108,13 @@ class Medusa(Drafter):
                 source_M=pairs.source_M,
                 label_M=pairs.label_M,
                 hidden_MH=head(hidden_MH[pairs.source_M]),
-                head=lambda h, k=k: self._logits(k, h),
+                head=self._output(k),
                 weight=self.decay ** (k + 1),
             )
 
     def open(self, slots: int, max_len: int) -> MedusaState:
-        weight = self.heads[0].blocks[0].linear.weight
-        return MedusaState(weight.new_zeros(slots, weight.shape[0]), torch.zeros(slots, dtype=torch.long, device=weight.device))
+        like = next(self.heads.parameters())
+        return MedusaState(like.new_zeros(slots, self._width), torch.zeros(slots, dtype=torch.long, device=like.device))
 
     def reset(self, state: MedusaState, slot_R: Tensor) -> None:
         state.hidden_SH[slot_R], state.root_S[slot_R] = 0.0, 0
@@ -126,7 +128,7 @@ class Medusa(Drafter):
     def propose(self, state: MedusaState, slot_B: Tensor, sampling: Sampling) -> DraftTree:
         hidden_BH, ranks = state.hidden_SH[slot_B], self.shape.max_rank + 1
         top_KBR = torch.stack(
-            [self._logits(k, self.heads[k](hidden_BH)).topk(ranks, -1).indices for k in range(self.shape.max_depth)]
+            [self._output(k)(self.heads[k](hidden_BH)).topk(ranks, -1).indices for k in range(self.shape.max_depth)]
         )
         draft_BN = top_KBR[self.shape.depth_N[1:] - 1, :, self.shape.rank_N[1:]].T
         return DraftTree.static(torch.cat([state.root_S[slot_B][:, None], draft_BN], 1), self.shape.parent_N)

@@ -134,7 +134,12 @@ def _extras(bench: Bench, drafter: Drafter, evidence: Evidence) -> Keys:
 def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: Evidence, races: dict[int, Race]) -> Keys:
     first = races[bench.options.batch_sizes[0]]
     stop_ids = bench.loaded.target.stop_ids
-    head = {"name": checkpoint.name, "path": str(checkpoint.path), "step": checkpoint.step, "parameters": trainable(drafter)}
+    head: Keys = {
+        "name": checkpoint.name,
+        "path": str(checkpoint.path),
+        "step": checkpoint.step,
+        "parameters": trainable(drafter),
+    }
     keys = head | whole(evidence, checkpoint.name, first, stop_ids)
     keys |= {"policy": bench.decode.policy, "temperature": bench.decode.temperature, "batch_size": first.batch_size}
     keys["slices"] = by_category(evidence, checkpoint.name, first) + by_batch_size(races, checkpoint.name)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from drafttrain.speculate import Costs, Decoded, Result
 
@@ -27,9 +28,7 @@ class _Stopwatch(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def generate(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int
-) -> Decoded:
+def generate(model: Any, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int) -> Decoded:
     """Greedy `generate` with its cache on all prompts at once (left-padded), outputs cut after the stop token.
 
     Times are those of the whole batch, so only a batch of one is worth timing. Costs stay empty.

@@ -162,7 +162,7 @@ class HFTarget(PrunedTarget):
         text.num_hidden_layers = blocks
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:blocks]
-        model = type(self.model)(config)
+        model: Any = type(self.model)(config)
         missing = model.load_state_dict(self.model.state_dict(), strict=False).missing_keys
         assert not missing, f"a pruned copy lacks {missing}"
         return HFTarget(model.to(self.device, torch.float32), self.stop_ids, frozen=False)

@@ -37,7 +37,7 @@ def load_target(options: TargetOptions) -> LoadedTarget:
     try:
         AutoConfig.from_pretrained(path, **shared)
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=DTYPES[options.dtype], attn_implementation=options.attention, use_safetensors=True, **shared
         )
     except (OSError, ValueError, ImportError) as error:
@@ -49,7 +49,12 @@ def load_target(options: TargetOptions) -> LoadedTarget:
             f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
         )
     shape = target.shape
-    description = {"name": options.name, "path": options.path, "revision": options.revision, "dtype": options.dtype}
+    description: dict[str, Any] = {
+        "name": options.name,
+        "path": options.path,
+        "revision": options.revision,
+        "dtype": options.dtype,
+    }
     description |= {"architecture": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
     description |= {"fingerprint": target.fingerprint} | asdict(shape)
     return LoadedTarget(target, tokenizer, path, description)

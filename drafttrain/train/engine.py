@@ -100,7 +100,7 @@ class Engine:
         self.accumulation = accumulation(options, world)
         trained = [p for p in objective.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            trained, lr=options.lr, betas=tuple(options.betas), weight_decay=options.weight_decay
+            trained, lr=options.lr, betas=(options.betas[0], options.betas[1]), weight_decay=options.weight_decay
         )
         library = _deepspeed()
         with _hushed():
@@ -205,6 +205,8 @@ def settings(options: TrainOptions, deepspeed: DeepSpeedOptions, accumulation: i
         raise UserError(f"deepspeed.zero_stage is {deepspeed.zero_stage}; choose 0, 1, 2 or 3")
     if options.precision not in ("float32", "bfloat16"):
         raise UserError(f"train.precision is {options.precision!r}; choose float32 or bfloat16")
+    if len(options.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in options.betas):
+        raise UserError(f"train.betas is {list(options.betas)}; give two numbers from 0 to below 1")
     zero: dict[str, Any] = {"stage": deepspeed.zero_stage}
     if deepspeed.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}

@@ -72,7 +72,7 @@ def _start(options: LoggerOptions, run_dir: Path, config: dict[str, Any]) -> Any
         raise UserError(f"logger.name is {options.name!r}; choose wandb or none")
     if options.mode not in ("auto", "online", "offline"):
         raise UserError(f"logger.mode is {options.mode!r}; choose auto, online or offline")
-    mode = options.mode
+    mode: Any = options.mode
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
     import wandb
@@ -90,7 +90,7 @@ def _start(options: LoggerOptions, run_dir: Path, config: dict[str, Any]) -> Any
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, list):
             flat |= {f"{key}/{i + 1}": v for i, v in enumerate(value)}
