@@ -58,9 +58,11 @@ def ancestors(parent_BN: Tensor) -> Tensor:
     """[B, N, N] bool: entry [b, i, j] says that j is i or an ancestor of i."""
     B, N = parent_BN.shape
     mask_BNN = torch.eye(N, dtype=torch.bool, device=parent_BN.device).repeat(B, 1, 1)
-    rows = torch.arange(B, device=parent_BN.device)
-    for i in range(1, N):
-        mask_BNN[:, i] |= mask_BNN[rows, parent_BN[:, i].clamp_min(0)]
+    at_BN = parent_BN
+    while bool((at_BN >= 0).any()):
+        above_BN = at_BN.clamp_min(0)  # a walk that has ended stays at the root, an ancestor of every node
+        mask_BNN.scatter_(2, above_BN[..., None], True)
+        at_BN = parent_BN.gather(1, above_BN)
     return mask_BNN
 
 

@@ -90,8 +90,10 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
 def _build(options: RunOptions, loaded: LoadedTarget) -> Drafter:
     try:
         return families()[options.drafter.family].build(options.drafter, loaded.target)
+    except UserError:
+        raise
     except ValueError as error:  # a drafter's own checks of options against the target
-        raise error if isinstance(error, UserError) else UserError(str(error)) from error
+        raise UserError(str(error)) from error
 
 
 def _limited(options: RunOptions, loaded: LoadedTarget) -> Any:
