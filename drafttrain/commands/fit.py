@@ -40,8 +40,7 @@ def fit(options: RunOptions, resolved: dict[str, Any]) -> Path:
     logger = Logger(options.logger, run.path, resolved, run.resumed_step) if world.first else None
     try:
         progress = Trainer(job, world, run.path).train(logger, console)
-        world.wait()
-        leave_world()
+        leave_world(world)
         gc.collect()
         if logger is not None and console.rich is not None:
             _finish(options, job.loaded, run, progress, job.data, logger, console.rich)

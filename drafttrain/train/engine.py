@@ -53,22 +53,29 @@ class World:
 
 
 def join_world(device: torch.device) -> World:
-    """Start the process group from torchrun's environment; a lone process makes a group of its own."""
-    if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    """Start the process group from torchrun's environment; a lone process makes a group of its own, once."""
     if not torch.distributed.is_initialized():
+        lone = {} if "RANK" in os.environ else _lone_environment()
+        os.environ |= lone
         with _hushed():
-            deepspeed = _deepspeed()
             backend = "nccl" if device.type == "cuda" else "gloo"
-            deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(minutes=30))
+            _deepspeed().init_distributed(backend, verbose=False, timeout=timedelta(minutes=30))
+        for name in lone.keys() - {"LOCAL_RANK"}:  # processes started from here are no part of this group
+            del os.environ[name]
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
 
-def leave_world() -> None:
-    if torch.distributed.is_initialized():
+def _lone_environment() -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def leave_world(world: World) -> None:
+    """End the group of several processes. A lone process keeps its own: the next run of a sweep trains in it."""
+    if world.size > 1:
+        world.wait()
         torch.distributed.destroy_process_group()
 
 
