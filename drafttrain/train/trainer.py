@@ -64,6 +64,9 @@ class Progress:
     expected_tau: float | None = None
 
 
+OUT_OF_REACH = 2**31
+
+
 class Trainer:
     """Trains `job` in `run_dir`; the checkpoints lie in its `checkpoints` folder."""
 
@@ -134,6 +137,8 @@ class Trainer:
         ranks = [teacher_forced(drafter, target, batch).rank_MK for batch in self.held_out()]
         drafter.train()
         rank_MK = torch.cat(ranks) if ranks else torch.empty(0, drafter.draft_length)
+        if not target.trees:  # a rank that no path reaches: what is left to choose from is the chain
+            rank_MK = torch.where(rank_MK == 0, 0, OUT_OF_REACH)
         if len(rank_MK):
             drafter.tune(rank_MK, self.job.nodes)
             self.progress.expected_tau = 1.0 + expected_nodes(rank_MK, drafter.paths())

@@ -43,11 +43,17 @@ def test_a_tree_without_a_parent_or_with_a_repeated_node_is_refused(paths: list[
 
 def test_best_paths_are_the_most_hit_and_closed_under_parents() -> None:
     hit = torch.tensor([[0, 0, 1], [0, 0, 0], [1, 0, 0], [0, 2, 0], [3, 3, 3]])
+    # of five rows: (0,) is on three paths, (0, 0) on two, all other nodes on one at most; ties go to the shallower, then the lower rank
     chosen = best_paths(hit, nodes=3)
-    assert chosen == [(0,), (1,), (0, 0)] or chosen == [(0,), (0, 0), (0, 2)] or len(chosen) == 3
-    assert all(path[:-1] in chosen or len(path) == 1 for path in chosen)
-    by_count = sum(1.0 for row in hit.tolist() for path in chosen if tuple(row[: len(path)]) == path) / len(hit)
-    assert expected_nodes(hit, chosen) == pytest.approx(by_count)
+    assert chosen == [(0,), (1,), (0, 0)]
+    assert best_paths(hit, nodes=1) == [(0,)]
+    assert expected_nodes(hit, chosen) == pytest.approx((3 + 2 + 1) / 5)
+    assert best_paths(hit, nodes=99)[-1] == (3, 3, 3)
+
+
+def test_ranks_out_of_reach_leave_a_chain() -> None:
+    hit = torch.tensor([[0, 0, 1], [0, 0, 0], [1, 0, 0]])
+    assert best_paths(torch.where(hit == 0, 0, 2**31), nodes=9) == [(0,), (0, 0), (0, 0, 0)]
 
 
 def test_more_nodes_never_lower_the_expectation() -> None:
