@@ -78,7 +78,7 @@ class Decoder:
         self.target, self.drafter, self.sampling = target, drafter, sampling
         self.policy = policy_for(policy, sampling)
         if drafter is not None and not target.trees and any(set(path) != {0} for path in drafter.paths()):
-            raise UserError("the drafter proposes trees, but this target's architecture is exact for chains only; draft a chain")
+            raise UserError("the drafter proposes trees; this target's architecture is exact for chains only: draft a chain")
         self.stop_ids, self.max_new_tokens, self.prefill_chunk = stop_ids, max_new_tokens, prefill_chunk
 
     @torch.inference_mode()

@@ -39,13 +39,15 @@ from drafttrain.measure.monitors import ends_in_loop
 
 SEED = 20261121
 VOCAB, CONTEXT = 2048, 2048
-END_OF_TEXT, TURN_START, TURN_END, MASK, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>", "<|pad|>"
+END_OF_TEXT, TURN_START, TURN_SEP, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"
+MASK, PAD = "<|mask|>", "<|pad|>"
+# The role ends in a special token: a reply that begins with blanks, as code does, shares no token with what comes before it.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '<|im_sep|>' }}"
     "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
 )
 # package -> (licence, megabytes of text at most)
 SOURCES = {
@@ -125,7 +127,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
-        special_tokens=[END_OF_TEXT, TURN_START, TURN_END, MASK, PAD],
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_SEP, TURN_END, MASK, PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -135,7 +137,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         eos_token=TURN_END,
         pad_token=PAD,
         mask_token=MASK,
-        extra_special_tokens=[END_OF_TEXT, TURN_START],
+        extra_special_tokens=[END_OF_TEXT, TURN_START, TURN_SEP],
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
@@ -186,7 +188,7 @@ def conversation(category: str, question: str, answer: str) -> list[dict[str, st
 def chat_text(category: str, question: str, answer: str) -> str:
     """The chat template, rendered by hand (the tokenizer's own is checked against it in `corpus`)."""
     user, reply = conversation(category, question, answer)
-    return f"{TURN_START}user\n{user['content']}{TURN_END}\n{TURN_START}assistant\n{reply['content']}{TURN_END}\n"
+    return f"{TURN_START}user{TURN_SEP}{user['content']}{TURN_END}{TURN_START}assistant{TURN_SEP}{reply['content']}{TURN_END}"
 
 
 def corpus(work: Path) -> None:
@@ -253,11 +255,11 @@ class Muon:
         a, b, c = 3.4445, -4.7750, 2.0315
         tall = x.shape[1] > x.shape[2]
         x = x.transpose(1, 2) if tall else x
-        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+        x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16()
         for _ in range(steps):
             gram = x @ x.transpose(1, 2)
             x = a * x + (b * gram + c * gram @ gram) @ x
-        return x.transpose(1, 2) if tall else x
+        return (x.transpose(1, 2) if tall else x).float()
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, blocks: int) -> LlamaForCausalLM:
@@ -330,15 +332,16 @@ def bits_per_byte(model: nn.Module, work: Path, windows: int = 40) -> tuple[floa
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of the training: a depth, and how its batches look. The last stage decays the rate and ends on whole contexts."""
+    """Part of the training: a depth and the shape of its batches. The last stage decays the rate and ends on whole contexts."""
 
     blocks: int
-    rows: int
     steps: int
     last: bool
+    tokens: int = 8192  # of a batch
 
-    def shape(self, step: int) -> tuple[int, int]:
-        return (self.rows * 512 // CONTEXT, CONTEXT) if self.last and step >= 0.92 * self.steps else (self.rows, 512)
+    def length(self, step: int) -> int:
+        done = step / self.steps
+        return 256 if not self.last or done < 0.6 else 512 if done < 0.92 else CONTEXT
 
     def rate(self, step: int) -> float:
         warm = min(1.0, (step + 1) / 40)
@@ -348,7 +351,7 @@ class Stage:
 def train(work: Path, steps: list[int]) -> None:
     """A shallow model first (three times cheaper a step), grown to full depth without changing what it computes."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
-    stages = [Stage(4, 8, steps[0], False), Stage(12, 12, steps[1], True)]
+    stages = [Stage(4, steps[0], False), Stage(12, steps[1], True)]
     file, saved = work / "train-state.pt", None
     if file.exists():
         saved = torch.load(file, weights_only=True)
@@ -382,9 +385,13 @@ def train_stage(
         batches.at, seen, step = saved["at"], saved["seen"], saved["step"]
     log = (work / "train.log").open("a")
     while step < stage.steps:
-        rows, length = stage.shape(step)
-        batch, scale = batches.take(rows, length, chat_share=0.5), stage.rate(step)
-        loss = F.cross_entropy(compiled(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
+        length = stage.length(step)
+        batch, scale = batches.take(stage.tokens // length, length, chat_share=0.5), stage.rate(step)
+        # short windows: matrix products beat the flash kernel of this CPU's torch
+        model.set_attn_implementation("eager" if length < 512 else "sdpa")
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = compiled(batch[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(others + norms, 1.0)
         for group, peak in zip(adamw.param_groups, peaks, strict=True):
@@ -392,16 +399,16 @@ def train_stage(
         muon.step(scale)
         adamw.step()
         model.zero_grad(set_to_none=True)
-        step, seen = step + 1, seen + rows * length
+        step, seen = step + 1, seen + stage.tokens
         if step % 20 == 0:
-            rate = 20 * rows * length / (time.monotonic() - began)
+            rate = 20 * stage.tokens / (time.monotonic() - began)
             began = time.monotonic()
             print(
                 f"stage {number} step {step}/{stage.steps} loss {loss.item():.3f} tokens {seen} tokens/s {rate:.0f}",
                 file=log,
                 flush=True,
             )
-        if step % 100 == 0 or step == stage.steps:
+        if step % 200 == 0 or step == stage.steps:
             print(f"held out (bits per byte, perplexity): {bits_per_byte(model, work)}", file=log, flush=True)
             state = {"model": model.state_dict(), "adamw": adamw.state_dict(), "muon": [b for _, b in muon.groups]}
             state |= {"at": batches.at, "seen": seen, "step": step, "stage": number}
@@ -644,7 +651,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["corpus", "train", "unloop", "data", "package"])
     parser.add_argument("--work", type=Path, default=Path("build/tiny"))
-    parser.add_argument("--steps", type=int, nargs=2, default=[700, 430], help="of the shallow and of the deep stage")
+    parser.add_argument("--steps", type=int, nargs=2, default=[2600, 1200], help="of the shallow and of the deep stage")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30, help="of unloop")
     parser.add_argument("--conversations", type=int, default=1500)

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -16,10 +15,9 @@ from huggingface_hub.constants import HF_HOME
 from rich.console import Console
 from rich.table import Table
 
+from drafttrain.commands.environment import versions
 from drafttrain.errors import UserError
 from drafttrain.train.logger import logged_in
-
-PACKAGES = ("drafttrain", "torch", "transformers", "datasets", "deepspeed", "wandb", "hydra-core", "peft")
 
 
 def doctor(output: Path = Path("outputs")) -> int:
@@ -29,7 +27,7 @@ def doctor(output: Path = Path("outputs")) -> int:
     """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     sections = {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {name: version or "not installed" for name, version in versions().items()},
         "devices": _devices(),
         "compilers": {name: _compiler(name) for name in ("g++", "nvcc")},
         "kernels": {"backend": "torch references"},
@@ -44,13 +42,6 @@ def doctor(output: Path = Path("outputs")) -> int:
     if not sections["paths"]["output"].endswith("writable"):
         raise UserError(f"cannot write to {sections['paths']['output']}; set output=DIR to a folder of your own")
     return 0
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _devices() -> dict[str, str]:

@@ -9,17 +9,23 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("drafttrain", "torch", "transformers", "deepspeed")
+PACKAGES = ("drafttrain", "torch", "transformers", "datasets", "deepspeed", "peft", "wandb", "hydra-core")
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, processor, threads and device, as plain values for a report."""
-    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
+def versions() -> dict[str, str | None]:
+    """Version by package; None where it is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
+    return found
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, processor, threads and device, as plain values for a report."""
+    found: dict[str, Any] = {**versions(), "platform": platform.platform()}
     found |= {"machine": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -123,11 +122,9 @@ def _finish(
     if options.measure.enabled:
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
         report = measure_run(loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl")
-        content = json.loads((run.path / "report.json").read_text(encoding="utf-8"))
-        best = content["best"]
+        best = report["best"]
         files = [run.path / "report.json", run.path / "report.md"]
-        logger.report(content, sorted(run.path.glob("**/*.png")), checkpoints, files)
-        del report
+        logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)
     run.finish()
     _next_steps(run.path / "checkpoints" / best, options, console)
 

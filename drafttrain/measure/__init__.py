@@ -15,7 +15,8 @@ class MeasureOptions:
     minutes: float = 3.0  # budget for all checkpoints; fewer repeats and timed prompts are taken when it is short
     repeats: int = 3  # of the interleaved timing
     timed_prompts: int = 16  # prompts in the timing; acceptance is taken from all of them
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 4])
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 4])  # timed; the first is the report's headline
+    untimed_batch: int = 8  # prompts decoded together where nothing is timed: acceptance and the comparison of tokens
     transformers: bool = True  # time transformers' generate beside it, and compare its greedy tokens
 
 

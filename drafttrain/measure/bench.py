@@ -20,7 +20,6 @@ from drafttrain.targets.load import LoadedTarget
 Watch = Callable[[str, int, int, int], None]  # stage, waves done, waves in all, tokens this time
 
 BASELINE, REFERENCE = "baseline", "transformers"
-_WIDEST = 8  # batch of the passes that are not timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,6 @@ class Bench:
     def sampling(self) -> Sampling:
         return self.sampling_of(self.decode)
 
-    @property
-    def batch_size(self) -> int:
-        """Of the untimed passes: the widest measured batch, within reason."""
-        return min(_WIDEST, max(self.options.batch_sizes))
-
     def decoder(self, drafter: Drafter | None, seed: int = 0, max_new_tokens: int | None = None) -> Decoder:
         """`seed` is added to the configured one."""
         target = self.loaded.target
@@ -56,7 +50,7 @@ class Bench:
     def decode_all(self, stage: str, drafter: Drafter | None, cases: Sequence[Case], passes: int = 1) -> list[Result]:
         """Results in case order. With `passes` above 1 (how often the cases will be run in all) the budget may end it early."""
         decoder, results, began = self.decoder(drafter), [], monotonic()
-        parts = waves(len(cases), self.batch_size)
+        parts = waves(len(cases), self.options.untimed_batch)
         for done, wave in enumerate(parts, start=1):
             results += decoder.run([cases[i].tokens for i in wave], len(wave), first_request=wave[0]).results
             self.watch(stage, done, len(parts), sum(len(r.tokens) for r in results[-len(wave) :]))
@@ -67,7 +61,7 @@ class Bench:
     def reference(self, cases: Sequence[Case], plain: Sequence[Result]) -> list[list[int]]:
         """transformers' outputs in case order. A row that differs from plain decoding is generated again by itself:
         left padding, which a batch needs, is not exact in every architecture."""
-        outputs, parts = [], waves(len(cases), self.batch_size)
+        outputs, parts = [], waves(len(cases), self.options.untimed_batch)
         for done, wave in enumerate(parts, start=1):
             found = [r.tokens for r in self._generate([cases[i].tokens for i in wave]).results]
             for row, i in enumerate(wave):
@@ -84,9 +78,8 @@ class Bench:
     def distribution_p(self, drafter: Drafter, case: Case) -> float:
         """p-value of speculative against plain sampling: the same prompt under many independent keys."""
         prompts, length = [case.tokens] * distribution.SAMPLES, distribution.POSITIONS + 1
-        ours, theirs = (
-            self.decoder(d, seed, length).run(prompts, self.batch_size).results for d, seed in ((drafter, 1), (None, 2))
-        )
+        rows, pair = self.options.untimed_batch, ((drafter, 1), (None, 2))
+        ours, theirs = (self.decoder(d, seed, length).run(prompts, rows).results for d, seed in pair)
         return distribution.p_value([r.tokens for r in ours], [r.tokens for r in theirs])
 
     def races(self, drafters: dict[str, Drafter], cases: Sequence[Case]) -> dict[int, Race]:

@@ -68,7 +68,8 @@ def _check(checkpoints: Sequence[CheckpointRef], decode: DecodeOptions, options:
         raise UserError("no checkpoint to measure; give at least one")
     if not options.batch_sizes or min(options.batch_sizes) < 1:
         raise UserError(f"measure.batch_sizes is {list(options.batch_sizes)}; give one or more sizes of at least 1")
-    for name, value in (("repeats", options.repeats), ("timed_prompts", options.timed_prompts)):
+    for name in ("repeats", "timed_prompts", "untimed_batch"):
+        value = getattr(options, name)
         if value < 1:
             raise UserError(f"measure.{name} is {value}; set it to 1 or more")
     if decode.max_new_tokens < 2:

@@ -76,7 +76,15 @@ class HFTarget(PrunedTarget):
         if frozen:
             model.requires_grad_(False).eval()
             self.fingerprint = fingerprint_of(model)
-            self.trees = probe(self)
+            try:
+                self.trees = probe(self)
+            except UserError:
+                raise
+            except Exception as error:  # whatever a model raises that does not know this cache or this mask
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+                raise UserError(
+                    f"{type(model).__name__} cannot decode with our KV cache ({reason}); choose another target"
+                ) from error
 
     @property
     def device(self) -> torch.device:
@@ -181,8 +189,10 @@ def _find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:
 
 
 def shape_of(config: Any) -> TargetShape:
-    """The dimensions of a transformers text configuration."""
-    heads = config.num_attention_heads
+    """The dimensions of a transformers text configuration. Raises UserError for a model without attention."""
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise UserError(f"{type(config).__name__} has no attention heads and so no KV cache; choose another target")
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
     norm_eps = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", None) or 1e-5

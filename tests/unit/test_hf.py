@@ -59,12 +59,34 @@ def test_taps_outside_the_target_are_refused() -> None:
         Taps((1, 4)).check(4)
 
 
-def test_an_architecture_whose_cache_is_not_exact_is_refused() -> None:
-    from transformers import AutoModelForCausalLM, BloomConfig
+def test_an_architecture_that_cannot_be_decoded_exactly_is_refused_in_one_line() -> None:
+    from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig
 
-    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
-    with pytest.raises((UserError, ValueError, RuntimeError)):
-        HFTarget(model)
+    bloom = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    mamba = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)
+    for config, reason in ((bloom, "cannot decode with our KV cache"), (mamba, "no attention heads")):
+        with pytest.raises(UserError, match=reason) as refused:
+            HFTarget(AutoModelForCausalLM.from_config(config))
+        assert "\n" not in str(refused.value) and "choose another target" in str(refused.value)
+
+
+def test_an_architecture_that_ignores_the_mask_decodes_chains_only() -> None:
+    from transformers import AutoModelForCausalLM, MptConfig
+
+    from drafttrain.drafters.medusa import Medusa, MedusaOptions
+    from drafttrain.sampling import Sampling
+    from drafttrain.speculate import Decoder
+
+    model = AutoModelForCausalLM.from_config(MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_seq_len=64))
+    target = HFTarget(model)
+    assert not target.trees
+    tree, chain = (Medusa(MedusaOptions(heads=2, tree=t), target) for t in ([[0], [1]], [[0], [0, 0]]))
+    with pytest.raises(UserError, match="exact for chains only"):
+        Decoder(target, tree, "greedy", Sampling(), frozenset(), 8)
+    plain, ours = (
+        Decoder(target, d, "greedy", Sampling(), frozenset(), 8).run([[3, 1, 4]]).results[0].tokens for d in (None, chain)
+    )
+    assert ours == plain
 
 
 def test_load_target_says_what_is_missing(tmp_path) -> None:

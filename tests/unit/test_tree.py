@@ -43,7 +43,8 @@ def test_a_tree_without_a_parent_or_with_a_repeated_node_is_refused(paths: list[
 
 def test_best_paths_are_the_most_hit_and_closed_under_parents() -> None:
     hit = torch.tensor([[0, 0, 1], [0, 0, 0], [1, 0, 0], [0, 2, 0], [3, 3, 3]])
-    # of five rows: (0,) is on three paths, (0, 0) on two, all other nodes on one at most; ties go to the shallower, then the lower rank
+    # of five rows: (0,) is on three paths, (0, 0) on two, all others on one at most
+    # ties go to the shallower, then the lower rank
     chosen = best_paths(hit, nodes=3)
     assert chosen == [(0,), (1,), (0, 0)]
     assert best_paths(hit, nodes=1) == [(0,)]
