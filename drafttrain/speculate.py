@@ -113,9 +113,10 @@ class Wave:
         self.max_len = longest + decoder.max_new_tokens + MAX_NODES
         self.kv = decoder.target.new_cache(len(prompts), self.max_len)
         self.state: Any = decoder.drafter.open(len(prompts), self.max_len) if decoder.drafter else None
-        self.slot_B = torch.arange(len(prompts))
-        self.root_S = torch.zeros(len(prompts), dtype=torch.long)
-        self.key_S = torch.arange(first_request, first_request + len(prompts))
+        device = decoder.target.device
+        self.slot_B = torch.arange(len(prompts), device=device)
+        self.root_S = torch.zeros(len(prompts), dtype=torch.long, device=device)
+        self.key_S = self.slot_B + first_request
 
     @property
     def taps(self) -> Taps:
@@ -125,7 +126,7 @@ class Wave:
         """A prompt is a chain that is accepted whole: causal passes over chunks, one `observe` each."""
         device = self.root_S.device
         length_B = torch.tensor([len(p) for p in self.prompts], device=device)
-        token_BT = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in self.prompts], batch_first=True)
+        token_BT = torch.nn.utils.rnn.pad_sequence([torch.tensor(p, device=device) for p in self.prompts], batch_first=True)
         last_BV: Tensor | None = None
         commits = []
         for start in range(0, token_BT.shape[1], self.decoder.prefill_chunk):
@@ -205,7 +206,7 @@ class Wave:
         """Keep the rows that go on, and tell the cache and the next step which slots those are."""
         going = [s for s in self.slot_B.tolist() if not self._done(self.results[s])]
         if len(going) != len(self.slot_B):
-            self.slot_B = torch.tensor(going, dtype=torch.long)
+            self.slot_B = torch.tensor(going, dtype=torch.long, device=self.slot_B.device)
             self.kv.rows(self.slot_B)
 
     def _done(self, result: Result) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from drafttrain.kv import KVCache
@@ -67,6 +68,9 @@ class Target(Protocol):
     shape: TargetShape
     fingerprint: str
     trees: bool  # False: this architecture cannot be given a tree mask; chains only
+
+    @property
+    def device(self) -> torch.device: ...
 
     def __call__(
         self,
