@@ -35,7 +35,7 @@ class KVCache:
     def _refresh(self) -> None:
         self.length_B = self.length_S[self.slot_B]
         self.longest = int(self.length_B.max()) if len(self.slot_B) else 0
-        self._even = bool((self.length_B == self.longest).all())
+        self.even = bool((self.length_B == self.longest).all())
 
     def reset(self, slot_R: Tensor) -> None:
         """Empty these slots for new requests."""
@@ -56,7 +56,7 @@ class KVCache:
         """
         N, P = k_BhND.shape[2], self.longest + k_BhND.shape[2]
         keys, values = self._storage(layer, k_BhND)
-        if self._even:
+        if self.even:
             at: slice | Tensor = slice(self.longest, P)
             if self._all:
                 keys[:, :, at], values[:, :, at] = k_BhND, v_BhND

@@ -651,7 +651,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["corpus", "train", "unloop", "data", "package"])
     parser.add_argument("--work", type=Path, default=Path("build/tiny"))
-    parser.add_argument("--steps", type=int, nargs=2, default=[2600, 1200], help="of the shallow and of the deep stage")
+    parser.add_argument("--steps", type=int, nargs=2, default=[2600, 1000], help="of the shallow and of the deep stage")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30, help="of unloop")
     parser.add_argument("--conversations", type=int, default=1500)

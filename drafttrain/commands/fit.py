@@ -66,7 +66,8 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     loaded = load_target(options.target)
     drafter = _build(options, loaded)
     about, where = loaded.description, loaded.description["path"] or loaded.description["name"]
-    console.say(f"target: {about['architecture']}, {about['parameters']:,} parameters, {about['blocks']} blocks ({where})")
+    size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
+    console.say(f"target: {about['architecture']}, {size} ({where}, {about['runner']} runner)")
     console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters")
     data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
     counts = f"{data.summary['conversations']:,} conversations, {data.summary['supervised_tokens']:,} supervised tokens"

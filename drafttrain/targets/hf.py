@@ -56,13 +56,15 @@ class HFTarget(PrunedTarget):
     from a plain pass; an architecture that only fails tree masks has `trees` False.
     """
 
+    name = "hf"
+
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int] = frozenset(), frozen: bool = True) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.frozen = model, frozen
         self.stop_ids, self.trees = stop_ids, True
         config = model.config.get_text_config()
         self.shape = shape_of(config)
-        self.backbone = [model.base_model]  # in a list: already registered below `model`
+        self.backbone: list[Any] = [model.base_model]  # in a list: already registered below `model`
         self._blocks = _find_blocks(model, self.shape.blocks)
         self._captured: dict[int, Tensor] = {}
         self._wanted: frozenset[int] = frozenset()
@@ -76,6 +78,8 @@ class HFTarget(PrunedTarget):
         if frozen:
             model.requires_grad_(False).eval()
             self.fingerprint = fingerprint_of(model)
+        self._prepare()
+        if frozen:
             try:
                 self.trees = probe(self)
             except UserError:
@@ -85,6 +89,9 @@ class HFTarget(PrunedTarget):
                 raise UserError(
                     f"{type(model).__name__} cannot decode with our KV cache ({reason}); choose another target"
                 ) from error
+
+    def _prepare(self) -> None:
+        """What another runner of the same modules needs before its first forward."""
 
     @property
     def device(self) -> torch.device:
@@ -134,6 +141,9 @@ class HFTarget(PrunedTarget):
         self._captured, self._wanted = {}, frozenset(taps.blocks)
         final_BNH = self.backbone[0](**inputs).last_hidden_state
         hidden, self._captured, self._wanted = self._captured, {}, frozenset()
+        return self._outcome(final_BNH, hidden, taps, logit_row_BR)
+
+    def _outcome(self, final_BNH: Tensor, hidden: dict[int, Tensor], taps: Taps, logit_row_BR: Tensor | None) -> TargetOut:
         if taps.final:
             hidden[FINAL] = final_BNH
         if logit_row_BR is None:
@@ -145,17 +155,10 @@ class HFTarget(PrunedTarget):
 
     def _mask(self, kv: KVCache, ancestor_BNN: Tensor | None, position_BN: Tensor) -> Any:
         """Additive [B, 1, N, P]; for models that mix full and sliding layers, one per layer type."""
-        B, N = position_BN.shape
-        if ancestor_BNN is None:
-            ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=position_BN.device).tril().expand(B, N, N)
-        seen_BNP = visible(kv.length_B, kv.longest, ancestor_BNN)
-        full = _additive(seen_BNP, self.dtype)
+        full = additive(seen(kv, ancestor_BNN, position_BN, None), self.dtype)
         if self._window is None:
             return full
-        key_BP = torch.arange(seen_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
-        key_BP = key_BP.scatter(1, kv.length_B[:, None] + torch.arange(N, device=position_BN.device), position_BN)
-        near_BNP = position_BN[..., None] - key_BP[:, None] < self._window
-        sliding = _additive(seen_BNP & near_BNP, self.dtype)
+        sliding = additive(seen(kv, ancestor_BNN, position_BN, self._window), self.dtype)
         return {"full_attention": full, "sliding_attention": sliding} if self._layer_types else sliding
 
     def new_cache(self, slots: int, max_len: int) -> KVCache:
@@ -173,10 +176,23 @@ class HFTarget(PrunedTarget):
         model: Any = type(self.model)(config)
         missing = model.load_state_dict(self.model.state_dict(), strict=False).missing_keys
         assert not missing, f"a pruned copy lacks {missing}"
-        return HFTarget(model.to(self.device, torch.float32), self.stop_ids, frozen=False)
+        return type(self)(model.to(self.device, torch.float32), self.stop_ids, frozen=False)
 
 
-def _additive(seen_BNP: Tensor, dtype: torch.dtype) -> Tensor:
+def seen(kv: KVCache, ancestor_BNN: Tensor | None, position_BN: Tensor, window: int | None) -> Tensor:
+    """[B, N, P] bool: what each new position attends to: the prefix and its ancestors, within the window by position."""
+    B, N = position_BN.shape
+    if ancestor_BNN is None:
+        ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=position_BN.device).tril().expand(B, N, N)
+    seen_BNP = visible(kv.length_B, kv.longest, ancestor_BNN)
+    if window is None:
+        return seen_BNP
+    key_BP = torch.arange(seen_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
+    key_BP = key_BP.scatter(1, kv.length_B[:, None] + torch.arange(N, device=position_BN.device), position_BN)
+    return seen_BNP & (position_BN[..., None] - key_BP[:, None] < window)
+
+
+def additive(seen_BNP: Tensor, dtype: torch.dtype) -> Tensor:
     zero = torch.zeros((), dtype=dtype, device=seen_BNP.device)
     return torch.where(seen_BNP, zero, torch.finfo(dtype).min)[:, None]
 

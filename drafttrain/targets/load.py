@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from drafttrain.errors import UserError
 from drafttrain.targets import TargetOptions
+from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
@@ -43,7 +44,8 @@ def load_target(options: TargetOptions) -> LoadedTarget:
     except (OSError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason}") from error
-    target = HFTarget(model.to(device_of(options.device)), _stop_ids(model, tokenizer))
+    runner = _runner(options.runner, model)
+    target = runner(model.to(device_of(options.device)), _stop_ids(model, tokenizer))
     if len(tokenizer) > target.shape.vocab_size:
         raise UserError(
             f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
@@ -55,7 +57,11 @@ def load_target(options: TargetOptions) -> LoadedTarget:
         "revision": options.revision,
         "dtype": options.dtype,
     }
-    description |= {"architecture": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    description |= {
+        "runner": runner.name,
+        "architecture": type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     description |= {"fingerprint": target.fingerprint} | asdict(shape)
     return LoadedTarget(target, tokenizer, path, description)
 
@@ -78,6 +84,16 @@ def _path_of(options: TargetOptions) -> str:
     if not any(path.glob("*.safetensors")):
         raise UserError(f"target.path {options.path!r} has no *.safetensors weights; save the model with save_pretrained()")
     return str(path)
+
+
+def _runner(name: str, model: Any) -> type[HFTarget]:
+    """Raises UserError for an unknown runner, and for `fast` where only transformers can run the model."""
+    if name not in ("hf", "fast", "auto"):
+        raise UserError(f"target.runner is {name!r}; choose hf, fast or auto")
+    reason = why_not(model)
+    if name == "fast" and reason:
+        raise UserError(f"target.runner=fast cannot run this model: {reason}; set target.runner=hf")
+    return HFTarget if name == "hf" or reason else FastTarget
 
 
 def device_of(name: str) -> torch.device:
