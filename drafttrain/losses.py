@@ -144,9 +144,9 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     for prediction in drafter.predict(batch):
         q_MV, p_MV = prediction.head(prediction.hidden_MH), target.head(final_PH[batch.law_at(prediction.label_M)])
         label_M1 = token_P[prediction.label_M][:, None]
-        rank_M = (q_MV.topk(width, -1).indices == label_M1).int().argmax(-1)
-        outside_M = q_MV.gather(1, label_M1)[:, 0] < q_MV.topk(width, -1).values[:, -1]
-        rank_M = rank_M.masked_fill(outside_M, width)
+        best = q_MV.topk(min(width, q_MV.shape[-1]), -1).indices
+        hit_MR = best == label_M1
+        rank_M = hit_MR.int().argmax(-1).masked_fill(~hit_MR.any(-1), width)
         mass_M = torch.minimum(q_MV.float().softmax(-1), p_MV.float().softmax(-1)).sum(-1)
         if not prediction.every_step:
             if prediction.step < K:

@@ -16,7 +16,7 @@ from drafttrain.drafter import Commit, Drafter
 from drafttrain.errors import UserError
 from drafttrain.sampling import Sampling, choose
 from drafttrain.target import Taps, Target, TargetOut
-from drafttrain.tree import DraftTree, ancestors, depth
+from drafttrain.tree import DraftTree, depth
 from drafttrain.verify import Verdict, policy_for
 
 
@@ -161,7 +161,7 @@ class Wave:
         else:
             tree = drafter.propose(self.state, self.slot_B, sampling)
         drafted = perf_counter()
-        ancestor_BNN = ancestors(tree.parent_BN)
+        ancestor_BNN = tree.ancestor_BNN
         # Past the target's last position there are only drafts that the cut below drops.
         position_BN = (self.kv.length_B[:, None] + depth(ancestor_BNN)).clamp_max(self.decoder.target.shape.max_positions - 1)
         self.kv.room(tree.token_BN.shape[1])

@@ -30,6 +30,7 @@ class DraftTree:
     q_BNV: row i is the law, after the request's logits processors, that node i's *children* were sampled from
         (without replacement when there are several). None: the proposal is deterministic given the context.
     sampled_BN: row i is True where node i's children were sampled from `q_BNV[:, i]`. Required beside `q_BNV`.
+    known_BNN: `ancestors(parent_BN)`, where the shape is known beforehand.
     """
 
     token_BN: Tensor
@@ -37,6 +38,12 @@ class DraftTree:
     count_B: Tensor
     q_BNV: Tensor | None = None
     sampled_BN: Tensor | None = None
+    known_BNN: Tensor | None = None
+
+    @property
+    def ancestor_BNN(self) -> Tensor:
+        """[B, N, N] bool, as `ancestors` gives it."""
+        return ancestors(self.parent_BN) if self.known_BNN is None else self.known_BNN
 
     @staticmethod
     def chain(token_BN: Tensor, count_B: Tensor | None = None, q_BNV: Tensor | None = None) -> DraftTree:
@@ -45,13 +52,15 @@ class DraftTree:
         parent_BN = torch.arange(-1, N - 1, device=token_BN.device).expand(B, N)
         count_B = torch.full((B,), N, device=token_BN.device) if count_B is None else count_B
         sampled_BN = None if q_BNV is None else torch.ones(B, N, dtype=torch.bool, device=token_BN.device)
-        return DraftTree(token_BN, parent_BN, count_B, q_BNV, sampled_BN)
+        known_BNN = torch.ones(N, N, dtype=torch.bool, device=token_BN.device).tril().expand(B, N, N)
+        return DraftTree(token_BN, parent_BN, count_B, q_BNV, sampled_BN, known_BNN)
 
     @staticmethod
-    def static(token_BN: Tensor, parent_N: Tensor) -> DraftTree:
+    def static(token_BN: Tensor, shape: TreeShape) -> DraftTree:
         """One shape for the whole batch."""
         B, N = token_BN.shape
-        return DraftTree(token_BN, parent_N.to(token_BN.device).expand(B, N), torch.full((B,), N, device=token_BN.device))
+        count_B = torch.full((B,), N, device=token_BN.device)
+        return DraftTree(token_BN, shape.parent_N.expand(B, N), count_B, known_BNN=shape.ancestor_NN.expand(B, N, N))
 
 
 def ancestors(parent_BN: Tensor) -> Tensor:
@@ -82,6 +91,7 @@ class TreeShape:
     parent_N: Tensor
     depth_N: Tensor
     rank_N: Tensor
+    ancestor_NN: Tensor
 
     @staticmethod
     def of(paths: Sequence[Sequence[int]]) -> TreeShape:
@@ -95,9 +105,12 @@ class TreeShape:
                 raise ValueError(f"tree path {list(path)} has no parent in the tree; add {list(path[:-1])}")
             index[path] = len(index)
         parent_N = torch.tensor([-1] + [index[p[:-1]] for p in ordered])
-        return TreeShape(
-            ordered, parent_N, torch.tensor([0] + [len(p) for p in ordered]), torch.tensor([0] + [p[-1] for p in ordered])
-        )
+        depth_N, rank_N = torch.tensor([0] + [len(p) for p in ordered]), torch.tensor([0] + [p[-1] for p in ordered])
+        return TreeShape(ordered, parent_N, depth_N, rank_N, ancestors(parent_N[None])[0])
+
+    def to(self, device: torch.device) -> TreeShape:
+        tensors = (self.parent_N, self.depth_N, self.rank_N, self.ancestor_NN)
+        return TreeShape(self.paths, *(t.to(device) for t in tensors))
 
     @property
     def max_depth(self) -> int:

@@ -526,7 +526,7 @@ def data(work: Path, conversations: int, questions: int) -> None:
     model = LlamaForCausalLM.from_pretrained(work / "final", dtype=torch.float32).eval()
     rng = random.Random(SEED + 3)
     torch.manual_seed(SEED + 3)
-    asked = [(t, ids) for _, t in split_tasks("drafter", rng, 40) if len(ids := ask(tokenizer, t)) <= 384][:conversations]
+    asked = [(t, ids) for _, t in split_tasks("drafter", rng, 40) if len(ids := ask(tokenizer, t)) <= 256][:conversations]
     half = len(asked) * 2 // 3
     replies = generate(model, [ids for _, ids in asked[:half]], 144, batch=64)
     replies += generate(model, [ids for _, ids in asked[half:]], 144, batch=64, temperature=0.8)
@@ -582,16 +582,16 @@ a fixture for drafters and their decoder, not a model to use for anything else.
 | | |
 |---|---|
 | parameters | {parameters:,} ({blocks} blocks, hidden {hidden}, {heads} heads over {kv_heads} KV heads of 32, untied head, context {context}) |
-| tokenizer | byte-level BPE, {vocab} tokens, GPT-2 pre-tokenizer, ChatML template with generation marks, reserved `<|mask|>` |
+| tokenizer | byte-level BPE, {vocab} tokens, GPT-2 pre-tokenizer, ChatML-like template with generation marks (the role ends in `<|im_sep|>`), reserved `<|mask|>` |
 | training tokens seen | {tokens:,} |
 | text | {files:,} Python files, {megabytes:.1f} MB: the standard library of Python {python} (PSF-2.0); {packages} |
 | held out | {held_files} standard-library files: perplexity {perplexity:.1f} per token, {bits:.2f} bits per byte |
 | greedy outputs of 128 tokens that end in a loop | {loop_share:.0%} of the {prompts} evaluation prompts, {candidate_loop_share:.0%} of all {candidates} held-out candidates |
 | corpus SHA-256 | `{sha}` |
 
-Made by `python scripts/make_tiny_target.py corpus|train|unloop|data|package` (seeded; `--help` tells each stage). A shallow model was
-trained first (700 steps) and grown to full depth (stopped at step 400 of 430, the learning rate 12 % of its peak; all but the last five
-steps in windows of 512 tokens); then loops in the model's own greedy text were pushed down (24 rounds of sequence-level unlikelihood).
+Made by `python scripts/make_tiny_target.py corpus|train|unloop|data|package` (seeded; `--help` tells each stage). A model of four blocks
+was trained first ({shallow:,} steps of 8,192 tokens) and grown to full depth ({deep:,} steps, windows of 256, then 512 tokens, the last
+8 % whole contexts); then loops in the model's own greedy text were pushed down ({rounds} rounds of sequence-level unlikelihood).
 
 Files are split by a hash of their name. Beside the model lie `train.jsonl.gz`, {conversations:,} conversations whose questions come
 from {drafter_files} files that the model never saw and whose replies are the model's own (two thirds greedy, one third at temperature
@@ -603,7 +603,7 @@ Weights, tokenizer and replies: Apache-2.0. The questions quote the standard lib
 """
 
 
-def package(work: Path) -> None:
+def package(work: Path, steps: list[int], rounds: int) -> None:
     """The model card, and all files into drafttrain/assets."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     model = LlamaForCausalLM.from_pretrained(work / "final", dtype=torch.float32).eval()
@@ -641,6 +641,9 @@ def package(work: Path) -> None:
         drafter_files=corpus_facts["files"]["drafter"],
         prompts=data_facts["prompts"],
         full=data_facts["full_length_outputs"],
+        shallow=steps[0],
+        deep=steps[1],
+        rounds=rounds,
         prompt_files=data_facts["prompt_files"],
     )
     (tiny / "README.md").write_text(card)
@@ -654,7 +657,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs=2, default=[2600, 1000], help="of the shallow and of the deep stage")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30, help="of unloop")
-    parser.add_argument("--conversations", type=int, default=1500)
+    parser.add_argument("--conversations", type=int, default=2400)
     parser.add_argument("--questions", type=int, default=56)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -668,7 +671,7 @@ def main() -> None:
     elif args.stage == "data":
         data(args.work, args.conversations, args.questions)
     else:
-        package(args.work)
+        package(args.work, args.steps, args.rounds)
 
 
 if __name__ == "__main__":

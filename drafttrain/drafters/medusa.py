@@ -54,6 +54,7 @@ class MedusaState:
 
     hidden_SH: Tensor
     root_S: Tensor
+    shape: TreeShape  # on the drafter's device
 
 
 class Medusa(Drafter):
@@ -114,7 +115,8 @@ class Medusa(Drafter):
 
     def open(self, slots: int, max_len: int) -> MedusaState:
         like = next(self.heads.parameters())
-        return MedusaState(like.new_zeros(slots, self._width), torch.zeros(slots, dtype=torch.long, device=like.device))
+        root_S = torch.zeros(slots, dtype=torch.long, device=like.device)
+        return MedusaState(like.new_zeros(slots, self._width), root_S, self.shape.to(like.device))
 
     def reset(self, state: MedusaState, slot_R: Tensor) -> None:
         state.hidden_SH[slot_R], state.root_S[slot_R] = 0.0, 0
@@ -126,12 +128,12 @@ class Medusa(Drafter):
         state.root_S[slot_B[row_B]] = commit.next_BA[row_B, last_B]
 
     def propose(self, state: MedusaState, slot_B: Tensor, sampling: Sampling) -> DraftTree:
-        hidden_BH, ranks = state.hidden_SH[slot_B], self.shape.max_rank + 1
+        hidden_BH, shape, ranks = state.hidden_SH[slot_B], state.shape, self.shape.max_rank + 1
         top_KBR = torch.stack(
             [self._output(k)(self.heads[k](hidden_BH)).topk(ranks, -1).indices for k in range(self.shape.max_depth)]
         )
-        draft_BN = top_KBR[self.shape.depth_N[1:] - 1, :, self.shape.rank_N[1:]].T
-        return DraftTree.static(torch.cat([state.root_S[slot_B][:, None], draft_BN], 1), self.shape.parent_N)
+        draft_BN = top_KBR[shape.depth_N[1:] - 1, :, shape.rank_N[1:]].T
+        return DraftTree.static(torch.cat([state.root_S[slot_B][:, None], draft_BN], 1), shape)
 
     def paths(self) -> list[Path]:
         return list(self.shape.paths)

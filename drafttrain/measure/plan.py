@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 LEAST_PROMPTS = 40  # acceptance rests on so many, whatever the budget (or on all, when there are fewer)
-ACCEPTANCE_SHARE = 0.6  # of the budget at most, when there are more
+ACCEPTANCE_SHARE = 0.5  # of the budget at most, when there are more
 
 
 @dataclass

@@ -32,7 +32,10 @@ def test_worked_example() -> None:
     assert shape.parent_N.tolist() == [-1, 0, 0, 1]
     assert shape.depth_N.tolist() == [0, 1, 1, 2]
     assert shape.rank_N.tolist() == [0, 0, 1, 0]
-    assert DraftTree.chain(torch.zeros(1, 3, dtype=torch.long)).parent_BN.tolist() == [[-1, 0, 1]]
+    chain = DraftTree.chain(torch.zeros(1, 3, dtype=torch.long))
+    assert chain.parent_BN.tolist() == [[-1, 0, 1]]
+    for tree in (chain, DraftTree.static(torch.zeros(2, 4, dtype=torch.long), shape)):
+        assert torch.equal(tree.ancestor_BNN, ancestors(tree.parent_BN))
 
 
 @pytest.mark.parametrize("paths", [[(0, 0)], [(0,), (0,)], [()]])

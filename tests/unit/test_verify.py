@@ -145,7 +145,7 @@ def test_deterministic_trees_leave_the_targets_law(
     recorder, logits_of, shape = Recorder(monkeypatch), model(1), TreeShape.of(paths)
     for tokens in ([1, 3, 0, 2, 4], [4, 2, 1, 0, 3]):
         token = [0] + [(tokens[shape.rank_N[i]] + int(shape.parent_N[i])) % V for i in range(1, len(shape.parent_N))]
-        tree = DraftTree.static(torch.tensor([token]), shape.parent_N)
+        tree = DraftTree.static(torch.tensor([token]), shape)
         outcome = given_tree(tree, tree_logits(tree, logits_of), sampling, recorder)
         length = shape.max_depth + 1
         assert total_variation(marginal(outcome, logits_of, sampling, length), target_law(logits_of, sampling, length)) < 1e-12
@@ -218,7 +218,7 @@ def test_greedy_takes_the_deepest_path_of_argmaxes_and_ignores_padding() -> None
     token = torch.tensor([[9, 1, 2, 3, 4]]) % V
     logits = torch.zeros(1, 5, V)
     logits[0, 0, 2], logits[0, 2, 4], logits[0, 4, 1] = 1.0, 1.0, 1.0
-    tree = DraftTree.static(token, shape.parent_N)
+    tree = DraftTree.static(token, shape)
     mask = ancestors(tree.parent_BN)
     verdict = greedy(tree, mask, logits, mask.sum(-1) - 1, Sampling())
     assert verdict.path_BA.tolist() == [[0, 2, 4]] and verdict.bonus_B.tolist() == [1]
