@@ -496,7 +496,7 @@ def unloop(work: Path, rounds: int) -> None:
         replies = generate(model, [ids for _, ids in asked[:32]], 128)
         model.train()
         found = zip(asked[:32], replies, strict=True)
-        guilty = [(ids, reply, flagged) for (_, ids), reply in found if any(flagged := repeats(reply))][:12]
+        guilty = [(ids, reply, flagged) for (_, ids), reply in found if any(flagged := repeats(reply))][:20]
         text = batches.take(4, 512, chat_share=0.5)
         loss = F.cross_entropy(model(text[:, :-1]).logits.flatten(0, 1), text[:, 1:].flatten())
         answers = replies_loss(model, tokenizer, [t for t, _ in asked[32:]])
@@ -548,10 +548,11 @@ def questions_from(
     """Write the evaluation prompts; facts about the model's greedy answers to them and to all candidates."""
     rng = random.Random(SEED + 4)
     candidates = [(n, t) for n, t in split_tasks("held_out", rng, 40) if 24 <= len(ask(tokenizer, t)) <= 256]
-    candidates = [c for c in candidates if c[1][0] != "document"][: 4 * questions]
+    candidates = [c for c in candidates if c[1][0] != "document"][: 6 * questions]
     outputs = generate(model, [ask(tokenizer, t) for _, t in candidates], 128, batch=64)
-    # a stable sort: answers that use all 128 tokens first, so that acceptance rests on as many tokens as can be
-    order = sorted(range(len(candidates)), key=lambda i: len(outputs[i]) < 128)[:questions]
+    # Answers that use all 128 tokens first, so that acceptance rests on as many as can be, and loops last: a loop is
+    # accepted whole and would flatter every drafter. The sort is stable.
+    order = sorted(range(len(candidates)), key=lambda i: (ends_in_loop(outputs[i]), len(outputs[i]) < 128))[:questions]
     prompts = []
     for i in order:
         name, task = candidates[i]
@@ -586,7 +587,7 @@ a fixture for drafters and their decoder, not a model to use for anything else.
 | training tokens seen | {tokens:,} |
 | text | {files:,} Python files, {megabytes:.1f} MB: the standard library of Python {python} (PSF-2.0); {packages} |
 | held out | {held_files} standard-library files: perplexity {perplexity:.1f} per token, {bits:.2f} bits per byte |
-| greedy outputs of 128 tokens that end in a loop | {loop_share:.0%} of the {prompts} evaluation prompts, {candidate_loop_share:.0%} of all {candidates} held-out candidates |
+| greedy outputs of 128 tokens that end in a loop | {candidate_loop_share:.0%} of {candidates} held-out prompts, {loop_share:.0%} of the {prompts} chosen from them for evaluation |
 | corpus SHA-256 | `{sha}` |
 
 Made by `python scripts/make_tiny_target.py corpus|train|unloop|data|package` (seeded; `--help` tells each stage). A model of four blocks
@@ -596,7 +597,7 @@ was trained first ({shallow:,} steps of 8,192 tokens) and grown to full depth ({
 Files are split by a hash of their name. Beside the model lie `train.jsonl.gz`, {conversations:,} conversations whose questions come
 from {drafter_files} files that the model never saw and whose replies are the model's own (two thirds greedy, one third at temperature
 0.8), and `prompts.jsonl`, {prompts} questions from {prompt_files} held-out files that neither model nor drafters saw, those first whose greedy answer
-uses all 128 tokens ({full} of them).
+uses all 128 tokens ({full} of them), none that ends in a loop.
 
 Weights, tokenizer and replies: Apache-2.0. The questions quote the standard library (PSF-2.0, (c) Python Software Foundation) and
 {packages}.
@@ -656,8 +657,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/tiny"))
     parser.add_argument("--steps", type=int, nargs=2, default=[2600, 1000], help="of the shallow and of the deep stage")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=30, help="of unloop")
-    parser.add_argument("--conversations", type=int, default=2400)
+    parser.add_argument("--rounds", type=int, default=64, help="of unloop")
+    parser.add_argument("--conversations", type=int, default=2000)
     parser.add_argument("--questions", type=int, default=56)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from drafttrain.data.chat import Encoded, encode
 from drafttrain.data.sources import Conversation, read_conversations
 from drafttrain.errors import UserError
 
+WINDOW = 16  # batches that are sorted by length together
 BAR_FROM = 2000  # conversations: fewer are tokenised before a bar would be read
 
 
@@ -36,9 +37,20 @@ class Dataset:
     summary: dict[str, Any]
     seed: int = 0
 
-    def order(self, epoch: int) -> list[int]:
-        """The training conversations' order in this epoch (from 0)."""
-        return [int(i) for i in _generator(self.seed, 1 + epoch).permutation(len(self.train))]
+    def order(self, epoch: int, size: int) -> list[int]:
+        """The training conversations' order in this epoch (from 0): shuffled, then batches of like lengths.
+
+        Each window of `WINDOW` batches is sorted by length and its batches shuffled, so that little of a batch is padding.
+        """
+        generator = _generator(self.seed, 1 + epoch)
+        shuffled, order = [int(i) for i in generator.permutation(len(self.train))], []
+        for start in range(0, len(shuffled), WINDOW * size):
+            window = sorted(shuffled[start : start + WINDOW * size], key=lambda i: len(self.train[i].token_ids))
+            batches = [window[i : i + size] for i in range(0, len(window), size)]
+            for b in generator.permutation(len(window) // size):
+                order += batches[b]
+            order += window[len(window) // size * size :]
+        return order
 
     def global_batch(self, step: int, size: int) -> list[Encoded]:
         """The `size` conversations of this step (from 0), for all processes together. Batches run on across epochs."""
@@ -46,7 +58,7 @@ class Dataset:
         for place in range(first, first + size):
             epoch, index = divmod(place, len(self.train))
             if epoch not in orders:
-                orders[epoch] = self.order(epoch)
+                orders[epoch] = self.order(epoch, size)
             batch.append(self.train[orders[epoch][index]])
         return batch
 

@@ -65,10 +65,9 @@ class HFTarget(PrunedTarget):
         config = model.config.get_text_config()
         self.shape = shape_of(config)
         self.backbone: list[Any] = [model.base_model]  # in a list: already registered below `model`
-        self._blocks = _find_blocks(model, self.shape.blocks)
         self._captured: dict[int, Tensor] = {}
         self._wanted: frozenset[int] = frozenset()
-        for number, block in enumerate(self._blocks):
+        for number, block in enumerate(_find_blocks(model, self.shape.blocks)):
             block.register_forward_hook(self._hook(number))
         self._layer_types = set(getattr(config, "layer_types", None) or ())
         self._window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -92,6 +91,10 @@ class HFTarget(PrunedTarget):
 
     def _prepare(self) -> None:
         """What another runner of the same modules needs before its first forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> TargetOut:
+        """Straight to `forward`: a module's hooks, DeepSpeed's for one, know no TargetOut."""
+        return self.forward(*args, **kwargs)
 
     @property
     def device(self) -> torch.device:

@@ -170,9 +170,10 @@ class Engine:
                 f"{directory} was written by {saved['processes']} processes at ZeRO stage {saved['zero_stage']}, "
                 f"this run has {self.world.size} at stage {self.stage}; resume with the same, or start anew without resume"
             )
-        parameters = dict(self.engine.module.named_parameters())
-        context = self._gathered(list(parameters.values()), modifier_rank=0) if self.stage == 3 else contextlib.nullcontext()
-        with context, torch.no_grad():
+        module = self.engine.module
+        parameters = dict(module.named_parameters(remove_duplicate=False))  # a tied matrix has two names
+        gathered = self._gathered(list(module.parameters()), modifier_rank=0) if self.stage == 3 else contextlib.nullcontext()
+        with gathered, torch.no_grad():
             for name, tensor in weights.items():
                 parameters[name].copy_(tensor)
         tensors = load_file(directory / f"optimizer-{self.world.rank:05d}.safetensors")
@@ -189,6 +190,10 @@ class Engine:
         return getattr(self._wrapped, "optimizer", self._wrapped)
 
     def _shares(self) -> Iterator[tuple[str, Tensor]]:
+        """What this process optimises, named. ZeRO-3 shows its partitions to the optimiser only while it steps."""
+        if self.stage == 3:
+            yield from ((str(i), part) for i, part in enumerate(self._wrapped.fp32_partitioned_groups_flat))
+            return
         for g, group in enumerate(self._base.param_groups):
             for i, parameter in enumerate(group["params"]):
                 yield f"{g}.{i}", parameter

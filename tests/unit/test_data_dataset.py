@@ -132,7 +132,7 @@ def test_every_epoch_visits_every_conversation_once(count: int, size: int, seed:
 def test_batches_depend_on_seed_and_step_alone() -> None:
     assert firsts(data(50).global_batch(7, 4)) == firsts(data(50).global_batch(7, 4))
     assert firsts(data(50).global_batch(7, 4)) != firsts(data(50, seed=1).global_batch(7, 4))
-    assert data(50).order(0) != data(50).order(1)
+    assert data(50).order(0, 4) != data(50).order(1, 4)
 
 
 @settings(deadline=None)
