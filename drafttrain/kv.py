@@ -22,8 +22,8 @@ class KVCache:
     def __init__(self, layers: int, slots: int, max_len: int, device: torch.device | str = "cpu") -> None:
         self.layers, self.slots, self.max_len = layers, slots, max_len
         self.length_S = torch.zeros(slots, dtype=torch.long, device=device)
-        self._keys: list[Tensor | None] = [None] * layers
-        self._values: list[Tensor | None] = [None] * layers
+        self._stores: list[Tensor] = []  # each [layers or 1, 2, S, h, P, D]; one, unless layers differ in shape
+        self._layers: list[Tensor | None] = [None] * layers  # [2, S, h, P, D] of each, in one of the stores
         self.rows(torch.arange(slots, device=device))
 
     def rows(self, slot_B: Tensor) -> None:
@@ -71,13 +71,17 @@ class KVCache:
         return keys[self.slot_B, :, :P], values[self.slot_B, :, :P]
 
     def _storage(self, layer: int, like_BhND: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self._keys[layer], self._values[layer]
-        if keys is None or values is None:
+        both = self._layers[layer]
+        if both is None:
             _, heads, _, width = like_BhND.shape
-            keys = like_BhND.new_zeros(self.slots, heads, self.max_len, width)
-            values = torch.zeros_like(keys)
-            self._keys[layer], self._values[layer] = keys, values
-        return keys, values
+            shape = (2, self.slots, heads, self.max_len, width)
+            if not self._stores:
+                self._stores.append(like_BhND.new_zeros(self.layers, *shape))
+            elif self._stores[0].shape[1:] != shape:
+                self._stores.append(like_BhND.new_zeros(1, *shape))
+            both = self._stores[0][layer] if self._stores[0].shape[1:] == shape else self._stores[-1][0]
+            self._layers[layer] = both
+        return both[0], both[1]
 
     def keep(self, path_BA: Tensor, count_B: Tensor) -> None:
         """Commit the scratch positions named by `path_BA` (tree nodes, root first), `count_B` of each row; drop the rest.
@@ -92,9 +96,8 @@ class KVCache:
             source_BA = self.length_B[:, None] + torch.where(column_A < count_B[:, None], path_BA, column_A)
             source_BA = source_BA.clamp_max(self.max_len - 1)
             row_B1 = self.slot_B[:, None]
-            for tensor in (*self._keys, *self._values):
-                if tensor is not None:
-                    tensor[row_B1, :, target_BA] = tensor[row_B1, :, source_BA]
+            for store in self._stores:
+                store[:, :, row_B1, :, target_BA] = store[:, :, row_B1, :, source_BA]
         self.length_S[self.slot_B] = self.length_B + count_B
         self._refresh()
 

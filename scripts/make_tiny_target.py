@@ -550,9 +550,12 @@ def questions_from(
     candidates = [(n, t) for n, t in split_tasks("held_out", rng, 40) if 24 <= len(ask(tokenizer, t)) <= 256]
     candidates = [c for c in candidates if c[1][0] != "document"][: 6 * questions]
     outputs = generate(model, [ask(tokenizer, t) for _, t in candidates], 128, batch=64)
-    # Answers that use all 128 tokens first, so that acceptance rests on as many as can be, and loops last: a loop is
-    # accepted whole and would flatter every drafter. The sort is stable.
-    order = sorted(range(len(candidates)), key=lambda i: (ends_in_loop(outputs[i]), len(outputs[i]) < 128))[:questions]
+    # Answers that use all 128 tokens first, so that acceptance rests on as many as can be. Those are the ones that loop,
+    # and a loop is accepted whole: they may be no larger a share than they are of all answers. The sort is stable.
+    looping, full = [ends_in_loop(o) for o in outputs], [len(o) == 128 for o in outputs]
+    spare = round(sum(looping) / len(outputs) * questions)
+    ranks = [2 if looping[i] and sum(looping[:i]) >= spare else 1 - full[i] for i in range(len(outputs))]
+    order = sorted(range(len(candidates)), key=lambda i: ranks[i])[:questions]
     prompts = []
     for i in order:
         name, task = candidates[i]
@@ -597,7 +600,7 @@ was trained first ({shallow:,} steps of 8,192 tokens) and grown to full depth ({
 Files are split by a hash of their name. Beside the model lie `train.jsonl.gz`, {conversations:,} conversations whose questions come
 from {drafter_files} files that the model never saw and whose replies are the model's own (two thirds greedy, one third at temperature
 0.8), and `prompts.jsonl`, {prompts} questions from {prompt_files} held-out files that neither model nor drafters saw, those first whose greedy answer
-uses all 128 tokens ({full} of them), none that ends in a loop.
+uses all 128 tokens ({full} of them), and loops no more often than over all held-out prompts.
 
 Weights, tokenizer and replies: Apache-2.0. The questions quote the standard library (PSF-2.0, (c) Python Software Foundation) and
 {packages}.

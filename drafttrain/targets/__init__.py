@@ -15,5 +15,5 @@ class TargetOptions:
     dtype: str = "float32"  # float32 | bfloat16 | float16
     device: str = "auto"  # auto | cpu | cuda | cuda:1 ...
     attention: str = "sdpa"  # transformers' attn_implementation: sdpa | eager
-    runner: str = "hf"  # hf: transformers' forward. fast: our own, for the Llama family. auto: fast where it can
+    runner: str = "auto"  # fast: our own forward, for the Llama family. hf: transformers'. auto: fast where it can
     trust_remote_code: bool = False

@@ -17,6 +17,8 @@ from drafttrain.target import Taps, TargetOut
 from drafttrain.targets.hf import HFTarget, additive, seen
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+PACKED_ROWS, PACKED_FOR = 64, 16  # rows that use a packed weight at most, and those it is packed for
+PACKED_BYTES = 2**31  # of weights at most: packing doubles them
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # angles that depend on the position alone
 
 
@@ -36,29 +38,39 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 class Joint:
-    """Linear maps of one input as one product. Until `join`, each is computed by itself, as training needs."""
+    """Linear maps of one input as one product. Until `join`, each is computed by itself, as training needs.
+
+    On a CPU a float32 weight is also kept in oneDNN's order: a verification's few rows are then multiplied without
+    packing the weight anew each time, which costs as much as the product (docs/log.md). One row is read faster as it is.
+    """
 
     def __init__(self, parts: list[nn.Linear]) -> None:
         self.parts = parts
+        self.split()
+
+    def split(self) -> None:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
+        self.packed: Tensor | None = None
 
     def __call__(self, x_H: Tensor) -> Tensor:
         if self.weight is None:
-            return torch.cat([part(x_H) for part in self.parts], -1)
+            return self.parts[0](x_H) if len(self.parts) == 1 else torch.cat([part(x_H) for part in self.parts], -1)
+        if self.packed is not None and 1 < x_H.numel() // x_H.shape[-1] <= PACKED_ROWS:
+            return torch.ops.mkldnn._linear_pointwise(x_H, self.packed, self.bias, "none", [], "")
         return F.linear(x_H, self.weight, self.bias)
 
-    def join(self, share: bool) -> None:
+    def join(self, share: bool, pack: bool) -> None:
         """share: the parts become views of the joined weight, so that it takes no memory of its own."""
-        self.weight = torch.cat([part.weight.detach() for part in self.parts])
+        weights = [part.weight.detach() for part in self.parts]
+        self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         biases = [part.bias.detach() for part in self.parts if part.bias is not None]
         self.bias = torch.cat(biases) if biases else None
-        if share:
+        if share and len(weights) > 1:
             for part, rows in zip(self.parts, self.weight.split([p.out_features for p in self.parts]), strict=True):
                 part.weight.data = rows
-
-    def split(self) -> None:
-        self.weight = self.bias = None
+        if pack:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_FOR)
 
 
 class Block:
@@ -73,7 +85,7 @@ class Block:
             Joint([attention.q_proj, attention.k_proj, attention.v_proj]),
             Joint([mlp.gate_proj, mlp.up_proj]),
         )
-        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.out, self.down = Joint([attention.o_proj]), Joint([mlp.down_proj])
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
 
@@ -87,9 +99,13 @@ class Block:
         else:
             q_BNhD, k_BNhD = angles.turn(norm(self.q_norm, q_BNhD)), angles.turn(norm(self.k_norm, k_BNhD))
         attended_BNI = self._attend(q_BNhD, k_BNhD.transpose(1, 2), v_BNhD.transpose(1, 2), kv, number, mask)
-        x_BNH = plus(x_BNH, self.out, attended_BNI)
+        x_BNH = x_BNH + self.out(attended_BNI)
         gate, up = self.gate_up(norm(self.between, x_BNH)).chunk(2, -1)
-        return plus(x_BNH, self.down, F.silu(gate) * up)
+        return x_BNH + self.down(F.silu(gate) * up)
+
+    @property
+    def joints(self) -> tuple[Joint, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
 
     def _attend(
         self, q_BNhD: Tensor, k_BhND: Tensor, v_BhND: Tensor, kv: KVCache | None, number: int, mask: Tensor | None
@@ -119,14 +135,9 @@ class Angles:
 
 
 def norm(module: Any, x_H: Tensor) -> Tensor:
+    if module.weight.requires_grad:  # trained, perhaps sharded: its own forward has DeepSpeed's hooks
+        return module(x_H)
     return F.rms_norm(x_H, (x_H.shape[-1],), module.weight, module.variance_epsilon)
-
-
-def plus(x_BNH: Tensor, linear: nn.Linear, y_BNI: Tensor) -> Tensor:
-    """x + linear(y), the sum inside the product where there is no bias."""
-    if linear.bias is not None or torch.is_grad_enabled():
-        return x_BNH + linear(y_BNI)
-    return torch.addmm(x_BNH.flatten(0, 1), y_BNI.flatten(0, 1), linear.weight.t()).view_as(x_BNH)
 
 
 class FastTarget(HFTarget):
@@ -142,23 +153,32 @@ class FastTarget(HFTarget):
         self._chain = [
             Block(layer, window if sliding else None) for layer, sliding in zip(backbone.layers, slides, strict=True)
         ]
+        self._head = Joint([self.model.get_output_embeddings()])
         self._windows = {block.window for block in self._chain}
         self._angles: tuple[Tensor, Tensor] | None = None
         if self.frozen:
             self._join(share=True)
 
     def _join(self, share: bool) -> None:
-        for block in self._chain:
-            block.qkv.join(share)
-            block.gate_up.join(share)
+        size = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        pack = self.device.type == "cpu" and self.dtype == torch.float32 and size <= PACKED_BYTES
+        pack = pack and torch.backends.mkldnn.is_available()
+        for joint in self._joints:
+            joint.join(share, pack)
 
     def train(self, mode: bool = True) -> FastTarget:
         super().train(mode)
         if mode and not self.frozen:
-            for block in self._chain:
-                block.qkv.split()
-                block.gate_up.split()
+            for joint in self._joints:
+                joint.split()
         return self
+
+    @property
+    def _joints(self) -> list[Joint]:
+        return [self._head, *(joint for block in self._chain for joint in block.joints)]
+
+    def head(self, hidden_H: Tensor) -> Tensor:
+        return self._head(hidden_H)
 
     def new_cache(self, slots: int, max_len: int) -> KVCache:
         if not self.frozen and not self.training:  # a trained copy that begins to decode
