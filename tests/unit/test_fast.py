@@ -1,4 +1,4 @@
-"""Our runner of the Llama family: transformers' logits, its trees, its gradients, and no second copy of the weights."""
+"""Our runner of the Llama family: transformers' logits, its trees, its gradients, and weights that are joined in place."""
 
 import pytest
 import torch
@@ -90,6 +90,16 @@ def test_joined_weights_are_shared_and_follow_training() -> None:
             copy.train()
             for parameter in copy.parameters():
                 parameter.mul_(0.9)
+
+
+def test_the_head_passes_gradients_on() -> None:
+    """A drafter may train through the target's own head, on as few rows as a verification has."""
+    target, gradients = FastTarget(tiny_model()), []
+    for head in (target.head, target.model.get_output_embeddings()):
+        hidden = torch.linspace(-1, 1, 3 * 32).view(3, 32).requires_grad_()
+        head(hidden).logsumexp(-1).sum().backward()
+        gradients.append(hidden.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def test_without_logits_blocks_past_the_last_tap_are_left_out() -> None:
