@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,15 @@ class Dataset:
     held_out: list[Encoded]
     summary: dict[str, Any]
     seed: int = 0
+    _orders: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)  # of the epochs in use
 
     def order(self, epoch: int, size: int) -> list[int]:
         """The training conversations' order in this epoch (from 0): shuffled, then batches of like lengths.
 
         Each window of `WINDOW` batches is sorted by length and its batches shuffled, so that little of a batch is padding.
         """
+        if (epoch, size) in self._orders:
+            return self._orders[epoch, size]
         generator = _generator(self.seed, 1 + epoch)
         shuffled, order = [int(i) for i in generator.permutation(len(self.train))], []
         for start in range(0, len(shuffled), WINDOW * size):
@@ -50,16 +53,17 @@ class Dataset:
             for b in generator.permutation(len(window) // size):
                 order += batches[b]
             order += window[len(window) // size * size :]
+        while len(self._orders) > 1:  # a batch spans two epochs at most, unless the data is smaller than a batch
+            self._orders.pop(next(iter(self._orders)))
+        self._orders[epoch, size] = order
         return order
 
     def global_batch(self, step: int, size: int) -> list[Encoded]:
         """The `size` conversations of this step (from 0), for all processes together. Batches run on across epochs."""
-        first, orders, batch = step * size, {}, []
+        first, batch = step * size, []
         for place in range(first, first + size):
             epoch, index = divmod(place, len(self.train))
-            if epoch not in orders:
-                orders[epoch] = self.order(epoch, size)
-            batch.append(self.train[orders[epoch][index]])
+            batch.append(self.train[self.order(epoch, size)[index]])
         return batch
 
 
