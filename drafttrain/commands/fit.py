@@ -68,6 +68,8 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     about, where = loaded.description, loaded.description["path"] or loaded.description["name"]
     size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
     console.say(f"target: {about['architecture']}, {size} ({where}, {about['runner']} runner)")
+    if about["runner_reason"]:
+        console.say(f"the fast runner cannot run this target: {about['runner_reason']}")
     console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters")
     data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
     counts = f"{data.summary['conversations']:,} conversations, {data.summary['supervised_tokens']:,} supervised tokens"

@@ -59,6 +59,7 @@ def load_target(options: TargetOptions) -> LoadedTarget:
     }
     description |= {
         "runner": runner.name,
+        "runner_reason": why_not(model) if options.runner == "auto" else None,
         "architecture": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
     }

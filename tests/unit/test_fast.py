@@ -120,5 +120,9 @@ def test_what_it_cannot_run_is_named(tmp_path) -> None:
     assert type(load_target(TargetOptions(runner="hf")).target) is HFTarget
     assert type(load_target(TargetOptions()).target) is FastTarget
     assert load_target(TargetOptions(runner="fast")).description["runner"] == "fast"
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    load_target(TargetOptions()).tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"runner=fast cannot run this model: GPT2LMHeadModel"):
+        load_target(TargetOptions(name="hf", path=str(tmp_path), runner="fast"))
     with pytest.raises(UserError, match="choose hf, fast or auto"):
         load_target(TargetOptions(runner="vllm"))
