@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Commit, Drafter
@@ -48,6 +49,41 @@ class MedusaHead(nn.Module):
         return x_H
 
 
+class Stack:
+    """All heads' weights by kind, [K, out, in], so that decoding computes each layer of all heads as one product.
+
+    Frozen heads become views of it, so that it takes no memory of its own; those in training are copied.
+    """
+
+    def __init__(self, heads: Sequence[MedusaHead]) -> None:
+        self.heads = heads
+        linears = zip(*([block.linear for block in head.blocks] for head in heads), strict=True)
+        self.blocks = [(joined([m.weight for m in layer]), joined([m.bias for m in layer])) for layer in linears]
+        outputs = [head.output.weight for head in heads if head.output is not None]
+        self.output_KVH = joined(outputs) if outputs else None
+
+    @property
+    def current(self) -> bool:
+        """Whether the heads are still views of this."""
+        first = next(self.heads[0].parameters())
+        return not first.requires_grad and first.data_ptr() == self.blocks[0][0].data_ptr()
+
+    def hidden(self, hidden_BH: Tensor, heads: int) -> Tensor:
+        """[heads, B, H]: what the first `heads` heads give to their output matrices."""
+        x_KBH = hidden_BH.expand(heads, -1, -1)
+        for weight_KHH, bias_KH in self.blocks:
+            x_KBH = x_KBH + F.silu(torch.baddbmm(bias_KH[:heads, None], x_KBH, weight_KHH[:heads].transpose(1, 2)))
+        return x_KBH
+
+
+def joined(parameters: list[Tensor]) -> Tensor:
+    whole = torch.stack([p.detach() for p in parameters])
+    if not parameters[0].requires_grad:
+        for p, part in zip(parameters, whole, strict=True):
+            p.data = part
+    return whole
+
+
 @dataclass
 class MedusaState:
     """The target's post-norm state at the last committed position, and the root token, per slot."""
@@ -55,6 +91,7 @@ class MedusaState:
     hidden_SH: Tensor
     root_S: Tensor
     shape: TreeShape  # on the drafter's device
+    stack: Stack
 
 
 class Medusa(Drafter):
@@ -81,6 +118,7 @@ class Medusa(Drafter):
         self._width = shape.hidden_size
         self._target = [target]  # in a list: read, never trained or saved with the drafter
         self._fixed = options.tree is not None
+        self._stack: Stack | None = None
         self.shape = self._checked(options.tree or [[0] * d for d in range(1, options.heads + 1)])
 
     def _checked(self, paths: Sequence[Sequence[int]]) -> TreeShape:
@@ -94,10 +132,11 @@ class Medusa(Drafter):
     def _output(self, k: int) -> Callable[[Tensor], Tensor]:
         """Head k's output matrix: its own, or the target's, which works in the target's dtype."""
         own: nn.Linear | None = self.heads[k].output  # type: ignore[assignment]
-        if own is not None:
-            return own
+        return own if own is not None else self._shared
+
+    def _shared(self, hidden_H: Tensor) -> Tensor:
         target = self._target[0]
-        return lambda hidden_H: target.head(hidden_H.to(target.head_weight.dtype))
+        return target.head(hidden_H.to(target.head_weight.dtype))
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Head k (from 0) predicts the token k + 2 positions after its source: one past the root for the first."""
@@ -116,7 +155,9 @@ class Medusa(Drafter):
     def open(self, slots: int, max_len: int) -> MedusaState:
         like = next(self.heads.parameters())
         root_S = torch.zeros(slots, dtype=torch.long, device=like.device)
-        return MedusaState(like.new_zeros(slots, self._width), root_S, self.shape.to(like.device))
+        if self._stack is None or not self._stack.current:
+            self._stack = Stack(list(self.heads))  # type: ignore[arg-type]
+        return MedusaState(like.new_zeros(slots, self._width), root_S, self.shape.to(like.device), self._stack)
 
     def reset(self, state: MedusaState, slot_R: Tensor) -> None:
         state.hidden_SH[slot_R], state.root_S[slot_R] = 0.0, 0
@@ -128,10 +169,13 @@ class Medusa(Drafter):
         state.root_S[slot_B[row_B]] = commit.next_BA[row_B, last_B]
 
     def propose(self, state: MedusaState, slot_B: Tensor, sampling: Sampling) -> DraftTree:
-        hidden_BH, shape, ranks = state.hidden_SH[slot_B], state.shape, self.shape.max_rank + 1
-        top_KBR = torch.stack(
-            [self._output(k)(self.heads[k](hidden_BH)).topk(ranks, -1).indices for k in range(self.shape.max_depth)]
-        )
+        shape, output_KVH = state.shape, state.stack.output_KVH
+        hidden_KBH = state.stack.hidden(state.hidden_SH[slot_B], shape.max_depth)
+        if output_KVH is None:
+            logits_KBV = self._shared(hidden_KBH)
+        else:
+            logits_KBV = torch.bmm(hidden_KBH, output_KVH[: shape.max_depth].transpose(1, 2))
+        top_KBR = logits_KBV.topk(shape.max_rank + 1, -1).indices
         draft_BN = top_KBR[shape.depth_N[1:] - 1, :, shape.rank_N[1:]].T
         return DraftTree.static(torch.cat([state.root_S[slot_B][:, None], draft_BN], 1), shape)
 

@@ -53,12 +53,15 @@ def measure_checkpoints(
     plain, reference = _baseline(bench, cases, passes=len(checkpoints) + 1)
     cases = cases[: len(plain)]
     drafters = {c.name: load_drafter(c.path, loaded.target)[0] for c in checkpoints}
+    parameters = {name: trainable(drafter) for name, drafter in drafters.items()}
+    for drafter in drafters.values():
+        drafter.requires_grad_(False)  # from here on they only decode
     found = {name: _evidence(bench, name, drafter, cases, plain, reference) for name, drafter in drafters.items()}
     extras = {name: _extras(bench, drafter, found[name]) for name, drafter in drafters.items()}
     races = bench.races(drafters, cases)
     entries = [_entry(bench, c, drafters[c.name], found[c.name], races) | extras[c.name] for c in checkpoints]
     for entry in entries:
-        entry["flags"] = flags(entry)
+        entry["parameters"], entry["flags"] = parameters[entry["name"]], flags(entry)
     used = {"seconds": bench.budget.used, "notes": bench.budget.notes, "decode": asdict(decode)}
     return {"checkpoints": entries, "measure": asdict(options) | used}
 
@@ -135,12 +138,7 @@ def _extras(bench: Bench, drafter: Drafter, evidence: Evidence) -> Keys:
 def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: Evidence, races: dict[int, Race]) -> Keys:
     first = races[bench.options.batch_sizes[0]]
     stop_ids = bench.loaded.target.stop_ids
-    head: Keys = {
-        "name": checkpoint.name,
-        "path": str(checkpoint.path),
-        "step": checkpoint.step,
-        "parameters": trainable(drafter),
-    }
+    head: Keys = {"name": checkpoint.name, "path": str(checkpoint.path), "step": checkpoint.step}
     keys = head | whole(evidence, checkpoint.name, first, stop_ids)
     keys |= {"policy": bench.decode.policy, "temperature": bench.decode.temperature, "batch_size": first.batch_size}
     keys["slices"] = by_category(evidence, checkpoint.name, first) + by_batch_size(races, checkpoint.name)
