@@ -6,6 +6,7 @@ Shapes: M predictions, C a chunk of them, K draft depth, H hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ class LossOptions:
     """The divergence between the drafter's law q and the target's law p."""
 
     name: str = "kl"  # ce: the token itself. kl: forward KL(p || q). lk: -log sum min(p, q)
-    chunk: int = 1024  # predictions whose logits are in memory at once
+    chunk: int = 2048  # predictions whose logits are in memory at once
 
 
 def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
@@ -29,10 +30,44 @@ def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -
     if name == "ce":
         return -log_q_CV.gather(1, label_C[:, None])[:, 0]
     if name == "kl":
-        return (log_p_CV.exp() * (log_p_CV - log_q_CV)).sum(-1)
+        return torch.linalg.vecdot(log_p_CV.exp(), log_p_CV - log_q_CV)
     if name == "lk":
         return -torch.minimum(log_p_CV, log_q_CV).logsumexp(-1)
     raise ValueError(f"loss.name is {name!r}; choose ce, kl or lk")
+
+
+class Outcome(torch.autograd.Function):
+    """(loss_C, hit_C, mass_C) from the logits of both models, and the loss's gradient with them.
+
+    As `divergence`, but what the backward pass needs is one tensor, dloss/dlogits: q - p for kl, q - 1 at the label for
+    ce, (q * overlap - min) / overlap for lk, where min is q wherever q < p and overlap its sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        log_q_CV, log_p_CV = logits_CV.float().log_softmax(-1), law_logits_CV.float().log_softmax(-1)
+        q_CV, p_CV = log_q_CV.exp(), log_p_CV.exp()
+        loss_C, hit_C = divergence(name, log_q_CV, log_p_CV, label_C), log_q_CV.argmax(-1) == log_p_CV.argmax(-1)
+        mass_C = torch.minimum(q_CV, p_CV).sum(-1)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(_slope(name, q_CV, p_CV, label_C, loss_C).to(logits_CV.dtype))
+        ctx.mark_non_differentiable(hit_C, mass_C)
+        return loss_C, hit_C, mass_C
+
+    @staticmethod
+    def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
+        (slope_CV,) = ctx.saved_tensors
+        return slope_CV * grad_C[:, None].to(slope_CV.dtype), None, None, None
+
+
+def _slope(name: str, q_CV: Tensor, p_CV: Tensor, label_C: Tensor, loss_C: Tensor) -> Tensor:
+    """dloss/dlogits; writes over q."""
+    if name == "kl":
+        return q_CV.sub_(p_CV)
+    if name == "ce":
+        return q_CV.scatter_add_(1, label_C[:, None], -torch.ones_like(q_CV[:, :1]))
+    least_CV = torch.where(q_CV < p_CV, q_CV, 0.0)
+    return (q_CV * least_CV.sum(-1, keepdim=True) - least_CV) * loss_C.exp()[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +100,8 @@ class StepCounts:
 class Objective(nn.Module):
     """Drafter and loss in one module, so that the engine wraps all that is trained.
 
-    Memory: no [M, V] tensor exists; a chunk's logits are recomputed in the backward pass.
+    Memory: logits of at most one chunk of predictions exist at a time; where all steps' predictions are more than that,
+    a chunk's logits are recomputed in the backward pass.
     """
 
     def __init__(self, drafter: Drafter, target: Target, options: LossOptions) -> None:
@@ -100,15 +136,15 @@ class Objective(nn.Module):
 
     def _step(self, prediction: Prediction, law_MH: Tensor, label_M: Tensor) -> StepOutcome:
         def chunk(hidden_CH: Tensor, law_CH: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            log_q_CV = prediction.head(hidden_CH).float().log_softmax(-1)
             with torch.no_grad():
-                log_p_CV = self._target[0].head(law_CH).float().log_softmax(-1)
-            loss_C = divergence(self.options.name, log_q_CV, log_p_CV, label_C)
-            with torch.no_grad():
-                hit_C = log_q_CV.argmax(-1) == log_p_CV.argmax(-1)
-                mass_C = torch.minimum(log_q_CV, log_p_CV).exp().sum(-1)
-            return loss_C, hit_C, mass_C
+                law_logits_CV = self._target[0].head(law_CH)
+            outcome: tuple[Tensor, Tensor, Tensor] = Outcome.apply(
+                prediction.head(hidden_CH), law_logits_CV, label_C, self.options.name
+            )
+            return outcome
 
+        if len(label_M) * self.drafter.draft_length <= self.options.chunk:
+            return StepOutcome(*chunk(prediction.hidden_MH, law_MH, label_M))
         parts = [
             checkpoint(chunk, *pieces, use_reentrant=False)
             for pieces in zip(*(t.split(self.options.chunk) for t in (prediction.hidden_MH, law_MH, label_M)), strict=True)

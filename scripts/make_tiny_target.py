@@ -526,13 +526,15 @@ def data(work: Path, conversations: int, questions: int) -> None:
     model = LlamaForCausalLM.from_pretrained(work / "final", dtype=torch.float32).eval()
     rng = random.Random(SEED + 3)
     torch.manual_seed(SEED + 3)
-    # short prompts: the target reads them at every training step, and only replies are learnt from
-    asked = [(t, ids) for _, t in split_tasks("drafter", rng, 120) if len(ids := ask(tokenizer, t)) <= 160]
-    asked = asked[: conversations // 2]
-    prompts = [ids for _, ids in asked]
-    replies = generate(model, prompts, 144, batch=64) + generate(model, prompts, 144, batch=64, temperature=0.8)
+    # Short prompts: the target reads them at every training step, and only replies are learnt from. Two passes cut each
+    # file's functions at different lines.
+    cuts = dict.fromkeys(split_tasks("drafter", rng, 120) + split_tasks("drafter", rng, 120))
+    asked = [(t, ids) for t, ids in ((t, ask(tokenizer, t)) for _, t in cuts) if len(ids) <= 160][:conversations]
+    prompts, greedy = [ids for _, ids in asked], len(asked) * 4 // 5
+    replies = generate(model, prompts[:greedy], 144, batch=64)
+    replies += generate(model, prompts[greedy:], 144, batch=64, temperature=0.8)
     kept = []
-    for (task, _), reply in zip(asked * 2, replies, strict=True):
+    for (task, _), reply in zip(asked, replies, strict=True):
         answer = tokenizer.decode(reply, skip_special_tokens=True)
         if answer.strip() and len(reply) >= 16 and not ends_in_loop(reply):
             kept.append(conversation(task[0], task[1], answer))
@@ -600,8 +602,7 @@ was trained first ({shallow:,} steps of 8,192 tokens) and grown to full depth ({
 8 % whole contexts); then loops in the model's own greedy text were pushed down ({rounds} rounds of sequence-level unlikelihood).
 
 Files are split by a hash of their name. Beside the model lie `train.jsonl.gz`, {conversations:,} conversations whose questions come
-from {drafter_files} files that the model never saw and whose replies are the model's own (one greedy and one at temperature 0.8
-for a question), and `prompts.jsonl`, {prompts} questions from {prompt_files} held-out files that neither model nor drafters saw, those first whose greedy answer
+from {drafter_files} files that the model never saw and whose replies are the model's own (four of five greedy, the others at temperature 0.8), and `prompts.jsonl`, {prompts} questions from {prompt_files} held-out files that neither model nor drafters saw, those first whose greedy answer
 uses all 128 tokens ({full} of them), and loops no more often than over all held-out prompts.
 
 Weights, tokenizer and replies: Apache-2.0. The questions quote the standard library (PSF-2.0, (c) Python Software Foundation) and
@@ -663,9 +664,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs=2, default=[2600, 1000], help="of the shallow and of the deep stage")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=64, help="of unloop")
-    parser.add_argument(
-        "--conversations", type=int, default=6000, help="half greedy, half sampled, before looping ones are left out"
-    )
+    parser.add_argument("--conversations", type=int, default=6000, help="before looping ones are left out")
     parser.add_argument("--questions", type=int, default=56)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from drafttrain.target import Taps, TargetOut
 from drafttrain.targets.hf import HFTarget, additive, seen
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-PACKED_ROWS, PACKED_FOR = 64, 16  # rows that use a packed weight at most, and those it is packed for
+PACKED_FOR = 16  # rows that a weight is packed for
 PACKED_BYTES = 2**31  # of weights at most: packing doubles them
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # angles that depend on the position alone
 
@@ -41,8 +41,8 @@ class Joint:
     """Linear maps of one input as one product. Until `join`, each is computed by itself, as training needs.
 
     On a CPU a float32 weight is also kept in oneDNN's order: a verification's few rows are then multiplied without
-    packing the weight anew each time, which costs as much as the product (docs/log.md). One row is read faster as it is,
-    and the packed product has no gradient.
+    packing the weight anew each time, which costs as much as the product, and hundreds of rows take half of MKL's time
+    where the CPU is not Intel's (docs/log.md). One row is read faster as it is, and the packed product has no gradient.
     """
 
     def __init__(self, parts: list[nn.Linear]) -> None:
@@ -57,7 +57,7 @@ class Joint:
     def __call__(self, x_H: Tensor) -> Tensor:
         if self.weight is None:
             return self.parts[0](x_H) if len(self.parts) == 1 else torch.cat([part(x_H) for part in self.parts], -1)
-        if self.packed is not None and not x_H.requires_grad and 1 < x_H.numel() // x_H.shape[-1] <= PACKED_ROWS:
+        if self.packed is not None and not x_H.requires_grad and x_H.numel() > x_H.shape[-1]:
             return torch.ops.mkldnn._linear_pointwise(x_H, self.packed, self.bias, "none", [], "")
         return F.linear(x_H, self.weight, self.bias)
 
