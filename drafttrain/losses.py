@@ -44,7 +44,9 @@ class Outcome(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
         log_q_CV, log_p_CV = logits_CV.float().log_softmax(-1), law_logits_CV.float().log_softmax(-1)
         q_CV, p_CV = log_q_CV.exp(), log_p_CV.exp()
         loss_C, hit_C = divergence(name, log_q_CV, log_p_CV, label_C), log_q_CV.argmax(-1) == log_p_CV.argmax(-1)
