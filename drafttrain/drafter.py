@@ -6,7 +6,7 @@ Shapes: B rows, A committed positions, N tree nodes, S slots, H hidden, V vocabu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,9 @@ class Drafter(nn.Module, ABC):
     def use_decode_settings(self, settings: dict[str, Any]) -> None:
         """Take up what `decode_settings` gave."""
 
-    def tune(self, hit_MK: Tensor, nodes: int) -> None:
-        """Choose the proposal's shape from teacher-forced ranks [samples, K] and a node budget (root excluded)."""
+    def tune(self, texts: Sequence[Tensor], nodes: int) -> None:
+        """Choose the proposal's shape from each held-out text's teacher-forced ranks [samples, K], in text order, and a
+        node budget (root excluded)."""
 
     def paths(self) -> list[tuple[int, ...]]:
         """The rank paths that greedy decoding proposes; a chain unless a family says otherwise."""

@@ -163,10 +163,14 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Teacher-forced outcomes per source that has every depth: rank of the true token among the choices, `width` if beyond."""
+    """Teacher-forced outcomes per source that has every depth: rank of the true token among the choices, `width` if beyond.
+
+    length_D: how many of these sources each document has, in order.
+    """
 
     rank_MK: Tensor
     mass_MK: Tensor
+    length_D: list[int]
 
 
 @torch.no_grad()
@@ -200,4 +204,8 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     root_P = torch.zeros_like(token_P, dtype=torch.bool)
     root_P[batch.future(1).source_M] = True
     whole_P = (rank_PK >= 0).all(-1) & root_P
-    return Hits(rank_PK[whole_P].cpu(), mass_PK[whole_P].cpu())
+    document_P = (
+        batch.document_BT + len(token_P) * torch.arange(len(batch.token_BT), device=token_P.device)[:, None]
+    ).flatten()
+    length_D = document_P[whole_P].unique_consecutive(return_counts=True)[1].tolist()
+    return Hits(rank_PK[whole_P].cpu(), mass_PK[whole_P].cpu(), length_D)

@@ -20,7 +20,7 @@ from drafttrain.errors import UserError
 from drafttrain.layers import ResidualBlock
 from drafttrain.sampling import Sampling
 from drafttrain.target import FINAL, Taps, Target
-from drafttrain.tree import DraftTree, Path, TreeShape, best_paths
+from drafttrain.tree import DraftTree, Path, TreeShape, tuned_paths
 
 
 @dataclass
@@ -182,9 +182,9 @@ class Medusa(Drafter):
     def paths(self) -> list[Path]:
         return list(self.shape.paths)
 
-    def tune(self, hit_MK: Tensor, nodes: int) -> None:
+    def tune(self, texts: Sequence[Tensor], nodes: int) -> None:
         if not self._fixed:
-            self.shape = self._checked(best_paths(hit_MK, nodes) or [(0,)])
+            self.shape = self._checked(tuned_paths(texts, nodes) or [(0,)])
 
     def decode_settings(self) -> dict[str, Any]:
         return {"tree": [list(p) for p in self.shape.paths]}

@@ -15,7 +15,7 @@ from drafttrain.drafter import Drafter
 from drafttrain.features.online import Online
 from drafttrain.losses import Hits, teacher_forced
 from drafttrain.target import Target
-from drafttrain.tree import Path
+from drafttrain.tree import Path, arrivals, visits
 
 FLAGGED_GAP = 0.10  # relative difference of expected and measured tau above which a report flags it
 
@@ -59,36 +59,15 @@ def expected_tau(hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, vis
     rows = [h for h in hits if len(h.rank_MK)]
     if not rows:
         return None
-    arrivals = [_arrivals(h, paths, sampled) for h in rows]
-    arrive_MD = torch.cat(arrivals)
-    weight_M = torch.cat([_visits(a) for a in arrivals]) if visited else torch.ones_like(arrive_MD[:, 0])
+    found = [_arrivals(h, paths, sampled) for h in rows]
+    arrive_MD = torch.cat(found)
+    weight_M = torch.cat([visits(a) for a in found]) if visited else torch.ones_like(arrive_MD[:, 0])
     return 1.0 + float((weight_M[:, None] * arrive_MD).sum() / weight_M.sum())
 
 
 def _arrivals(hits: Hits, paths: Sequence[Path], sampled: bool) -> Tensor:
     """[M, D] float64: P(the node at depth d + 1 is accepted) at each sample; 0 or 1 where the proposal is deterministic."""
-    if sampled:
-        return hits.mass_MK.double().cumprod(-1)
-    deepest = max(map(len, paths))
-    arrive_MD = torch.zeros(len(hits.rank_MK), deepest, dtype=torch.float64)
-    for path in paths:
-        arrive_MD[:, len(path) - 1] += (hits.rank_MK[:, : len(path)] == torch.tensor(path)).all(-1)
-    return arrive_MD
-
-
-def _visits(arrive_MD: Tensor) -> Tensor:
-    """[M] float64: P(decoding stands at a sample), from the first on; accepting a drafts leads a + 1 samples further.
-
-    Example: arrivals (1, 0) at every sample, one draft always accepted: visits 1, 0, 1, 0, ...
-    """
-    M, D = arrive_MD.shape
-    reach = torch.cat([torch.ones(M, 1, dtype=torch.float64), arrive_MD, torch.zeros(M, 1, dtype=torch.float64)], 1)
-    leap = (reach[:, :-1] - reach[:, 1:]).tolist()
-    visit = [1.0] + [0.0] * (M + D)
-    for i in range(M):
-        for accepted, share in enumerate(leap[i]):
-            visit[i + accepted + 1] += visit[i] * share
-    return torch.tensor(visit[:M], dtype=torch.float64)
+    return hits.mass_MK.double().cumprod(-1) if sampled else arrivals(hits.rank_MK, paths)
 
 
 def is_chain(paths: Sequence[Path]) -> bool:

@@ -134,14 +134,14 @@ class Trainer:
         """Fit the proposal's shape to held-out ranks; note the expected tau (greedy) it gives."""
         drafter, target = self.job.drafter, self.job.loaded.target
         drafter.eval()
-        ranks = [teacher_forced(drafter, target, batch).rank_MK for batch in self.held_out()]
+        hits = [teacher_forced(drafter, target, batch) for batch in self.held_out()]
         drafter.train()
-        rank_MK = torch.cat(ranks) if ranks else torch.empty(0, drafter.draft_length)
+        texts = [text for h in hits for text in h.rank_MK.split(h.length_D)]
         if not target.trees:  # a rank that no path reaches: what is left to choose from is the chain
-            rank_MK = torch.where(rank_MK == 0, 0, OUT_OF_REACH)
-        if len(rank_MK):
-            drafter.tune(rank_MK, self.job.nodes)
-            self.progress.expected_tau = 1.0 + expected_nodes(rank_MK, drafter.paths())
+            texts = [torch.where(text == 0, 0, OUT_OF_REACH) for text in texts]
+        if texts:
+            drafter.tune(texts, self.job.nodes)
+            self.progress.expected_tau = 1.0 + expected_nodes(texts, drafter.paths())
 
     def _checkpoint(self) -> None:
         """A whole directory or none: weights and settings, every process's optimiser share, and where training stands."""

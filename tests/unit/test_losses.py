@@ -120,5 +120,6 @@ def test_teacher_forced_counts_only_whole_supervised_futures() -> None:
         and all(mask[b, t + k] and document[b, t + k] >= 0 for k in range(1, drafter.draft_length + 2))
     ]
     assert hits.rank_MK.shape == (len(whole), drafter.draft_length)
+    assert hits.length_D == [n for n in (sum(b == row for b, _ in whole) for row in range(3)) if n]
     assert int(hits.rank_MK.min()) >= 0 and int(hits.rank_MK.max()) <= 10
     assert float(hits.mass_MK.min()) >= 0.0 and float(hits.mass_MK.max()) <= 1.0 + 1e-6

@@ -51,7 +51,7 @@ def test_wilson_refuses_more_hits_than_trials() -> None:
 
 def hits(ranks: list[list[int]], mass: float = 0.5) -> Hits:
     rank_MK = torch.tensor(ranks).reshape(-1, 2)
-    return Hits(rank_MK, torch.full(rank_MK.shape, mass))
+    return Hits(rank_MK, torch.full(rank_MK.shape, mass), [len(rank_MK)])
 
 
 CHAIN, TREE = [(0,), (0, 0)], [(0,), (1,), (0, 0)]

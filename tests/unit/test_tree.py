@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.tree import DraftTree, TreeShape, ancestors, best_paths, depth, expected_nodes
+from drafttrain.tree import DraftTree, TreeShape, ancestors, arrivals, best_paths, depth, expected_nodes, tuned_paths, visits
 
 
 @st.composite
@@ -51,8 +51,25 @@ def test_best_paths_are_the_most_hit_and_closed_under_parents() -> None:
     chosen = best_paths(hit, nodes=3)
     assert chosen == [(0,), (1,), (0, 0)]
     assert best_paths(hit, nodes=1) == [(0,)]
-    assert expected_nodes(hit, chosen) == pytest.approx((3 + 2 + 1) / 5)
+    assert expected_nodes(hit.split(1), chosen) == pytest.approx((3 + 2 + 1) / 5)
     assert best_paths(hit, nodes=99)[-1] == (3, 3, 3)
+
+
+def test_a_tuned_tree_is_best_where_decoding_stands() -> None:
+    """Thirty easy positions are leapt over, ten hard ones are all visited: the node that helps there wins."""
+    text = torch.tensor([[0, 0, 0]] * 30 + [[1, 9, 9]] * 10)
+    assert best_paths(text, nodes=3) == [(0,), (0, 0), (0, 0, 0)]
+    tuned = tuned_paths([text], nodes=3)
+    assert tuned == [(0,), (1,), (0, 0)]
+    # 10 leaps of 3 and 5 of 2 tokens, against 8 of 4 tokens and 8 of 1 (the last leap over easy text ends in the hard)
+    assert 1 + expected_nodes([text], tuned) == pytest.approx(40 / 15)
+    assert 1 + expected_nodes([text], best_paths(text, nodes=3)) == pytest.approx((8 * 4 + 8) / 16)
+
+
+def test_visits_start_anew_with_every_text() -> None:
+    text = torch.zeros(3, 2, dtype=torch.long)
+    assert visits(arrivals(text, [(0,)])).tolist() == [1.0, 0.0, 1.0]
+    assert expected_nodes([text, text], [(0,)]) == 1.0
 
 
 def test_ranks_out_of_reach_leave_a_chain() -> None:
@@ -62,5 +79,5 @@ def test_ranks_out_of_reach_leave_a_chain() -> None:
 
 def test_more_nodes_never_lower_the_expectation() -> None:
     hit = torch.randint(0, 5, (200, 4), generator=torch.Generator().manual_seed(0))
-    values = [expected_nodes(hit, best_paths(hit, n)) for n in (1, 2, 4, 8, 16, 32)]
+    values = [expected_nodes(hit.split(1), best_paths(hit, n)) for n in (1, 2, 4, 8, 16, 32)]
     assert values == sorted(values)
