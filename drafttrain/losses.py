@@ -22,7 +22,7 @@ class LossOptions:
     """The divergence between the drafter's law q and the target's law p."""
 
     name: str = "kl"  # ce: the token itself. kl: forward KL(p || q). lk: -log sum min(p, q)
-    chunk: int = 2048  # predictions whose logits are in memory at once
+    chunk: int = 1024  # predictions whose logits are in memory at once
 
 
 def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
@@ -102,8 +102,8 @@ class StepCounts:
 class Objective(nn.Module):
     """Drafter and loss in one module, so that the engine wraps all that is trained.
 
-    Memory: logits of at most one chunk of predictions exist at a time; where all steps' predictions are more than that,
-    a chunk's logits are recomputed in the backward pass.
+    Memory: the first chunk of predictions keeps one tensor of logits' size for the backward pass; every later chunk's
+    logits are recomputed there, so that one more chunk exists at a time.
     """
 
     def __init__(self, drafter: Drafter, target: Target, options: LossOptions) -> None:
@@ -116,11 +116,12 @@ class Objective(nn.Module):
         final_PH = batch.hidden[FINAL].flatten(0, 1)
         token_P = batch.token_BT.flatten()
         alive_P = torch.ones_like(token_P, dtype=torch.bool)
-        total, rows = final_PH.new_zeros((), dtype=torch.float32), []
+        total, rows, held = final_PH.new_zeros((), dtype=torch.float32), [], 0
         own = next(self.drafter.parameters()).dtype
         for prediction in self.drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
             law_MH = final_PH[batch.law_at(prediction.label_M)]
-            step = self._step(prediction, law_MH, token_P[prediction.label_M])
+            held += len(prediction.label_M)
+            step = self._step(prediction, law_MH, token_P[prediction.label_M], whole=held <= self.options.chunk)
             total = total + prediction.weight * step.loss_M.sum()
             alive_M, hit_M = alive_P[prediction.source_M], step.hit_M
             alive_P = torch.zeros_like(alive_P).scatter(0, prediction.source_M, alive_M & hit_M)
@@ -136,7 +137,7 @@ class Objective(nn.Module):
             rows += [row] * (self.drafter.draft_length if prediction.every_step else 1)
         return total, StepCounts.stack(rows)
 
-    def _step(self, prediction: Prediction, law_MH: Tensor, label_M: Tensor) -> StepOutcome:
+    def _step(self, prediction: Prediction, law_MH: Tensor, label_M: Tensor, whole: bool) -> StepOutcome:
         def chunk(hidden_CH: Tensor, law_CH: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             with torch.no_grad():
                 law_logits_CV = self._target[0].head(law_CH)
@@ -145,7 +146,7 @@ class Objective(nn.Module):
             )
             return outcome
 
-        if len(label_M) * self.drafter.draft_length <= self.options.chunk:
+        if whole:
             return StepOutcome(*chunk(prediction.hidden_MH, law_MH, label_M))
         parts = [
             checkpoint(chunk, *pieces, use_reentrant=False)
