@@ -154,8 +154,8 @@ def expected_nodes(texts: Sequence[Tensor], paths: Sequence[Path]) -> float:
     texts: each text's ranks as for `arrivals`, in text order. Decoding leaps over easy text, so all positions would
     give more: where half of a text is accepted 5 at a time and half 1 at a time, they average 3.0 tokens, decoding 1.67.
     """
-    arrive_MD = torch.cat([arrivals(t, paths) for t in texts])
-    weight_M = torch.cat([visits(arrivals(t, paths)) for t in texts])
+    found = [arrivals(t, paths) for t in texts]
+    arrive_MD, weight_M = torch.cat(found), torch.cat([visits(a) for a in found])
     return float((weight_M @ arrive_MD).sum() / weight_M.sum())
 
 

@@ -69,7 +69,8 @@ def test_a_tuned_tree_is_best_where_decoding_stands() -> None:
 def test_visits_start_anew_with_every_text() -> None:
     text = torch.zeros(3, 2, dtype=torch.long)
     assert visits(arrivals(text, [(0,)])).tolist() == [1.0, 0.0, 1.0]
-    assert expected_nodes([text, text], [(0,)]) == 1.0
+    # the first text's last leap ends with it: the second's only sample, a miss, counts as well
+    assert expected_nodes([torch.tensor([[0]]), torch.tensor([[9]])], [(0,)]) == 0.5
 
 
 def test_ranks_out_of_reach_leave_a_chain() -> None:
