@@ -1,9 +1,12 @@
-"""Floor 0: the KV cache of one model: a committed prefix per slot, then scratch positions of the open tree.
+"""Floor 0: the paged KV cache of one model: a committed prefix per slot, then scratch positions of the open tree.
 
-Shapes: L layers, S slots, B rows in use, h KV heads, P positions, D head width, N tree nodes, A accepted nodes.
+Shapes: L layers, S slots, B rows in use, h KV heads, Q pages, P positions, D head width, N tree nodes, A accepted nodes.
 
 Worked example: a slot with length 5 verifies a tree of 4 nodes. Node i is written at position 5 + i, whatever its
 depth. If nodes 0, 1, 3 are accepted, `keep` moves positions 5, 6, 8 to 5, 6, 7 and the length becomes 8.
+
+Position p of a slot lies in page table[slot, p // PAGE]. With pages of 4 and the table row (7, 2), the example's
+prefix lies in page 7 and the first position of page 2; node 0 goes to the second position of page 2.
 """
 
 from __future__ import annotations
@@ -11,25 +14,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from drafttrain.ops.kv_keep import flat, kv_keep
+
+PAGE = 32  # positions
+
 
 class KVCache:
     """Keys and values of `layers` layers for `slots` requests of at most `max_len` positions.
 
-    Storage is allocated at the first write, in the dtype and on the device of what is written. `rows(slot_B)`
-    chooses the slots that the following writes and keeps concern.
+    pages: None gives every slot its own pages from the start. A number is a pool that `reserve` and `release` share out,
+    so that requests of different lengths may need less than slots * max_len positions.
+    Storage is reserved whole, by `allocate` or at the first write, in the dtype and on the device of what is written.
+    `rows(slot_B)` chooses the slots that the following writes and keeps concern.
     """
 
-    def __init__(self, layers: int, slots: int, max_len: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, layers: int, slots: int, max_len: int, device: torch.device | str = "cpu", pages: int | None = None
+    ) -> None:
         self.layers, self.slots, self.max_len = layers, slots, max_len
         self.length_S = torch.zeros(slots, dtype=torch.long, device=device)
-        self._stores: list[Tensor] = []  # each [layers or 1, 2, S, h, P, D]; one, unless layers differ in shape
-        self._layers: list[Tensor | None] = [None] * layers  # [2, S, h, P, D] of each, in one of the stores
+        self.per_slot = pages_for(max_len)
+        self.pages = slots * self.per_slot if pages is None else pages
+        self._pooled = pages is not None
+        if self._pooled:  # an entry without a page names the last one, which nobody owns
+            self.table_SQ = torch.full((slots, self.per_slot), self.pages, device=device)
+        else:
+            self.table_SQ = torch.arange(self.pages, device=device).view(slots, self.per_slot)
+        self._free = list(range(self.pages - 1, -1, -1)) if self._pooled else []
+        self._owned: list[list[int]] = [[] for _ in range(slots)]
+        self._uses = [0] * self.pages
+        self._stores: list[Tensor] = []  # each [layers or 1, 2, Q, PAGE, h, D]; one, unless layers differ in shape
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * layers  # keys and values of each, [Q, PAGE, h, D]
         self.rows(torch.arange(slots, device=device))
 
     def rows(self, slot_B: Tensor) -> None:
         """Name the slots in use; row b of every later call belongs to slot `slot_B[b]`."""
         self.slot_B = slot_B
-        self._all = len(slot_B) == self.slots and bool((slot_B == torch.arange(self.slots, device=slot_B.device)).all())
+        all_slots = len(slot_B) == self.slots and bool((slot_B == torch.arange(self.slots, device=slot_B.device)).all())
+        self._whole = all_slots and not self._pooled  # row b's pages are the b-th run of the store
+        self.table_BQ = self.table_SQ[slot_B]
         self._refresh()
 
     def _refresh(self) -> None:
@@ -38,9 +61,48 @@ class KVCache:
         self.even = bool((self.length_B == self.longest).all())
 
     def reset(self, slot_R: Tensor) -> None:
-        """Empty these slots for new requests."""
+        """Empty these slots for new requests; their pages stay theirs."""
         self.length_S[slot_R] = 0
         self._refresh()
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def reserve(self, slot: int, positions: int, shared: int | None = None) -> None:
+        """Give an empty slot of a pooled cache pages for so many positions.
+
+        shared: a slot whose committed prefix it begins with. Whole pages are then the same pages, the last, partial one
+        is copied; the prefix counts as committed. Raises ValueError when the pool has too few pages.
+        """
+        prefix = 0 if shared is None else int(self.length_S[shared])
+        common = [] if shared is None else self._owned[shared][: prefix // PAGE]
+        needed = pages_for(positions) - len(common)
+        if needed > len(self._free) or positions > self.max_len:
+            raise ValueError(
+                f"{positions} positions need {needed} pages of {PAGE}; {len(self._free)} of {self.pages} are free, "
+                f"a slot holds {self.max_len} positions"
+            )
+        own = common + [self._free.pop() for _ in range(needed)]
+        for page in own:
+            self._uses[page] += 1
+        self._owned[slot] = own
+        self.table_SQ[slot] = self.pages
+        self.table_SQ[slot, : len(own)] = torch.tensor(own, device=self.table_SQ.device)
+        if shared is not None and prefix % PAGE:
+            for store in self._stores:
+                store[:, :, own[len(common)]] = store[:, :, self._owned[shared][len(common)]]
+        self.length_S[slot] = prefix
+        self.rows(self.slot_B)
+
+    def release(self, slot: int) -> None:
+        """Take a pooled slot's pages back; those it shared stay with the others that use them."""
+        for page in self._owned[slot]:
+            self._uses[page] -= 1
+            if self._uses[page] == 0:
+                self._free.append(page)
+        self._owned[slot] = []
+        self.table_SQ[slot], self.length_S[slot] = self.pages, 0
 
     def room(self, nodes: int) -> None:
         """Raise ValueError when `nodes` more positions do not fit every row in use."""
@@ -49,55 +111,58 @@ class KVCache:
                 f"{self.longest} committed + {nodes} new positions exceed the cache's {self.max_len}; raise max_len"
             )
 
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of one layer, [Q, PAGE, h, D], for operations that read pages themselves."""
+        both = self._layers[number]
+        assert both is not None, "storage is allocated at the first write, or by allocate"
+        return both
+
+    def allocate(self, heads: int, width: int, dtype: torch.dtype) -> None:
+        """Reserve all layers' storage now."""
+        for number in range(self.layers):
+            self._storage(number, heads, width, dtype)
+
     def write(self, layer: int, k_BhND: Tensor, v_BhND: Tensor) -> tuple[Tensor, Tensor]:
         """Put N scratch positions after each row's prefix; return all keys and values [B, h, longest + N, D].
 
         Columns past a row's own length + N hold old data: the caller's mask must hide them.
         """
         N, P = k_BhND.shape[2], self.longest + k_BhND.shape[2]
-        keys, values = self._storage(layer, k_BhND)
-        if self.even:
-            at: slice | Tensor = slice(self.longest, P)
-            if self._all:
-                keys[:, :, at], values[:, :, at] = k_BhND, v_BhND
-                return keys[:, :, :P], values[:, :, :P]
-            keys[self.slot_B, :, at], values[self.slot_B, :, at] = k_BhND, v_BhND
+        keys, values = self._storage(layer, k_BhND.shape[1], k_BhND.shape[3], k_BhND.dtype)
+        if self._whole and self.even:
+            for pool, new_BhND in ((keys, k_BhND), (values, v_BhND)):
+                self._runs(pool)[:, self.longest : P] = new_BhND.transpose(1, 2)
         else:
-            at = self.length_B[:, None] + torch.arange(N, device=k_BhND.device)
-            keys[self.slot_B[:, None], :, at] = k_BhND.transpose(1, 2)
-            values[self.slot_B[:, None], :, at] = v_BhND.transpose(1, 2)
-        if self._all:
-            return keys[:, :, :P], values[:, :, :P]
-        return keys[self.slot_B, :, :P], values[self.slot_B, :, :P]
+            position_BN = self.length_B[:, None] + torch.arange(N, device=k_BhND.device)
+            at_BN = flat(self.table_BQ, position_BN, PAGE)
+            keys.flatten(0, 1)[at_BN], values.flatten(0, 1)[at_BN] = k_BhND.transpose(1, 2), v_BhND.transpose(1, 2)
+        return self._read(keys, P), self._read(values, P)
 
-    def _storage(self, layer: int, like_BhND: Tensor) -> tuple[Tensor, Tensor]:
+    def _runs(self, pool: Tensor) -> Tensor:
+        """[S, P, h, D] view of a store in which every slot's pages lie together."""
+        return pool[: self.pages].view(self.slots, self.per_slot * PAGE, *pool.shape[2:])
+
+    def _read(self, pool: Tensor, positions: int) -> Tensor:
+        if self._whole:
+            return self._runs(pool)[:, :positions].transpose(1, 2)
+        return pool[self.table_BQ[:, : pages_for(positions)]].flatten(1, 2)[:, :positions].transpose(1, 2)
+
+    def _storage(self, layer: int, heads: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         both = self._layers[layer]
         if both is None:
-            _, heads, _, width = like_BhND.shape
-            shape = (2, self.slots, heads, self.max_len, width)
+            shape = (2, self.pages + self._pooled, PAGE, heads, width)
             if not self._stores:
-                self._stores.append(like_BhND.new_zeros(self.layers, *shape))
+                self._stores.append(torch.zeros(self.layers, *shape, dtype=dtype, device=self.length_S.device))
             elif self._stores[0].shape[1:] != shape:
-                self._stores.append(like_BhND.new_zeros(1, *shape))
-            both = self._stores[0][layer] if self._stores[0].shape[1:] == shape else self._stores[-1][0]
-            self._layers[layer] = both
-        return both[0], both[1]
+                self._stores.append(torch.zeros(1, *shape, dtype=dtype, device=self.length_S.device))
+            store = self._stores[0][layer] if self._stores[0].shape[1:] == shape else self._stores[-1][0]
+            both = self._layers[layer] = (store[0], store[1])
+        return both
 
     def keep(self, path_BA: Tensor, count_B: Tensor) -> None:
-        """Commit the scratch positions named by `path_BA` (tree nodes, root first), `count_B` of each row; drop the rest.
-
-        Reads all source rows before it writes: paths overlap their destinations.
-        """
-        A = path_BA.shape[1]
-        column_A = torch.arange(A, device=path_BA.device)
-        moved = (path_BA != column_A) & (column_A < count_B[:, None])
-        if bool(moved.any()):
-            target_BA = (self.length_B[:, None] + column_A).clamp_max(self.max_len - 1)
-            source_BA = self.length_B[:, None] + torch.where(column_A < count_B[:, None], path_BA, column_A)
-            source_BA = source_BA.clamp_max(self.max_len - 1)
-            row_B1 = self.slot_B[:, None]
-            for store in self._stores:
-                store[:, :, row_B1, :, target_BA] = store[:, :, row_B1, :, source_BA]
+        """Commit the scratch positions named by `path_BA` (tree nodes, root first), `count_B` of each row; drop the rest."""
+        for store in self._stores:
+            kv_keep(store, self.table_BQ, self.length_B, path_BA, count_B)
         self.length_S[self.slot_B] = self.length_B + count_B
         self._refresh()
 
@@ -105,6 +170,10 @@ class KVCache:
         """Forget everything past these lengths of the rows in use: a drafter's own guesses, once they are proposed."""
         self.length_S[self.slot_B] = length_B
         self._refresh()
+
+
+def pages_for(positions: int) -> int:
+    return -(-positions // PAGE)
 
 
 def visible(length_B: Tensor, longest: int, ancestor_BNN: Tensor) -> Tensor:
@@ -118,3 +187,22 @@ def visible(length_B: Tensor, longest: int, ancestor_BNN: Tensor) -> Tensor:
     scratch_BNP = ancestor_BNN.gather(2, node_BP.clamp(0, N - 1)[:, None].expand(B, N, -1))
     inside_BP = (node_BP >= 0) & (node_BP < N)
     return (node_BP < 0)[:, None] | (scratch_BNP & inside_BP[:, None])
+
+
+def seen(kv: KVCache, ancestor_BNN: Tensor | None, position_BN: Tensor, window: int | None) -> Tensor:
+    """[B, N, P] bool: what each new position attends to: the prefix and its ancestors, within the window by position."""
+    B, N = position_BN.shape
+    if ancestor_BNN is None:
+        ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=position_BN.device).tril().expand(B, N, N)
+    seen_BNP = visible(kv.length_B, kv.longest, ancestor_BNN)
+    if window is None:
+        return seen_BNP
+    key_BP = torch.arange(seen_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
+    key_BP = key_BP.scatter(1, kv.length_B[:, None] + torch.arange(N, device=position_BN.device), position_BN)
+    return seen_BNP & (position_BN[..., None] - key_BP[:, None] < window)
+
+
+def additive(seen_BNP: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, N, P]: 0 where something is seen, the dtype's least number elsewhere."""
+    zero = torch.zeros((), dtype=dtype, device=seen_BNP.device)
+    return torch.where(seen_BNP, zero, torch.finfo(dtype).min)[:, None]

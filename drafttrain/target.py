@@ -99,7 +99,7 @@ class Target(Protocol):
         """[V, H]: what a drafter's own head may start from."""
         ...
 
-    def new_cache(self, slots: int, max_len: int) -> KVCache: ...
+    def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache: ...
 
     def pruned(self, blocks: int) -> PrunedTarget:
         """A trainable copy of the first `blocks` blocks with norm and head."""
@@ -111,5 +111,5 @@ class PrunedTarget(nn.Module):
 
     shape: TargetShape
 
-    def new_cache(self, slots: int, max_len: int) -> KVCache:
+    def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
         raise AssertionError("overridden by every runner")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drafttrain.ops.greedy_accept import greedy_accept
 from drafttrain.sampling import Lane, Sampling, law, pick, uniform
 from drafttrain.tree import DraftTree
 
@@ -39,12 +40,9 @@ class Policy:
 
 def greedy(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
     """The deepest node whose every token is its parent's argmax."""
-    choice_BN = logits_BNV.argmax(-1)
-    hit_BN = tree.token_BN == choice_BN.gather(1, tree.parent_BN.clamp_min(0))
-    hit_BN[:, 0] = True
-    alive_BN = _whole_path(hit_BN & _real(tree), ancestor_BNN)
-    last_B = torch.where(alive_BN, ancestor_BNN.sum(-1), 0).argmax(-1)
-    return _verdict(ancestor_BNN, last_B, choice_BN.gather(1, last_B[:, None])[:, 0])
+    path_BN, count_B, bonus_B = greedy_accept(tree, logits_BNV)
+    path_BA = path_BN[:, : int(count_B.max())]
+    return Verdict(path_BA, count_B, bonus_B, path_BA.gather(1, count_B[:, None] - 1)[:, 0])
 
 
 def lossless(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:

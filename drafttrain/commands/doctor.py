@@ -17,6 +17,7 @@ from rich.table import Table
 
 from drafttrain.commands.environment import versions
 from drafttrain.errors import UserError
+from drafttrain.ops import library
 from drafttrain.train.logger import logged_in
 
 
@@ -30,7 +31,7 @@ def doctor(output: Path = Path("outputs")) -> int:
         "versions": {name: version or "not installed" for name, version in versions().items()},
         "devices": _devices(),
         "compilers": {name: _compiler(name) for name in ("g++", "nvcc")},
-        "kernels": {"backend": "torch references"},
+        "kernels": {"backend": library.state().text},
         "paths": {"output": _writable(output), "cache": _writable(Path(HF_HOME))},
         "W&B": {"state": _wandb_state()},
     }

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from drafttrain.ops import library
+
 PACKAGES = ("drafttrain", "torch", "transformers", "datasets", "deepspeed", "peft", "wandb", "hydra-core")
 
 
@@ -24,9 +26,10 @@ def versions() -> dict[str, str | None]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, processor, threads and device, as plain values for a report."""
+    """Versions, processor, threads, operators and device, as plain values for a report."""
     found: dict[str, Any] = {**versions(), "platform": platform.platform()}
     found |= {"machine": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
+    found["operators"] = library.state().text
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         found |= {"accelerator": card.name, "cuda": torch.version.cuda}

@@ -20,6 +20,7 @@ from drafttrain.drafter import Drafter, trainable
 from drafttrain.drafters import families
 from drafttrain.errors import UserError
 from drafttrain.measure.runner import CheckpointRef
+from drafttrain.ops import library
 from drafttrain.targets.load import LoadedTarget, device_of, load_target
 from drafttrain.train.engine import World, accumulation, join_world, leave_world, settings
 from drafttrain.train.logger import Logger
@@ -70,6 +71,8 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     console.say(f"target: {about['architecture']}, {size} ({where}, {about['runner']} runner)")
     if about["runner_reason"]:
         console.say(f"the fast runner cannot run this target: {about['runner_reason']}")
+    if loaded.target.device.type == "cpu" and not library.state().loaded:
+        console.say(f"operators: {library.state().text}")
     console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters")
     data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
     counts = f"{data.summary['conversations']:,} conversations, {data.summary['supervised_tokens']:,} supervised tokens"

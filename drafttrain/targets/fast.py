@@ -1,6 +1,6 @@
 """Our own forward of the Llama family over transformers' weights: joined projections, few operations a block.
 
-Shapes: B rows, N new positions, P cached + new positions, h heads, g query heads per KV head, D head width, H hidden.
+Shapes: B rows, N new positions, P positions, I joined heads, D head width, H hidden.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from drafttrain.kv import KVCache
+from drafttrain.ops.attend import Heads, Step, attend
+from drafttrain.ops.gated import gated
+from drafttrain.ops.rms_norm import norm
 from drafttrain.target import Taps, TargetOut
-from drafttrain.targets.hf import HFTarget, additive, seen
+from drafttrain.targets.hf import HFTarget
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PACKED_FOR = 16  # rows that a weight is packed for
@@ -79,66 +82,33 @@ class Block:
 
     def __init__(self, layer: Any, window: int | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.window, self.head_dim, self.scale = window, attention.head_dim, attention.scaling
-        self.heads = attention.q_proj.out_features // self.head_dim
-        self.kv_heads = attention.k_proj.out_features // self.head_dim
+        width = attention.head_dim
+        self.shape = Heads(
+            heads=attention.q_proj.out_features // width,
+            kv_heads=attention.k_proj.out_features // width,
+            width=width,
+            scale=attention.scaling,
+            window=window,
+            q_norm=getattr(attention, "q_norm", None),
+            k_norm=getattr(attention, "k_norm", None),
+        )
         self.qkv, self.gate_up = (
             Joint([attention.q_proj, attention.k_proj, attention.v_proj]),
             Joint([mlp.gate_proj, mlp.up_proj]),
         )
         self.out, self.down = Joint([attention.o_proj]), Joint([mlp.down_proj])
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
-        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
 
-    def forward(self, x_BNH: Tensor, angles: Angles, kv: KVCache | None, number: int, mask: Tensor | None) -> Tensor:
-        B, N, H = x_BNH.shape
-        mixed_BNhD = self.qkv(norm(self.before, x_BNH)).view(B, N, -1, self.head_dim)
-        q_BNhD, k_BNhD, v_BNhD = mixed_BNhD.split([self.heads, self.kv_heads, self.kv_heads], 2)
-        if self.q_norm is None or self.k_norm is None:
-            turned = angles.turn(mixed_BNhD[:, :, : self.heads + self.kv_heads])
-            q_BNhD, k_BNhD = turned.split([self.heads, self.kv_heads], 2)
-        else:
-            q_BNhD, k_BNhD = angles.turn(norm(self.q_norm, q_BNhD)), angles.turn(norm(self.k_norm, k_BNhD))
-        attended_BNI = self._attend(q_BNhD, k_BNhD.transpose(1, 2), v_BNhD.transpose(1, 2), kv, number, mask)
-        x_BNH = x_BNH + self.out(attended_BNI)
-        gate, up = self.gate_up(norm(self.between, x_BNH)).chunk(2, -1)
-        return x_BNH + self.down(F.silu(gate) * up)
+    def forward(self, x_BNH: Tensor, delta_BNH: Tensor | None, step: Step, number: int) -> tuple[Tensor, Tensor]:
+        """(x, delta): the block's output is their sum; the addition is left to the norm that follows."""
+        x_BNH, normed_BNH = norm(self.before, x_BNH, delta_BNH)
+        mixed_BNI = attend(self.qkv(normed_BNH), step, number, self.shape)
+        x_BNH, normed_BNH = norm(self.between, x_BNH, self.out(mixed_BNI))
+        return x_BNH, self.down(gated(self.gate_up(normed_BNH)))
 
     @property
     def joints(self) -> tuple[Joint, ...]:
         return self.qkv, self.out, self.gate_up, self.down
-
-    def _attend(
-        self, q_BNhD: Tensor, k_BhND: Tensor, v_BhND: Tensor, kv: KVCache | None, number: int, mask: Tensor | None
-    ) -> Tensor:
-        B, N, h, D = q_BNhD.shape
-        if kv is None:
-            mixed_BhND = F.scaled_dot_product_attention(
-                q_BNhD.transpose(1, 2), k_BhND, v_BhND, mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
-            )
-            return mixed_BhND.transpose(1, 2).reshape(B, N, h * D)
-        keys_BhPD, values_BhPD = kv.write(number, k_BhND, v_BhND)
-        # the query heads of one KV head become rows of one attention: no key is repeated in memory
-        groups = h // self.kv_heads
-        rows_BhRD = q_BNhD.view(B, N, self.kv_heads, groups, D).permute(0, 2, 3, 1, 4).reshape(B, self.kv_heads, -1, D)
-        mixed_BhRD = F.scaled_dot_product_attention(rows_BhRD, keys_BhPD, values_BhPD, mask, scale=self.scale)
-        return mixed_BhRD.view(B, self.kv_heads, groups, N, D).permute(0, 3, 1, 2, 4).reshape(B, N, h * D)
-
-
-class Angles:
-    """Rotary cosines and sines of the step's positions, [B, N, 1, D]; the sines carry the sign of the half they meet."""
-
-    def __init__(self, cos_PD: Tensor, sin_PD: Tensor, position_BN: Tensor) -> None:
-        self.cos, self.sin = cos_PD[position_BN][:, :, None], sin_PD[position_BN][:, :, None]
-
-    def turn(self, x_BNhD: Tensor) -> Tensor:
-        return torch.addcmul(x_BNhD * self.cos, x_BNhD.roll(x_BNhD.shape[-1] // 2, -1), self.sin)
-
-
-def norm(module: Any, x_H: Tensor) -> Tensor:
-    if module.weight.requires_grad:  # trained, perhaps sharded: its own forward has DeepSpeed's hooks
-        return module(x_H)
-    return F.rms_norm(x_H, (x_H.shape[-1],), module.weight, module.variance_epsilon)
 
 
 class FastTarget(HFTarget):
@@ -155,7 +125,6 @@ class FastTarget(HFTarget):
             Block(layer, window if sliding else None) for layer, sliding in zip(backbone.layers, slides, strict=True)
         ]
         self._head = Joint([self.model.get_output_embeddings()])
-        self._windows = {block.window for block in self._chain}
         self._angles: tuple[Tensor, Tensor] | None = None
         if self.frozen:
             self._join(share=True)
@@ -181,10 +150,12 @@ class FastTarget(HFTarget):
     def head(self, hidden_H: Tensor) -> Tensor:
         return self._head(hidden_H)
 
-    def new_cache(self, slots: int, max_len: int) -> KVCache:
+    def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
         if not self.frozen and not self.training:  # a trained copy that begins to decode
             self._join(share=False)
-        return super().new_cache(slots, max_len)
+        kv = super().new_cache(slots, max_len, pages)
+        kv.allocate(self.shape.kv_heads, self.shape.head_dim, self.dtype)
+        return kv
 
     def _table(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of all positions, [max_positions, D], by transformers' own rotary module."""
@@ -205,32 +176,16 @@ class FastTarget(HFTarget):
         taps: Taps,
         logit_row_BR: Tensor | None = None,
     ) -> TargetOut:
-        x_BNH = self.embed(token_BN)
-        angles = Angles(*self._table(x_BNH), position_BN)
-        masks = {w: self._seen(kv, ancestor_BNN, position_BN, w, x_BNH.dtype) for w in self._windows}
+        x_BNH, delta_BNH = self.embed(token_BN), None
+        step = Step(kv, position_BN, ancestor_BNN, *self._table(x_BNH))
         hidden: dict[int, Tensor] = {}
         logits = logit_row_BR is None or logit_row_BR.shape[1] > 0 or taps.final
         last = self.shape.blocks - 1 if logits or kv is not None else max(taps.blocks, default=-1)
         for number, block in enumerate(self._chain[: last + 1]):
-            x_BNH = block.forward(x_BNH, angles, kv, number, masks[block.window])
+            x_BNH, delta_BNH = block.forward(x_BNH, delta_BNH, step, number)
             if number in taps.blocks:
+                x_BNH, delta_BNH = x_BNH + delta_BNH, None
                 hidden[number] = x_BNH
         if not logits:
             return TargetOut(None, hidden)
-        return self._outcome(norm(self.backbone[0].norm, x_BNH), hidden, taps, logit_row_BR)
-
-    def _seen(
-        self, kv: KVCache | None, ancestor_BNN: Tensor | None, position_BN: Tensor, window: int | None, dtype: torch.dtype
-    ) -> Tensor | None:
-        """Additive mask over each KV head's rows; None where everything before a position is seen."""
-        N = position_BN.shape[1]
-        if kv is None:
-            if window is None or window >= N:
-                return None
-            apart_NN = torch.arange(N, device=position_BN.device)
-            apart_NN = apart_NN[:, None] - apart_NN
-            return additive(((apart_NN >= 0) & (apart_NN < window))[None], dtype)
-        if N == 1 and kv.even and (window is None or kv.longest < window):
-            return None
-        groups = self.shape.heads // self.shape.kv_heads
-        return additive(seen(kv, ancestor_BNN, position_BN, window).repeat(1, groups, 1), dtype)
+        return self._outcome(norm(self.backbone[0].norm, x_BNH, delta_BNH)[1], hidden, taps, logit_row_BR)

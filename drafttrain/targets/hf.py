@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedModel
 
 from drafttrain.errors import UserError
 from drafttrain.fingerprint import fingerprint_of
-from drafttrain.kv import KVCache, visible
+from drafttrain.kv import KVCache, additive, seen
 from drafttrain.target import FINAL, PrunedTarget, Taps, TargetOut, TargetShape
 
 
@@ -164,8 +164,8 @@ class HFTarget(PrunedTarget):
         sliding = additive(seen(kv, ancestor_BNN, position_BN, self._window), self.dtype)
         return {"full_attention": full, "sliding_attention": sliding} if self._layer_types else sliding
 
-    def new_cache(self, slots: int, max_len: int) -> KVCache:
-        return KVCache(self.shape.blocks, slots, max_len, self.device)
+    def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
+        return KVCache(self.shape.blocks, slots, max_len, self.device, pages)
 
     def pruned(self, blocks: int) -> HFTarget:
         """A trainable copy of the first `blocks` blocks with embedding, norm and head."""
@@ -180,24 +180,6 @@ class HFTarget(PrunedTarget):
         missing = model.load_state_dict(self.model.state_dict(), strict=False).missing_keys
         assert not missing, f"a pruned copy lacks {missing}"
         return type(self)(model.to(self.device, torch.float32), self.stop_ids, frozen=False)
-
-
-def seen(kv: KVCache, ancestor_BNN: Tensor | None, position_BN: Tensor, window: int | None) -> Tensor:
-    """[B, N, P] bool: what each new position attends to: the prefix and its ancestors, within the window by position."""
-    B, N = position_BN.shape
-    if ancestor_BNN is None:
-        ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=position_BN.device).tril().expand(B, N, N)
-    seen_BNP = visible(kv.length_B, kv.longest, ancestor_BNN)
-    if window is None:
-        return seen_BNP
-    key_BP = torch.arange(seen_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
-    key_BP = key_BP.scatter(1, kv.length_B[:, None] + torch.arange(N, device=position_BN.device), position_BN)
-    return seen_BNP & (position_BN[..., None] - key_BP[:, None] < window)
-
-
-def additive(seen_BNP: Tensor, dtype: torch.dtype) -> Tensor:
-    zero = torch.zeros((), dtype=dtype, device=seen_BNP.device)
-    return torch.where(seen_BNP, zero, torch.finfo(dtype).min)[:, None]
 
 
 def _find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:

@@ -52,6 +52,10 @@ def test_every_data_file_is_in_the_wheel(installed: Path, tmp_path: Path, root: 
     package = Path(found.stdout.strip())
     assert installed.parent in package.parents
     expected = {path.relative_to(root / "drafttrain") for path in (root / "drafttrain").rglob("*")}
-    expected |= {path.relative_to(root) for name in ("conf", "recipes") for path in (root / name).rglob("*")}
+    expected |= {
+        path.relative_to(root)
+        for name in ("conf", "recipes", "kernels/include", "kernels/csrc")
+        for path in (root / name).rglob("*")
+    }
     missing = [path for path in expected if "__pycache__" not in path.parts and not (package / path).exists()]
     assert not [path for path in missing if path.suffix], missing

@@ -1,0 +1,106 @@
+// Sixteen floats at a time, in the compiler's own vector type: one source for AVX2, AVX-512 and NEON.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace drafttrain {
+
+constexpr int kLanes = 16;
+
+typedef float Floats __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4)));
+
+inline Floats load(const float* p) {
+    Floats v;
+    std::memcpy(&v, p, sizeof(v));
+    return v;
+}
+
+inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof(v)); }
+
+inline Floats all(float x) { return x - Floats{}; }
+
+inline Floats select(Ints yes, Floats a, Floats b) { return (Floats)(((Ints)a & yes) | ((Ints)b & ~yes)); }
+
+inline Floats max(Floats a, Floats b) { return select((Ints)(a > b), a, b); }
+
+// Halves combined until one is left: the lanes' order is the same everywhere.
+template <typename F>
+float fold(Floats v, F f) {
+    float lane[kLanes];
+    std::memcpy(lane, &v, sizeof(v));
+    for (int half = kLanes / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lane[i] = f(lane[i], lane[i + half]);
+    return lane[0];
+}
+
+inline float sum(Floats v) {
+    return fold(v, [](float a, float b) { return a + b; });
+}
+
+inline float greatest(Floats v) {
+    return fold(v, [](float a, float b) { return a > b ? a : b; });
+}
+
+// e^x to about 2 ulp for x <= 88; exactly 0 below -87, as for minus infinity.
+inline Floats exp(Floats x) {
+    const Ints gone = (Ints)(x < all(-87.0f));
+    x = select((Ints)(x > all(88.0f)), all(88.0f), select(gone, all(0.0f), x));
+    const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    const Floats n = x * 1.44269504f + shift - shift;
+    Floats r = x - n * 0.693145752f;  // ln 2 in two parts
+    r = r - n * 1.42860677e-6f;
+    Floats y = all(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+    return select(gone, all(0.0f), y * (Floats)power);
+}
+
+// bfloat16 as its upper sixteen bits, rounded to nearest even.
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(BFloat16 x) {
+    const uint32_t wide = uint32_t(x.bits) << 16;
+    float y;
+    std::memcpy(&y, &wide, sizeof(y));
+    return y;
+}
+
+inline Floats load(const BFloat16* p) {
+    Floats v;
+    for (int i = 0; i < kLanes; i++) v[i] = to_float(p[i]);
+    return v;
+}
+
+inline void from_float(float x, float* to) { *to = x; }
+
+inline void from_float(float x, BFloat16* to) {
+    uint32_t wide;
+    std::memcpy(&wide, &x, sizeof(wide));
+    to->bits = x != x ? 0x7fc0 : uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+}
+
+inline void store(BFloat16* p, Floats v) {
+    for (int i = 0; i < kLanes; i++) from_float(v[i], &p[i]);
+}
+
+// The value that T holds of each float.
+template <typename T>
+Floats rounded(Floats v) {
+    if constexpr (sizeof(T) == sizeof(float)) return v;
+    BFloat16 narrow[kLanes];
+    store(narrow, v);
+    return load(narrow);
+}
+
+}  // namespace drafttrain

@@ -1,0 +1,246 @@
+"""Every compiled operator against its plain-torch twin: odd sizes, both dtypes, NaN in outputs and in foreign memory."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafttrain.kv import PAGE, KVCache
+from drafttrain.ops import attend as attend_op
+from drafttrain.ops import gated as gated_op
+from drafttrain.ops import greedy_accept as accept_op
+from drafttrain.ops import kv_keep as keep_op
+from drafttrain.ops import library
+from drafttrain.ops import rms_norm as norm_op
+from drafttrain.tree import DraftTree, ancestors
+
+compiled = pytest.mark.skipif(not library.state().loaded, reason=library.state().text)
+DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+seeds = st.integers(0, 2**31)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh tensors hold NaN, so that an element that an operator forgets is seen."""
+    for name in ("empty_like", "empty"):
+        original = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, original=original, **k: poisoned(original(*a, **k)))
+    original_new = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poisoned(original_new(*a, **k)))
+
+
+def poisoned(x: torch.Tensor) -> torch.Tensor:
+    return x.fill_(torch.nan) if x.is_floating_point() else x.fill_(-(2**40))
+
+
+def random_parents(rows: int, nodes: int) -> torch.Tensor:
+    return torch.stack([torch.tensor([-1] + [int(torch.randint(0, i, ())) for i in range(1, nodes)]) for _ in range(rows)])
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 64, 193])
+def test_rms_norm(poison: None, dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(width)
+    x, delta, weight = (torch.randn(*shape, width).to(dtype) for shape in ((3, 5), (3, 5), ()))
+    for added in (None, delta):
+        found, wanted = norm_op.rms_norm(x, added, weight, 1e-5), norm_op.reference(x, added, weight, 1e-5)
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=DTYPES[dtype], atol=DTYPES[dtype])
+    big = torch.randn(300, 192).to(dtype)  # enough for several threads
+    torch.testing.assert_close(
+        norm_op.rms_norm(big, None, torch.ones(192).to(dtype), 1e-5)[1],
+        norm_op.reference(big, None, torch.ones(192).to(dtype), 1e-5)[1],
+        rtol=DTYPES[dtype],
+        atol=DTYPES[dtype],
+    )
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 33, 512])
+def test_gated(poison: None, dtype: torch.dtype, width: int) -> None:
+    x = (torch.linspace(-100, 100, 26 * width).view(2, 13, width).roll(3, -1)).to(dtype)
+    x = torch.cat([x, x.flip(0)], -1)
+    torch.testing.assert_close(gated_op.gated(x), gated_op.reference(x), rtol=DTYPES[dtype], atol=DTYPES[dtype])
+
+
+@compiled
+@settings(max_examples=400, deadline=None)
+@given(seeds, st.integers(1, 4), st.integers(1, 24), st.sampled_from([3, 40]))
+def test_greedy_accept(seed: int, rows: int, nodes: int, vocab: int) -> None:
+    torch.manual_seed(seed)
+    token, parent = torch.randint(0, 3, (rows, nodes)), random_parents(rows, nodes)
+    logits = torch.randint(0, 3, (rows, nodes, vocab)).float()  # ties abound
+    logits[..., 3:] = -1.0
+    tree = DraftTree(token, parent, torch.randint(1, nodes + 1, (rows,)))
+    for mine, theirs in zip(walked(tree, logits), accept_op.greedy_accept(tree, logits), strict=True):
+        assert mine == theirs.tolist()
+
+
+def walked(tree: DraftTree, logits: torch.Tensor) -> tuple[list[list[int]], list[int], list[int]]:
+    """The accept walk written out; of several children with the chosen token the first counts."""
+    paths, counts, bonuses = [], [], []
+    for row, count in enumerate(tree.count_B.tolist()):
+        path = [0]
+        while True:
+            bonus = int(logits[row, path[-1]].argmax())
+            found = [i for i in range(1, count) if tree.parent_BN[row, i] == path[-1] and tree.token_BN[row, i] == bonus]
+            if not found:
+                break
+            path.append(found[0])
+        paths.append(path + [0] * (tree.token_BN.shape[1] - len(path)))
+        counts.append(len(path))
+        bonuses.append(bonus)
+    return paths, counts, bonuses
+
+
+def test_greedy_accept_reference_on_trees_without_twin_children() -> None:
+    """The twin takes the deepest hit: the same node wherever siblings have different tokens, as proposals have."""
+    torch.manual_seed(0)
+    for _ in range(300):
+        parent = random_parents(1, 12)
+        rank = [sum(int(parent[0, j] == parent[0, i]) for j in range(i)) for i in range(12)]
+        tree = DraftTree(torch.tensor([rank]), parent, torch.tensor([int(torch.randint(1, 13, ()))]))
+        logits = torch.randn(1, 12, 4)
+        assert [x.tolist() for x in accept_op.reference(tree, logits)] == list(walked(tree, logits))
+
+
+@compiled
+@settings(max_examples=200, deadline=None)
+@given(seeds, st.integers(1, 3), st.integers(1, 40))
+def test_kv_keep(seed: int, rows: int, nodes: int) -> None:
+    torch.manual_seed(seed)
+    pages = 4 * rows
+    stores = [
+        torch.arange(2 * 2 * pages * PAGE * 6, dtype=torch.float32).view(2, 2, pages, PAGE, 2, 3).clone() for _ in range(2)
+    ]
+    table = torch.randperm(pages).view(rows, 4)
+    length = torch.randint(0, 4 * PAGE - nodes + 1, (rows,))
+    count = torch.randint(1, nodes + 1, (rows,))
+    path = torch.zeros(rows, nodes, dtype=torch.long)
+    for row in range(rows):
+        chosen = torch.randperm(nodes - 1)[: int(count[row]) - 1].sort().values + 1
+        path[row, 1 : len(chosen) + 1] = chosen
+    keep_op.kv_keep(stores[0], table, length, path, count)
+    keep_op.reference(stores[1], table, length, path, count)
+    assert torch.equal(*stores)
+
+
+CASES = {
+    # rows, nodes, heads, kv heads, width, window, causal, normed, lengths up to
+    "one": (1, 1, 6, 2, 32, None, False, False, 300),
+    "tree": (1, 21, 6, 2, 32, None, False, False, 300),
+    "ragged": (5, 7, 4, 1, 64, None, False, True, 200),
+    "odd": (3, 13, 3, 3, 10, None, False, True, 130),
+    "causal": (2, 64, 4, 2, 16, None, True, False, 70),
+    "sliding": (3, 9, 4, 2, 32, 11, False, False, 150),
+    "sliding-far": (2, 5, 2, 1, 128, 100, True, False, 400),
+    "wide": (2, 6, 2, 2, 256, None, False, False, 40),
+    "empty": (2, 17, 4, 4, 48, None, False, False, 1),
+}
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_attend(poison: None, case: str, dtype: torch.dtype) -> None:
+    rows, nodes, heads, kv_heads, width, window, causal, normed, longest = CASES[case]
+    torch.manual_seed(len(case))
+    angle = torch.outer(torch.arange(1024.0), 1e4 ** -(torch.arange(0, width, 2) / width))
+    cos, sin = torch.cat([angle.cos()] * 2, -1).to(dtype), torch.cat([-angle.sin(), angle.sin()], -1).to(dtype)
+    norms = [SimpleNamespace(weight=torch.randn(width).to(dtype), variance_epsilon=1e-6) for _ in range(2)]
+    shape = attend_op.Heads(heads, kv_heads, width, width**-0.5, window, *(norms if normed else (None, None)))
+    lengths = torch.randint(0, longest, (rows,))
+    parent = random_parents(rows, nodes)
+    ancestor = None if causal else ancestors(parent)
+    depth = torch.arange(nodes).expand(rows, nodes) if ancestor is None else ancestor.sum(-1) - 1
+    qkv = torch.randn(rows, nodes, (heads + 2 * kv_heads) * width).to(dtype)
+    found = []
+    for function in (attend_op.attend, attend_op.reference):
+        kv = KVCache(2, rows + 1, 512, pages=rows * 16)
+        kv.allocate(kv_heads, width, dtype)
+        kv._stores[0].fill_(torch.nan if function is attend_op.attend else 0.0)
+        kv._free = torch.randperm(kv.pages, generator=torch.Generator().manual_seed(1)).tolist()
+        for row in range(rows):
+            kv.reserve(rows - 1 - row, int(lengths[row]) + nodes)
+        kv.rows(torch.arange(rows).flip(0))
+        past = torch.randn(2, rows, kv_heads, longest, width, generator=torch.Generator().manual_seed(2)).to(dtype)
+        kv.write(1, past[0], past[1])
+        if function is attend_op.attend:  # scratch of the past and pages that nobody owns: nothing may read them
+            for row, slot in enumerate(kv.slot_B.tolist()):
+                for p in range(int(lengths[row]), PAGE * len(kv._owned[slot])):
+                    for pool in kv.layer(1):
+                        pool[kv.table_BQ[row, p // PAGE], p % PAGE] = torch.nan
+        kv.keep(torch.arange(longest).expand(rows, longest), lengths)
+        step = attend_op.Step(kv, kv.length_B[:, None] + depth, ancestor, cos, sin)
+        assert step.compiled
+        found.append((function(qkv, step, 1, shape), *(pool for pool in kv.layer(1)), kv))
+    (out, keys, values, kv), (wanted, wanted_keys, wanted_values, _) = found
+    torch.testing.assert_close(out, wanted, rtol=DTYPES[dtype], atol=DTYPES[dtype])
+    for ours, theirs in ((keys, wanted_keys), (values, wanted_values)):
+        for row in range(rows):
+            for p in range(int(lengths[row]), int(lengths[row]) + nodes):
+                at = (kv.table_BQ[row, p // PAGE], p % PAGE)
+                torch.testing.assert_close(ours[at], theirs[at], rtol=DTYPES[dtype], atol=DTYPES[dtype])
+
+
+@compiled
+def test_a_nodes_row_does_not_depend_on_its_company() -> None:
+    """The same bits for a path alone, in a tree, and beside other rows: plain and speculative decoding see one attention."""
+    torch.manual_seed(0)
+    cos, sin = torch.randn(200, 32), torch.randn(200, 32)
+    qkv, shape = torch.randn(2, 9, 10 * 32), attend_op.Heads(6, 2, 32, 0.2)
+    results = []
+    for rows, nodes in ((2, 9), (1, 9), (1, 1)):
+        kv = KVCache(1, rows, 256)
+        kv.allocate(2, 32, torch.float32)
+        past = torch.randn(2, 1, 2, 100, 32, generator=torch.Generator().manual_seed(2)).expand(2, rows, 2, 100, 32)
+        kv.write(0, past[0], past[1])
+        kv.keep(torch.arange(100).expand(rows, 100), torch.full((rows,), 100))
+        step = attend_op.Step(kv, 100 + torch.arange(nodes).expand(rows, nodes), None, cos, sin)
+        results.append(attend_op.attend(qkv[:rows, :nodes].contiguous(), step, 0, shape)[0, 0])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def state_in(environment: dict[str, str]) -> str:
+    code = "from drafttrain.ops import library; print(library.state().text)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True, timeout=300
+    )
+    return run.stdout.strip() + "|" + run.stderr.strip()
+
+
+def test_what_runs_is_said(tmp_path: Path) -> None:
+    assert state_in({library.SWITCH: "off"}) == "torch references (DRAFTTRAIN_KERNELS=off)|"
+    assert "no C++ compiler" in state_in({"PATH": str(tmp_path)})
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'ops.cpp:1: error: no such thing' >&2\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert "could not build the operators: ops.cpp:1: error: no such thing)" in state_in(environment)
+
+
+@compiled
+def test_the_library_is_built_once(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    first, second = state_in(environment), state_in(environment)
+    assert "compiled for this CPU" in first and first.endswith("|building the CPU operators: once, about ten seconds")
+    assert second.endswith("|")
+    assert [p.name for p in tmp_path.glob("drafttrain/kernels/*/*")] == ["drafttrain_ops.so"]
