@@ -56,8 +56,8 @@ class Drafter(nn.Module, ABC):
         """Stage what was accepted for these slots. Computes nothing, so that an idle drafter costs nothing."""
 
     @abstractmethod
-    def propose(self, state: Any, slot_B: Tensor, sampling: Sampling) -> DraftTree:
-        """A tree per slot. Its first pass consumes the staged positions."""
+    def propose(self, state: Any, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        """A tree per slot, no deeper than `depth` (from 1) where one is given. Its first pass consumes the staged positions."""
 
     def decode_settings(self) -> dict[str, Any]:
         """What decoding needs beyond weights and configuration (a searched tree, say); JSON values only."""
@@ -73,6 +73,11 @@ class Drafter(nn.Module, ABC):
     def paths(self) -> list[tuple[int, ...]]:
         """The rank paths that greedy decoding proposes; a chain unless a family says otherwise."""
         return [(0,) * d for d in range(1, self.draft_length + 1)]
+
+    @property
+    def max_nodes(self) -> int:
+        """Nodes of the largest proposal, root included: what a cache must have room for."""
+        return len(self.paths()) + 1
 
 
 def trainable(drafter: nn.Module) -> int:
@@ -125,8 +130,9 @@ def draft_chain(
     """A chain of `steps` drafts below the root: argmax when greedy, else drawn from q, which the tree carries.
 
     logits_BV: for the first draft. advance: token_B of the last draft -> logits for the next. position_B: of the root.
+    With `sampling.shared_noise` a draft is drawn with the number that the verifier will use at its position.
     """
-    tokens, laws = [root_B], []
+    tokens, laws, sampling = [root_B], [], sampling.drafting
     for step in range(steps):
         if step:
             logits_BV = advance(tokens[-1])
@@ -134,5 +140,9 @@ def draft_chain(
             tokens.append(logits_BV.argmax(-1))
         else:
             laws.append(law(logits_BV, sampling))
-            tokens.append(pick(laws[-1], uniform(sampling, position_B, Lane.DRAFT, draw=step)))
+            if sampling.shared_noise:
+                draw_B = uniform(sampling, position_B + step + 1, Lane.TARGET)
+            else:
+                draw_B = uniform(sampling, position_B, Lane.DRAFT, draw=step)
+            tokens.append(pick(laws[-1], draw_B))
     return DraftTree.chain(torch.stack(tokens, 1), q_BNV=torch.stack([*laws, laws[-1]], 1) if laws else None)

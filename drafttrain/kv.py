@@ -31,7 +31,7 @@ class KVCache:
     def __init__(
         self, layers: int, slots: int, max_len: int, device: torch.device | str = "cpu", pages: int | None = None
     ) -> None:
-        self.layers, self.slots, self.max_len = layers, slots, max_len
+        self.layers, self.slots, self.max_len, self.page = layers, slots, max_len, PAGE
         self.length_S = torch.zeros(slots, dtype=torch.long, device=device)
         self.per_slot = pages_for(max_len)
         self.pages = slots * self.per_slot if pages is None else pages
@@ -103,6 +103,14 @@ class KVCache:
                 self._free.append(page)
         self._owned[slot] = []
         self.table_SQ[slot], self.length_S[slot] = self.pages, 0
+
+    def copy(self, source: int, slot: int) -> None:
+        """Give a slot with its own pages the committed prefix of another."""
+        pages = pages_for(int(self.length_S[source]))
+        for store in self._stores:
+            store[:, :, self.table_SQ[slot, :pages]] = store[:, :, self.table_SQ[source, :pages]]
+        self.length_S[slot] = self.length_S[source]
+        self._refresh()
 
     def room(self, nodes: int) -> None:
         """Raise ValueError when `nodes` more positions do not fit every row in use."""

@@ -22,13 +22,21 @@ class Lane(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0 and top_p 1 keep every token. key_B names each row's request for the noise."""
+    """temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep every token, repetition_penalty 1 changes no logit.
+
+    draft_temperature: what drafters draw their own samples at; None: `temperature`. shared_noise: they draw with the
+    verifier's numbers, for policies that compare choices. key_B names each row's request for the noise.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
     key_B: Tensor | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    draft_temperature: float | None = None
+    shared_noise: bool = False
 
     def __post_init__(self) -> None:
         if self.temperature < 0.0:
@@ -37,20 +45,32 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; set it to 0 (off) or above")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}; set it above 0 and at most 1")
+        if not 0.0 <= self.min_p < 1.0:
+            raise ValueError(f"min_p is {self.min_p}; set it to 0 (off) or above, and below 1")
+        if self.repetition_penalty <= 0.0:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; set it above 0, 1 is off")
+        if self.draft_temperature is not None and self.draft_temperature < 0.0:
+            raise ValueError(f"draft_temperature is {self.draft_temperature}; set it to 0 (greedy) or above")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def drafting(self) -> Sampling:
+        """The settings that drafters sample with."""
+        return self if self.draft_temperature is None else replace(self, temperature=self.draft_temperature)
 
     def rows(self, key_B: Tensor) -> Sampling:
         return replace(self, key_B=key_B)
 
 
 def law(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """[..., V] logits -> the probabilities the request samples from: temperature, then top-k, then top-p.
+    """[..., V] logits -> the probabilities the request samples from: temperature, top-k, top-p, min-p, in this order.
 
     float64 stays float64, everything else becomes float32. Greedy gives a one-hot at the lowest index among ties.
-    Top-p keeps the smallest set of most likely tokens whose mass reaches p, as transformers does.
+    Top-p keeps the smallest set of most likely tokens whose mass reaches p, min-p those of at least
+    so many times the most likely one's probability (arXiv 2407.01082); both as transformers does.
     """
     logits_V = logits_V if logits_V.dtype == torch.float64 else logits_V.float()
     if sampling.greedy:
@@ -65,7 +85,11 @@ def law(logits_V: Tensor, sampling: Sampling) -> Tensor:
         before_V = probability_V.cumsum(-1) - probability_V
         drop_V = torch.zeros_like(before_V, dtype=torch.bool).scatter_(-1, order_V, before_V >= sampling.top_p)
         logits_V = logits_V.masked_fill(drop_V, -torch.inf)
-    return logits_V.softmax(-1)
+    law_V = logits_V.softmax(-1)
+    if sampling.min_p > 0.0:
+        law_V = law_V.masked_fill(law_V < sampling.min_p * law_V.amax(-1, keepdim=True), 0.0)
+        law_V = law_V / law_V.sum(-1, keepdim=True)
+    return law_V
 
 
 def pick(law_BV: Tensor, uniform_B: Tensor) -> Tensor:

@@ -62,6 +62,27 @@ class DraftTree:
         count_B = torch.full((B,), N, device=token_BN.device)
         return DraftTree(token_BN, shape.parent_N.expand(B, N), count_B, known_BNN=shape.ancestor_NN.expand(B, N, N))
 
+    def cut(self, deepest: int) -> DraftTree:
+        """The tree without the nodes below this depth, the rest in the same order. `cut(1)` of the example is r, a, b."""
+        ancestor_BNN = self.ancestor_BNN
+        B, N = self.token_BN.shape
+        real_BN = torch.arange(N, device=self.token_BN.device) < self.count_B[:, None]
+        stays_BN = (depth(ancestor_BNN) <= deepest) & real_BN
+        if bool((stays_BN == real_BN).all()):
+            return self
+        count_B = stays_BN.sum(-1)
+        order_BM = (~stays_BN).long().argsort(stable=True, dim=-1)[:, : int(count_B.max())]
+        place_BN = stays_BN.cumsum(-1) - 1
+        parent_BM = self.parent_BN.gather(1, order_BM)
+        moved_BM = place_BN.gather(1, parent_BM.clamp_min(0))
+        parent_BM = torch.where(parent_BM < 0, -1, moved_BM)
+        parent_BM = torch.where(torch.arange(parent_BM.shape[1], device=parent_BM.device) < count_B[:, None], parent_BM, 0)
+        parent_BM[:, 0] = -1
+        rows_BM = torch.arange(B, device=self.token_BN.device)[:, None]
+        q_BMV = None if self.q_BNV is None else self.q_BNV[rows_BM, order_BM]
+        sampled_BM = None if self.sampled_BN is None else self.sampled_BN[rows_BM, order_BM]
+        return DraftTree(self.token_BN.gather(1, order_BM), parent_BM, count_B, q_BMV, sampled_BM)
+
 
 def ancestors(parent_BN: Tensor) -> Tensor:
     """[B, N, N] bool: entry [b, i, j] says that j is i or an ancestor of i."""

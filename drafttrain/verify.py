@@ -6,12 +6,13 @@ Shapes: B rows, N nodes (root included), A accepted nodes (root included), V voc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from drafttrain.ops.greedy_accept import greedy_accept
+from drafttrain.ops.greedy_accept import follow, greedy_accept
 from drafttrain.sampling import Lane, Sampling, law, pick, uniform
 from drafttrain.tree import DraftTree
 
@@ -40,9 +41,18 @@ class Policy:
 
 def greedy(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
     """The deepest node whose every token is its parent's argmax."""
-    path_BN, count_B, bonus_B = greedy_accept(tree, logits_BNV)
-    path_BA = path_BN[:, : int(count_B.max())]
-    return Verdict(path_BA, count_B, bonus_B, path_BA.gather(1, count_B[:, None] - 1)[:, 0])
+    return _along(*greedy_accept(tree, logits_BNV))
+
+
+def coupled(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
+    """The target chooses at every node with the noise of the next position, as plain sampling would; drafts that are the
+    choice are accepted (after arXiv 2408.07978). The output is plain sampling's, token for token.
+    """
+    B, N = position_BN.shape
+    keyed = sampling if sampling.key_B is None else sampling.rows(sampling.key_B.repeat_interleave(N))
+    draw_M = uniform(keyed, (position_BN + 1).flatten(), Lane.TARGET)
+    choice_BN = pick(law(logits_BNV, sampling).flatten(0, 1), draw_M).view(B, N)
+    return _along(*follow(tree, choice_BN))
 
 
 def lossless(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
@@ -86,13 +96,33 @@ EPSILON, DELTA = 0.09, 0.3
 
 
 def typical(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
-    """Typical acceptance (arXiv 2401.10774, section 2.3.2): p(x) > min(eps, delta * exp(-H(p))), the deepest path wins.
-
-    Not lossless. Ties in depth go to the path of higher likelihood; the bonus token is sampled from the target.
-    """
+    """Typical acceptance (arXiv 2401.10774, section 2.3.2): p(x) > min(eps, delta * exp(-H(p))). Not lossless."""
     law_BNV = law(logits_BNV, sampling)
     entropy_BN = -torch.xlogy(law_BNV, law_BNV).sum(-1)
     floor_BN = (DELTA * (-entropy_BN).exp()).clamp_max(EPSILON)
+    return _likely(tree, ancestor_BNN, law_BNV, floor_BN, position_BN, sampling)
+
+
+def threshold(
+    tree: DraftTree,
+    ancestor_BNN: Tensor,
+    logits_BNV: Tensor,
+    position_BN: Tensor,
+    sampling: Sampling,
+    least: float,
+) -> Verdict:
+    """A draft is accepted where the target gives it more than `least`. Not lossless."""
+    law_BNV = law(logits_BNV, sampling)
+    return _likely(tree, ancestor_BNN, law_BNV, torch.full_like(law_BNV[..., 0], least), position_BN, sampling)
+
+
+def _likely(
+    tree: DraftTree, ancestor_BNN: Tensor, law_BNV: Tensor, floor_BN: Tensor, position_BN: Tensor, sampling: Sampling
+) -> Verdict:
+    """The deepest path on which p(x) exceeds the parent's floor; ties in depth go to the path of higher likelihood.
+
+    The bonus token is sampled from the target.
+    """
     parent_BN = tree.parent_BN.clamp_min(0)
     p_BN = law_BNV.gather(1, parent_BN[..., None].expand(-1, -1, law_BNV.shape[-1])).gather(2, tree.token_BN[..., None])[..., 0]
     hit_BN = p_BN > floor_BN.gather(1, parent_BN)
@@ -106,21 +136,36 @@ def typical(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_
     return _verdict(ancestor_BNN, last_B, pick(law_BNV[row_B, last_B], draw_B))
 
 
+LEAST = 0.3  # of the threshold policy, unless set
 POLICIES = {
-    p.name: p for p in (Policy("greedy", True, greedy), Policy("lossless", True, lossless), Policy("typical", False, typical))
+    p.name: p
+    for p in (
+        Policy("greedy", True, greedy),
+        Policy("lossless", True, lossless),
+        Policy("coupled", True, coupled),
+        Policy("typical", False, typical),
+        Policy("threshold", False, partial(threshold, least=LEAST)),
+    )
 }
 
 
-def policy_for(name: str, sampling: Sampling) -> Policy:
-    """The named policy; raises ValueError for an unknown name or one that contradicts the temperature."""
+def policy_for(name: str, sampling: Sampling, least: float = LEAST) -> Policy:
+    """The named policy; raises ValueError for an unknown name or one that contradicts the temperature.
+
+    least: the probability that the threshold policy asks of a draft.
+    """
     if name not in POLICIES:
         raise ValueError(f"decode.policy is {name!r}; choose one of {', '.join(POLICIES)}")
     if name == "greedy" and not sampling.greedy:
         raise ValueError(
             f"decode.policy=greedy at temperature {sampling.temperature}; set decode.policy=lossless, or temperature 0"
         )
-    if name == "typical" and sampling.greedy:
-        raise ValueError("decode.policy=typical at temperature 0; set decode.temperature above 0, or decode.policy=greedy")
+    if name in ("typical", "threshold") and sampling.greedy:
+        raise ValueError(f"decode.policy={name} at temperature 0; set decode.temperature above 0, or decode.policy=greedy")
+    if name == "threshold":
+        if not 0.0 < least < 1.0:
+            raise ValueError(f"decode.threshold is {least}; set it above 0 and below 1")
+        return replace(POLICIES[name], verify=partial(threshold, least=least))
     return POLICIES[name]
 
 
@@ -143,6 +188,11 @@ def _real(tree: DraftTree) -> Tensor:
 def _whole_path(hit_BN: Tensor, ancestor_BNN: Tensor) -> Tensor:
     """[B, N] bool: the node and all its ancestors are hits."""
     return ~(ancestor_BNN & ~hit_BN[:, None]).any(-1)
+
+
+def _along(path_BN: Tensor, count_B: Tensor, bonus_B: Tensor) -> Verdict:
+    path_BA = path_BN[:, : int(count_B.max())]
+    return Verdict(path_BA, count_B, bonus_B, path_BA.gather(1, count_B[:, None] - 1)[:, 0])
 
 
 def _verdict(ancestor_BNN: Tensor, last_B: Tensor, bonus_B: Tensor) -> Verdict:

@@ -65,7 +65,7 @@ class DraftModel(Drafter):
     def observe(self, state: DraftModelState, commit: Commit, slot_B: Tensor) -> None:
         state.staged.add(commit, slot_B)
 
-    def propose(self, state: DraftModelState, slot_B: Tensor, sampling: Sampling) -> DraftTree:
+    def propose(self, state: DraftModelState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         kv, row_B = state.kv, torch.arange(len(slot_B), device=slot_B.device)
         kv.rows(slot_B)
         token_BN, last_B = with_root(state.staged.take(slot_B))
@@ -75,7 +75,8 @@ class DraftModel(Drafter):
         def advance(token_B: Tensor) -> Tensor:
             return self._feed(kv, token_B[:, None], torch.zeros_like(token_B))
 
-        tree = draft_chain(token_BN[row_B, last_B], logits_BV, advance, self.draft_length, sampling, committed_B)
+        steps = min(self.draft_length, depth or self.draft_length)
+        tree = draft_chain(token_BN[row_B, last_B], logits_BV, advance, steps, sampling, committed_B)
         kv.rollback(committed_B)
         return tree
 

@@ -113,7 +113,7 @@ class Eagle3(Drafter):
     def observe(self, state: Eagle3State, commit: Commit, slot_B: Tensor) -> None:
         state.staged.add(commit, slot_B)
 
-    def propose(self, state: Eagle3State, slot_B: Tensor, sampling: Sampling) -> DraftTree:
+    def propose(self, state: Eagle3State, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         kv, row_B = state.kv, torch.arange(len(slot_B), device=slot_B.device)
         kv.rows(slot_B)
         staged = state.staged.take(slot_B)
@@ -126,7 +126,8 @@ class Eagle3(Drafter):
             return self._logits(latest[0])
 
         root_B = staged.next_BA[row_B, last_B]
-        tree = draft_chain(root_B, self._logits(latest[0]), advance, self.draft_length, sampling, committed_B)
+        steps = min(self.draft_length, depth or self.draft_length)
+        tree = draft_chain(root_B, self._logits(latest[0]), advance, steps, sampling, committed_B)
         kv.rollback(committed_B)
         return tree
 

@@ -90,7 +90,7 @@ class MedusaState:
 
     hidden_SH: Tensor
     root_S: Tensor
-    shape: TreeShape  # on the drafter's device
+    shapes: list[TreeShape]  # by depth - 1, on the drafter's device; the last is the whole tree
     stack: Stack
 
 
@@ -157,7 +157,11 @@ class Medusa(Drafter):
         root_S = torch.zeros(slots, dtype=torch.long, device=like.device)
         if self._stack is None or not self._stack.current:
             self._stack = Stack(list(self.heads))  # type: ignore[arg-type]
-        return MedusaState(like.new_zeros(slots, self._width), root_S, self.shape.to(like.device), self._stack)
+        shapes = [
+            TreeShape.of([p for p in self.shape.paths if len(p) <= depth]).to(like.device)
+            for depth in range(1, self.shape.max_depth + 1)
+        ]
+        return MedusaState(like.new_zeros(slots, self._width), root_S, shapes, self._stack)
 
     def reset(self, state: MedusaState, slot_R: Tensor) -> None:
         state.hidden_SH[slot_R], state.root_S[slot_R] = 0.0, 0
@@ -168,8 +172,9 @@ class Medusa(Drafter):
         state.hidden_SH[slot_B[row_B]] = commit.hidden[FINAL][row_B, last_B].to(state.hidden_SH.dtype)
         state.root_S[slot_B[row_B]] = commit.next_BA[row_B, last_B]
 
-    def propose(self, state: MedusaState, slot_B: Tensor, sampling: Sampling) -> DraftTree:
-        shape, output_KVH = state.shape, state.stack.output_KVH
+    def propose(self, state: MedusaState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        shape = state.shapes[min(depth or len(state.shapes), len(state.shapes)) - 1]
+        output_KVH = state.stack.output_KVH
         hidden_KBH = state.stack.hidden(state.hidden_SH[slot_B], shape.max_depth)
         if output_KVH is None:
             logits_KBV = self._shared(hidden_KBH)

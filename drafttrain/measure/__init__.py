@@ -24,10 +24,17 @@ class MeasureOptions:
 class DecodeOptions:
     """How the measured decoder runs."""
 
-    policy: str = "greedy"  # greedy | lossless | typical
+    policy: str = "greedy"  # greedy | lossless | coupled | typical | threshold
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    threshold: float = 0.3  # of the policy of that name: the least probability of an accepted draft
+    draft_temperature: float | None = None  # what drafters sample at; null: the target's
+    draft_length: int | None = None  # deepest proposal; null: as trained
+    window: int | None = None  # acceptance window: drafts of a path offered to one verification; null: all
+    fallback: bool = False  # draft only while it pays, by measured step costs and acceptance
     seed: int = 0
     max_new_tokens: int = 128
     tree_nodes: int = 24  # node budget of families that draft trees, root excluded

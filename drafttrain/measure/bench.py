@@ -13,8 +13,9 @@ from drafttrain.measure.exactness import Match, compare, first_difference
 from drafttrain.measure.plan import Budget, plan
 from drafttrain.measure.speed import Contender, Race, Repeats, race
 from drafttrain.measure.transformers_baseline import generate
+from drafttrain.request import Result
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoded, Decoder, Result
+from drafttrain.speculate import Controls, Decoded, Decoder
 from drafttrain.targets.load import LoadedTarget
 
 Watch = Callable[[str, int, int, int], None]  # stage, waves done, waves in all, tokens this time
@@ -34,7 +35,19 @@ class Bench:
 
     @staticmethod
     def sampling_of(decode: DecodeOptions) -> Sampling:
-        return Sampling(decode.temperature, decode.top_k, decode.top_p, decode.seed)
+        return Sampling(
+            decode.temperature,
+            decode.top_k,
+            decode.top_p,
+            decode.seed,
+            min_p=decode.min_p,
+            repetition_penalty=decode.repetition_penalty,
+            draft_temperature=decode.draft_temperature,
+        )
+
+    @staticmethod
+    def controls_of(decode: DecodeOptions) -> Controls:
+        return Controls(decode.draft_length, decode.window, decode.threshold, decode.fallback)
 
     @property
     def sampling(self) -> Sampling:
@@ -45,7 +58,8 @@ class Bench:
         target = self.loaded.target
         sampling = replace(self.sampling, seed=self.sampling.seed + seed)
         length = max_new_tokens or self.decode.max_new_tokens
-        return Decoder(target, drafter, self.decode.policy, sampling, target.stop_ids, length)
+        controls = self.controls_of(self.decode)
+        return Decoder(target, drafter, self.decode.policy, sampling, target.stop_ids, length, controls=controls)
 
     def decode_all(self, stage: str, drafter: Drafter | None, cases: Sequence[Case], passes: int = 1) -> list[Result]:
         """Results in case order. With `passes` above 1 (how often the cases will be run in all) the budget may end it early."""
@@ -120,7 +134,7 @@ class Bench:
 
     def _generate(self, prompts: list[list[int]]) -> Decoded:
         target = self.loaded.target
-        return generate(target.model, prompts, target.stop_ids, self.decode.max_new_tokens)
+        return generate(target.model, prompts, target.stop_ids, self.decode.max_new_tokens, self.decode.repetition_penalty)
 
     def _say_if_cut(self, size: int, count: int, wanted: int, repeats: int) -> None:
         if count < wanted or repeats < self.options.repeats:

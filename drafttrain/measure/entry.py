@@ -14,7 +14,7 @@ from drafttrain.measure.exactness import Match
 from drafttrain.measure.expected import FLAGGED_GAP, expected_tau, gap
 from drafttrain.measure.monitors import counted, ends_in_loop, missed_stop
 from drafttrain.measure.speed import Race, Repeats, costs, over_repeats, seconds, speedup, throughput, tpot, ttft
-from drafttrain.speculate import Result
+from drafttrain.request import Result
 from drafttrain.tree import Path
 
 Keys = dict[str, Any]

@@ -22,7 +22,7 @@ from drafttrain.measure.floor import step_floor
 from drafttrain.measure.plan import Budget
 from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.measure.speed import Race
-from drafttrain.speculate import Result
+from drafttrain.request import Result
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.verify import POLICIES, policy_for
 
@@ -78,7 +78,7 @@ def _check(checkpoints: Sequence[CheckpointRef], decode: DecodeOptions, options:
     if decode.max_new_tokens < 2:
         raise UserError(f"decode.max_new_tokens is {decode.max_new_tokens}; set it to 2 or more, the prefill gives the first")
     try:
-        policy_for(decode.policy, Bench.sampling_of(decode))
+        policy_for(decode.policy, Bench.sampling_of(decode), Bench.controls_of(decode).threshold)
     except ValueError as error:
         raise UserError(str(error)) from error
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from drafttrain.speculate import Costs, Decoded, Result
+from drafttrain.request import Result
+from drafttrain.speculate import Costs, Decoded
 
 Contender = Callable[[list[int]], Decoded]  # case numbers of one wave -> its decoding
 Repeats = list[list[Decoded]]  # [repeat][wave]

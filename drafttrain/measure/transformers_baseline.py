@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from drafttrain.speculate import Costs, Decoded, Result
+from drafttrain.request import Result
+from drafttrain.speculate import Costs, Decoded
 
 
 class _Stopwatch(StoppingCriteria):
@@ -28,8 +29,10 @@ class _Stopwatch(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def generate(model: Any, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int) -> Decoded:
-    """Greedy `generate` with its cache on all prompts at once (left-padded), outputs cut after the stop token.
+def generate(
+    model: Any, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int, penalty: float = 1.0
+) -> Decoded:
+    """Greedy `generate` with its cache on all prompts at once (left-padded), outputs cut after the stop token. penalty: for repetition.
 
     Times are those of the whole batch, so only a batch of one is worth timing. Costs stay empty.
     """
@@ -42,7 +45,7 @@ def generate(model: Any, prompts: Sequence[Sequence[int]], stop_ids: frozenset[i
         text_BT = model.generate(
             token_BT,
             attention_mask=seen_BT,
-            generation_config=_greedy(stop_ids, pad, max_new_tokens),
+            generation_config=_greedy(stop_ids, pad, max_new_tokens, penalty),
             stopping_criteria=StoppingCriteriaList([stopwatch]),
         )
     outputs = [_cut(row, stop_ids) for row in text_BT[:, longest:].tolist()]
@@ -55,13 +58,13 @@ def generate(model: Any, prompts: Sequence[Sequence[int]], stop_ids: frozenset[i
     return Decoded(results, Costs())
 
 
-def _greedy(stop_ids: frozenset[int], pad: int, max_new_tokens: int) -> GenerationConfig:
+def _greedy(stop_ids: frozenset[int], pad: int, max_new_tokens: int, penalty: float) -> GenerationConfig:
     """Everything that could bend greedy decoding is named, or generate() would take it from the model's own settings."""
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         num_beams=1,
-        repetition_penalty=1.0,
+        repetition_penalty=penalty,
         no_repeat_ngram_size=0,
         temperature=1.0,
         top_k=50,

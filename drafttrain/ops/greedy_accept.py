@@ -26,9 +26,14 @@ def greedy_accept(tree: DraftTree, logits_BNV: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def reference(tree: DraftTree, logits_BNV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return follow(tree, logits_BNV.argmax(-1))
+
+
+def follow(tree: DraftTree, choice_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The walk for any choice of the target after each node; the deepest node on a path of chosen tokens wins."""
     B, N = tree.token_BN.shape
-    row_B, node_N = torch.arange(B, device=logits_BNV.device), torch.arange(N, device=logits_BNV.device)
-    ancestor_BNN, choice_BN = tree.ancestor_BNN, logits_BNV.argmax(-1)
+    row_B, node_N = torch.arange(B, device=choice_BN.device), torch.arange(N, device=choice_BN.device)
+    ancestor_BNN = tree.ancestor_BNN
     hit_BN = (tree.token_BN == choice_BN.gather(1, tree.parent_BN.clamp_min(0))) & (node_N < tree.count_B[:, None])
     hit_BN[:, 0] = True
     alive_BN = ~(ancestor_BNN & ~hit_BN[:, None]).any(-1)

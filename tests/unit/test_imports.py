@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "drafttrain"
 FLOORS = [
     ("errors", "atomic", "fingerprint", "tree", "kv", "sampling", "batch", "ops"),
-    ("target", "layers", "drafter"),
+    ("target", "layers", "drafter", "request", "processors", "fallback"),
     ("verify", "speculate"),
     ("drafters", "targets", "data", "features", "losses", "checkpoint"),
     ("train", "measure", "export"),

@@ -11,7 +11,7 @@ import torch
 from drafttrain.losses import Hits
 from drafttrain.measure.acceptance import pooled, wilson
 from drafttrain.measure.expected import expected_tau, forced_batch, gap, is_chain
-from drafttrain.speculate import Result
+from drafttrain.request import Result
 
 
 def result(emitted: int, verifications: int, offered: list[int], accepted: list[int], nodes: int) -> Result:

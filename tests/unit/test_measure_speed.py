@@ -7,7 +7,8 @@ import pytest
 from drafttrain.measure.cases import Case, spread, waves
 from drafttrain.measure.plan import Budget, Plan, plan
 from drafttrain.measure.speed import Race, costs, race, speedup, throughput, tpot, ttft
-from drafttrain.speculate import Costs, Decoded, Result
+from drafttrain.request import Result
+from drafttrain.speculate import Costs, Decoded
 
 
 def lap(*times: tuple[int, float, float, float]) -> Decoded:

@@ -1,0 +1,104 @@
+"""Floor 1: what is asked of the decoder, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """key names the request in its noise: equal keys and seeds give equal samples. samples: how many texts of one prompt,
+    with keys from `key` on; they share the prompt's pages.
+
+    stop_ids end a text, and are part of it. min_new_tokens: none of them before so many tokens. stop_text: see `StopText`.
+    """
+
+    prompt: Sequence[int]
+    key: int = 0
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    stop_text: StopText | None = None
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("a prompt has no tokens; give each at least one")
+        if self.max_new_tokens < 1 or self.samples < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}, samples {self.samples}; both must be 1 or more")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens}; set it within 0 and max_new_tokens, {self.max_new_tokens}"
+            )
+
+
+@dataclass(slots=True)
+class Result:
+    """One text. tokens[0] comes from the prefill; the rest, `emitted` of them, from `verifications`.
+
+    offered[i], accepted[i]: verifications in which a draft at depth i + 1 was offered below an accepted path, and
+    those that accepted it. nodes: draft nodes verified, roots excluded. ended_by: stop, text or length; None while it runs.
+    queued, started (its prefill begins), first, ended: seconds of perf_counter.
+    """
+
+    request: int
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    verifications: int = 0
+    emitted: int = 0
+    offered: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    nodes: int = 0
+    ended_by: str | None = None
+    queued: float = 0.0
+    started: float = 0.0
+    first: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def tau(self) -> float:
+        """Tokens per verification; NaN before the first."""
+        return self.emitted / self.verifications if self.verifications else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens that one round added to a result. The first `drafted` of them are accepted drafts."""
+
+    result: Result
+    tokens: list[int]
+    drafted: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopText:
+    """Strings that end a text. The text keeps the token that completes one; `decode` turns token ids into text."""
+
+    strings: tuple[str, ...]
+    decode: Callable[[list[int]], str]
+
+    def __post_init__(self) -> None:
+        if not self.strings or not all(self.strings):
+            raise ValueError(f"stop strings are {list(self.strings)}; give at least one, none of them empty")
+
+    def end(self, tokens: list[int], new: int) -> int | None:
+        """How many tokens the text keeps, if one of its last `new` tokens completes a string; else None."""
+        reach = 4 * max(map(len, self.strings)) + 4  # a character takes up to four byte tokens
+        if not self._within(tokens[max(0, len(tokens) - new - reach) :]):
+            return None
+        for end in range(len(tokens) - new + 1, len(tokens) + 1):
+            if self._within(tokens[max(0, end - 1 - reach) : end]):
+                return end
+        return None
+
+    def _within(self, tokens: list[int]) -> bool:
+        text = self.decode(tokens)
+        return any(string in text for string in self.strings)
+
+
+def plain_requests(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: frozenset[int] = frozenset(), first_key: int = 0
+) -> list[Request]:
+    """One request per prompt, keys in order."""
+    return [Request(p, first_key + i, max_new_tokens, stop_ids=stop_ids) for i, p in enumerate(prompts)]
