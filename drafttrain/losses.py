@@ -184,7 +184,8 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     K = drafter.draft_length
     rank_PK = torch.full((len(token_P), K), -1, device=token_P.device)
     mass_PK = torch.zeros(len(token_P), K, device=token_P.device)
-    for prediction in drafter.predict(batch):
+    own = next(drafter.parameters()).dtype
+    for prediction in drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
         q_MV, p_MV = prediction.head(prediction.hidden_MH), target.head(final_PH[batch.law_at(prediction.label_M)])
         label_M1 = token_P[prediction.label_M][:, None]
         best = q_MV.topk(min(width, q_MV.shape[-1]), -1).indices

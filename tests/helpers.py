@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator, Sequence
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -17,7 +20,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.drafter import Commit, Drafter
+from drafttrain.sampling import Sampling
+from drafttrain.target import Taps
 from drafttrain.targets.hf import HFTarget
+from drafttrain.tree import DraftTree, TreeShape
 
 COMMON = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512}
 GATED = COMMON | {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
@@ -58,3 +66,67 @@ def prompts(count: int, vocab: int = 64, seed: int = 0, longest: int = 20) -> li
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
     return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+class Scripted(Drafter):
+    """Proposes what `guess` says: (text so far, root included, and the path's drafts) -> candidates, likeliest first.
+
+    paths: rank paths, or depth for a chain. Knows its text from commits alone, as every drafter does.
+    """
+
+    def __init__(self, guess: Callable[[list[int]], list[int]], paths: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.guess, self.shape, self.taps = guess, TreeShape.of(paths), Taps()
+        self.draft_length = self.shape.max_depth
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        raise NotImplementedError
+
+    def open(self, slots: int, max_len: int) -> list[list[int]]:
+        return [[] for _ in range(slots)]
+
+    def reset(self, state: list[list[int]], slot_R: torch.Tensor) -> None:
+        for slot in slot_R.tolist():
+            state[slot] = []
+
+    def observe(self, state: list[list[int]], commit: Commit, slot_B: torch.Tensor) -> None:
+        for row, (slot, count) in enumerate(zip(slot_B.tolist(), commit.count_B.tolist(), strict=True)):
+            if count:
+                after = commit.next_BA[row, :count].tolist()
+                state[slot] = state[slot] + after if state[slot] else [*commit.token_BA[row, :count].tolist(), after[-1]]
+
+    def propose(self, state: list[list[int]], slot_B: torch.Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        rows = []
+        for slot in slot_B.tolist():
+            paths = {(): state[slot]}
+            tokens = [state[slot][-1]]
+            for path in self.shape.paths:
+                above = paths[path[:-1]]
+                tokens.append(self.guess(above)[path[-1]])
+                paths[path] = [*above, tokens[-1]]
+            rows.append(tokens)
+        tree = DraftTree.static(torch.tensor(rows), self.shape)
+        return tree if depth is None else tree.cut(depth)
+
+    def paths(self) -> list[tuple[int, ...]]:
+        return list(self.shape.paths)
+
+
+def oracle(texts: Sequence[Sequence[int]], vocab: int = 64) -> Callable[[list[int]], list[int]]:
+    """Guesses the token that follows in one of these texts first, then others."""
+
+    def guess(text: list[int]) -> list[int]:
+        true = next((t[len(text)] for t in texts if len(t) > len(text) and list(t[: len(text)]) == text), 0)
+        return [true, *(t for t in range(vocab) if t != true)]
+
+    return guess
+
+
+def random_guess(seed: int, vocab: int = 64) -> Callable[[list[int]], list[int]]:
+    return lambda text: random.Random(hash((seed, *text))).sample(range(vocab), 8)
+
+
+def never(texts: Sequence[Sequence[int]], vocab: int = 64) -> Callable[[list[int]], list[int]]:
+    """Always wrong."""
+    right = oracle(texts, vocab)
+    return lambda text: right(text)[1:]

@@ -32,9 +32,9 @@ class _Stopwatch(StoppingCriteria):
 def generate(
     model: Any, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int, penalty: float = 1.0
 ) -> Decoded:
-    """Greedy `generate` with its cache on all prompts at once (left-padded), outputs cut after the stop token. penalty: for repetition.
+    """Greedy `generate` with its cache on all prompts at once (left-padded), cut after the stop token.
 
-    Times are those of the whole batch, so only a batch of one is worth timing. Costs stay empty.
+    Times are those of the whole batch, so only a batch of one is worth timing. Costs stay empty. penalty: for repetition.
     """
     longest = max(len(p) for p in prompts)
     pad = min(stop_ids, default=0)

@@ -13,8 +13,9 @@ from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, sa
 from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
+from drafttrain.request import Request
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
+from drafttrain.speculate import Decoder, Session
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import prompts, tiny_target
 
@@ -96,6 +97,35 @@ def test_what_is_trained_is_what_is_drafted(name: str) -> None:
                 if (prediction.every_step and label > source + 1) or s == source:
                     foretold[label - source - 1] = token
     assert [foretold[i] for i in range(1, len(drafts))] == drafts[1:]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
+    """With the verifier's noise for its own samples too, so that it draws what the verifier will."""
+    target, asked, sampling = tiny_target(), prompts(5, seed=3), Sampling(0.8, top_p=0.95, seed=2)
+    plain = Decoder(target, None, "lossless", sampling, max_new_tokens=30).run(asked, 2).results
+    ours = Decoder(target, build(name, target, 0.1), "coupled", sampling, max_new_tokens=30).run(asked, 3).results
+    assert [r.tokens for r in ours] == [r.tokens for r in plain]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_depth_limit_is_kept_and_drafts_the_same_tokens(name: str) -> None:
+    target, asked = tiny_target(), prompts(3, seed=7)
+    drafter = build(name, target, 0.2)
+    seen: dict[int | None, Any] = {}
+    for limit in (None, 1, 2, 99):
+        session = Session(Decoder(target, drafter, "greedy", Sampling()), 3, 200)
+        for i, prompt in enumerate(asked):
+            session.submit(Request(prompt, i, 20))
+        session._admit()
+        with torch.inference_mode():
+            seen[limit] = drafter.propose(session.state, session.slot_B, Sampling(), limit)
+    depths = {limit: int(tree.ancestor_BNN.sum(-1).max()) - 1 for limit, tree in seen.items()}
+    assert depths == {None: drafter.draft_length, 1: 1, 2: 2, 99: drafter.draft_length}
+    for limit in (1, 2):
+        wanted = seen[None].cut(limit)
+        assert torch.equal(seen[limit].token_BN, wanted.token_BN) and torch.equal(seen[limit].parent_BN, wanted.parent_BN)
+    assert drafter.max_nodes >= seen[None].token_BN.shape[1]
 
 
 @pytest.mark.parametrize("name", NAMES)

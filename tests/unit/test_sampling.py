@@ -2,22 +2,25 @@
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from drafttrain.sampling import Lane, Sampling, choose, law, pick, uniform
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 5, 1.0), (0.9, 0, 0.8), (1.0, 7, 0.6)]
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1.0, 0, 1.0, 0), (0.7, 0, 1.0, 0), (1.3, 5, 1.0, 0), (0.9, 0, 0.8, 0.1), (1.0, 7, 0.6, 0), (1.2, 0, 1.0, 0.05)],
 )
-def test_law_equals_transformers(temperature: float, top_k: int, top_p: float) -> None:
+def test_law_equals_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.randn(16, 40, generator=torch.Generator().manual_seed(1))
     warped = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
         warped = TopKLogitsWarper(top_k)(None, warped)
     if top_p < 1.0:
         warped = TopPLogitsWarper(top_p)(None, warped)
-    torch.testing.assert_close(law(logits, Sampling(temperature, top_k, top_p)), warped.softmax(-1))
+    if min_p:
+        warped = MinPLogitsWarper(min_p)(None, warped)
+    torch.testing.assert_close(law(logits, Sampling(temperature, top_k, top_p, min_p=min_p)), warped.softmax(-1))
 
 
 def test_greedy_law_is_a_one_hot() -> None:

@@ -82,3 +82,17 @@ def test_more_nodes_never_lower_the_expectation() -> None:
     hit = torch.randint(0, 5, (200, 4), generator=torch.Generator().manual_seed(0))
     values = [expected_nodes(hit.split(1), best_paths(hit, n)) for n in (1, 2, 4, 8, 16, 32)]
     assert values == sorted(values)
+
+
+def test_cut_keeps_order_laws_and_parents() -> None:
+    parent = torch.tensor([[-1, 0, 1, 0, 3, 2], [-1, 0, 0, 0, 3, 0]])
+    q = torch.arange(2 * 6 * 3.0).view(2, 6, 3)
+    tree = DraftTree(torch.arange(12).view(2, 6), parent, torch.tensor([6, 5]), q, torch.ones(2, 6, dtype=torch.bool))
+    cut = tree.cut(1)
+    assert cut.count_B.tolist() == [3, 4]
+    assert cut.token_BN.tolist()[0][:3] == [0, 1, 3] and cut.token_BN.tolist()[1] == [6, 7, 8, 9]
+    assert cut.parent_BN[0, :3].tolist() == [-1, 0, 0] and cut.parent_BN[1].tolist() == [-1, 0, 0, 0]
+    assert torch.equal(cut.q_BNV[1], q[1, :4])
+    two = tree.cut(2)
+    assert two.parent_BN[0, : int(two.count_B[0])].tolist() == [-1, 0, 1, 0, 3] and two.token_BN[0, 4] == 4
+    assert tree.cut(3) is tree

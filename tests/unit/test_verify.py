@@ -18,7 +18,7 @@ from torch import Tensor
 from drafttrain import verify
 from drafttrain.sampling import Lane, Sampling, law
 from drafttrain.tree import DraftTree, TreeShape, ancestors
-from drafttrain.verify import Verdict, greedy, lossless, policy_for
+from drafttrain.verify import Verdict, coupled, greedy, lossless, policy_for
 
 V = 5
 Law = dict[tuple[int, ...], float]
@@ -132,7 +132,7 @@ def tree_logits(tree: DraftTree, logits_of: Callable[[tuple[int, ...]], Tensor])
     return torch.stack(rows)[None]
 
 
-SAMPLINGS = [Sampling(1.0), Sampling(0.6), Sampling(1.4, top_k=3), Sampling(1.0, top_p=0.7)]
+SAMPLINGS = [Sampling(1.0), Sampling(0.6, min_p=0.1), Sampling(1.4, top_k=3), Sampling(1.0, top_p=0.7)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -149,6 +149,36 @@ def test_deterministic_trees_leave_the_targets_law(
         outcome = given_tree(tree, tree_logits(tree, logits_of), sampling, recorder)
         length = shape.max_depth + 1
         assert total_variation(marginal(outcome, logits_of, sampling, length), target_law(logits_of, sampling, length)) < 1e-12
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("paths", [[(0,), (0, 0)], [(0,), (1,), (0, 0), (1, 0)]], ids=str)
+def test_coupled_choices_leave_the_targets_law(
+    paths: list[tuple[int, ...]], sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every choice at every node on the way is scripted; its probability is the node's law of it."""
+    logits_of, shape = model(6), TreeShape.of(paths)
+    token = [0] + [(int(shape.rank_N[i]) * 2 + int(shape.parent_N[i])) % V for i in range(1, len(shape.parent_N))]
+    tree = DraftTree.static(torch.tensor([token]), shape)
+    logits = tree_logits(tree, logits_of)
+    mask, laws, script = ancestors(tree.parent_BN), law(logits, sampling)[0], {}
+    monkeypatch.setattr(verify, "pick", lambda p, u: torch.tensor([script.get(i, 0) for i in range(len(p))]))
+    outcome: Law = defaultdict(float)
+
+    def walk(node: int, probability: float) -> None:
+        for choice in range(V):
+            script[node] = choice
+            verdict = coupled(tree, mask, logits, mask.sum(-1) - 1, sampling)
+            last, chance = int(verdict.last_B[0]), probability * float(laws[node, choice])
+            if last == node:
+                outcome[(*accepted(tree, verdict), choice)] += chance
+            else:
+                walk(next(int(i) for i in mask[0, last].nonzero()[:, 0] if tree.parent_BN[0, i] == node), chance)
+        del script[node]
+
+    walk(0, 1.0)
+    length = shape.max_depth + 1
+    assert total_variation(marginal(outcome, logits_of, sampling, length), target_law(logits_of, sampling, length)) < 1e-12
 
 
 def proposals(draft: Callable[[tuple[int, ...]], Tensor], sampling: Sampling) -> Iterator[tuple[float, DraftTree]]:
@@ -238,3 +268,15 @@ def test_policies_that_contradict_the_temperature_are_refused(name: str, tempera
 
 def test_typical_is_labelled_lossy() -> None:
     assert not policy_for("typical", Sampling(0.8)).lossless
+
+
+def test_threshold_takes_what_the_target_gives_more_than_it() -> None:
+    sampling = Sampling(1.0)
+    tree = DraftTree.chain(torch.tensor([[0, 1, 2]]))
+    logits = torch.tensor([[[0.2, 0.5, 0.1, 0.1, 0.1], [0.1, 0.1, 0.4, 0.2, 0.2], [0.2] * 5]]).log()
+    for least, count in ((0.3, 3), (0.45, 2), (0.6, 1)):
+        policy = policy_for("threshold", sampling, least)
+        assert not policy.lossless
+        assert policy.verify(tree, tree.ancestor_BNN, logits, torch.tensor([[5, 6, 7]]), sampling).count_B.tolist() == [count]
+    with pytest.raises(ValueError, match=r"decode\.threshold is 1\.5"):
+        policy_for("threshold", sampling, 1.5)
