@@ -18,6 +18,7 @@ from drafttrain.drafter import Commit, Drafter
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.layers import ResidualBlock
+from drafttrain.ops.linear import linear, pack
 from drafttrain.sampling import Sampling
 from drafttrain.target import FINAL, Taps, Target
 from drafttrain.tree import DraftTree, Path, TreeShape, tuned_paths
@@ -61,6 +62,7 @@ class Stack:
         self.blocks = [(joined([m.weight for m in layer]), joined([m.bias for m in layer])) for layer in linears]
         outputs = [head.output.weight for head in heads if head.output is not None]
         self.output_KVH = joined(outputs) if outputs else None
+        self._packed = None if self.output_KVH is None or outputs[0].requires_grad else pack(self.output_KVH.flatten(0, 1))
 
     @property
     def current(self) -> bool:
@@ -74,6 +76,15 @@ class Stack:
         for weight_KHH, bias_KH in self.blocks:
             x_KBH = x_KBH + F.silu(torch.baddbmm(bias_KH[:heads, None], x_KBH, weight_KHH[:heads].transpose(1, 2)))
         return x_KBH
+
+    def logits(self, hidden_KBH: Tensor) -> Tensor:
+        """[K, B, V] from each head's own output matrix. One row is read fastest as one product with all matrices."""
+        assert self.output_KVH is not None
+        K, B, H = hidden_KBH.shape
+        if B > 1 or len(self.output_KVH) > K or self._packed is None:
+            return torch.bmm(hidden_KBH, self.output_KVH[:K].transpose(1, 2))
+        all_KKV = linear(hidden_KBH[:, 0], self.output_KVH.flatten(0, 1), packed=self._packed).view(K, K, -1)
+        return all_KKV.diagonal().T[:, None]
 
 
 def joined(parameters: list[Tensor]) -> Tensor:
@@ -174,12 +185,8 @@ class Medusa(Drafter):
 
     def propose(self, state: MedusaState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         shape = state.shapes[min(depth or len(state.shapes), len(state.shapes)) - 1]
-        output_KVH = state.stack.output_KVH
         hidden_KBH = state.stack.hidden(state.hidden_SH[slot_B], shape.max_depth)
-        if output_KVH is None:
-            logits_KBV = self._shared(hidden_KBH)
-        else:
-            logits_KBV = torch.bmm(hidden_KBH, output_KVH[: shape.max_depth].transpose(1, 2))
+        logits_KBV = self._shared(hidden_KBH) if state.stack.output_KVH is None else state.stack.logits(hidden_KBH)
         top_KBR = logits_KBV.topk(shape.max_rank + 1, -1).indices
         draft_BN = top_KBR[shape.depth_N[1:] - 1, :, shape.rank_N[1:]].T
         return DraftTree.static(torch.cat([state.root_S[slot_B][:, None], draft_BN], 1), shape)

@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from drafttrain.kv import KVCache
 from drafttrain.ops.attend import Heads, Step, attend
 from drafttrain.ops.gated import gated
+from drafttrain.ops.linear import linear, pack
 from drafttrain.ops.rms_norm import norm
 from drafttrain.target import Taps, TargetOut
 from drafttrain.targets.hf import HFTarget
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-PACKED_FOR = 16  # rows that a weight is packed for
 PACKED_BYTES = 2**31  # of weights at most: packing doubles them
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # angles that depend on the position alone
 
@@ -41,11 +40,8 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 class Joint:
-    """Linear maps of one input as one product. Until `join`, each is computed by itself, as training needs.
-
-    On a CPU a float32 weight is also kept in oneDNN's order: a verification's few rows are then multiplied without
-    packing the weight anew each time, which costs as much as the product, and hundreds of rows take half of MKL's time
-    where the CPU is not Intel's (docs/log.md). One row is read faster as it is, and the packed product has no gradient.
+    """Linear maps of one input as one product, packed where that pays. Until `join`, each is computed by itself, as
+    training needs.
     """
 
     def __init__(self, parts: list[nn.Linear]) -> None:
@@ -60,11 +56,9 @@ class Joint:
     def __call__(self, x_H: Tensor) -> Tensor:
         if self.weight is None:
             return self.parts[0](x_H) if len(self.parts) == 1 else torch.cat([part(x_H) for part in self.parts], -1)
-        if self.packed is not None and not x_H.requires_grad and x_H.numel() > x_H.shape[-1]:
-            return torch.ops.mkldnn._linear_pointwise(x_H, self.packed, self.bias, "none", [], "")
-        return F.linear(x_H, self.weight, self.bias)
+        return linear(x_H, self.weight, self.bias, self.packed)
 
-    def join(self, share: bool, pack: bool) -> None:
+    def join(self, share: bool, packed: bool) -> None:
         """share: the parts become views of the joined weight, so that it takes no memory of its own."""
         weights = [part.weight.detach() for part in self.parts]
         self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -73,8 +67,8 @@ class Joint:
         if share and len(weights) > 1:
             for part, rows in zip(self.parts, self.weight.split([p.out_features for p in self.parts]), strict=True):
                 part.weight.data = rows
-        if pack:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_FOR)
+        if packed:
+            self.packed = pack(self.weight)
 
 
 class Block:
@@ -131,10 +125,8 @@ class FastTarget(HFTarget):
 
     def _join(self, share: bool) -> None:
         size = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        pack = self.device.type == "cpu" and self.dtype == torch.float32 and size <= PACKED_BYTES
-        pack = pack and torch.backends.mkldnn.is_available()
         for joint in self._joints:
-            joint.join(share, pack)
+            joint.join(share, size <= PACKED_BYTES)
 
     def train(self, mode: bool = True) -> FastTarget:
         super().train(mode)

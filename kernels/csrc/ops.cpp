@@ -77,7 +77,7 @@ void gated(const Tensor& gate_up, const Tensor& out) {
 template <typename T>
 void run(const drafttrain::Attend<T>& a, int64_t batch, int64_t work) {
     const int64_t heads = batch * a.kv_heads, threads = torch::stable::get_num_threads();
-    const bool serial = work < 4 * kSerial;
+    const bool serial = work < kSerial;
     // with fewer KV heads than threads, each head's nodes are shared out
     const int64_t parts = serial || heads >= threads ? 1 : std::min(a.nodes, (threads + heads - 1) / heads);
     if (parts > 1)

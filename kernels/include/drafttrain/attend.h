@@ -15,7 +15,8 @@
 
 namespace drafttrain {
 
-constexpr int kKeys = 64;  // positions attended to at a time
+constexpr int kKeys = 64;       // positions whose keys are transposed at a time
+constexpr int64_t kSpan = 512;  // positions whose scores are held at a time
 
 template <typename T>
 struct Attend {
@@ -74,64 +75,71 @@ void append(const Attend<T>& a, int64_t b, int64_t head) {
     }
 }
 
-// [rows, kKeys] scores of `Rows` queries; `kt` is the block's keys transposed, [D, kKeys].
+// Scores of `Rows` queries with a block of keys; `kt` is the block transposed, [D, kKeys]. Rows of s are `span` apart.
 template <int Rows>
-inline void score(const float* q, int64_t stride, int64_t width, const float* kt, float* s) {
+inline void score(const float* q, int64_t stride, int64_t width, const float* kt, float* s, int64_t span) {
     constexpr int kParts = kKeys / kLanes;
     Floats acc[Rows][kParts] = {};
     for (int64_t d = 0; d < width; d++) {
         Floats k[kParts];
-        for (int j = 0; j < kParts; j++) k[j] = load(kt + d * kKeys + j * kLanes);
+        for (int j = 0; j < kParts; j++) {
+            k[j] = load(kt + d * kKeys + j * kLanes);
+            pin(k[j]);
+        }
         for (int r = 0; r < Rows; r++) {
             const float x = q[r * stride + d];
             for (int j = 0; j < kParts; j++) acc[r][j] += x * k[j];
         }
     }
     for (int r = 0; r < Rows; r++)
-        for (int j = 0; j < kParts; j++) store(s + r * kKeys + j * kLanes, acc[r][j]);
+        for (int j = 0; j < kParts; j++) store(s + r * span + j * kLanes, acc[r][j]);
 }
 
-// out = out * keep + p v for `Rows` rows; v is the block's values, [kKeys, Parts * kLanes].
+// Online softmax (Milakov & Gimelshein 2018) of one row's next `count` scores, in place; returns the factor for what was mixed.
+inline float soften(float* s, int64_t count, float* top, float* mass) {
+    Floats best = all(*top), total{};
+    for (int64_t i = 0; i < count; i += kLanes) best = max(best, load(s + i));
+    const float now = greatest(best), keep = std::exp(*top - now);
+    for (int64_t i = 0; i < count; i += kLanes) {
+        const Floats e = exp(load(s + i) - now);
+        store(s + i, e);
+        total += e;
+    }
+    *mass = *mass * keep + sum(total);
+    *top = now;
+    return keep;
+}
+
+// out = out * keep + p v for `Rows` rows; values[i] is key i's value, Parts * kLanes floats.
 template <int Rows, int Parts>
-inline void mix(const float* p, const float* keep, int count, const float* v, float* out) {
+inline void mix(const float* p, int64_t span, const float* keep, int64_t count, const float* const* values, float* out) {
     Floats acc[Rows][Parts];
     for (int r = 0; r < Rows; r++)
         for (int j = 0; j < Parts; j++) acc[r][j] = load(out + (r * Parts + j) * kLanes) * keep[r];
-    for (int i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count; i++) {
         Floats x[Parts];
-        for (int j = 0; j < Parts; j++) x[j] = load(v + (i * Parts + j) * kLanes);
+        for (int j = 0; j < Parts; j++) {
+            x[j] = load(values[i] + j * kLanes);
+            pin(x[j]);
+        }
         for (int r = 0; r < Rows; r++)
-            for (int j = 0; j < Parts; j++) acc[r][j] += p[r * kKeys + i] * x[j];
+            for (int j = 0; j < Parts; j++) acc[r][j] += p[r * span + i] * x[j];
     }
     for (int r = 0; r < Rows; r++)
         for (int j = 0; j < Parts; j++) store(out + (r * Parts + j) * kLanes, acc[r][j]);
 }
 
-// A block's worth of online softmax (Milakov & Gimelshein 2018) for `Rows` rows. bias: by row, null where all is seen.
-template <int Rows, int Parts>
-inline void block(const float* q, int64_t width, const float* kt, const float* v, int count, const float* const* bias,
-                  float* top, float* mass, float* out) {
-    alignas(64) float s[Rows * kKeys];
-    float keep[Rows];
-    score<Rows>(q, Parts * kLanes, width, kt, s);
-    for (int r = 0; r < Rows; r++) {
-        Floats best = all(top[r]), total{};
-        for (int i = 0; i < kKeys; i += kLanes) {
-            Floats x = load(s + r * kKeys + i);
-            if (bias != nullptr) store(s + r * kKeys + i, x = x + load(bias[r] + i));
-            best = max(best, x);
-        }
-        const float now = greatest(best);
-        for (int i = 0; i < kKeys; i += kLanes) {
-            const Floats e = exp(load(s + r * kKeys + i) - now);
-            store(s + r * kKeys + i, e);
-            total += e;
-        }
-        keep[r] = exp(all(top[r] - now))[0];
-        mass[r] = mass[r] * keep[r] + sum(total);
-        top[r] = now;
-    }
-    mix<Rows, Parts>(s, keep, count, v, out);
+// What node n may not see among `count` positions from `start`: 0 or minus infinity, also behind them up to whole blocks.
+template <typename T>
+void hide(const Attend<T>& a, int64_t b, int64_t n, int64_t start, int64_t count, int64_t padded, float* bias) {
+    const int64_t prefix = std::clamp<int64_t>(a.length[b] - start, 0, count), node = start + prefix - a.length[b];
+    for (int64_t i = 0; i < prefix; i++) bias[i] = 0.0f;
+    for (int64_t i = prefix; i < count; i++) bias[i] = a.sees(b, n, node + i - prefix) ? 0.0f : -INFINITY;
+    for (int64_t i = count; i < padded; i++) bias[i] = -INFINITY;
+    if (a.window == 0) return;
+    const int64_t* at = a.position + b * a.nodes;
+    for (int64_t i = 0; i < count; i++)
+        if (at[n] - (i < prefix ? start + i : at[node + i - prefix]) >= a.window) bias[i] = -INFINITY;
 }
 
 // Attend from nodes [first, last) with all query heads of one KV head. Parts * kLanes >= D.
@@ -139,24 +147,30 @@ template <int Parts, typename T>
 void attend_head(const Attend<T>& a, int64_t b, int64_t head, int64_t first, int64_t last) {
     constexpr int kRows = Parts <= 2 ? 4 : Parts <= 8 ? 2 : 1;
     constexpr int64_t kWide = Parts * kLanes;
-    const int64_t groups = a.heads / a.kv_heads, rows = (last - first) * groups, whole = a.length[b] + a.nodes;
-    const int64_t padded = (rows + kRows - 1) / kRows * kRows;
+    const int64_t nodes = last - first, groups = a.heads / a.kv_heads, rows = nodes * groups, whole = a.length[b] + a.nodes;
+    const int64_t padded = (rows + kRows - 1) / kRows * kRows,
+                  span = std::min<int64_t>(kSpan, (whole + kKeys - 1) / kKeys * kKeys);
+    const bool in_place = sizeof(T) == sizeof(float) && a.width == kWide;  // values are read where they lie
     // every array starts at a cache line: a vector across two of them is read at half speed
     static thread_local std::vector<float> room;
-    const int64_t nodes = last - first, sizes[] = {padded * kWide,      padded * kWide, kKeys * a.width, kKeys * kWide,
-                                                   (nodes + 1) * kKeys, padded,         padded};
-    float* part[7];
+    static thread_local std::vector<const float*> values;
+    const int64_t sizes[] = {padded * kWide, padded * kWide, kKeys * a.width, in_place ? 0 : span * kWide, padded * span, span,
+                             padded,         padded,         padded};
+    constexpr int kArrays = sizeof(sizes) / sizeof(sizes[0]);
+    float* part[kArrays];
     int64_t total = kLanes;
     for (int64_t size : sizes) total += (size + kLanes - 1) / kLanes * kLanes;
     if (int64_t(room.size()) < total) room.resize(size_t(total));
+    if (int64_t(values.size()) < span) values.resize(size_t(span));
     float* next = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 / sizeof(float);
-    for (int i = 0; i < 7; i++) {
+    for (int i = 0; i < kArrays; i++) {
         part[i] = next;
         next += (sizes[i] + kLanes - 1) / kLanes * kLanes;
     }
-    float *q = part[0], *out = part[1], *kt = part[2], *v = part[3], *bias = part[4], *top = part[5], *mass = part[6];
+    float *q = part[0], *out = part[1], *kt = part[2], *v = part[3], *s = part[4], *bias = part[5], *top = part[6],
+          *mass = part[7], *keep = part[8];
     for (int64_t i = 0; i < padded * kWide; i++) q[i] = out[i] = 0.0f;
-    for (int64_t r = 0; r < padded; r++) top[r] = -1e30f, mass[r] = 0.0f;
+    for (int64_t r = 0; r < padded; r++) top[r] = -1e30f, mass[r] = keep[r] = 0.0f;
     int64_t least = whole;
     for (int64_t r = 0; r < rows; r++) {
         const int64_t n = first + r / groups, h = head * groups + r % groups, at = a.position[b * a.nodes + n];
@@ -169,41 +183,48 @@ void attend_head(const Attend<T>& a, int64_t b, int64_t head, int64_t first, int
         least = at < least ? at : least;
     }
     const int64_t from = a.window > 0 && least - a.window + 1 > 0 ? (least - a.window + 1) / kKeys * kKeys : 0;
-    for (int64_t start = from; start < whole; start += kKeys) {
-        const int count = whole - start < kKeys ? int(whole - start) : kKeys;
-        for (int i = 0; i < kKeys; i++) {
-            if (i >= count) {
-                for (int64_t d = 0; d < a.width; d++) kt[d * kKeys + i] = 0.0f;
-                continue;
+    const int64_t apart = a.kv_heads * a.width;
+    for (int64_t start = from; start < whole; start += span) {
+        const int64_t count = std::min(span, whole - start), filled = (count + kKeys - 1) / kKeys * kKeys;
+        const T *key = nullptr, *value = nullptr;
+        int64_t page_ends = 0;
+        for (int64_t block = 0; block < filled; block += kKeys) {
+            for (int64_t i = 0; i < kKeys; i++) {
+                const int64_t p = block + i;
+                if (p >= count) {
+                    for (int64_t d = 0; d < a.width; d++) kt[d * kKeys + i] = 0.0f;
+                    continue;
+                }
+                if (p == page_ends) {
+                    page_ends = p + a.page - (start + p) % a.page;
+                    key = a.at(a.keys, b, start + p, head);
+                    value = a.at(a.values, b, start + p, head);
+                }
+                for (int64_t d = 0; d < a.width; d++) kt[d * kKeys + i] = to_float(key[d]);
+                if (in_place) {
+                    values[size_t(p)] = reinterpret_cast<const float*>(value);
+                } else {
+                    for (int64_t d = 0; d < a.width; d++) v[p * kWide + d] = to_float(value[d]);
+                    for (int64_t d = a.width; d < kWide; d++) v[p * kWide + d] = 0.0f;
+                    values[size_t(p)] = v + p * kWide;
+                }
+                key += apart, value += apart;
             }
-            const T *key = a.at(a.keys, b, start + i, head), *value = a.at(a.values, b, start + i, head);
-            for (int64_t d = 0; d < a.width; d++) kt[d * kKeys + i] = to_float(key[d]);
-            for (int64_t d = 0; d < a.width; d++) v[i * kWide + d] = to_float(value[d]);
-            for (int64_t d = a.width; d < kWide; d++) v[i * kWide + d] = 0.0f;
+            for (int64_t r = 0; r < padded; r += kRows)
+                score<kRows>(q + r * kWide, kWide, a.width, kt, s + r * span + block, span);
         }
-        const bool partly = start + kKeys > a.length[b] || a.window > 0;
-        if (partly) {
-            // columns of the block: the prefix up to `prefix`, then nodes up to `count`, then nothing
-            const int prefix = int(std::clamp<int64_t>(a.length[b] - start, 0, count));
-            const int64_t node = start + prefix - a.length[b];
-            for (int64_t n = first; n < last; n++) {
-                float* row = bias + (n - first) * kKeys;
-                for (int i = 0; i < prefix; i++) row[i] = 0.0f;
-                for (int i = prefix; i < count; i++) row[i] = a.sees(b, n, node + i - prefix) ? 0.0f : -INFINITY;
-                for (int i = count; i < kKeys; i++) row[i] = -INFINITY;
-                if (a.window == 0) continue;
-                const int64_t* at = a.position + b * a.nodes;
-                for (int i = 0; i < count; i++)
-                    if (at[n] - (i < prefix ? start + i : at[node + i - prefix]) >= a.window) row[i] = -INFINITY;
+        // the columns from `open` on are not seen by all
+        const int64_t open = a.window > 0 ? 0 : std::clamp<int64_t>((a.length[b] - start) / kKeys * kKeys, 0, filled);
+        for (int64_t n = 0; n < nodes; n++) {
+            hide(a, b, first + n, start + open, count - open, filled - open, bias);
+            for (int64_t r = n * groups; r < (n + 1) * groups; r++) {
+                float* row = s + r * span;
+                for (int64_t i = open; i < filled; i += kLanes) store(row + i, load(row + i) + load(bias + i - open));
+                keep[r] = soften(row, filled, &top[r], &mass[r]);
             }
-            for (int i = 0; i < kKeys; i++) bias[nodes * kKeys + i] = 0.0f;
         }
-        for (int64_t r = 0; r < padded; r += kRows) {
-            const float* of[kRows];
-            for (int i = 0; i < kRows; i++) of[i] = bias + (r + i < rows ? (r + i) / groups : nodes) * kKeys;
-            block<kRows, Parts>(q + r * kWide, a.width, kt, v, count, partly ? of : nullptr, top + r, mass + r,
-                                out + r * kWide);
-        }
+        for (int64_t r = 0; r < padded; r += kRows)
+            mix<kRows, Parts>(s + r * span, span, keep + r, count, values.data(), out + r * kWide);
     }
     for (int64_t r = 0; r < rows; r++) {
         T* to = a.out + ((b * a.nodes + first + r / groups) * a.heads + head * groups + r % groups) * a.width;
