@@ -100,16 +100,43 @@ class Staged:
                 hidden = {k: h[row, :count] for k, h in commit.hidden.items()}
                 self._parts[slot].append((commit.token_BA[row, :count], commit.next_BA[row, :count], hidden))
 
+    def excess(self, slot_B: Tensor, most: int, chunk: int = 512) -> Iterator[tuple[Tensor, Commit]]:
+        """Take what slots have staged beyond `most` positions, oldest first: a prompt, or what an idle drafter missed.
+
+        One slot at a time, (its number [1], at most `chunk` positions): beside others' few new positions a prompt would widen
+        every row.
+        """
+        for slot in slot_B.tolist():
+            waiting = sum(len(part[0]) for part in self._parts[slot]) - most
+            if waiting <= 0:
+                continue
+            token, after, hidden = self._joined(slot)
+            self._parts[slot] = [(token[waiting:], after[waiting:], {k: h[waiting:] for k, h in hidden.items()})]
+            for start in range(0, waiting, chunk):
+                here = slice(start, min(start + chunk, waiting))
+                states = {k: h[None, here] for k, h in hidden.items()}
+                count_1 = torch.tensor([here.stop - start], device=token.device)
+                yield (
+                    torch.tensor([slot], device=slot_B.device),
+                    Commit(token[None, here], after[None, here], states, count_1),
+                )
+
     def take(self, slot_B: Tensor) -> Commit:
         """The staged positions of these slots, left-aligned and padded with zeros; they are staged no more."""
-        rows = [self._parts[slot] for slot in slot_B.tolist()]
+        rows = [self._joined(slot) for slot in slot_B.tolist()]
         self.clear(slot_B)
-        token = [torch.cat([p[0] for p in parts]) for parts in rows]
-        after = [torch.cat([p[1] for p in parts]) for parts in rows]
         pad = nn.utils.rnn.pad_sequence
-        hidden = {k: pad([torch.cat([p[2][k] for p in parts]) for parts in rows], batch_first=True) for k in rows[0][0][2]}
-        count_B = torch.tensor([len(t) for t in token], device=token[0].device)
-        return Commit(pad(token, batch_first=True), pad(after, batch_first=True), hidden, count_B)
+        hidden = {k: pad([row[2][k] for row in rows], batch_first=True) for k in rows[0][2]}
+        count_B = torch.tensor([len(row[0]) for row in rows], device=rows[0][0].device)
+        token_BA, next_BA = (pad([row[i] for row in rows], batch_first=True) for i in (0, 1))  # type: ignore[misc]
+        return Commit(token_BA, next_BA, hidden, count_B)
+
+    def _joined(self, slot: int) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        parts = self._parts[slot]
+        if len(parts) == 1:
+            return parts[0]
+        hidden = {k: torch.cat([part[2][k] for part in parts]) for k in parts[0][2]}
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]), hidden
 
 
 def with_root(commit: Commit) -> tuple[Tensor, Tensor]:

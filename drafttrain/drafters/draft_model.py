@@ -67,6 +67,9 @@ class DraftModel(Drafter):
 
     def propose(self, state: DraftModelState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         kv, row_B = state.kv, torch.arange(len(slot_B), device=slot_B.device)
+        for slot_1, commit in state.staged.excess(slot_B, self.draft_length + 1):
+            kv.rows(slot_1)
+            self._feed(kv, commit.token_BA, commit.count_B - 1)
         kv.rows(slot_B)
         token_BN, last_B = with_root(state.staged.take(slot_B))
         logits_BV = self._feed(kv, token_BN, last_B)

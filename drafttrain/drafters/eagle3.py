@@ -115,6 +115,9 @@ class Eagle3(Drafter):
 
     def propose(self, state: Eagle3State, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         kv, row_B = state.kv, torch.arange(len(slot_B), device=slot_B.device)
+        for slot_1, commit in state.staged.excess(slot_B, self.draft_length + 1):
+            kv.rows(slot_1)
+            self._feed(kv, commit.next_BA, self._fuse(commit.hidden), commit.count_B - 1)
         kv.rows(slot_B)
         staged = state.staged.take(slot_B)
         last_B = staged.count_B - 1

@@ -59,6 +59,19 @@ def test_greedy_output_is_plain_decodings(name: str, noise: float, batch: int) -
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_long_prompts_enter_beside_rows_that_are_nearly_done(name: str) -> None:
+    """The cache holds the longest request and no more, whoever shares a step with it."""
+    target = tiny_target()
+    asked = [[3 + i, 5, 9] * length for i, length in enumerate((2, 60, 40, 55, 1))]
+    for noise in (0.0, 1.0):
+        drafter = build(name, target, noise)
+        for prefill in (512, 32):
+            ours = decode(target, drafter, asked, 2, tokens=40, prefill_chunk=prefill)
+            assert [r.tokens for r in ours] == [r.tokens for r in decode(target, None, asked, 1, tokens=40)]
+        assert sum(r.verifications for r in ours) == sum(r.verifications for r in decode(target, drafter, asked, 1, tokens=40))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_stop_tokens_inside_an_accepted_run_cut_exactly_there(name: str) -> None:
     target, asked = tiny_target(), prompts(4, seed=5)
     free = decode(target, None, asked, 1, tokens=40)

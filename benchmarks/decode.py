@@ -1,0 +1,285 @@
+"""The decoder against named alternatives, as ratios taken in one run: interleaved, median of repeats.
+
+    python benchmarks/decode.py [--checkpoint DIR] [--repeats 5] [--only NAME ...] [--json FILE]
+
+On the embedded target. Before anything is timed, what is compared must give the same tokens; if not, nothing is printed but
+that, and the exit code is 1. Each line names the ratio, its goal, and the two figures behind it.
+
+--checkpoint: a drafter of the embedded target (the quickstart's), for the figures that need a trained one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GenerationConfig
+
+from drafttrain.checkpoint import load_drafter
+from drafttrain.commands.quiet import quiet
+from drafttrain.data.prompts import load_prompts
+from drafttrain.drafter import Drafter
+from drafttrain.drafters import families
+from drafttrain.measure.cases import encode_cases, spread
+from drafttrain.measure.transformers_baseline import generate
+from drafttrain.ops import library
+from drafttrain.request import Request
+from drafttrain.sampling import Sampling
+from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.target import Taps
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import load_target
+
+NEW, CONTEXT = 128, 256
+Run = Callable[[], float]  # one repeat -> a figure
+
+
+@dataclass(frozen=True)
+class Line:
+    """value: the ratio. at_least / at_most: its goal. figures: what it is made of, with units."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    at_least: float | None
+    at_most: float | None
+    figures: str
+
+    @property
+    def reached(self) -> bool:
+        return (self.at_least is None or self.value >= self.at_least) and (self.at_most is None or self.value <= self.at_most)
+
+
+class Bench:
+    """The embedded target, prompts, and the pairs that are compared."""
+
+    def __init__(self, checkpoint: Path | None, repeats: int) -> None:
+        self.loaded = load_target(TargetOptions(name="embedded"))
+        self.target, self.repeats = self.loaded.target, repeats
+        cases, _ = encode_cases(load_prompts("embedded", None), self.loaded.tokenizer, 512)
+        self.prompts = [case.tokens for case in spread(cases)]
+        self.trained: Drafter | None = None
+        if checkpoint is not None:
+            self.trained = load_drafter(checkpoint, self.target)[0].requires_grad_(False)
+        family = families()["draft_model"]
+        self.pruned = family.build(family.options(blocks=3, draft_length=4), self.target).eval().requires_grad_(False)
+
+    def decoder(self, drafter: Drafter | None = None, new: int = NEW, **controls: Any) -> Decoder:
+        return Decoder(self.target, drafter, "greedy", Sampling(), frozenset(), new, controls=Controls(**controls))
+
+    def ratios(self, top: Run, bottom: Run) -> tuple[list[float], float, float]:
+        """top / bottom of each repeat, interleaved after one warm-up, and both medians."""
+        top(), bottom()
+        pairs = [(top(), bottom()) for _ in range(self.repeats)]
+        return [a / b for a, b in pairs], median(a for a, _ in pairs), median(b for _, b in pairs)
+
+    def line(
+        self, name: str, top: Run, bottom: Run, units: str, at_least: float | None = None, at_most: float | None = None
+    ) -> Line:
+        ratios, a, b = self.ratios(top, bottom)
+        return Line(name, median(ratios), min(ratios), max(ratios), at_least, at_most, units.format(a, b))
+
+    def assisted(self, prompt: list[int]) -> Any:
+        """transformers' assisted generation with the same pair and the same draft length."""
+        model, assistant = self.target.model, self.pruned.lm.model
+        assistant.generation_config.num_assistant_tokens = 4
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None)
+        with torch.inference_mode():
+            text = model.generate(torch.tensor([prompt]), generation_config=config, assistant_model=assistant)
+        return text[0, len(prompt) :].tolist()
+
+    def same_tokens(self) -> str | None:
+        """What differs, if anything; drafted, queued and plain output must be transformers'."""
+        some = self.prompts[:6]
+        wanted = [r.tokens for p in some for r in generate(self.target.model, [p], frozenset(), NEW).results]
+        contenders = {"plain": None, "draft model": self.pruned} | ({"checkpoint": self.trained} if self.trained else {})
+        for name, drafter in contenders.items():
+            for batch in (1, 4):
+                if [r.tokens for r in self.decoder(drafter).run(some, batch).results] != wanted:
+                    return f"{name} at batch size {batch} gives other tokens than transformers"
+        if self.assisted(some[0]) != wanted[0]:
+            return "transformers' assisted generation gives other tokens than transformers"
+        return None
+
+    # -- what is timed: tokens per second after the first token, over a few prompts one after the other
+
+    def ours(self, drafter: Drafter | None, **controls: Any) -> Run:
+        decoder, some = self.decoder(drafter, **controls), self.prompts[:4]
+
+        def run() -> float:
+            results = decoder.run(some).results
+            return sum(len(r.tokens) - 1 for r in results) / sum(r.ended - r.first for r in results)
+
+        return run
+
+    def transformers(self) -> float:
+        results = [r for p in self.prompts[:4] for r in generate(self.target.model, [p], frozenset(), NEW).results]
+        return sum(len(r.tokens) - 1 for r in results) / sum(r.ended - r.first for r in results)
+
+    def transformers_assisted(self) -> float:
+        began = perf_counter()
+        tokens = sum(len(self.assisted(p)) for p in self.prompts[:4])
+        return tokens / (perf_counter() - began)
+
+    def ours_assisted(self) -> float:
+        began = perf_counter()
+        tokens = sum(len(r.tokens) for r in self.decoder(self.pruned).run(self.prompts[:4]).results)
+        return tokens / (perf_counter() - began)
+
+    def forward(self, rows: int, nodes: int, context: int = CONTEXT) -> Run:
+        """Milliseconds of one verification behind so many committed positions."""
+        kv = self.target.new_cache(rows, context + nodes)
+        with torch.inference_mode():
+            position = torch.arange(context).expand(rows, context)
+            token = torch.randint(6, 2000, (rows, context))
+            self.target(token, kv, None, position, Taps(), torch.empty(rows, 0, dtype=torch.long))
+            kv.keep(position, torch.full((rows,), context))
+        ancestor = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, nodes, nodes)
+        at, new = (context + torch.arange(nodes)).expand(rows, nodes), torch.randint(6, 2000, (rows, nodes))
+
+        def run() -> float:
+            with torch.inference_mode():
+                return milliseconds(lambda: self.target(new, kv, ancestor, at, Taps()))
+
+        return run
+
+    def linears(self, rows: int) -> Run:
+        """Milliseconds of the target's linear layers alone, in the order and by the calls of its forward."""
+        hidden = torch.randn(1, rows, self.target.shape.hidden_size)
+        inner = torch.randn(1, rows, self.target.shape.intermediate_size)
+        heads = torch.randn(1, rows, self.target.shape.heads * self.target.shape.head_dim)
+
+        def forward() -> None:
+            for block in self.target._chain:
+                block.qkv(hidden), block.out(heads), block.gate_up(hidden), block.down(inner)
+            self.target.head(hidden)
+
+        def run() -> float:
+            with torch.inference_mode():
+                return milliseconds(forward)
+
+        return run
+
+    def host_share(self, drafter: Drafter | None) -> float:
+        """Share of a step outside target and drafter."""
+        costs = self.decoder(drafter).run(self.prompts[:4]).costs
+        return (costs.commit + costs.host) / (costs.draft + costs.verify + costs.commit + costs.host)
+
+    def queue(self, drafter: Drafter | None, requests: int, slots: int, new: int, **controls: Any) -> float:
+        """Tokens per second of so many queued requests, prefill included."""
+        decoder = self.decoder(drafter, new, **controls)
+        asked = [Request(self.prompts[i % len(self.prompts)][-64:], i, new) for i in range(requests)]
+        session = Session(decoder, slots, max(map(decoder.positions, asked)))
+        results = [r for request in asked for r in session.submit(request)]
+        began = perf_counter()
+        for _ in session:
+            pass
+        return sum(len(r.tokens) for r in results) / (perf_counter() - began)
+
+    def lines(self) -> Iterator[tuple[str, Callable[[], Line]]]:
+        yield "plain", lambda: self.line(
+            "plain decoding / transformers' generate, batch 1",
+            self.ours(None), self.transformers, "{:.0f} / {:.0f} tokens/s", at_least=2.5,
+        )  # fmt: skip
+        yield "assisted", lambda: self.line(
+            "draft model / transformers' assisted generation, same pair",
+            self.ours_assisted, self.transformers_assisted, "{:.0f} / {:.0f} tokens/s", at_least=3.0,
+        )  # fmt: skip
+        for name, drafter in (("plain", None), ("draft model", self.pruned), ("checkpoint", self.trained)):
+            if name == "plain" or drafter is not None:
+                yield (
+                    "host",
+                    lambda name=name, drafter=drafter: self.line(
+                        f"time outside the models, {name}", lambda: self.host_share(drafter), lambda: 1.0, "", at_most=0.1
+                    ),
+                )
+        yield "verify", lambda: self.line(
+            f"verification of 16 nodes / its linear layers, {CONTEXT} positions before",
+            self.forward(1, 16), self.linears(16), "{:.2f} / {:.2f} ms", at_most=1.25,
+        )  # fmt: skip
+        if self.trained is not None:
+            yield "speedup", lambda: self.line(
+                "checkpoint / plain decoding, batch 1",
+                self.ours(self.trained), self.ours(None), "{:.0f} / {:.0f} tokens/s", at_least=1.15,
+            )  # fmt: skip
+        raw = self.forward(64, 1, 64 + 96 // 2)  # as the queued requests have on average
+        queued = {"plain": (None, {}), "draft model with fallback": (self.pruned, {"fallback": True})}
+        if self.trained is not None:
+            queued["checkpoint with fallback"] = (self.trained, {"fallback": True})
+        for name, (drafter, controls) in queued.items():
+            yield "batching", lambda name=name, drafter=drafter, controls=controls: self.line(
+                f"256 requests through 64 slots / bare step of 64, {name}",
+                lambda: self.queue(drafter, 256, 64, 96, **controls), lambda: 64e3 / raw(),
+                "{:.0f} / {:.0f} tokens/s", at_least=0.6,
+            )  # fmt: skip
+        for requests in (10, 100, 1000):
+            yield "flat", lambda requests=requests: self.line(
+                f"tokens/s of {requests} queued requests / of one at a time, one slot",
+                lambda: self.queue(None, requests, 1, 12), lambda: median(self.queue(None, 1, 1, 12) for _ in range(20)),
+                "{:.0f} / {:.0f} tokens/s", at_least=0.9,
+            )  # fmt: skip
+
+
+def milliseconds(work: Callable[[], object], times: int = 20) -> float:
+    spent = []
+    for _ in range(times):
+        began = perf_counter()
+        work()
+        spent.append(perf_counter() - began)
+    return 1e3 * median(spent)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    quiet()
+    torch.manual_seed(0)
+    console, bench = Console(width=150), Bench(arguments.checkpoint, arguments.repeats)
+    console.print(f"operators: {library.state().text}", soft_wrap=True)
+    if (difference := bench.same_tokens()) is not None:
+        console.print(f"not timed: {difference}", style="red")
+        return 1
+    lines = []
+    table = Table("ratio", "value", "of repeats", "goal", "figures", box=None, width=140)
+    for name, measure in bench.lines():
+        if arguments.only and name not in arguments.only:
+            continue
+        line = measure()
+        lines.append(line)
+        goal = f">= {line.at_least}" if line.at_least is not None else f"<= {line.at_most}"
+        table.add_row(
+            line.name,
+            f"{line.value:.2f}",
+            f"{line.low:.2f}-{line.high:.2f}",
+            f"{goal} {'' if line.reached else 'MISSED'}",
+            line.figures,
+        )
+        console.print(f"{line.name}: {line.value:.2f}", style="dim", soft_wrap=True)
+    console.print(table)
+    if arguments.json:
+        record = {"machine": platform.machine(), "cores": torch.get_num_threads(), "torch": torch.__version__}
+        record |= {"command": " ".join(sys.argv), "lines": [asdict(line) for line in lines]}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
