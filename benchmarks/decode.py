@@ -41,7 +41,7 @@ from drafttrain.target import Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 
-NEW, CONTEXT = 128, 256
+NEW, CONTEXT = 128, 128
 Run = Callable[[], float]  # one repeat -> a figure
 
 

@@ -119,6 +119,12 @@ class KVCache:
                 f"{self.longest} committed + {nodes} new positions exceed the cache's {self.max_len}; raise max_len"
             )
 
+    @property
+    def store(self) -> Tensor:
+        """[L, 2, Q, PAGE, h, D] of all layers, where they have one shape."""
+        assert len(self._stores) == 1, "storage is allocated at the first write, or by allocate"
+        return self._stores[0]
+
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """The keys and values of one layer, [Q, PAGE, h, D], for operations that read pages themselves."""
         both = self._layers[number]

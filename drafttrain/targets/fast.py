@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from drafttrain.kv import KVCache
 from drafttrain.ops.attend import Heads, Step, attend
+from drafttrain.ops.blocks import Blocks, BlockWeights
 from drafttrain.ops.gated import gated
 from drafttrain.ops.linear import linear, pack
 from drafttrain.ops.rms_norm import norm
@@ -100,6 +101,25 @@ class Block:
         x_BNH, normed_BNH = norm(self.between, x_BNH, self.out(mixed_BNI))
         return x_BNH, self.down(gated(self.gate_up(normed_BNH)))
 
+    def weights(self) -> BlockWeights | None:
+        """Joined and packed weights; None where they are not."""
+        qkv, out, gate_up, down = (joint.packed for joint in self.joints)
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        return BlockWeights(
+            self.before.weight,
+            qkv,
+            self.qkv.bias,
+            out,
+            self.out.bias,
+            self.between.weight,
+            gate_up,
+            self.gate_up.bias,
+            down,
+            self.down.bias,
+            self.shape,
+        )
+
     @property
     def joints(self) -> tuple[Joint, ...]:
         return self.qkv, self.out, self.gate_up, self.down
@@ -120,6 +140,7 @@ class FastTarget(HFTarget):
         ]
         self._head = Joint([self.model.get_output_embeddings()])
         self._angles: tuple[Tensor, Tensor] | None = None
+        self._blocks: Blocks | None = None
         if self.frozen:
             self._join(share=True)
 
@@ -127,10 +148,15 @@ class FastTarget(HFTarget):
         size = sum(p.numel() * p.element_size() for p in self.model.parameters())
         for joint in self._joints:
             joint.join(share, size <= PACKED_BYTES)
+        weights = [block.weights() for block in self._chain]
+        whole = [w for w in weights if w is not None]
+        if len(whole) == len(weights) and Blocks.available():
+            self._blocks = Blocks(whole, self._chain[0].before.variance_epsilon)
 
     def train(self, mode: bool = True) -> FastTarget:
         super().train(mode)
         if mode and not self.frozen:
+            self._blocks = None
             for joint in self._joints:
                 joint.split()
         return self
@@ -173,6 +199,9 @@ class FastTarget(HFTarget):
         hidden: dict[int, Tensor] = {}
         logits = logit_row_BR is None or logit_row_BR.shape[1] > 0 or taps.final
         last = self.shape.blocks - 1 if logits or kv is not None else max(taps.blocks, default=-1)
+        if self._blocks is not None and step.compiled:
+            x_BNH, delta_BNH, hidden = self._blocks.run(x_BNH, step, tuple(sorted(taps.blocks)))
+            last = -1
         for number, block in enumerate(self._chain[: last + 1]):
             x_BNH, delta_BNH = block.forward(x_BNH, delta_BNH, step, number)
             if number in taps.blocks:

@@ -1,11 +1,15 @@
 // The operators' CPU side and their registration, through torch's stable ABI: one binary for torch 2.11 to 2.13.
+#include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
+#include <unordered_map>
+#include <vector>
 
 #include "../include/drafttrain/accept.h"
 #include "../include/drafttrain/attend.h"
@@ -101,31 +105,38 @@ void run(const drafttrain::Attend<T>& a, int64_t batch, int64_t work) {
     });
 }
 
-void attend(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& q_weight,
-            const std::optional<Tensor>& k_weight, double eps, double scale, int64_t window, const Tensor& position,
-            const Tensor& table, const Tensor& length, const std::optional<Tensor>& ancestor, const Tensor& keys,
-            const Tensor& values, const Tensor& out) {
-    const int64_t batch = qkv.size(0), nodes = qkv.size(1), kv_heads = keys.size(2), width = keys.size(3);
-    const int64_t heads = qkv.size(2) / width - 2 * kv_heads;
+template <typename T>
+void attend_at(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& q_weight,
+               const std::optional<Tensor>& k_weight, double eps, double scale, int64_t window, const Tensor& position,
+               const Tensor& table, const Tensor& length, const std::optional<Tensor>& ancestor, int64_t page, int64_t kv_heads,
+               int64_t width, T* keys, T* values, const Tensor& out) {
+    const int64_t batch = qkv.size(0), nodes = qkv.size(1), heads = qkv.size(2) / width - 2 * kv_heads;
     STD_TORCH_CHECK(width <= 256 && width % 2 == 0, "head widths are even and at most 256");
     STD_TORCH_CHECK(out.numel() == batch * nodes * heads * width && heads % kv_heads == 0, "shapes do not fit");
     int64_t longest = 0;
     for (int64_t b = 0; b < batch; b++) {
         const int64_t whole = data<int64_t>(length)[b] + nodes;
-        STD_TORCH_CHECK(whole <= table.size(1) * keys.size(1), "more positions than pages");
+        STD_TORCH_CHECK(whole <= table.size(1) * page, "more positions than pages");
         longest = std::max(longest, whole);
     }
+    drafttrain::Attend<T> a;
+    a.nodes = nodes, a.heads = heads, a.kv_heads = kv_heads, a.width = width, a.page = page, a.pages = table.size(1);
+    a.window = window, a.scale = float(scale), a.eps = float(eps);
+    a.qkv = data<T>(qkv), a.cos = data<T>(cos), a.sin = data<T>(sin);
+    a.q_weight = data<T>(q_weight), a.k_weight = data<T>(k_weight);
+    a.position = data<int64_t>(position), a.table = data<int64_t>(table), a.length = data<int64_t>(length);
+    a.ancestor = data<bool>(ancestor), a.keys = keys, a.values = values, a.out = data<T>(out);
+    run(a, batch, batch * nodes * heads * longest * width);
+}
+
+void attend(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& q_weight,
+            const std::optional<Tensor>& k_weight, double eps, double scale, int64_t window, const Tensor& position,
+            const Tensor& table, const Tensor& length, const std::optional<Tensor>& ancestor, const Tensor& keys,
+            const Tensor& values, const Tensor& out) {
     by_type(qkv, [&](auto kind) {
         using T = decltype(kind);
-        drafttrain::Attend<T> a;
-        a.nodes = nodes, a.heads = heads, a.kv_heads = kv_heads, a.width = width, a.page = keys.size(1),
-        a.pages = table.size(1);
-        a.window = window, a.scale = float(scale), a.eps = float(eps);
-        a.qkv = data<T>(qkv), a.cos = data<T>(cos), a.sin = data<T>(sin);
-        a.q_weight = data<T>(q_weight), a.k_weight = data<T>(k_weight);
-        a.position = data<int64_t>(position), a.table = data<int64_t>(table), a.length = data<int64_t>(length);
-        a.ancestor = data<bool>(ancestor), a.keys = data<T>(keys), a.values = data<T>(values), a.out = data<T>(out);
-        run(a, batch, batch * nodes * heads * longest * width);
+        attend_at(qkv, cos, sin, q_weight, k_weight, eps, scale, window, position, table, length, ancestor, keys.size(1),
+                  keys.size(2), keys.size(3), data<T>(keys), data<T>(values), out);
     });
 }
 
@@ -152,6 +163,107 @@ void kv_keep(const Tensor& store, const Tensor& table, const Tensor& length, con
     }
 }
 
+// oneDNN's product with a packed weight, as torch exports it to C; null in a torch that does not.
+using Product = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, const char*, const double**, int64_t,
+                                   const char**, AtenTensorHandle*);
+
+Product product() {
+    static const Product found = reinterpret_cast<Product>(dlsym(RTLD_DEFAULT, "aoti_torch_cpu__linear_pointwise"));
+    return found;
+}
+
+bool has_product() { return product() != nullptr; }
+
+Tensor linear(const Tensor& x, const Tensor& packed, const Tensor& bias) {
+    AtenTensorHandle b = bias.get(), out = nullptr;
+    const AOTITorchError error =
+        product()(x.get(), packed.get(), bias.numel() > 0 ? &b : nullptr, "none", nullptr, 0, nullptr, &out);
+    STD_TORCH_CHECK(error == 0, "oneDNN refused a product");
+    return Tensor(out);
+}
+
+// A model's blocks, kept between calls: 144 tensors are not passed anew for every token.
+enum Part {
+    kNorm,
+    kQkv,
+    kQkvBias,
+    kQNorm,
+    kKNorm,
+    kOut,
+    kOutBias,
+    kNorm2,
+    kGateUp,
+    kGateUpBias,
+    kDown,
+    kDownBias,
+    kPartsOfBlock
+};
+
+struct Shelf {
+    std::mutex mutex;
+    std::unordered_map<int64_t, std::vector<Tensor>> models;
+    int64_t next = 1;
+};
+
+Shelf& shelf() {
+    static Shelf one;
+    return one;
+}
+
+int64_t keep_blocks(std::vector<Tensor> weights) {
+    STD_TORCH_CHECK(weights.size() % kPartsOfBlock == 0, "a block has ", int(kPartsOfBlock), " weights");
+    const std::lock_guard<std::mutex> lock(shelf().mutex);
+    shelf().models[shelf().next] = std::move(weights);
+    return shelf().next++;
+}
+
+void drop_blocks(int64_t model) {
+    const std::lock_guard<std::mutex> lock(shelf().mutex);
+    shelf().models.erase(model);
+}
+
+// All blocks of a Llama-like model over few new positions. x, the residual stream, is changed in place; returned is what is
+// still to be added to it: nothing (no elements) where the last block is tapped. taps: block numbers, tapped: their outputs.
+Tensor run_blocks(int64_t model, const Tensor& x, const Tensor& cos, const Tensor& sin, double eps, double head_eps,
+                  double scale, const Tensor& windows, const Tensor& position, const Tensor& table, const Tensor& length,
+                  const std::optional<Tensor>& ancestor, const Tensor& store, const Tensor& taps, const Tensor& tapped) {
+    std::vector<Tensor>* weights;
+    {
+        const std::lock_guard<std::mutex> lock(shelf().mutex);
+        weights = &shelf().models.at(model);
+    }
+    const int64_t blocks = int64_t(weights->size()) / kPartsOfBlock, batch = x.size(0), nodes = x.size(1);
+    const int64_t positions = store.size(2), page = store.size(3), kv_heads = store.size(4), width = store.size(5);
+    const int64_t in = (*weights)[kNorm].numel(), half = positions * page * kv_heads * width;
+    const auto some = [](const Tensor& t) { return t.numel() > 0 ? std::optional<Tensor>(t) : std::nullopt; };
+    Tensor normed = torch::stable::empty_like(x), attended = normed, act = normed;
+    std::optional<Tensor> delta;
+    int64_t next_tap = 0;
+    for (int64_t l = 0; l < blocks; l++) {
+        const Tensor* w = weights->data() + l * kPartsOfBlock;
+        rms_norm(x, delta, w[kNorm], eps, x, normed);
+        const Tensor qkv = linear(normed, w[kQkv], w[kQkvBias]);
+        const int64_t heads = qkv.size(2) / width - 2 * kv_heads;
+        if (l == 0) attended = torch::stable::new_empty(x, {batch, nodes, heads * width});
+        attend_at(qkv, cos, sin, some(w[kQNorm]), some(w[kKNorm]), head_eps, scale, data<int64_t>(windows)[l], position, table,
+                  length, ancestor, page, kv_heads, width, data<float>(store) + 2 * l * half,
+                  data<float>(store) + (2 * l + 1) * half, attended);
+        const Tensor out = linear(attended, w[kOut], w[kOutBias]);
+        rms_norm(x, out, w[kNorm2], eps, x, normed);
+        const Tensor gate_up = linear(normed, w[kGateUp], w[kGateUpBias]);
+        if (l == 0) act = torch::stable::new_empty(x, {batch, nodes, gate_up.size(2) / 2});
+        gated(gate_up, act);
+        delta = linear(act, w[kDown], w[kDownBias]);
+        if (next_tap < taps.numel() && data<int64_t>(taps)[next_tap] == l) {
+            float *stream = data<float>(x), *to = data<float>(tapped) + next_tap++ * x.numel();
+            const float* more = data<float>(*delta);
+            for (int64_t i = 0; i < batch * nodes * in; i++) to[i] = stream[i] += more[i];
+            delta.reset();
+        }
+    }
+    return delta ? *delta : torch::stable::new_empty(x, {0});
+}
+
 void greedy_accept(const Tensor& logits, const Tensor& token, const Tensor& parent, const Tensor& count, const Tensor& path,
                    const Tensor& accepted, const Tensor& bonus) {
     const int64_t batch = logits.size(0), nodes = logits.size(1), vocab = logits.size(2);
@@ -176,6 +288,13 @@ STABLE_TORCH_LIBRARY(drafttrain, m) {
         "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, float scale, int window, "
         "Tensor position, Tensor table, Tensor length, Tensor? ancestor, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) out) "
         "-> ()");
+    m.def("has_product() -> bool");
+    m.def("keep_blocks(Tensor[] weights) -> int");
+    m.def("drop_blocks(int model) -> ()");
+    m.def(
+        "run_blocks(int model, Tensor(a!) x, Tensor cos, Tensor sin, float eps, float head_eps, float scale, Tensor windows, "
+        "Tensor position, Tensor table, Tensor length, Tensor? ancestor, Tensor(b!) store, Tensor taps, Tensor(c!) tapped) -> "
+        "Tensor");
     m.def("kv_keep(Tensor(a!) store, Tensor table, Tensor length, Tensor path, Tensor count, int page) -> ()");
     m.def(
         "greedy_accept(Tensor logits, Tensor token, Tensor parent, Tensor count, Tensor(a!) path, Tensor(b!) accepted, "
@@ -188,4 +307,12 @@ STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("attend", TORCH_BOX(&attend));
     m.impl("kv_keep", TORCH_BOX(&kv_keep));
     m.impl("greedy_accept", TORCH_BOX(&greedy_accept));
+    m.impl("run_blocks", TORCH_BOX(&run_blocks));
+}
+
+// packed weights, or no tensor at all: the arguments name no CPU
+STABLE_TORCH_LIBRARY_IMPL(drafttrain, CompositeExplicitAutograd, m) {
+    m.impl("has_product", TORCH_BOX(&has_product));
+    m.impl("keep_blocks", TORCH_BOX(&keep_blocks));
+    m.impl("drop_blocks", TORCH_BOX(&drop_blocks));
 }
