@@ -31,6 +31,7 @@ from drafttrain.commands.quiet import quiet
 from drafttrain.data.prompts import load_prompts
 from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
+from drafttrain.measure import DecodeOptions
 from drafttrain.measure.cases import encode_cases, spread
 from drafttrain.measure.transformers_baseline import generate
 from drafttrain.ops import library
@@ -105,7 +106,11 @@ class Bench:
     def same_tokens(self) -> str | None:
         """What differs, if anything; drafted, queued and plain output must be transformers'."""
         some = self.prompts[:6]
-        wanted = [r.tokens for p in some for r in generate(self.target.model, [p], frozenset(), NEW).results]
+        wanted = [
+            r.tokens
+            for p in some
+            for r in generate(self.target.model, [p], frozenset(), DecodeOptions(max_new_tokens=NEW)).results
+        ]
         contenders = {"plain": None, "draft model": self.pruned} | ({"checkpoint": self.trained} if self.trained else {})
         for name, drafter in contenders.items():
             for batch in (1, 4):
@@ -127,7 +132,11 @@ class Bench:
         return run
 
     def transformers(self) -> float:
-        results = [r for p in self.prompts[:4] for r in generate(self.target.model, [p], frozenset(), NEW).results]
+        results = [
+            r
+            for p in self.prompts[:4]
+            for r in generate(self.target.model, [p], frozenset(), DecodeOptions(max_new_tokens=NEW)).results
+        ]
         return sum(len(r.tokens) - 1 for r in results) / sum(r.ended - r.first for r in results)
 
     def transformers_assisted(self) -> float:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from drafttrain.config import Run
 
 PATH_KEYS = ("target.path", "data.path", "checkpoint", "prompts", "measure.prompts", "output", "resume")
+TEXT_KEYS = ("prompt",)
 
 
 class Stop(BaseException):
@@ -91,21 +92,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def quote(override: str, sweep: bool = False) -> str:
-    """Quote the value of a key that holds a path, so that `=`, commas and spaces in it stay text to Hydra.
+    """Quote the value of a key that holds a path or text, so that `=`, commas and spaces in it stay text to Hydra.
 
     sweep: commas part the values of a sweep, each is quoted alone.
     """
     key, equals, value = override.partition("=")
+    if equals and key in TEXT_KEYS and not sweep:
+        return f"{key}={_quoted(value)}".replace("${", "\\${")  # no interpolation in a text
     if not equals or key.lstrip("+") not in PATH_KEYS or value[:1] in ("'", '"') or "${" in value:
         return override
     return f"{key}=" + ",".join(map(_quote_path, value.split(",") if sweep else [value]))
 
 
 def _quote_path(value: str) -> str:
+    path = os.path.expanduser(value)
+    return path if re.fullmatch(r"[\w./-]*", path) else _quoted(path)
+
+
+def _quoted(text: str) -> str:
     from hydra.core.override_parser.types import Quote, QuotedString
 
-    path = os.path.expanduser(value)
-    return path if re.fullmatch(r"[\w./-]*", path) else QuotedString(path, Quote.single).with_quotes()
+    return QuotedString(text, Quote.single).with_quotes()
 
 
 def _complete(arguments: list[str], config_dir: Path | None) -> int:

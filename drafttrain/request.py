@@ -95,10 +95,3 @@ class StopText:
     def _within(self, tokens: list[int]) -> bool:
         text = self.decode(tokens)
         return any(string in text for string in self.strings)
-
-
-def plain_requests(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: frozenset[int] = frozenset(), first_key: int = 0
-) -> list[Request]:
-    """One request per prompt, keys in order."""
-    return [Request(p, first_key + i, max_new_tokens, stop_ids=stop_ids) for i, p in enumerate(prompts)]

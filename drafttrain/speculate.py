@@ -19,7 +19,7 @@ from drafttrain.errors import UserError
 from drafttrain.fallback import Fallback
 from drafttrain.kv import pages_for
 from drafttrain.processors import Processors
-from drafttrain.request import Chunk, Request, Result, plain_requests
+from drafttrain.request import Chunk, Request, Result, StopText
 from drafttrain.sampling import Sampling, choose
 from drafttrain.target import Taps, Target, TargetOut
 from drafttrain.tree import DraftTree, depth
@@ -66,7 +66,8 @@ class Controls:
 class Decoder:
     """What a session decodes with: target, drafter (None: plainly, with the same target, cache and sampler), policy, settings.
 
-    `prefill_chunk` bounds the positions of one prefill pass. stop_ids and max_new_tokens are those of `run`'s requests.
+    `prefill_chunk` bounds the positions of one prefill pass. stop_ids and the parameters named like those of `Request` are
+    for `run`.
     """
 
     def __init__(
@@ -79,13 +80,17 @@ class Decoder:
         max_new_tokens: int = 128,
         prefill_chunk: int = 512,
         controls: Controls = Controls(),
+        min_new_tokens: int = 0,
+        stop_text: StopText | None = None,
     ) -> None:
         self.target, self.drafter, self.controls = target, drafter, controls
         self.policy = policy_for(policy, sampling, controls.threshold)
         self.sampling = replace(sampling, shared_noise=policy == "coupled")
         if drafter is not None and not target.trees and any(set(path) != {0} for path in drafter.paths()):
             raise UserError("the drafter proposes trees; this target's architecture is exact for chains only: draft a chain")
-        self.stop_ids, self.max_new_tokens, self.prefill_chunk = stop_ids, max_new_tokens, prefill_chunk
+        self.prefill_chunk = prefill_chunk
+        self._text: dict[str, Any] = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens}
+        self._text |= {"min_new_tokens": min_new_tokens, "stop_text": stop_text}
         self.taps = drafter.taps if drafter else Taps()
         # a proposal may reach past the last token that counts: its scratch positions need room too
         self.scratch = drafter.max_nodes if drafter else 1
@@ -103,12 +108,16 @@ class Decoder:
             )
         return text + self.scratch
 
+    def request(self, prompt: Sequence[int], key: int = 0) -> Request:
+        """A request with the decoder's own limits."""
+        return Request(prompt, key, **self._text)
+
     def run(self, prompts: Sequence[Sequence[int]], batch_size: int = 1, first_request: int = 0) -> Decoded:
         """Decode every prompt, `batch_size` at a time; a finished one makes room for the next. Results in prompt order.
 
         Raises ValueError for an empty prompt or one that leaves no room for new tokens.
         """
-        requests = plain_requests(prompts, self.max_new_tokens, self.stop_ids, first_request)
+        requests = [self.request(prompt, first_request + i) for i, prompt in enumerate(prompts)]
         session = Session(self, min(batch_size, len(requests)), max(map(self.positions, requests), default=1))
         results = [result for request in requests for result in session.submit(request)]
         for _ in session:

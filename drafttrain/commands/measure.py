@@ -34,7 +34,7 @@ def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
         raise UserError(f"launcher.nproc is {options.launcher.nproc}; a measurement runs in one process, leave it out")
     directory = Path(options.checkpoint).expanduser()
     record = read_meta(directory)
-    loaded = load_target(_target_of(options.target, record.target))
+    loaded = load_target(target_of(options.target, record.target))
     folder = Path(options.output) / "measure" / time.strftime("%Y-%m-%d_%H-%M-%S")
     measure_run(loaded, [CheckpointRef(directory.name, directory, record.step)], options, folder, Console())
     return folder
@@ -68,7 +68,7 @@ def measure_run(
     return report
 
 
-def _target_of(options: TargetOptions, trained: TargetRecord) -> TargetOptions:
+def target_of(options: TargetOptions, trained: TargetRecord) -> TargetOptions:
     """The target the user names, else the one that the checkpoint records."""
     if options.name != "embedded" or trained.name == "embedded":
         return options

@@ -34,6 +34,14 @@ COMMANDS = {
             "drafttrain measure checkpoint=DIR prompts=FILE decode=sampling",
         ),
     ),
+    "generate": Command(
+        "complete or chat with a checkpoint, streaming; accepted draft tokens are coloured",
+        (
+            "drafttrain generate checkpoint=DIR prompt='def main('",
+            "drafttrain generate checkpoint=DIR decode=sampling",
+            "drafttrain generate checkpoint=DIR chat=false < FILE",
+        ),
+    ),
     "doctor": Command(
         "print versions, devices, compilers, kernel backend, writable paths and W&B state",
         ("drafttrain doctor",),

@@ -37,6 +37,8 @@ class RunOptions:
     name: str = "default"  # the recipe's name; runs land in <output>/<name>/<time>/
     output: str = "outputs"
     resume: str | None = None  # auto: the newest unfinished run of this configuration; or a run directory
-    checkpoint: str | None = None  # measure: a checkpoint directory
+    checkpoint: str | None = None  # measure, generate: a checkpoint directory
     prompts: str | None = None  # measure: a prompt file instead of measure.prompts
+    prompt: str | None = None  # generate: the text; null: standard input, or a chat on a terminal
+    chat: bool = True  # generate: apply the chat template and remember turns; false continues the text as it is
     recipe: str | None = None

@@ -37,4 +37,6 @@ class DecodeOptions:
     fallback: bool = False  # draft only while it pays, by measured step costs and acceptance
     seed: int = 0
     max_new_tokens: int = 128
+    min_new_tokens: int = 0  # no stop token before so many
+    stop: list[str] = field(default_factory=list)  # strings that end a text, besides the stop tokens
     tree_nodes: int = 24  # node budget of families that draft trees, root excluded

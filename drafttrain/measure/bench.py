@@ -9,13 +9,14 @@ from time import monotonic
 from drafttrain.drafter import Drafter
 from drafttrain.measure import DecodeOptions, MeasureOptions, distribution
 from drafttrain.measure.cases import Case, waves
+from drafttrain.measure.decoding import decoder_of, sampling_of, stop_text_of
 from drafttrain.measure.exactness import Match, compare, first_difference
 from drafttrain.measure.plan import Budget, plan
 from drafttrain.measure.speed import Contender, Race, Repeats, race
 from drafttrain.measure.transformers_baseline import generate
 from drafttrain.request import Result
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoded, Decoder
+from drafttrain.speculate import Decoded, Decoder
 from drafttrain.targets.load import LoadedTarget
 
 Watch = Callable[[str, int, int, int], None]  # stage, waves done, waves in all, tokens this time
@@ -33,33 +34,14 @@ class Bench:
     budget: Budget
     watch: Watch
 
-    @staticmethod
-    def sampling_of(decode: DecodeOptions) -> Sampling:
-        return Sampling(
-            decode.temperature,
-            decode.top_k,
-            decode.top_p,
-            decode.seed,
-            min_p=decode.min_p,
-            repetition_penalty=decode.repetition_penalty,
-            draft_temperature=decode.draft_temperature,
-        )
-
-    @staticmethod
-    def controls_of(decode: DecodeOptions) -> Controls:
-        return Controls(decode.draft_length, decode.window, decode.threshold, decode.fallback)
-
     @property
     def sampling(self) -> Sampling:
-        return self.sampling_of(self.decode)
+        return sampling_of(self.decode)
 
     def decoder(self, drafter: Drafter | None, seed: int = 0, max_new_tokens: int | None = None) -> Decoder:
         """`seed` is added to the configured one."""
-        target = self.loaded.target
         sampling = replace(self.sampling, seed=self.sampling.seed + seed)
-        length = max_new_tokens or self.decode.max_new_tokens
-        controls = self.controls_of(self.decode)
-        return Decoder(target, drafter, self.decode.policy, sampling, target.stop_ids, length, controls=controls)
+        return decoder_of(self.loaded, self.decode, drafter, sampling, max_new_tokens or self.decode.max_new_tokens)
 
     def decode_all(self, stage: str, drafter: Drafter | None, cases: Sequence[Case], passes: int = 1) -> list[Result]:
         """Results in case order. With `passes` above 1 (how often the cases will be run in all) the budget may end it early."""
@@ -134,7 +116,7 @@ class Bench:
 
     def _generate(self, prompts: list[list[int]]) -> Decoded:
         target = self.loaded.target
-        return generate(target.model, prompts, target.stop_ids, self.decode.max_new_tokens, self.decode.repetition_penalty)
+        return generate(target.model, prompts, target.stop_ids, self.decode, stop_text_of(self.loaded, self.decode))
 
     def _say_if_cut(self, size: int, count: int, wanted: int, repeats: int) -> None:
         if count < wanted or repeats < self.options.repeats:

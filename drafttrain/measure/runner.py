@@ -15,6 +15,7 @@ from drafttrain.losses import Hits
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench, Watch
 from drafttrain.measure.cases import Case, encode_cases
+from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, whole
 from drafttrain.measure.expected import forced_hits, is_chain
 from drafttrain.measure.flags import flags
@@ -24,7 +25,7 @@ from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.measure.speed import Race
 from drafttrain.request import Result
 from drafttrain.targets.load import LoadedTarget
-from drafttrain.verify import POLICIES, policy_for
+from drafttrain.verify import POLICIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def measure_checkpoints(
     watch: Watch,
 ) -> dict[str, Any]:
     """The report's keys `checkpoints` and `measure`. Raises UserError for settings or prompts that cannot be measured."""
-    _check(checkpoints, decode, options)
+    _check(loaded, checkpoints, decode, options)
     bench = Bench(loaded, decode, options, Budget(60 * options.minutes), watch)
     cases, left_out = encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - decode.max_new_tokens)
     if left_out:
@@ -66,7 +67,7 @@ def measure_checkpoints(
     return {"checkpoints": entries, "measure": asdict(options) | used}
 
 
-def _check(checkpoints: Sequence[CheckpointRef], decode: DecodeOptions, options: MeasureOptions) -> None:
+def _check(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef], decode: DecodeOptions, options: MeasureOptions) -> None:
     if not checkpoints:
         raise UserError("no checkpoint to measure; give at least one")
     if not options.batch_sizes or min(options.batch_sizes) < 1:
@@ -77,10 +78,7 @@ def _check(checkpoints: Sequence[CheckpointRef], decode: DecodeOptions, options:
             raise UserError(f"measure.{name} is {value}; set it to 1 or more")
     if decode.max_new_tokens < 2:
         raise UserError(f"decode.max_new_tokens is {decode.max_new_tokens}; set it to 2 or more, the prefill gives the first")
-    try:
-        policy_for(decode.policy, Bench.sampling_of(decode), Bench.controls_of(decode).threshold)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    decoder_of(loaded, decode, None)
 
 
 def _baseline(bench: Bench, cases: Sequence[Case], passes: int) -> tuple[list[Result], list[list[int]] | None]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from drafttrain.request import Result
+from drafttrain.measure import DecodeOptions
+from drafttrain.request import Result, StopText
 from drafttrain.speculate import Costs, Decoded
 
 
@@ -30,11 +31,15 @@ class _Stopwatch(StoppingCriteria):
 
 
 def generate(
-    model: Any, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int, penalty: float = 1.0
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    stop_ids: frozenset[int],
+    decode: DecodeOptions,
+    stop_text: StopText | None = None,
 ) -> Decoded:
-    """Greedy `generate` with its cache on all prompts at once (left-padded), cut after the stop token.
+    """Greedy `generate` with its cache on all prompts at once (left-padded), cut where the text ends.
 
-    Times are those of the whole batch, so only a batch of one is worth timing. Costs stay empty. penalty: for repetition.
+    Times are those of the whole batch, so only a batch of one is worth timing. Costs stay empty.
     """
     longest = max(len(p) for p in prompts)
     pad = min(stop_ids, default=0)
@@ -45,10 +50,10 @@ def generate(
         text_BT = model.generate(
             token_BT,
             attention_mask=seen_BT,
-            generation_config=_greedy(stop_ids, pad, max_new_tokens, penalty),
+            generation_config=_greedy(stop_ids, pad, decode),
             stopping_criteria=StoppingCriteriaList([stopwatch]),
         )
-    outputs = [_cut(row, stop_ids) for row in text_BT[:, longest:].tolist()]
+    outputs = [_cut(row, stop_ids, stop_text) for row in text_BT[:, longest:].tolist()]
     ended = perf_counter()
     first = ended if stopwatch.first is None else stopwatch.first
     results = [
@@ -58,13 +63,14 @@ def generate(
     return Decoded(results, Costs())
 
 
-def _greedy(stop_ids: frozenset[int], pad: int, max_new_tokens: int, penalty: float) -> GenerationConfig:
+def _greedy(stop_ids: frozenset[int], pad: int, decode: DecodeOptions) -> GenerationConfig:
     """Everything that could bend greedy decoding is named, or generate() would take it from the model's own settings."""
     return GenerationConfig(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=decode.max_new_tokens,
+        min_new_tokens=decode.min_new_tokens or None,
         do_sample=False,
         num_beams=1,
-        repetition_penalty=penalty,
+        repetition_penalty=decode.repetition_penalty,
         no_repeat_ngram_size=0,
         temperature=1.0,
         top_k=50,
@@ -75,5 +81,7 @@ def _greedy(stop_ids: frozenset[int], pad: int, max_new_tokens: int, penalty: fl
     )
 
 
-def _cut(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
-    return next((tokens[: i + 1] for i, t in enumerate(tokens) if t in stop_ids), tokens)
+def _cut(tokens: list[int], stop_ids: frozenset[int], stop_text: StopText | None) -> list[int]:
+    end = next((i + 1 for i, t in enumerate(tokens) if t in stop_ids), len(tokens))
+    told = stop_text.end(tokens, len(tokens)) if stop_text else None
+    return tokens[: min(end, told or end)]

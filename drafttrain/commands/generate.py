@@ -1,0 +1,151 @@
+"""Floor 5: `drafttrain generate [checkpoint=DIR] [prompt=TEXT]`: complete or chat, streaming."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from drafttrain.checkpoint import load_drafter, read_meta
+from drafttrain.commands.measure import target_of
+from drafttrain.commands.run import RunOptions
+from drafttrain.data.prompts import encode_prompt
+from drafttrain.errors import UserError
+from drafttrain.measure.decoding import decoder_of
+from drafttrain.request import Chunk, Result
+from drafttrain.speculate import Decoder, Session
+from drafttrain.targets.load import LoadedTarget, load_target
+
+DRAFTED, STATUS = "green", "dim"
+UNFINISHED = "\ufffd"  # what a tokenizer decodes half a character to
+
+
+def generate(options: RunOptions, resolved: dict[str, Any]) -> None:
+    """Answer `prompt`, or what stands on standard input; on a terminal without a prompt, chat until end of input.
+
+    Raises UserError for a checkpoint that is missing, damaged or of another target, and for a prompt that leaves no room.
+    """
+    if options.launcher.nproc != 1:
+        raise UserError(f"launcher.nproc is {options.launcher.nproc}; generate runs in one process, leave it out")
+    directory = None if options.checkpoint is None else Path(options.checkpoint).expanduser()
+    loaded = load_target(options.target if directory is None else target_of(options.target, read_meta(directory).target))
+    drafter = None if directory is None else load_drafter(directory, loaded.target)[0].requires_grad_(False)
+    writer = Writer(loaded, decoder_of(loaded, options.decode, drafter), Console(), chat=options.chat)
+    if drafter is None:
+        writer.note("no checkpoint: plain decoding; add checkpoint=DIR to draft")
+    if options.prompt is not None or not sys.stdin.isatty():
+        writer.answer(sys.stdin.read() if options.prompt is None else options.prompt)
+        return
+    writer.note("end with Ctrl-D; accepted draft tokens are green")
+    while (said := asked(writer.console)) is not None:
+        if said.strip():
+            writer.answer(said)
+
+
+def asked(console: Console) -> str | None:
+    try:
+        return console.input("[bold]> [/bold]")
+    except EOFError:
+        console.print()
+        return None
+
+
+class Writer:
+    """Writes replies as they come. chat: turns are remembered, and the tokenizer's chat template, if any, is applied."""
+
+    def __init__(self, loaded: LoadedTarget, decoder: Decoder, console: Console, chat: bool) -> None:
+        self.loaded, self.decoder, self.console = loaded, decoder, console
+        self.chat = chat and bool(loaded.tokenizer.chat_template)
+        self.turns: list[str] = []
+        self.replies: list[str] = []
+        self.status = Console(stderr=True)
+
+    def note(self, text: str) -> None:
+        self.status.print(text, style=STATUS, soft_wrap=True, highlight=False)
+
+    def answer(self, said: str) -> Result:
+        """Stream the reply to one turn, then a line of counts on stderr."""
+        if not said.strip():
+            raise UserError("the prompt is empty; give prompt=TEXT, or text on standard input")
+        turns = [*self.turns, said]
+        if self.chat:
+            tokens = encode_prompt(self.loaded.tokenizer, turns, self.replies)
+        else:
+            tokens = list(self.loaded.tokenizer(said, verbose=False)["input_ids"])
+        request = self.decoder.request(tokens, key=len(self.replies))
+        try:
+            session = Session(self.decoder, 1, self.decoder.positions(request))
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        (result,) = session.submit(request)
+        stream = Stream(self.loaded)
+        with self._screen() as show:
+            for chunk in session:
+                show(stream.styled(chunk), result)
+        self.turns, self.replies = turns, [*self.replies, stream.text]
+        self.note(status(result, self.decoder.drafter is not None))
+        return result
+
+    @contextmanager
+    def _screen(self) -> Iterator[Any]:
+        """On a terminal the text grows above a running status; elsewhere the text alone is written, piece by piece."""
+        if not self.console.is_terminal:
+            yield lambda text, result: (self.console.file.write(text.plain), self.console.file.flush())
+            self.console.print()
+            return
+        whole, drafts = Text(), self.decoder.drafter is not None
+        with Live(console=self.console, auto_refresh=False, vertical_overflow="visible") as live:
+
+            def show(text: Text, result: Result) -> None:
+                whole.append_text(text)
+                live.update(Group(whole, Text(status(result, drafts), style=STATUS)), refresh=True)
+
+            yield show
+            live.update(whole, refresh=True)
+
+
+class Stream:
+    """Text of a growing list of tokens, each piece given out once; half a character waits for its other half."""
+
+    def __init__(self, loaded: LoadedTarget) -> None:
+        self._tokenizer, self._stop = loaded.tokenizer, loaded.target.stop_ids
+        self._tokens: list[int] = []
+        self._given = ""
+        self.text = ""
+
+    def styled(self, chunk: Chunk) -> Text:
+        """What the chunk adds; drafted tokens coloured."""
+        text = Text()
+        for i, token in enumerate(chunk.tokens):
+            text.append(self._piece(token), style=DRAFTED if i < chunk.drafted else "")
+        return text
+
+    def _piece(self, token: int) -> str:
+        if token in self._stop:
+            return ""
+        self._tokens.append(token)
+        now = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        if now.endswith(UNFINISHED):
+            return ""
+        piece, self._given = now[len(self._given) :], now
+        self.text += piece
+        if now.endswith("\n") and len(self._tokens) > 64:  # begin anew at a line: a long text is not decoded over and over
+            self._tokens, self._given = [], ""
+        return piece
+
+
+def status(result: Result, drafts: bool) -> str:
+    """Tokens, tau and speed so far."""
+    spent = result.ended - result.first
+    parts = [f"{len(result.tokens)} tokens"]
+    if drafts and result.verifications:
+        parts.append(f"{result.verifications} verifications, tau {result.tau:.2f}")
+    if spent > 0:
+        parts.append(f"{(len(result.tokens) - 1) / spent:,.0f} tokens/s")
+    return ", ".join(parts)

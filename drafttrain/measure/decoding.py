@@ -1,0 +1,57 @@
+"""Floor 4: a decoder as the options describe it; the baseline differs from it in the drafter alone."""
+
+from __future__ import annotations
+
+from drafttrain.drafter import Drafter
+from drafttrain.errors import UserError
+from drafttrain.measure import DecodeOptions
+from drafttrain.request import StopText
+from drafttrain.sampling import Sampling
+from drafttrain.speculate import Controls, Decoder
+from drafttrain.targets.load import LoadedTarget
+
+
+def sampling_of(decode: DecodeOptions) -> Sampling:
+    return Sampling(
+        decode.temperature,
+        decode.top_k,
+        decode.top_p,
+        decode.seed,
+        min_p=decode.min_p,
+        repetition_penalty=decode.repetition_penalty,
+        draft_temperature=decode.draft_temperature,
+    )
+
+
+def stop_text_of(loaded: LoadedTarget, decode: DecodeOptions) -> StopText | None:
+    tokenizer = loaded.tokenizer
+    return StopText(tuple(decode.stop), lambda ids: str(tokenizer.decode(ids))) if decode.stop else None
+
+
+def decoder_of(
+    loaded: LoadedTarget,
+    decode: DecodeOptions,
+    drafter: Drafter | None,
+    sampling: Sampling | None = None,
+    max_new_tokens: int | None = None,
+) -> Decoder:
+    """Raises UserError for settings that contradict each other or lie outside their range."""
+    length = max_new_tokens or decode.max_new_tokens
+    if not 0 <= decode.min_new_tokens <= decode.max_new_tokens:
+        raise UserError(f"decode.min_new_tokens is {decode.min_new_tokens}; set it within 0 and decode.max_new_tokens")
+    try:
+        return Decoder(
+            loaded.target,
+            drafter,
+            decode.policy,
+            sampling or sampling_of(decode),
+            loaded.target.stop_ids,
+            length,
+            controls=Controls(decode.draft_length, decode.window, decode.threshold, decode.fallback),
+            min_new_tokens=min(decode.min_new_tokens, length),
+            stop_text=stop_text_of(loaded, decode),
+        )
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from error
