@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Commit, Drafter
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.layers import ResidualBlock
-from drafttrain.ops.linear import linear, pack
+from drafttrain.ops.residual_heads import ResidualHeads, residual
 from drafttrain.sampling import Sampling
 from drafttrain.target import FINAL, Taps, Target
 from drafttrain.tree import DraftTree, Path, TreeShape, tuned_paths
@@ -62,29 +61,14 @@ class Stack:
         self.blocks = [(joined([m.weight for m in layer]), joined([m.bias for m in layer])) for layer in linears]
         outputs = [head.output.weight for head in heads if head.output is not None]
         self.output_KVH = joined(outputs) if outputs else None
-        self._packed = None if self.output_KVH is None or outputs[0].requires_grad else pack(self.output_KVH.flatten(0, 1))
+        frozen = not next(heads[0].parameters()).requires_grad
+        self.fused = None if self.output_KVH is None else ResidualHeads(self.blocks, self.output_KVH, frozen)
 
     @property
     def current(self) -> bool:
         """Whether the heads are still views of this."""
         first = next(self.heads[0].parameters())
         return not first.requires_grad and first.data_ptr() == self.blocks[0][0].data_ptr()
-
-    def hidden(self, hidden_BH: Tensor, heads: int) -> Tensor:
-        """[heads, B, H]: what the first `heads` heads give to their output matrices."""
-        x_KBH = hidden_BH.expand(heads, -1, -1)
-        for weight_KHH, bias_KH in self.blocks:
-            x_KBH = x_KBH + F.silu(torch.baddbmm(bias_KH[:heads, None], x_KBH, weight_KHH[:heads].transpose(1, 2)))
-        return x_KBH
-
-    def logits(self, hidden_KBH: Tensor) -> Tensor:
-        """[K, B, V] from each head's own output matrix. One row is read fastest as one product with all matrices."""
-        assert self.output_KVH is not None
-        K, B, H = hidden_KBH.shape
-        if B > 1 or len(self.output_KVH) > K or self._packed is None:
-            return torch.bmm(hidden_KBH, self.output_KVH[:K].transpose(1, 2))
-        all_KKV = linear(hidden_KBH[:, 0], self.output_KVH.flatten(0, 1), packed=self._packed).view(K, K, -1)
-        return all_KKV.diagonal().T[:, None]
 
 
 def joined(parameters: list[Tensor]) -> Tensor:
@@ -185,9 +169,11 @@ class Medusa(Drafter):
 
     def propose(self, state: MedusaState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         shape = state.shapes[min(depth or len(state.shapes), len(state.shapes)) - 1]
-        hidden_KBH = state.stack.hidden(state.hidden_SH[slot_B], shape.max_depth)
-        logits_KBV = self._shared(hidden_KBH) if state.stack.output_KVH is None else state.stack.logits(hidden_KBH)
-        top_KBR = logits_KBV.topk(shape.max_rank + 1, -1).indices
+        state_BH, stack, ranks = state.hidden_SH[slot_B], state.stack, shape.max_rank + 1
+        if stack.fused is not None:
+            top_KBR = stack.fused.top(state_BH, shape.max_depth, ranks)
+        else:
+            top_KBR = self._shared(residual(stack.blocks, state_BH, shape.max_depth)).topk(ranks, -1).indices
         draft_BN = top_KBR[shape.depth_N[1:] - 1, :, shape.rank_N[1:]].T
         return DraftTree.static(torch.cat([state.root_S[slot_B][:, None], draft_BN], 1), shape)
 

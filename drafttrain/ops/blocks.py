@@ -5,7 +5,6 @@ Shapes: B rows, N new positions, H hidden, L blocks.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,22 +36,16 @@ class Blocks:
     """A frozen model's blocks, held by the compiled operators. The twin of `run` is the model's own loop over its blocks."""
 
     def __init__(self, blocks: Sequence[BlockWeights], eps: float) -> None:
-        first, none = blocks[0].shape, torch.empty(0)
+        first = blocks[0].shape
         self.eps, self.scale = eps, first.scale
         self.head_eps = 0.0 if first.q_norm is None else first.q_norm.variance_epsilon
         self.windows = torch.tensor([b.shape.window or 0 for b in blocks])
-        tensors: list[Tensor] = []
+        tensors: list[Tensor | None] = []
         for b in blocks:
-            q_norm, k_norm = (none if m is None else m.weight.detach() for m in (b.shape.q_norm, b.shape.k_norm))
-            parts = [b.norm_H.detach(), b.qkv, b.qkv_bias, q_norm, k_norm, b.out, b.out_bias]
-            parts += [b.norm2_H.detach(), b.gate_up, b.gate_up_bias, b.down, b.down_bias]
-            tensors += [none if part is None else part for part in parts]
-        self._number: int = torch.ops.drafttrain.keep_blocks(tensors)
-        weakref.finalize(self, torch.ops.drafttrain.drop_blocks, self._number)
-
-    @staticmethod
-    def available() -> bool:
-        return library.state().loaded and bool(torch.ops.drafttrain.has_product())
+            q_norm, k_norm = (None if m is None else m.weight for m in (b.shape.q_norm, b.shape.k_norm))
+            tensors += [b.norm_H, b.qkv, b.qkv_bias, q_norm, k_norm, b.out, b.out_bias]
+            tensors += [b.norm2_H, b.gate_up, b.gate_up_bias, b.down, b.down_bias]
+        self._kept = library.Kept(tensors)
 
     def run(self, x_BNH: Tensor, step: Step, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
         """(x, delta, tapped block outputs): the last block's output is x + delta. x is changed in place."""
@@ -60,7 +53,8 @@ class Blocks:
         assert kv is not None and step.compiled
         tapped = x_BNH.new_empty(len(taps), *x_BNH.shape)
         delta_BNH = torch.ops.drafttrain.run_blocks(
-            self._number, x_BNH, step.cos_MD, step.sin_MD, self.eps, self.head_eps, self.scale, self.windows, step.position_BN,
-            kv.table_BQ, kv.length_B, step.ancestor_BNN, kv.store, torch.tensor(taps, dtype=torch.long), tapped,
+            self._kept.number, x_BNH, step.cos_MD, step.sin_MD, self.eps, self.head_eps, self.scale, self.windows,
+            step.position_BN, kv.table_BQ, kv.length_B, step.ancestor_BNN, kv.store,
+            torch.tensor(taps, dtype=torch.long), tapped,
         )  # fmt: skip
         return x_BNH, delta_BNH if delta_BNH.numel() else None, dict(zip(taps, tapped, strict=True))

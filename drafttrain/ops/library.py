@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -63,6 +65,21 @@ def state() -> State:
         detail = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         return State(False, f"torch references ({compiler} could not build the operators: {_first_error(detail)})")
     return State(True, f"compiled for this CPU ({library})")
+
+
+class Kept:
+    """Tensors that the compiled operators hold between calls, under `number`, until this object goes."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        none = torch.empty(0)
+        self.number: int = torch.ops.drafttrain.keep_weights([none if t is None else t.detach() for t in tensors])
+        weakref.finalize(self, torch.ops.drafttrain.drop_weights, self.number)
+
+
+@cache
+def has_product() -> bool:
+    """Whether the compiled operators can call this torch's products with packed weights (`ops.linear.pack`)."""
+    return state().loaded and bool(torch.ops.drafttrain.has_product())
 
 
 def cache_folder() -> Path:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafttrain.kv import KVCache
+from drafttrain.ops import library
 from drafttrain.ops.attend import Heads, Step, attend
 from drafttrain.ops.blocks import Blocks, BlockWeights
 from drafttrain.ops.gated import gated
@@ -150,7 +151,7 @@ class FastTarget(HFTarget):
             joint.join(share, size <= PACKED_BYTES)
         weights = [block.weights() for block in self._chain]
         whole = [w for w in weights if w is not None]
-        if len(whole) == len(weights) and Blocks.available():
+        if len(whole) == len(weights) and library.has_product():
             self._blocks = Blocks(whole, self._chain[0].before.variance_epsilon)
 
     def train(self, mode: bool = True) -> FastTarget:

@@ -182,7 +182,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, const Tensor& bias) {
     return Tensor(out);
 }
 
-// A model's blocks, kept between calls: 144 tensors are not passed anew for every token.
+// Weights kept between calls: a model's 144 tensors are not passed anew for every token.
 enum Part {
     kNorm,
     kQkv,
@@ -210,16 +210,72 @@ Shelf& shelf() {
     return one;
 }
 
-int64_t keep_blocks(std::vector<Tensor> weights) {
-    STD_TORCH_CHECK(weights.size() % kPartsOfBlock == 0, "a block has ", int(kPartsOfBlock), " weights");
+int64_t keep_weights(std::vector<Tensor> weights) {
     const std::lock_guard<std::mutex> lock(shelf().mutex);
     shelf().models[shelf().next] = std::move(weights);
     return shelf().next++;
 }
 
-void drop_blocks(int64_t model) {
+void drop_weights(int64_t model) {
     const std::lock_guard<std::mutex> lock(shelf().mutex);
     shelf().models.erase(model);
+}
+
+std::vector<Tensor>& kept(int64_t model) {
+    const std::lock_guard<std::mutex> lock(shelf().mutex);
+    return shelf().models.at(model);
+}
+
+// The `ranks` greatest of a row, greatest first, the lower index first among equals. ids: [ranks].
+void top(const float* x, int64_t width, int64_t ranks, int64_t* ids) {
+    std::vector<float> value(size_t(ranks), -INFINITY);
+    std::fill(ids, ids + ranks, 0);
+    for (int64_t start = 0; start < width; start += drafttrain::kLanes) {
+        const int64_t stop = std::min<int64_t>(width, start + drafttrain::kLanes);
+        if (stop - start == drafttrain::kLanes && drafttrain::greatest(drafttrain::load(x + start)) <= value.back()) continue;
+        for (int64_t i = start; i < stop; i++) {
+            if (!(x[i] > value.back())) continue;
+            int64_t at = ranks - 1;
+            for (; at > 0 && x[i] > value[size_t(at - 1)]; at--) {
+                value[size_t(at)] = value[size_t(at - 1)];
+                ids[at] = ids[at - 1];
+            }
+            value[size_t(at)] = x[i], ids[at] = i;
+        }
+    }
+}
+
+// The likeliest tokens of parallel residual heads on one state [1, H]: [heads, ranks]. weights: for each layer of residual
+// blocks all heads' matrices as one packed product [all heads x H, H] and their biases [all heads, H], then the output
+// matrices, [all heads x V, H], likewise. A state per head meets all heads' matrices; what is another head's is not read.
+Tensor top_of_heads(int64_t model, const Tensor& state, const Tensor& like, int64_t heads, int64_t all_heads, int64_t ranks) {
+    const std::vector<Tensor>& weights = kept(model);
+    const size_t layers = (weights.size() - 1) / 2;
+    const int64_t width = state.numel();
+    const Tensor none = torch::stable::new_empty(state, {0});
+    Tensor x = state;  // [1, H] at first, for all heads
+    for (size_t l = 0; l < layers; l++) {
+        const Tensor mapped = linear(x, weights[2 * l], none);
+        const int64_t rows = x.size(0), apart = mapped.size(1);
+        Tensor next = torch::stable::new_empty(state, {heads, width});
+        const float *bias = data<float>(weights[2 * l + 1]), *from = data<float>(x), *map = data<float>(mapped);
+        for (int64_t k = 0; k < heads; k++) {
+            const int64_t row = rows == 1 ? 0 : k;
+            const float* m = map + row * apart + k * width;
+            float* to = data<float>(next) + k * width;
+            for (int64_t i = 0; i < width; i++) {
+                const float v = m[i] + bias[k * width + i];
+                to[i] = from[row * width + i] + v / (1.0f + std::exp(-v));
+            }
+        }
+        x = next;
+    }
+    const Tensor logits = linear(x, weights[2 * layers], none);
+    const int64_t apart = logits.size(1), vocab = apart / all_heads;
+    Tensor ids = torch::stable::new_empty(like, {heads, ranks});
+    for (int64_t k = 0; k < heads; k++)
+        top(data<float>(logits) + (x.size(0) == 1 ? 0 : k) * apart + k * vocab, vocab, ranks, data<int64_t>(ids) + k * ranks);
+    return ids;
 }
 
 // All blocks of a Llama-like model over few new positions. x, the residual stream, is changed in place; returned is what is
@@ -227,11 +283,8 @@ void drop_blocks(int64_t model) {
 Tensor run_blocks(int64_t model, const Tensor& x, const Tensor& cos, const Tensor& sin, double eps, double head_eps,
                   double scale, const Tensor& windows, const Tensor& position, const Tensor& table, const Tensor& length,
                   const std::optional<Tensor>& ancestor, const Tensor& store, const Tensor& taps, const Tensor& tapped) {
-    std::vector<Tensor>* weights;
-    {
-        const std::lock_guard<std::mutex> lock(shelf().mutex);
-        weights = &shelf().models.at(model);
-    }
+    std::vector<Tensor>* weights = &kept(model);
+    STD_TORCH_CHECK(weights->size() % kPartsOfBlock == 0, "a block has another number of weights");
     const int64_t blocks = int64_t(weights->size()) / kPartsOfBlock, batch = x.size(0), nodes = x.size(1);
     const int64_t positions = store.size(2), page = store.size(3), kv_heads = store.size(4), width = store.size(5);
     const int64_t in = (*weights)[kNorm].numel(), half = positions * page * kv_heads * width;
@@ -289,8 +342,9 @@ STABLE_TORCH_LIBRARY(drafttrain, m) {
         "Tensor position, Tensor table, Tensor length, Tensor? ancestor, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) out) "
         "-> ()");
     m.def("has_product() -> bool");
-    m.def("keep_blocks(Tensor[] weights) -> int");
-    m.def("drop_blocks(int model) -> ()");
+    m.def("keep_weights(Tensor[] weights) -> int");
+    m.def("drop_weights(int model) -> ()");
+    m.def("top_of_heads(int model, Tensor state, Tensor like, int heads, int all_heads, int ranks) -> Tensor");
     m.def(
         "run_blocks(int model, Tensor(a!) x, Tensor cos, Tensor sin, float eps, float head_eps, float scale, Tensor windows, "
         "Tensor position, Tensor table, Tensor length, Tensor? ancestor, Tensor(b!) store, Tensor taps, Tensor(c!) tapped) -> "
@@ -308,11 +362,12 @@ STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("kv_keep", TORCH_BOX(&kv_keep));
     m.impl("greedy_accept", TORCH_BOX(&greedy_accept));
     m.impl("run_blocks", TORCH_BOX(&run_blocks));
+    m.impl("top_of_heads", TORCH_BOX(&top_of_heads));
 }
 
 // packed weights, or no tensor at all: the arguments name no CPU
 STABLE_TORCH_LIBRARY_IMPL(drafttrain, CompositeExplicitAutograd, m) {
     m.impl("has_product", TORCH_BOX(&has_product));
-    m.impl("keep_blocks", TORCH_BOX(&keep_blocks));
-    m.impl("drop_blocks", TORCH_BOX(&drop_blocks));
+    m.impl("keep_weights", TORCH_BOX(&keep_weights));
+    m.impl("drop_weights", TORCH_BOX(&drop_weights));
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import subprocess
@@ -22,7 +23,11 @@ from drafttrain.ops import greedy_accept as accept_op
 from drafttrain.ops import kv_keep as keep_op
 from drafttrain.ops import library
 from drafttrain.ops import rms_norm as norm_op
+from drafttrain.ops.residual_heads import ResidualHeads
+from drafttrain.target import Taps
+from drafttrain.targets.fast import FastTarget
 from drafttrain.tree import DraftTree, ancestors
+from tests.helpers import tiny_model
 
 compiled = pytest.mark.skipif(not library.state().loaded, reason=library.state().text)
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -199,6 +204,58 @@ def test_attend(poison: None, case: str, dtype: torch.dtype) -> None:
             for p in range(int(lengths[row]), int(lengths[row]) + nodes):
                 at = (kv.table_BQ[row, p // PAGE], p % PAGE)
                 torch.testing.assert_close(ours[at], theirs[at], rtol=DTYPES[dtype], atol=DTYPES[dtype])
+
+
+@compiled
+@pytest.mark.parametrize(("heads", "layers", "vocab", "width"), [(4, 2, 203, 24), (1, 1, 16, 16), (3, 0, 50, 17)])
+def test_residual_heads(poison: None, heads: int, layers: int, vocab: int, width: int) -> None:
+    if not library.has_product():
+        pytest.skip("this torch does not export oneDNN's product")
+    torch.manual_seed(heads)
+    blocks = [(torch.randn(heads, width, width) / width**0.5, torch.randn(heads, width)) for _ in range(layers)]
+    fused = ResidualHeads(blocks, torch.randn(heads, vocab, width), frozen=True)
+    assert fused._kept is not None
+    for used in range(1, heads + 1):
+        for ranks in (1, 2, 7):
+            state = torch.randn(1, width)
+            assert torch.equal(fused.top(state, used, ranks), fused.reference(state, used, ranks))
+    several = torch.randn(3, width)
+    assert torch.equal(fused.top(several, heads, 2), fused.reference(several, heads, 2))
+    ties = ResidualHeads([], torch.ones(1, vocab, width), frozen=True)
+    assert ties.top(torch.ones(1, width), 1, 4)[0, 0].tolist() == [0, 1, 2, 3]
+    loose = ResidualHeads(blocks, torch.randn(heads, vocab, width), frozen=False)
+    assert loose._kept is None
+
+
+@compiled
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-sliding"])
+@pytest.mark.parametrize("taps", [(), (1,), (0, 3), (0, 1, 2, 3)])
+def test_run_blocks_is_the_loop_over_the_blocks(poison: None, name: str, taps: tuple[int, ...]) -> None:
+    target = FastTarget(tiny_model(name))
+    if target._blocks is None:
+        pytest.skip("this torch does not export oneDNN's product")
+    token, mask = torch.randint(0, 64, (2, 6)), ancestors(random_parents(2, 6))
+    outs = []
+    for blocks in (target._blocks, None):
+        target._blocks, kv = blocks, target.new_cache(2, 40)
+        prompt, lengths = torch.arange(22).view(2, 11), torch.tensor([11, 7])
+        target(prompt, kv, None, torch.arange(11).expand(2, 11), Taps(), lengths[:, None] - 1)
+        kv.keep(torch.arange(11).expand(2, 11), lengths)
+        outs.append(target(token, kv, mask, lengths[:, None] + mask.sum(-1) - 1, Taps(taps, final=True)))
+    torch.testing.assert_close(outs[0].logits_BRV, outs[1].logits_BRV, rtol=1e-5, atol=1e-5)
+    assert outs[0].hidden.keys() == outs[1].hidden.keys()
+    for key, state in outs[0].hidden.items():
+        torch.testing.assert_close(state, outs[1].hidden[key], rtol=1e-5, atol=1e-5)
+
+
+@compiled
+def test_what_is_kept_goes_with_its_owner() -> None:
+    kept = library.Kept([torch.ones(3), None])
+    number = kept.number
+    del kept
+    gc.collect()
+    with pytest.raises((RuntimeError, IndexError)):
+        torch.ops.drafttrain.top_of_heads(number, torch.ones(1, 3), torch.empty(0, dtype=torch.long), 1, 1, 1)
 
 
 @compiled
