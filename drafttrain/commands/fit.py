@@ -58,6 +58,8 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     for name in ("steps", "checkpoint_every", "keep_last", "log_every"):
         if getattr(options.train, name) < 1:
             raise UserError(f"train.{name} is {getattr(options.train, name)}; set it to 1 or more")
+    if options.decode.tree_nodes is not None and options.decode.tree_nodes < 1:
+        raise UserError(f"decode.tree_nodes is {options.decode.tree_nodes}; set it to 1 or more, or null: as many as pay")
     if options.loss.chunk < 1 or options.loss.name not in ("ce", "kl", "lk"):
         loss = options.loss
         raise UserError(f"loss.name is {loss.name!r}, loss.chunk {loss.chunk}; choose ce, kl or lk, and a chunk of 1 or more")

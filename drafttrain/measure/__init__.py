@@ -39,4 +39,4 @@ class DecodeOptions:
     max_new_tokens: int = 128
     min_new_tokens: int = 0  # no stop token before so many
     stop: list[str] = field(default_factory=list)  # strings that end a text, besides the stop tokens
-    tree_nodes: int = 24  # node budget of families that draft trees, root excluded
+    tree_nodes: int | None = 24  # node budget of families that draft trees, root excluded; null: as many as pay on this machine

@@ -36,11 +36,12 @@ from drafttrain.train.logger import Logger
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
 from drafttrain.tree import expected_nodes
+from drafttrain.treesize import best_nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained on what. options: the family's own, for the checkpoint. nodes: budget of a drafted tree."""
+    """What is trained on what. options: the family's own, for the checkpoint. nodes: a tree's budget; None: as many as pay."""
 
     loaded: LoadedTarget
     drafter: Drafter
@@ -50,7 +51,7 @@ class Job:
     train: TrainOptions
     deepspeed: DeepSpeedOptions
     loss: LossOptions
-    nodes: int
+    nodes: int | None
 
 
 @dataclass
@@ -140,8 +141,19 @@ class Trainer:
         if not target.trees:  # a rank that no path reaches: what is left to choose from is the chain
             texts = [torch.where(text == 0, 0, OUT_OF_REACH) for text in texts]
         if texts:
-            drafter.tune(texts, self.job.nodes)
+            nodes = self.job.nodes or self.world.share(best_nodes(target, drafter.eval(), texts) if self.world.first else 0)
+            drafter.train()
+            drafter.tune(texts, nodes)
             self.progress.expected_tau = 1.0 + expected_nodes(texts, drafter.paths())
+
+    def _best_nodes(self, texts: list[Tensor]) -> int:
+        """As many as pay on the first process's device."""
+        drafter = self.job.drafter
+        with self.engine.whole():
+            drafter.eval()
+            found = best_nodes(self.job.loaded.target, drafter, texts) if self.world.first else 0
+            drafter.train()
+            return int(self.world.share(found))
 
     def _checkpoint(self) -> None:
         """A whole directory or none: weights and settings, every process's optimiser share, and where training stands."""

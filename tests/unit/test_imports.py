@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "drafttrain"
 FLOORS = [
     ("errors", "atomic", "fingerprint", "tree", "kv", "sampling", "batch", "ops"),
     ("target", "layers", "drafter", "request", "processors", "fallback"),
-    ("verify", "speculate"),
+    ("verify", "speculate", "treesize"),
     ("drafters", "targets", "data", "features", "losses", "checkpoint"),
     ("train", "measure", "export"),
     ("commands",),
