@@ -78,6 +78,10 @@ class Bench:
             self.trained = load_drafter(checkpoint, self.target)[0].requires_grad_(False)
         family = families()["draft_model"]
         self.pruned = family.build(family.options(blocks=3, draft_length=4), self.target).eval().requires_grad_(False)
+        self.wrong = family.build(family.options(blocks=3, draft_length=4), self.target).eval().requires_grad_(False)
+        for parameter in self.wrong.parameters():  # never right: its tokens are the target's, shifted
+            if parameter.shape[0] == self.target.shape.vocab_size:
+                parameter.data = parameter.data.roll(1, 0)
 
     def decoder(self, drafter: Drafter | None = None, new: int = NEW, **controls: Any) -> Decoder:
         return Decoder(self.target, drafter, "greedy", Sampling(), frozenset(), new, controls=Controls(**controls))
@@ -242,6 +246,10 @@ class Bench:
                 f"checkpoint / plain decoding, batch 1, {self.fit_tree()} nodes chosen for this machine",
                 self.ours(self.trained), self.ours(None), "{:.0f} / {:.0f} tokens/s", at_least=1.15,
             )  # fmt: skip
+        yield "fallback", lambda: self.line(
+            "a drafter that is never right, with fallback / plain decoding",
+            self.ours(self.wrong, fallback=True), self.ours(None), "{:.0f} / {:.0f} tokens/s", at_least=0.97,
+        )  # fmt: skip
         raw = self.forward(64, 1, 64 + 96 // 2)  # as the queued requests have on average
         queued = {"plain": (None, {}), "draft model with fallback": (self.pruned, {"fallback": True})}
         if self.trained is not None:

@@ -248,6 +248,19 @@ def test_samples_of_one_prompt_share_its_pages_and_equal_requests_of_their_own(p
     assert not pooled or session.kv.free_pages == session.kv.pages
 
 
+@pytest.mark.parametrize("runner", sorted(TARGETS))
+def test_a_text_may_fill_the_targets_context(runner: str) -> None:
+    """The last proposals reach past the last position; what they hold there is never text."""
+    prompt = (prompts(1, seed=11)[0] * 60)[:490]
+    texts = [prompt + r.tokens for r in Decoder(HF, None, "greedy", Sampling(), max_new_tokens=22).run([prompt]).results]
+    for kind in ("oracle", "random"):
+        decoder = Decoder(
+            TARGETS[runner], drafter_of(kind, texts, TREE), "greedy", Sampling(), max_new_tokens=22, prefill_chunk=100
+        )
+        (result,) = decoder.run([prompt]).results
+        assert prompt + result.tokens == texts[0] and len(texts[0]) == 512
+
+
 def test_stop_strings_cut_where_one_is_complete() -> None:
     asked = prompts(4, seed=5)
     texts = plain_texts(asked)

@@ -186,6 +186,7 @@ void attend_head(const Attend<T>& a, int64_t b, int64_t head, int64_t first, int
     const int64_t apart = a.kv_heads * a.width;
     for (int64_t start = from; start < whole; start += span) {
         const int64_t count = std::min(span, whole - start), filled = (count + kKeys - 1) / kKeys * kKeys;
+        const int64_t used = (count + kLanes - 1) / kLanes * kLanes;  // in whole vectors
         const T *key = nullptr, *value = nullptr;
         int64_t page_ends = 0;
         for (int64_t block = 0; block < filled; block += kKeys) {
@@ -214,13 +215,13 @@ void attend_head(const Attend<T>& a, int64_t b, int64_t head, int64_t first, int
                 score<kRows>(q + r * kWide, kWide, a.width, kt, s + r * span + block, span);
         }
         // the columns from `open` on are not seen by all
-        const int64_t open = a.window > 0 ? 0 : std::clamp<int64_t>((a.length[b] - start) / kKeys * kKeys, 0, filled);
+        const int64_t open = a.window > 0 ? 0 : std::clamp<int64_t>((a.length[b] - start) / kLanes * kLanes, 0, used);
         for (int64_t n = 0; n < nodes; n++) {
-            hide(a, b, first + n, start + open, count - open, filled - open, bias);
+            hide(a, b, first + n, start + open, count - open, used - open, bias);
             for (int64_t r = n * groups; r < (n + 1) * groups; r++) {
                 float* row = s + r * span;
-                for (int64_t i = open; i < filled; i += kLanes) store(row + i, load(row + i) + load(bias + i - open));
-                keep[r] = soften(row, filled, &top[r], &mass[r]);
+                for (int64_t i = open; i < used; i += kLanes) store(row + i, load(row + i) + load(bias + i - open));
+                keep[r] = soften(row, used, &top[r], &mass[r]);
             }
         }
         for (int64_t r = 0; r < padded; r += kRows)
