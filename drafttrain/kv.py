@@ -11,6 +11,8 @@ prefix lies in page 7 and the first position of page 2; node 0 goes to the secon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,7 @@ class KVCache:
     ) -> None:
         self.layers, self.slots, self.max_len, self.page = layers, slots, max_len, PAGE
         self.length_S = torch.zeros(slots, dtype=torch.long, device=device)
+        self._lengths = [0] * slots  # the same on the host, which plans by them without asking the device
         self.per_slot = pages_for(max_len)
         self.pages = slots * self.per_slot if pages is None else pages
         self._pooled = pages is not None
@@ -53,16 +56,23 @@ class KVCache:
         all_slots = len(slot_B) == self.slots and bool((slot_B == torch.arange(self.slots, device=slot_B.device)).all())
         self._whole = all_slots and not self._pooled  # row b's pages are the b-th run of the store
         self.table_BQ = self.table_SQ[slot_B]
+        self._slots = slot_B.tolist()
         self._refresh()
 
     def _refresh(self) -> None:
         self.length_B = self.length_S[self.slot_B]
-        self.longest = int(self.length_B.max()) if len(self.slot_B) else 0
-        self.even = bool((self.length_B == self.longest).all())
+        lengths = [self._lengths[slot] for slot in self._slots]
+        self.longest = max(lengths, default=0)
+        self.even = min(lengths, default=0) == self.longest
+
+    def _set(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        for slot, length in zip(slots, lengths, strict=True):
+            self._lengths[slot] = length
 
     def reset(self, slot_R: Tensor) -> None:
         """Empty these slots for new requests; their pages stay theirs."""
         self.length_S[slot_R] = 0
+        self._set(slot_R.tolist(), [0] * len(slot_R))
         self._refresh()
 
     @property
@@ -75,7 +85,7 @@ class KVCache:
         shared: a slot whose committed prefix it begins with. Whole pages are then the same pages, the last, partial one
         is copied; the prefix counts as committed. Raises ValueError when the pool has too few pages.
         """
-        prefix = 0 if shared is None else int(self.length_S[shared])
+        prefix = 0 if shared is None else self._lengths[shared]
         common = [] if shared is None else self._owned[shared][: prefix // PAGE]
         needed = pages_for(positions) - len(common)
         if needed > len(self._free) or positions > self.max_len:
@@ -92,7 +102,7 @@ class KVCache:
         if shared is not None and prefix % PAGE:
             for store in self._stores:
                 store[:, :, own[len(common)]] = store[:, :, self._owned[shared][len(common)]]
-        self.length_S[slot] = prefix
+        self.length_S[slot] = self._lengths[slot] = prefix
         self.rows(self.slot_B)
 
     def release(self, slot: int) -> None:
@@ -102,14 +112,14 @@ class KVCache:
             if self._uses[page] == 0:
                 self._free.append(page)
         self._owned[slot] = []
-        self.table_SQ[slot], self.length_S[slot] = self.pages, 0
+        self.table_SQ[slot], self.length_S[slot], self._lengths[slot] = self.pages, 0, 0
 
     def copy(self, source: int, slot: int) -> None:
         """Give a slot with its own pages the committed prefix of another."""
-        pages = pages_for(int(self.length_S[source]))
+        pages = pages_for(self._lengths[source])
         for store in self._stores:
             store[:, :, self.table_SQ[slot, :pages]] = store[:, :, self.table_SQ[source, :pages]]
-        self.length_S[slot] = self.length_S[source]
+        self.length_S[slot] = self._lengths[slot] = self._lengths[source]
         self._refresh()
 
     def room(self, nodes: int) -> None:
@@ -178,11 +188,14 @@ class KVCache:
         for store in self._stores:
             kv_keep(store, self.table_BQ, self.length_B, path_BA, count_B)
         self.length_S[self.slot_B] = self.length_B + count_B
+        added = zip(self._slots, count_B.tolist(), strict=True)
+        self._set(self._slots, [self._lengths[slot] + count for slot, count in added])
         self._refresh()
 
     def rollback(self, length_B: Tensor) -> None:
         """Forget everything past these lengths of the rows in use: a drafter's own guesses, once they are proposed."""
         self.length_S[self.slot_B] = length_B
+        self._set(self._slots, length_B.tolist())
         self._refresh()
 
 

@@ -191,7 +191,7 @@ def _whole_path(hit_BN: Tensor, ancestor_BNN: Tensor) -> Tensor:
 
 
 def _along(path_BN: Tensor, count_B: Tensor, bonus_B: Tensor) -> Verdict:
-    path_BA = path_BN[:, : int(count_B.max())]
+    path_BA = path_BN[:, : max(count_B.tolist())]
     return Verdict(path_BA, count_B, bonus_B, path_BA.gather(1, count_B[:, None] - 1)[:, 0])
 
 
