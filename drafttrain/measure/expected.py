@@ -67,7 +67,9 @@ def expected_tau(hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, vis
 
 def _arrivals(hits: Hits, paths: Sequence[Path], sampled: bool) -> Tensor:
     """[M, D] float64: P(the node at depth d + 1 is accepted) at each sample; 0 or 1 where the proposal is deterministic."""
-    return hits.mass_MK.double().cumprod(-1) if sampled else arrivals(hits.rank_MK, paths)
+    if not sampled:
+        return arrivals(hits.rank_MK, paths)
+    return hits.mass_MK[:, : max(map(len, paths))].double().cumprod(-1)
 
 
 def is_chain(paths: Sequence[Path]) -> bool:

@@ -97,23 +97,29 @@ def _evidence(
 ) -> Evidence:
     """One checkpoint's run over all cases, its teacher-forced hits on the plain outputs, and the comparison of tokens."""
     ours = bench.decode_all(f"{name}: acceptance", drafter, cases)
-    tokens, paths = [r.tokens for r in ours], drafter.paths()
+    limits = [depth for depth in (bench.decode.draft_length, bench.decode.window) if depth is not None]
+    tokens, paths = [r.tokens for r in ours], [p for p in drafter.paths() if len(p) <= min(limits, default=len(p))]
+    sampled = not bench.sampling.greedy and is_chain(paths)
+    identical = bench.sampling.greedy or bench.decode.policy == "coupled"  # what plain decoding with the same keys gives
     return Evidence(
         cases=cases,
         plain=plain,
         speculative=ours,
-        hits=_hits(bench, drafter, cases, plain),
+        hits=_hits(bench, drafter, cases, plain) if _foretold(bench, sampled) else None,
         paths=paths,
-        sampled=not bench.sampling.greedy and is_chain(paths),
-        exact=bench.matches(cases, tokens, [r.tokens for r in plain]) if bench.sampling.greedy else None,
+        sampled=sampled,
+        exact=bench.matches(cases, tokens, [r.tokens for r in plain]) if identical else None,
         exact_reference=None if reference is None else bench.matches(cases, tokens, reference),
     )
 
 
-def _hits(bench: Bench, drafter: Drafter, cases: Sequence[Case], plain: Sequence[Result]) -> list[Hits] | None:
-    """A lossy policy accepts by another rule than the agreement that is counted here, so it has no prediction."""
-    if not POLICIES[bench.decode.policy].lossless:
-        return None
+def _foretold(bench: Bench, sampled: bool) -> bool:
+    """Whether agreement foretells acceptance: not where a policy accepts by another rule, nor where not every step drafts."""
+    by_choice = bench.decode.policy == "coupled" and sampled  # equal draws agree less often than sum min(p, q)
+    return POLICIES[bench.decode.policy].lossless and not bench.decode.fallback and not by_choice
+
+
+def _hits(bench: Bench, drafter: Drafter, cases: Sequence[Case], plain: Sequence[Result]) -> list[Hits]:
     target = bench.loaded.target
     return forced_hits(target, drafter, [c.tokens for c in cases], [r.tokens for r in plain], target.device)
 

@@ -139,7 +139,15 @@ def test_a_report_is_whole_and_greedy_output_is_exact(loaded: LoadedTarget, tmp_
     assert "step-00002" in (tmp_path / "console.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("policy", "key"), [("lossless", "distribution_p_value"), ("typical", "quality_delta")])
+@pytest.mark.parametrize(
+    ("policy", "key"),
+    [
+        ("lossless", "distribution_p_value"),
+        ("coupled", "distribution_p_value"),
+        ("typical", "quality_delta"),
+        ("threshold", "quality_delta"),
+    ],
+)
 def test_sampling_reports_what_its_policy_promises(
     loaded: LoadedTarget, tmp_path: Path, policy: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,10 +158,32 @@ def test_sampling_reports_what_its_policy_promises(
     check(report, SCHEMA)
     entry = report["checkpoints"][0]
     assert entry[key] is not None
-    assert entry["exact_matches"] is None
-    assert (entry["expected_tau"] is None) == (policy == "typical")
-    if policy == "lossless":
+    assert entry["exact_matches"] == (3 if policy == "coupled" else None)
+    assert (entry["expected_tau"] is None) == (key == "quality_delta")
+    if key == "distribution_p_value":
         assert entry["distribution_p_value"] > 1e-4
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        {"window": 1},
+        {"draft_length": 1, "repetition_penalty": 1.5},
+        {"min_new_tokens": 9},
+        {"fallback": True},
+    ],
+    ids=str,
+)
+def test_settings_apply_to_plain_decoding_and_to_transformers_too(
+    loaded: LoadedTarget, tmp_path: Path, decode: dict[str, Any]
+) -> None:
+    run = options(tmp_path, **decode)
+    measure_run(loaded, [checkpoint(tmp_path, loaded, 1)], run, tmp_path / "out", Console(quiet=True))
+    entry = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))["checkpoints"][0]
+    assert (entry["exact_matches"], entry["transformers_exact_matches"]) == (3, 3)
+    assert (entry["expected_tau"] is None) == ("fallback" in decode)
+    if "window" in decode or "draft_length" in decode:
+        assert len(entry["alpha_by_position"]) <= 1
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_said_so(loaded: LoadedTarget, tmp_path: Path) -> None:
