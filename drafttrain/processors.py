@@ -15,7 +15,7 @@ class Processors:
     """Per slot: which tokens its text has, and until when its stop tokens are barred. Off where no request asks for it."""
 
     def __init__(self, slots: int, vocab: int, penalty: float, device: torch.device) -> None:
-        self.penalty = penalty
+        self.penalty, self._device = penalty, device
         self.seen_SV = torch.zeros(slots, vocab, dtype=torch.bool, device=device) if penalty != 1.0 else None
         self._least: dict[int, tuple[int, Tensor]] = {}  # by slot: tokens before which its stop tokens are barred
 
@@ -23,11 +23,10 @@ class Processors:
         """A request takes the slot."""
         self._least.pop(slot, None)
         if request.min_new_tokens and request.stop_ids:
-            device = None if self.seen_SV is None else self.seen_SV.device
-            self._least[slot] = (request.min_new_tokens, torch.tensor(sorted(request.stop_ids), device=device))
+            self._least[slot] = (request.min_new_tokens, torch.tensor(sorted(request.stop_ids), device=self._device))
         if self.seen_SV is not None:
             self.seen_SV[slot] = False
-            self.seen_SV[slot, torch.tensor(request.prompt, device=self.seen_SV.device)] = True
+            self.seen_SV[slot, torch.tensor(request.prompt, device=self._device)] = True
 
     def add(self, slot_B: Tensor, token_BA: Tensor, count_B: Tensor) -> None:
         """The first count_B tokens of each row became text."""
