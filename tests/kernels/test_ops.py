@@ -278,8 +278,9 @@ def test_a_nodes_row_does_not_depend_on_its_company() -> None:
 
 def state_in(environment: dict[str, str]) -> str:
     code = "from drafttrain.ops import library; print(library.state().text)"
+    inherited = {name: value for name, value in os.environ.items() if name != library.SWITCH}
     run = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", code], env=inherited | environment, capture_output=True, text=True, check=True, timeout=300
     )
     return run.stdout.strip() + "|" + run.stderr.strip()
 

@@ -188,6 +188,8 @@ def test_a_nodes_logits_are_those_of_its_path_alone(gradients: bool, seed: int, 
 
 
 def test_every_divergence_in_bfloat16_is_a_near_tie() -> None:
+    if not library.state().loaded:  # torch's own kernels sum a node's attention in another order for each number of rows
+        pytest.skip(f"in a random model their rounding grows past the last place: {library.state().text}")
     target = FastTarget(tiny_model().to(torch.bfloat16))
     asked = prompts(8, seed=12)
     plain = [r.tokens for r in Decoder(target, None, "greedy", Sampling(), max_new_tokens=40).run(asked, 8).results]
