@@ -70,6 +70,11 @@ class Drafter(nn.Module, ABC):
         """Choose the proposal's shape from each held-out text's teacher-forced ranks [samples, K], in text order, and a
         node budget (root excluded)."""
 
+    @property
+    def tunable(self) -> bool:
+        """Whether `tune` chooses anything."""
+        return type(self).tune is not Drafter.tune
+
     def paths(self) -> list[tuple[int, ...]]:
         """The rank paths that greedy decoding proposes; a chain unless a family says otherwise."""
         return [(0,) * d for d in range(1, self.draft_length + 1)]

@@ -80,7 +80,7 @@ class Scripted(Drafter):
         self.draft_length = self.shape.max_depth
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        raise NotImplementedError
+        raise AssertionError("a scripted drafter is not trained")
 
     def open(self, slots: int, max_len: int) -> list[list[int]]:
         return [[] for _ in range(slots)]

@@ -71,6 +71,10 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     about, where = loaded.description, loaded.description["path"] or loaded.description["name"]
     size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
     console.say(f"target: {about['architecture']}, {size} ({where}, {about['runner']} runner)")
+    if options.decode.tree_nodes is None and drafter.tunable and options.deepspeed.zero_stage == 3:
+        raise UserError(
+            "decode.tree_nodes=null times whole weights, ZeRO stage 3 shards them; set decode.tree_nodes or a lower stage"
+        )
     if about["runner_reason"]:
         console.say(f"the fast runner cannot run this target: {about['runner_reason']}")
     if loaded.target.device.type == "cpu" and not library.state().loaded:

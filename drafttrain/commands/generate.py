@@ -136,7 +136,9 @@ class Stream:
         piece, self._given = now[len(self._given) :], now
         self.text += piece
         if now.endswith("\n") and len(self._tokens) > 64:  # begin anew at a line: a long text is not decoded over and over
-            self._tokens, self._given = [], ""
+            # the last token stays: some tokenizers drop a space at the beginning of what they decode
+            self._tokens = self._tokens[-1:]
+            self._given = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
         return piece
 
 

@@ -64,7 +64,8 @@ def state() -> State:
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         detail = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         return State(False, f"torch references ({compiler} could not build the operators: {_first_error(detail)})")
-    return State(True, f"compiled for this CPU ({library})")
+    apart = "" if torch.ops.drafttrain.has_product() else "; block by block: this torch does not export oneDNN's product"
+    return State(True, f"compiled for this CPU ({library}){apart}")
 
 
 class Kept:

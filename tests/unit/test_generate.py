@@ -101,6 +101,19 @@ def test_drafted_tokens_are_coloured_and_characters_come_whole(loaded: LoadedTar
     assert all(not p.spans for p in pieces[::2])
 
 
+def test_a_long_text_keeps_its_spaces_where_a_tokenizer_drops_the_first() -> None:
+    def decode(ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(words[i] for i in ids).removeprefix(" ")
+
+    words = ["\n", " indented", " and", " more"]
+    tokens = [1, 2, 3, 0] * 40
+    loaded = SimpleNamespace(tokenizer=SimpleNamespace(decode=decode), target=SimpleNamespace(stop_ids=frozenset()))
+    stream = Stream(loaded)  # type: ignore[arg-type]
+    text = "".join(stream.styled(Chunk(Result(0, 1), [token], 0)).plain for token in tokens)
+    assert text == stream.text == decode(tokens)
+    assert len(stream._tokens) < 72  # it was begun anew
+
+
 def test_a_chat_remembers_its_turns(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     writer = Writer(loaded, decoder_of(loaded, DecodeOptions(max_new_tokens=12), None), console, chat=True)
