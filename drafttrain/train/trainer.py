@@ -141,19 +141,17 @@ class Trainer:
         if not target.trees:  # a rank that no path reaches: what is left to choose from is the chain
             texts = [torch.where(text == 0, 0, OUT_OF_REACH) for text in texts]
         if texts:
-            nodes = self.job.nodes or self.world.share(best_nodes(target, drafter.eval(), texts) if self.world.first else 0)
-            drafter.train()
-            drafter.tune(texts, nodes)
+            if drafter.tunable:
+                drafter.tune(texts, self.job.nodes or self._best_nodes(texts))
             self.progress.expected_tau = 1.0 + expected_nodes(texts, drafter.paths())
 
     def _best_nodes(self, texts: list[Tensor]) -> int:
-        """As many as pay on the first process's device."""
+        """As many as pay on the first process's device; its weights are whole, or `fit` has refused."""
         drafter = self.job.drafter
-        with self.engine.whole():
-            drafter.eval()
-            found = best_nodes(self.job.loaded.target, drafter, texts) if self.world.first else 0
-            drafter.train()
-            return int(self.world.share(found))
+        drafter.eval()
+        found = best_nodes(self.job.loaded.target, drafter, texts) if self.world.first else 0
+        drafter.train()
+        return int(self.world.share(found))
 
     def _checkpoint(self) -> None:
         """A whole directory or none: weights and settings, every process's optimiser share, and where training stands."""
