@@ -5,9 +5,9 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-KERNELS := $(wildcard kernels/*/*.c* kernels/*/*/*.c* kernels/*/*/*.h*)
+KERNELS := $(wildcard kernels/*/*.c* kernels/*/*/*.c* kernels/*/*/*.h* tests/kernels/*.h tests/kernels/*.cpp)
 
-.PHONY: help install quickstart test test-all checks clean
+.PHONY: help install quickstart test test-all checks kernels clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -43,6 +43,9 @@ checks: install  ## ruff, mypy, clang-format and the fast tests
 	$(BIN)/mypy
 	$(if $(KERNELS),$(BIN)/clang-format --dry-run --Werror $(KERNELS))
 	$(BIN)/python -m pytest
+
+kernels: install  ## compile the operators now rather than at their first use
+	$(BIN)/python -m drafttrain.ops.build
 
 clean:  ## remove the environment and everything built, but no run in outputs/
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from drafttrain.commands.environment import versions
 from drafttrain.errors import UserError
-from drafttrain.ops import library
+from drafttrain.ops import build, library
 from drafttrain.train.logger import logged_in
 
 
@@ -30,8 +30,8 @@ def doctor(output: Path = Path("outputs")) -> int:
     sections = {
         "versions": {name: version or "not installed" for name, version in versions().items()},
         "devices": _devices(),
-        "compilers": {name: _compiler(name) for name in ("g++", "nvcc")},
-        "kernels": {"backend": library.state().text},
+        "compilers": {name: _compiler(path) for name, path in (("c++", build.compiler()), ("nvcc", build.nvcc()))},
+        "kernels": {"cpu": library.state().text, "gpu": library.cuda_state().text},
         "paths": {"output": _writable(output), "cache": _writable(Path(HF_HOME))},
         "W&B": {"state": _wandb_state()},
     }
@@ -55,8 +55,7 @@ def _devices() -> dict[str, str]:
     return rows
 
 
-def _compiler(name: str) -> str:
-    path = shutil.which(name)
+def _compiler(path: str | None) -> str:
     if path is None:
         return "not found"
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)

@@ -29,7 +29,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Versions, processor, threads, operators and device, as plain values for a report."""
     found: dict[str, Any] = {**versions(), "platform": platform.platform()}
     found |= {"machine": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
-    found["operators"] = library.state().text
+    found["operators"] = library.state_on(device).text
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         found |= {"accelerator": card.name, "cuda": torch.version.cuda}

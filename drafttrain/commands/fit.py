@@ -77,8 +77,9 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
         )
     if about["runner_reason"]:
         console.say(f"the fast runner cannot run this target: {about['runner_reason']}")
-    if loaded.target.device.type == "cpu" and not library.state().loaded:
-        console.say(f"operators: {library.state().text}")
+    operators = library.state_on(loaded.target.device)
+    if not operators.loaded:
+        console.say(f"operators: {operators.text}")
     console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters")
     data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
     counts = f"{data.summary['conversations']:,} conversations, {data.summary['supervised_tokens']:,} supervised tokens"

@@ -14,6 +14,7 @@
 #include "../include/drafttrain/accept.h"
 #include "../include/drafttrain/attend.h"
 #include "../include/drafttrain/rows.h"
+#include "schema.h"
 
 namespace {
 
@@ -334,26 +335,7 @@ void greedy_accept(const Tensor& logits, const Tensor& token, const Tensor& pare
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(drafttrain, m) {
-    m.def("rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps, Tensor(a!) summed, Tensor(b!) out) -> ()");
-    m.def("gated(Tensor gate_up, Tensor(a!) out) -> ()");
-    m.def(
-        "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, float scale, int window, "
-        "Tensor position, Tensor table, Tensor length, Tensor? ancestor, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) out) "
-        "-> ()");
-    m.def("has_product() -> bool");
-    m.def("keep_weights(Tensor[] weights) -> int");
-    m.def("drop_weights(int model) -> ()");
-    m.def("top_of_heads(int model, Tensor state, Tensor like, int heads, int all_heads, int ranks) -> Tensor");
-    m.def(
-        "run_blocks(int model, Tensor(a!) x, Tensor cos, Tensor sin, float eps, float head_eps, float scale, Tensor windows, "
-        "Tensor position, Tensor table, Tensor length, Tensor? ancestor, Tensor(b!) store, Tensor taps, Tensor(c!) tapped) -> "
-        "Tensor");
-    m.def("kv_keep(Tensor(a!) store, Tensor table, Tensor length, Tensor path, Tensor count, int page) -> ()");
-    m.def(
-        "greedy_accept(Tensor logits, Tensor token, Tensor parent, Tensor count, Tensor(a!) path, Tensor(b!) accepted, "
-        "Tensor(c!) bonus) -> ()");
-}
+STABLE_TORCH_LIBRARY(drafttrain, m) { drafttrain::define(m); }
 
 STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("rms_norm", TORCH_BOX(&rms_norm));

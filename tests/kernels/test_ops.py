@@ -299,6 +299,6 @@ def test_what_runs_is_said(tmp_path: Path) -> None:
 def test_the_library_is_built_once(tmp_path: Path) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
     first, second = state_in(environment), state_in(environment)
-    assert "compiled for this CPU" in first and first.endswith("|building the CPU operators: once, about ten seconds")
+    assert "compiled for this CPU" in first and first.endswith("|building the CPU operators: once, up to a minute")
     assert second.endswith("|")
     assert [p.name for p in tmp_path.glob("drafttrain/kernels/*/*")] == ["drafttrain_ops.so"]

@@ -223,7 +223,7 @@ def test_version(command: Command, capsys: Any) -> None:
 def test_doctor_prints_what_a_bug_report_needs(command: Command, tmp_path: Path, capsys: Any) -> None:
     assert command("doctor") == 0
     shown = capsys.readouterr().out
-    for word in ("python", *environment.PACKAGES, "cpu", "g++", "nvcc", "backend", "output", "cache", "W&B"):
+    for word in ("python", *environment.PACKAGES, "cpu", "c++", "nvcc", "kernels", "gpu", "output", "cache", "W&B"):
         assert word in shown
     assert not list(tmp_path.iterdir())
 

@@ -3,11 +3,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define DRAFTTRAIN_BOTH __host__ __device__
-#else
-#define DRAFTTRAIN_BOTH
-#endif
+#include "both.h"
 
 namespace drafttrain {
 

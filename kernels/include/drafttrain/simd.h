@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "floats.h"
+
 namespace drafttrain {
 
 constexpr int kLanes = 16;
@@ -67,32 +69,10 @@ inline Floats exp(Floats x) {
     return y * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
 }
 
-// bfloat16 as its upper sixteen bits, rounded to nearest even.
-struct BFloat16 {
-    uint16_t bits;
-};
-
-inline float to_float(float x) { return x; }
-
-inline float to_float(BFloat16 x) {
-    const uint32_t wide = uint32_t(x.bits) << 16;
-    float y;
-    std::memcpy(&y, &wide, sizeof(y));
-    return y;
-}
-
 inline Floats load(const BFloat16* p) {
     Floats v;
     for (int i = 0; i < kLanes; i++) v[i] = to_float(p[i]);
     return v;
-}
-
-inline void from_float(float x, float* to) { *to = x; }
-
-inline void from_float(float x, BFloat16* to) {
-    uint32_t wide;
-    std::memcpy(&wide, &x, sizeof(wide));
-    to->bits = x != x ? 0x7fc0 : uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
 }
 
 inline void store(BFloat16* p, Floats v) {

@@ -1,0 +1,56 @@
+// Every operator's arguments, once for all devices. Shapes: B rows, N tree nodes, V vocabulary, M rows of logits, k choices.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+namespace drafttrain {
+
+inline void define(torch::stable::detail::StableLibrary& m) {
+    m.def("rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps, Tensor(a!) summed, Tensor(b!) out) -> ()");
+    m.def("gated(Tensor gate_up, Tensor(a!) out) -> ()");
+    // q/k norm, rotary embedding, keys and values into the cache, queries to `query`
+    m.def(
+        "append(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, Tensor position, "
+        "Tensor table, Tensor length, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) query) -> ()");
+    m.def(
+        "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, float scale, int window, "
+        "Tensor position, Tensor table, Tensor length, Tensor? ancestor, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) out) "
+        "-> ()");
+    m.def("has_product() -> bool");
+    m.def("keep_weights(Tensor[] weights) -> int");
+    m.def("drop_weights(int model) -> ()");
+    m.def("top_of_heads(int model, Tensor state, Tensor like, int heads, int all_heads, int ranks) -> Tensor");
+    m.def(
+        "run_blocks(int model, Tensor(a!) x, Tensor cos, Tensor sin, float eps, float head_eps, float scale, Tensor windows, "
+        "Tensor position, Tensor table, Tensor length, Tensor? ancestor, Tensor(b!) store, Tensor taps, Tensor(c!) tapped) -> "
+        "Tensor");
+    m.def("kv_keep(Tensor(a!) store, Tensor table, Tensor length, Tensor path, Tensor count, int page) -> ()");
+    // acceptance: path [B, N] (zeros behind the accepted nodes), accepted [B], bonus [B]
+    m.def(
+        "greedy_accept(Tensor logits, Tensor token, Tensor parent, Tensor count, Tensor(a!) path, Tensor(b!) accepted, "
+        "Tensor(c!) bonus) -> ()");
+    m.def(
+        "choice_accept(Tensor choice, Tensor token, Tensor parent, Tensor count, Tensor(a!) path, Tensor(b!) accepted, "
+        "Tensor(c!) bonus) -> ()");
+    m.def(
+        "lossless_accept(Tensor logits, Tensor? q, Tensor? sampled, Tensor token, Tensor parent, Tensor count, "
+        "Tensor position, Tensor temperature, Tensor key, Tensor seed, Tensor(a!) path, Tensor(b!) accepted, "
+        "Tensor(c!) bonus) -> ()");
+    m.def(
+        "likely_accept(Tensor logits, Tensor token, Tensor parent, Tensor count, Tensor position, Tensor temperature, "
+        "Tensor key, Tensor seed, float epsilon, float delta, Tensor(a!) path, Tensor(b!) accepted, Tensor(c!) bonus) -> ()");
+    // one token of each row's law, drawn with the number that (seed, key, position, lane, draw) name
+    m.def(
+        "sample(Tensor logits, Tensor temperature, Tensor key, Tensor position, Tensor seed, int lane, int draw, "
+        "Tensor(a!) token) -> ()");
+    // the k greatest of each row, greatest first, the lower index first among equals; ids renames them
+    m.def("top(Tensor logits, Tensor? ids, Tensor(a!) value, Tensor(b!) index) -> ()");
+    // what follows from the parents of at most 64 nodes: depth, and ancestors (itself included) as bits
+    m.def("tree_links(Tensor parent, Tensor(a!) depth, Tensor(b!) bits) -> ()");
+    // the nodes of the highest scores, in their order: which candidates, their new parents, depth, ancestor bits, links
+    m.def(
+        "build_tree(Tensor parent, Tensor score, Tensor(a!) kept, Tensor(b!) new_parent, Tensor(c!) depth, "
+        "Tensor(d!) bits, Tensor(e!) child, Tensor(f!) sibling) -> ()");
+}
+
+}  // namespace drafttrain

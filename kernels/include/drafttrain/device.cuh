@@ -1,0 +1,76 @@
+// What every kernel file includes: CUDA, or the emulator that runs the same sources on a CPU in tests (DRAFTTRAIN_EMULATE).
+// Also the launch, the dynamic shared memory and the reductions that kernels have in common.
+#pragma once
+
+#ifdef DRAFTTRAIN_EMULATE
+#include "emulator.h"
+#else
+#include <cuda_runtime.h>
+#endif
+
+#include "floats.h"
+
+namespace drafttrain {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Sixteen bytes of consecutive elements, the widest load there is. Addresses must be multiples of 16.
+template <typename T>
+struct alignas(16) Pack {
+    static constexpr int kCount = 16 / sizeof(T);
+    T at[kCount];
+};
+
+#ifdef __CUDACC__
+template <typename T>
+__device__ T* dynamic_shared() {
+    extern __shared__ __align__(16) unsigned char room[];
+    return reinterpret_cast<T*>(room);
+}
+
+template <typename... P, typename... A>
+void launch(void* stream, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A... arguments) {
+    kernel<<<grid, block, shared, static_cast<cudaStream_t>(stream)>>>(P(arguments)...);
+}
+
+// nullptr, or what the last launch complained of.
+inline const char* launch_error() {
+    const cudaError_t error = cudaGetLastError();
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+#else
+template <typename T>
+T* dynamic_shared() {
+    return reinterpret_cast<T*>(emulator::dynamic_shared());
+}
+
+template <typename... P, typename... A>
+void launch(void*, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A... arguments) {
+    emulator::run(grid, block, shared, [&] { kernel(P(arguments)...); });
+}
+
+inline const char* launch_error() { return nullptr; }
+#endif
+
+// f over the warp's values; every lane gets the result.
+template <typename T, typename F>
+__device__ inline T warp_reduce(T value, F f) {
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) value = f(value, __shfl_xor_sync(kAllLanes, value, offset));
+    return value;
+}
+
+// f over the block's values; every thread gets the result. room: shared, one T for each warp. All threads must call.
+template <typename T, typename F>
+__device__ inline T block_reduce(T value, F f, T* room) {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = (blockDim.x + kWarp - 1) / kWarp;
+    value = warp_reduce(value, f);
+    __syncthreads();  // an earlier use of the room is over
+    if (lane == 0) room[warp] = value;
+    __syncthreads();
+    T total = room[0];
+    for (int w = 1; w < warps; w++) total = f(total, room[w]);
+    return total;
+}
+
+}  // namespace drafttrain

@@ -1,0 +1,32 @@
+"""The CUDA kernels on a CPU: their very sources, compiled by g++ with `emulator.h` in place of CUDA, as torch operators.
+
+`ops()` gives `torch.ops.drafttrain_emulated`; each takes CPU tensors and the arguments of the operator of that name.
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.ops import build
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parents[1] / "kernels"
+FLAGS = ["-O1", "-std=c++20", "-fPIC", "-w", "-DDRAFTTRAIN_EMULATE", f"-I{HERE}", "-x", "c++"]
+
+
+@cache
+def ops() -> Any:
+    """Compiles at the first call (half a minute) and keeps the binary where the compiled operators are kept."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++: the CUDA kernels cannot be emulated")
+    sources = [*sorted((KERNELS / "csrc" / "cuda").glob("*.cu")), HERE / "emulated.cpp"]
+    read = [*KERNELS.glob("**/*.*h"), *sources, HERE / "emulator.h"]
+    torch.ops.load_library(str(build.compiled(compiler, FLAGS, sources, read, "emulated.so")))
+    return torch.ops.drafttrain_emulated

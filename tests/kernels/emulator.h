@@ -1,0 +1,219 @@
+// CUDA's execution model on one CPU thread, for tests: blocks one after the other, the threads of a block as fibers.
+//
+// A fiber runs until it waits at a barrier or a warp's exchange. The order of threads is shuffled from launch to launch,
+// dynamic shared memory starts as NaN, and a block whose threads wait for each other for ever ends the process with a message:
+// a missing or divergent __syncthreads shows as a wrong result or as that message.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __restrict__
+#define __shared__ static
+#define __align__(n) alignas(n)
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+struct uint4 {
+    unsigned x, y, z, w;
+};
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+constexpr int warpSize = 32;
+
+namespace emulator {
+
+constexpr size_t kStack = 1 << 17;
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    dim3 index;
+    bool done;
+    long barriers, exchanges;  // passed or waited at
+    uint64_t value;            // for its warp to read
+};
+
+struct Block {
+    std::vector<Fiber> fibers;
+    std::vector<unsigned char> shared;
+    ucontext_t scheduler;
+    std::function<void()> body;
+    size_t current;
+};
+
+inline Block& block() {
+    static Block one;
+    return one;
+}
+
+inline void* dynamic_shared() { return block().shared.data(); }
+
+inline void yield() {
+    Fiber& self = block().fibers[block().current];
+    swapcontext(&self.context, &block().scheduler);
+}
+
+// Wait until every other thread of [first, last) that still runs has come this far.
+inline void meet(long Fiber::* count, size_t first, size_t last) {
+    auto& fibers = block().fibers;
+    const long mine = ++(fibers[block().current].*count);
+    const auto behind = [&] {
+        for (size_t i = first; i < last; i++)
+            if (!fibers[i].done && fibers[i].*count < mine) return true;
+        return false;
+    };
+    while (behind()) yield();
+}
+
+inline size_t warp_start() { return block().current / warpSize * warpSize; }
+inline size_t warp_end() { return std::min(warp_start() + warpSize, block().fibers.size()); }
+
+// This lane's value seen by the warp; then, once all have read, the exchange ends.
+template <typename T, typename F>
+auto exchange(T value, F read) {
+    static_assert(sizeof(T) <= sizeof(uint64_t));
+    Fiber& self = block().fibers[block().current];
+    self.value = 0;
+    std::memcpy(&self.value, &value, sizeof(T));
+    meet(&Fiber::exchanges, warp_start(), warp_end());
+    auto result = read([first = warp_start()](unsigned lane) {
+        T other;
+        std::memcpy(&other, &block().fibers[first + lane].value, sizeof(T));
+        return other;
+    });
+    meet(&Fiber::exchanges, warp_start(), warp_end());
+    return result;
+}
+
+inline void enter() {
+    block().body();
+    block().fibers[block().current].done = true;
+}
+
+inline void run_block(const std::vector<size_t>& order) {
+    Block& b = block();
+    size_t left = b.fibers.size();
+    while (left > 0) {
+        long before = 0, after = 0;
+        for (const Fiber& f : b.fibers) before += f.barriers + f.exchanges;
+        const size_t started = left;
+        for (size_t i : order) {
+            Fiber& f = b.fibers[i];
+            if (f.done) continue;
+            b.current = i, threadIdx = f.index;
+            swapcontext(&b.scheduler, &f.context);
+            left -= f.done;
+        }
+        for (const Fiber& f : b.fibers) after += f.barriers + f.exchanges;
+        if (left == started && after == before) {
+            std::fprintf(stderr, "emulator: the threads of a block wait for each other\n");
+            std::abort();
+        }
+    }
+}
+
+template <typename F>
+void run(dim3 grid, dim3 size, size_t shared, F body) {
+    static std::mt19937 random(0);
+    Block& b = block();
+    const size_t threads = size_t(size.x) * size.y * size.z;
+    if (threads == 0 || threads > 1024 || grid.y > 65535 || grid.z > 65535 || shared > 48 * 1024) {
+        std::fprintf(stderr, "emulator: a launch that CUDA would refuse\n");
+        std::abort();
+    }
+    b.body = body, b.fibers.resize(threads), blockDim = size, gridDim = grid;
+    std::vector<size_t> order(threads);
+    std::iota(order.begin(), order.end(), 0);
+    for (unsigned z = 0; z < grid.z; z++)
+        for (unsigned y = 0; y < grid.y; y++)
+            for (unsigned x = 0; x < grid.x; x++) {
+                blockIdx = dim3(x, y, z);
+                b.shared.assign(shared + 16, 0xff);
+                std::shuffle(order.begin(), order.end(), random);
+                for (size_t i = 0; i < threads; i++) {
+                    Fiber& f = b.fibers[i];
+                    f.stack.resize(kStack), f.done = false, f.barriers = f.exchanges = 0;
+                    f.index = dim3(i % size.x, i / size.x % size.y, i / size.x / size.y);
+                    getcontext(&f.context);
+                    f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = kStack;
+                    f.context.uc_link = &b.scheduler;
+                    makecontext(&f.context, enter, 0);
+                }
+                run_block(order);
+            }
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() { emulator::meet(&emulator::Fiber::barriers, 0, emulator::block().fibers.size()); }
+inline void __syncwarp(unsigned = ~0u) {
+    emulator::meet(&emulator::Fiber::exchanges, emulator::warp_start(), emulator::warp_end());
+}
+inline void __threadfence() {}
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+    return emulator::exchange(value, [&](auto of) { return of(unsigned(lane) % warpSize); });
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+    const unsigned self = emulator::block().current % warpSize;
+    return emulator::exchange(value, [&](auto of) { return of(self ^ unsigned(mask)); });
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, unsigned delta) {
+    const unsigned self = emulator::block().current % warpSize;
+    return emulator::exchange(value, [&](auto of) { return self < delta ? value : of(self - delta); });
+}
+template <typename T>
+T __shfl_down_sync(unsigned, T value, unsigned delta) {
+    const unsigned self = emulator::block().current % warpSize;
+    return emulator::exchange(value, [&](auto of) { return self + delta < warpSize ? of(self + delta) : value; });
+}
+inline unsigned __ballot_sync(unsigned, bool vote) {
+    const size_t lanes = emulator::warp_end() - emulator::warp_start();
+    return emulator::exchange(vote, [&](auto of) {
+        unsigned all = 0;
+        for (unsigned i = 0; i < lanes; i++) all |= unsigned(of(i)) << i;
+        return all;
+    });
+}
+inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+
+template <typename T>
+T atomicAdd(T* at, T value) {
+    const T old = *at;
+    *at = old + value;
+    return old;
+}
+template <typename T>
+T __ldg(const T* at) {
+    return *at;
+}
+inline int __popcll(unsigned long long x) { return std::popcount(x); }
+inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(unsigned(x)) + 1; }
+inline int __ffsll(long long x) { return x == 0 ? 0 : std::countr_zero(uint64_t(x)) + 1; }
+inline int __clzll(long long x) { return std::countl_zero(uint64_t(x)); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float x, float y) { return x / y; }
