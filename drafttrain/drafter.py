@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.kv import KVCache
 from drafttrain.sampling import Lane, Sampling, law, pick, uniform
 from drafttrain.target import Taps
 from drafttrain.tree import DraftTree
@@ -38,6 +39,7 @@ class Drafter(nn.Module, ABC):
 
     taps: Taps
     draft_length: int  # K: depth of the deepest proposal
+    captured: bool = True  # observe, absorb and propose neither ask the device nor change shape: a CUDA graph can hold them
 
     @abstractmethod
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
@@ -53,7 +55,19 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def observe(self, state: Any, commit: Commit, slot_B: Tensor) -> None:
-        """Stage what was accepted for these slots. Computes nothing, so that an idle drafter costs nothing."""
+        """Stage what was accepted for these slots. Computes nothing as long as there is room, so that an idle drafter costs
+        next to nothing."""
+
+    def read(self, state: Any, commit: Commit, slot_B: Tensor) -> None:
+        """A piece of these slots' prompts, perhaps long; rows whose prompt has ended before it have count 0."""
+        self.observe(state, commit, slot_B)
+
+    def absorb(self, state: Any, slot_B: Tensor) -> None:
+        """Work off what is staged, as far as the next proposal does not need it; for rounds that propose nothing."""
+
+    def caches(self, state: Any) -> list[KVCache]:
+        """The drafter's own caches, whose `bound` the session sets."""
+        return []
 
     @abstractmethod
     def propose(self, state: Any, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
@@ -87,73 +101,6 @@ class Drafter(nn.Module, ABC):
 
 def trainable(drafter: nn.Module) -> int:
     return sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-
-
-class Staged:
-    """Committed positions that a drafter with its own cache has not consumed yet, per slot, in order."""
-
-    def __init__(self, slots: int) -> None:
-        self._parts: list[list[tuple[Tensor, Tensor, dict[int, Tensor]]]] = [[] for _ in range(slots)]
-
-    def clear(self, slot_R: Tensor) -> None:
-        for slot in slot_R.tolist():
-            self._parts[slot] = []
-
-    def add(self, commit: Commit, slot_B: Tensor) -> None:
-        for row, (slot, count) in enumerate(zip(slot_B.tolist(), commit.count_B.tolist(), strict=True)):
-            if count:
-                hidden = {k: h[row, :count] for k, h in commit.hidden.items()}
-                self._parts[slot].append((commit.token_BA[row, :count], commit.next_BA[row, :count], hidden))
-
-    def excess(self, slot_B: Tensor, most: int, chunk: int = 512) -> Iterator[tuple[Tensor, Commit]]:
-        """Take what slots have staged beyond `most` positions, oldest first: a prompt, or what an idle drafter missed.
-
-        One slot at a time, (its number [1], at most `chunk` positions): beside others' few new positions a prompt would widen
-        every row.
-        """
-        for slot in slot_B.tolist():
-            waiting = sum(len(part[0]) for part in self._parts[slot]) - most
-            if waiting <= 0:
-                continue
-            token, after, hidden = self._joined(slot)
-            self._parts[slot] = [(token[waiting:], after[waiting:], {k: h[waiting:] for k, h in hidden.items()})]
-            for start in range(0, waiting, chunk):
-                here = slice(start, min(start + chunk, waiting))
-                states = {k: h[None, here] for k, h in hidden.items()}
-                count_1 = torch.tensor([here.stop - start], device=token.device)
-                yield (
-                    torch.tensor([slot], device=slot_B.device),
-                    Commit(token[None, here], after[None, here], states, count_1),
-                )
-
-    def take(self, slot_B: Tensor) -> Commit:
-        """The staged positions of these slots, left-aligned and padded with zeros; they are staged no more."""
-        rows = [self._joined(slot) for slot in slot_B.tolist()]
-        self.clear(slot_B)
-        pad = nn.utils.rnn.pad_sequence
-        hidden = {k: pad([row[2][k] for row in rows], batch_first=True) for k in rows[0][2]}
-        count_B = torch.tensor([len(row[0]) for row in rows], device=rows[0][0].device)
-        token_BA, next_BA = (pad([row[i] for row in rows], batch_first=True) for i in (0, 1))  # type: ignore[misc]
-        return Commit(token_BA, next_BA, hidden, count_B)
-
-    def _joined(self, slot: int) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        parts = self._parts[slot]
-        if len(parts) == 1:
-            return parts[0]
-        hidden = {k: torch.cat([part[2][k] for part in parts]) for k in parts[0][2]}
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]), hidden
-
-
-def with_root(commit: Commit) -> tuple[Tensor, Tensor]:
-    """(token_BN, last_B): each row's staged tokens with its root behind them, and the root's column.
-
-    Staged `a b` whose next tokens are `b r` become `a b r`, root column 2.
-    """
-    rows_B = torch.arange(len(commit.count_B), device=commit.count_B.device)
-    root_B = commit.next_BA[rows_B, commit.count_B - 1]
-    token_BN = torch.cat([commit.token_BA, torch.zeros_like(commit.token_BA[:, :1])], 1)
-    token_BN[rows_B, commit.count_B] = root_B
-    return token_BN, commit.count_B
 
 
 def draft_chain(

@@ -11,8 +11,6 @@ prefix lies in page 7 and the first position of page 2; node 0 goes to the secon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -27,22 +25,28 @@ class KVCache:
     pages: None gives every slot its own pages from the start. A number is a pool that `reserve` and `release` share out,
     so that requests of different lengths may need less than slots * max_len positions.
     Storage is reserved whole, by `allocate` or at the first write, in the dtype and on the device of what is written.
-    `rows(slot_B)` chooses the slots that the following writes and keeps concern.
+    `rows(slot_B)` chooses the slots that the following writes and keeps concern. One slot more than `slots`, `nobody`, is for
+    rows that only fill up a batch.
+
+    bound: None while the host follows every row's length. A number, set from outside, stands for all of them: no row will
+    pass it, and nothing here then asks the device, so that a CUDA graph can hold what is done; lengths live there alone.
     """
 
     def __init__(
         self, layers: int, slots: int, max_len: int, device: torch.device | str = "cpu", pages: int | None = None
     ) -> None:
         self.layers, self.slots, self.max_len, self.page = layers, slots, max_len, PAGE
-        self.length_S = torch.zeros(slots, dtype=torch.long, device=device)
-        self._lengths = [0] * slots  # the same on the host, which plans by them without asking the device
+        self.nobody = slots
+        self.bound: int | None = None
+        self.length_S = torch.zeros(slots + 1, dtype=torch.long, device=device)
+        self._lengths = [0] * (slots + 1)  # the same on the host, which plans by them without asking the device
         self.per_slot = pages_for(max_len)
         self.pages = slots * self.per_slot if pages is None else pages
         self._pooled = pages is not None
-        if self._pooled:  # an entry without a page names the last one, which nobody owns
-            self.table_SQ = torch.full((slots, self.per_slot), self.pages, device=device)
-        else:
-            self.table_SQ = torch.arange(self.pages, device=device).view(slots, self.per_slot)
+        # an entry without a page names the last one, which nobody owns
+        self.table_SQ = torch.full((slots + 1, self.per_slot), self.pages, device=device)
+        if not self._pooled:
+            self.table_SQ[:slots] = torch.arange(self.pages, device=device).view(slots, self.per_slot)
         self._free = list(range(self.pages - 1, -1, -1)) if self._pooled else []
         self._owned: list[list[int]] = [[] for _ in range(slots)]
         self._uses = [0] * self.pages
@@ -53,6 +57,10 @@ class KVCache:
     def rows(self, slot_B: Tensor) -> None:
         """Name the slots in use; row b of every later call belongs to slot `slot_B[b]`."""
         self.slot_B = slot_B
+        if self.bound is not None:
+            self._whole, self.longest, self.even = False, self.bound, False
+            self.table_BQ, self.length_B = self.table_SQ[slot_B], self.length_S[slot_B]
+            return
         all_slots = len(slot_B) == self.slots and bool((slot_B == torch.arange(self.slots, device=slot_B.device)).all())
         self._whole = all_slots and not self._pooled  # row b's pages are the b-th run of the store
         self.table_BQ = self.table_SQ[slot_B]
@@ -61,18 +69,26 @@ class KVCache:
 
     def _refresh(self) -> None:
         self.length_B = self.length_S[self.slot_B]
+        if self.bound is not None:
+            return
         lengths = [self._lengths[slot] for slot in self._slots]
         self.longest = max(lengths, default=0)
         self.even = min(lengths, default=0) == self.longest
 
-    def _set(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        for slot, length in zip(slots, lengths, strict=True):
-            self._lengths[slot] = length
+    def _set(self, length_B: Tensor) -> None:
+        """New lengths of the rows in use."""
+        self.length_S[self.slot_B] = length_B
+        if self.bound is None:
+            for slot, length in zip(self._slots, length_B.tolist(), strict=True):
+                self._lengths[slot] = length
+        self._refresh()
 
     def reset(self, slot_R: Tensor) -> None:
         """Empty these slots for new requests; their pages stay theirs."""
         self.length_S[slot_R] = 0
-        self._set(slot_R.tolist(), [0] * len(slot_R))
+        if self.bound is None:
+            for slot in slot_R.tolist():
+                self._lengths[slot] = 0
         self._refresh()
 
     @property
@@ -123,8 +139,8 @@ class KVCache:
         self._refresh()
 
     def room(self, nodes: int) -> None:
-        """Raise ValueError when `nodes` more positions do not fit every row in use."""
-        if self.longest + nodes > self.max_len:
+        """Raise ValueError when `nodes` more positions do not fit every row in use; who sets a bound sees to that."""
+        if self.bound is None and self.longest + nodes > self.max_len:
             raise ValueError(
                 f"{self.longest} committed + {nodes} new positions exceed the cache's {self.max_len}; raise max_len"
             )
@@ -174,7 +190,7 @@ class KVCache:
     def _storage(self, layer: int, heads: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         both = self._layers[layer]
         if both is None:
-            shape = (2, self.pages + self._pooled, PAGE, heads, width)
+            shape = (2, self.pages + 1, PAGE, heads, width)
             if not self._stores:
                 self._stores.append(torch.zeros(self.layers, *shape, dtype=dtype, device=self.length_S.device))
             elif self._stores[0].shape[1:] != shape:
@@ -187,16 +203,11 @@ class KVCache:
         """Commit the scratch positions named by `path_BA` (tree nodes, root first), `count_B` of each row; drop the rest."""
         for store in self._stores:
             kv_keep(store, self.table_BQ, self.length_B, path_BA, count_B)
-        self.length_S[self.slot_B] = self.length_B + count_B
-        added = zip(self._slots, count_B.tolist(), strict=True)
-        self._set(self._slots, [self._lengths[slot] + count for slot, count in added])
-        self._refresh()
+        self._set(self.length_B + count_B)
 
     def rollback(self, length_B: Tensor) -> None:
         """Forget everything past these lengths of the rows in use: a drafter's own guesses, once they are proposed."""
-        self.length_S[self.slot_B] = length_B
-        self._set(self._slots, length_B.tolist())
-        self._refresh()
+        self._set(length_B)
 
 
 def pages_for(positions: int) -> int:

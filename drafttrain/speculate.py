@@ -1,6 +1,6 @@
 """Floor 2: the one decode loop. It knows no drafter by name; without a drafter it is plain decoding, the baseline.
 
-Shapes: S slots, B active rows, N tree nodes, A accepted nodes, T prompt positions, V vocabulary.
+Shapes: S slots, B active rows, T prompt positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,29 +14,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafttrain.ahead import RING, Ahead, Launched, Shares, widest
 from drafttrain.drafter import Commit, Drafter
 from drafttrain.errors import UserError
 from drafttrain.fallback import Fallback
 from drafttrain.kv import pages_for
 from drafttrain.processors import Processors
 from drafttrain.request import Chunk, Request, Result, StopText
+from drafttrain.rounds import Round, Row, SlotState
 from drafttrain.sampling import Sampling, choose
-from drafttrain.target import Taps, Target, TargetOut
-from drafttrain.tree import DraftTree, depth
-from drafttrain.verify import LEAST, Verdict, policy_for
+from drafttrain.target import Target
+from drafttrain.verify import LEAST, policy_for
 
 PREFILL_TOKENS = 8192  # of all prompts that enter in one round
 
 
 @dataclass
 class Costs:
-    """Seconds summed over the decode steps, prefill excluded. host: bookkeeping between the other three."""
+    """Seconds summed over the decode steps, prefill excluded. host: bookkeeping between the other three that nothing hides.
+
+    captures, capture_seconds, capture_bytes: CUDA graphs made meanwhile, and what making them took; no part of the steps.
+    """
 
     draft: float = 0.0
     verify: float = 0.0
     commit: float = 0.0
     host: float = 0.0
     steps: int = 0
+    captures: int = 0
+    capture_seconds: float = 0.0
+    capture_bytes: int = 0
 
 
 @dataclass
@@ -49,14 +56,19 @@ class Decoded:
 class Controls:
     """draft_length: no deeper proposals than this; None: as trained. window: drafts of a path offered to one verification,
     whatever was drafted. threshold: of the policy of that name. fallback: draft only while it pays (`Fallback`).
+    read_every: rounds launched before the host looks at the results of those before; None: 1 on a GPU, where rounds are
+    captured as CUDA graphs, and elsewhere each is run and looked at by itself.
     """
 
     draft_length: int | None = None
     window: int | None = None
     threshold: float = LEAST
     fallback: bool = False
+    read_every: int | None = None
 
     def __post_init__(self) -> None:
+        if self.read_every is not None and not 1 <= self.read_every <= RING:
+            raise ValueError(f"decode.read_every is {self.read_every}; set it within 1 and {RING}, or leave it out")
         for name in ("draft_length", "window"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -91,9 +103,13 @@ class Decoder:
         self.prefill_chunk = prefill_chunk
         self._text: dict[str, Any] = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens}
         self._text |= {"min_new_tokens": min_new_tokens, "stop_text": stop_text}
-        self.taps = drafter.taps if drafter else Taps()
-        # a proposal may reach past the last token that counts: its scratch positions need room too
-        self.scratch = drafter.max_nodes if drafter else 1
+        able = target.captured and (drafter is None or drafter.captured)
+        self.captures = target.device.type == "cuda" and able
+        self.read_every = controls.read_every or (1 if self.captures else None)
+        self.reach = 1 + (drafter.draft_length if drafter else 0)  # tokens of one round at most
+        # a proposal may reach past the last token that counts, and rounds may begin before the host knows that a text has
+        # ended: their scratch positions need room too
+        self.scratch = widest(drafter) + 2 * self.reach if self.read_every else drafter.max_nodes if drafter else 1
         self.fallback = None
         if drafter is not None and controls.fallback:
             self.fallback = Fallback(min(drafter.draft_length, controls.draft_length or drafter.draft_length))
@@ -131,6 +147,16 @@ class _Waiting:
     results: list[Result]
 
 
+@dataclass(slots=True)
+class _UnderWay:
+    """Rounds that were launched, for these rows."""
+
+    rows: list[tuple[Request, Result]]
+    limit: int | None
+    launched: Launched
+    steps: int
+
+
 class Session:
     """Requests queue, decode in slots and leave. `step` is one round for all that run; iterating runs until all are done.
 
@@ -140,15 +166,22 @@ class Session:
 
     def __init__(self, decoder: Decoder, slots: int, max_len: int, pages: int | None = None) -> None:
         self.decoder, self.costs, self.max_len = decoder, Costs(), max_len
-        target, device = decoder.target, decoder.target.device
+        target, device, every = decoder.target, decoder.target.device, slots + 1  # the last slot is nobody's
         self.kv = target.new_cache(slots, max_len, pages)
-        self.state: Any = decoder.drafter.open(slots, max_len) if decoder.drafter else None
-        self.processors = Processors(slots, target.shape.vocab_size, decoder.sampling.repetition_penalty, device)
+        self.state: Any = decoder.drafter.open(every, max_len) if decoder.drafter else None
+        self.processors = Processors(every, target.shape.vocab_size, decoder.sampling.repetition_penalty, device)
+        self.slots = SlotState(every, device)
+        self.round = Round(
+            target, decoder.drafter, decoder.policy, decoder.sampling, decoder.controls.window,
+            self.kv, self.state, self.slots, self.processors,
+        )  # fmt: skip
+        self.ahead = Ahead(self.round, decoder.captures) if decoder.read_every else None
+        self._under_way: _UnderWay | None = None
+        self._looked = 0.0
         self.queue: deque[_Waiting] = deque()
         self.free = list(range(slots))[::-1]
         self.active: dict[int, tuple[Request, Result]] = {}  # by slot, in the order of the rows
         self.slot_B = torch.empty(0, dtype=torch.long, device=device)
-        self.root_S, self.key_S = (torch.zeros(slots, dtype=torch.long, device=device) for _ in range(2))
         self.pooled = pages is not None
 
     def submit(self, request: Request) -> list[Result]:
@@ -176,37 +209,23 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
-        """Let waiting requests in, then one decode round: propose, verify, commit, observe. Returns what became text."""
+        """Let waiting requests in, then one decode round; ahead of the host, several. Returns what became known as text."""
         chunks = self._admit()
         if not self.active:
+            self._under_way = None
             return chunks
-        decoder, drafter, slot_B = self.decoder, self.decoder.drafter, self.slot_B
-        sampling, began = decoder.sampling.rows(self.key_S[slot_B]), perf_counter()
-        limit = decoder.fallback.depth(len(slot_B)) if decoder.fallback else decoder.controls.draft_length
-        if drafter is None or limit == 0:
-            tree = DraftTree.chain(self.root_S[slot_B][:, None])
-        else:
-            tree = drafter.propose(self.state, slot_B, sampling, limit)
-            tree = tree if decoder.controls.window is None else tree.cut(decoder.controls.window)
-        drafted, ancestor_BNN = perf_counter(), tree.ancestor_BNN
-        # Past the target's last position there are only drafts that the cut below drops.
-        position_BN = (self.kv.length_B[:, None] + depth(ancestor_BNN)).clamp_max(decoder.target.shape.max_positions - 1)
-        self.kv.room(tree.token_BN.shape[1])
-        out = decoder.target(tree.token_BN, self.kv, ancestor_BNN, position_BN, decoder.taps)
-        verified = perf_counter()
-        logits_BNV = self._processed(out.logits_BRV, tree.token_BN, ancestor_BNN, slot_B)
-        verdict = decoder.policy.verify(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
-        self.kv.keep(verdict.path_BA, verdict.count_B)
-        commit = commit_of(tree, verdict, out)
-        if drafter is not None:
-            drafter.observe(self.state, commit, slot_B)
-        self.root_S[slot_B] = verdict.bonus_B
-        self.processors.add(slot_B, commit.next_BA, verdict.count_B)
-        committed = perf_counter()
-        chunks += self._record(tree, verdict, commit.next_BA)
-        if decoder.fallback is not None and limit is not None:
-            reached = [count - 1 for count in verdict.count_B.tolist()]
-            decoder.fallback.record(len(slot_B), limit, committed - began, sum(reached) + len(reached), reached)
+        fallback, rows = self.decoder.fallback, len(self.active)
+        limit = fallback.depth(rows) if fallback else self.decoder.controls.draft_length
+        return chunks + (self._round(limit) if self.ahead is None else self._ahead(self.ahead, limit))
+
+    def _round(self, limit: int | None) -> list[Chunk]:
+        """One round, looked at at once."""
+        record = self.round.run(self.slot_B, limit)
+        began, drafted, verified, committed = self.round.marks
+        columns = (record.next_BA, record.count_B, record.nodes_B, record.open_B)
+        rows = [Row(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
+        chunks = self._record(list(self.active.values()), rows)
+        self._learn(limit, committed - began, rows)
         self._retire()
         self.costs.draft += drafted - began
         self.costs.verify += verified - drafted
@@ -215,12 +234,44 @@ class Session:
         self.costs.steps += 1
         return chunks
 
-    def _processed(self, logits_BNV: Tensor | None, token_BN: Tensor, ancestor_BNN: Tensor, slot_B: Tensor) -> Tensor:
-        assert logits_BNV is not None
-        if self.processors.idle:
-            return logits_BNV
-        made = [len(self.active[slot][1].tokens) for slot in slot_B.tolist()]
-        return self.processors(logits_BNV, token_BN, ancestor_BNN, slot_B, made)
+    def _ahead(self, ahead: Ahead, limit: int | None) -> list[Chunk]:
+        """Launch rounds, then look at those launched before."""
+        before, steps = self._under_way, self.decoder.read_every or 1
+        known = max(result.prompt_tokens + len(result.tokens) for _, result in self.active.values())
+        unknown = steps + (before.steps if before else 0)
+        if before is None:
+            self._looked = perf_counter()
+        spent = ahead.seconds
+        launched = ahead.launch(list(self.active), known + (unknown + 2) * self.decoder.reach, limit, steps)
+        self._looked += ahead.seconds - spent  # making a graph is no part of the steps
+        self._under_way = _UnderWay(list(self.active.values()), limit, launched, steps)
+        self.costs.captures, self.costs.capture_seconds, self.costs.capture_bytes = ahead.captured, ahead.seconds, ahead.bytes
+        return self._look(before) if before else []
+
+    def _look(self, before: _UnderWay) -> list[Chunk]:
+        chunks, looked = [], self._looked
+        found = before.launched.rows()
+        self._looked = perf_counter()
+        taken = (self._looked - looked) / before.steps
+        for rows in found:
+            chunks += self._record(before.rows, rows)
+            self._learn(before.limit, taken, rows)
+        parts = before.launched.parts() or Shares(0.0, taken, 0.0)
+        busy = min(1.0, taken / parts.total) * before.steps if parts.total else 0.0
+        self.costs.draft += parts.draft * busy
+        self.costs.verify += parts.verify * busy
+        self.costs.commit += parts.commit * busy
+        self.costs.host += max(0.0, taken - parts.total) * before.steps
+        self.costs.steps += before.steps
+        self._retire()
+        return chunks
+
+    def _learn(self, limit: int | None, seconds: float, rows: list[Row]) -> None:
+        fallback = self.decoder.fallback
+        live = [row for row in rows if row.count]
+        if fallback is not None and limit is not None and live:
+            reached = [row.count - 1 for row in live]
+            fallback.record(len(rows), limit, seconds, sum(reached) + len(reached), reached)
 
     def _admit(self) -> list[Chunk]:
         """Give waiting requests slots and pages, in order, and prefill them together."""
@@ -238,7 +289,7 @@ class Session:
             if self.pooled:
                 self.kv.reserve(slots[0], positions)
             for sample, slot in enumerate(slots):
-                self.key_S[slot] = request.key + sample
+                self.slots.enter(slot, request, request.key + sample)
                 self.processors.enter(slot, request)
                 waiting.results[sample].started = perf_counter()
             entering.append((waiting, slots))
@@ -246,48 +297,58 @@ class Session:
         return self._prefill(entering) if entering else []
 
     def _prefill(self, entering: list[tuple[_Waiting, list[int]]]) -> list[Chunk]:
-        """A prompt is a chain that is accepted whole: causal passes over chunks, one `observe` each for all its samples."""
-        decoder, device = self.decoder, self.root_S.device
+        """A prompt is a chain that is accepted whole: causal passes over chunks, each read by the drafter for all samples."""
+        decoder, device, drafter = self.decoder, self.slot_B.device, self.decoder.drafter
         prompts = [torch.tensor(w.request.prompt, device=device) for w, _ in entering]
-        length_B = torch.tensor([len(p) for p in prompts], device=device)
-        token_BT = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+        lengths = [len(p) for p in prompts]
+        token_BT, length_B = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), torch.tensor(lengths, device=device)
+        row_S = torch.tensor([row for row, (_, slots) in enumerate(entering) for _ in slots], device=device)
+        slot_S = torch.tensor([slot for _, slots in entering for slot in slots], device=device)
+        entered = {s: (w.request, r) for w, slots in entering for s, r in zip(slots, w.results, strict=True)}
+        self.active = dict(sorted((self.active | entered).items()))  # rows in slot order: a full cache is read in place
+        self.kv.bound = None
         self.kv.rows(torch.tensor([slots[0] for _, slots in entering], device=device))
         self.kv.reset(self.kv.slot_B)
+        if drafter:
+            drafter.reset(self.state, slot_S)
         last_BV: Tensor | None = None
-        commits = []
+        root_S = torch.zeros_like(slot_S)
         for start in range(0, token_BT.shape[1], decoder.prefill_chunk):
             chunk_BT = token_BT[:, start : start + decoder.prefill_chunk]
+            stop = start + chunk_BT.shape[1]
             count_B = (length_B - start).clamp(0, chunk_BT.shape[1])
             column_T = torch.arange(chunk_BT.shape[1], device=device)
             position_BT = self.kv.length_B[:, None] + column_T
-            out = decoder.target(chunk_BT, self.kv, None, position_BT, decoder.taps, (count_B - 1).clamp_min(0)[:, None])
+            out = decoder.target(chunk_BT, self.kv, None, position_BT, self.round.taps, (count_B - 1).clamp_min(0)[:, None])
             assert out.logits_BRV is not None
             ends_B1 = ((count_B > 0) & (start + count_B == length_B))[:, None]
             last_BV = out.logits_BRV[:, 0] if last_BV is None else torch.where(ends_B1, out.logits_BRV[:, 0], last_BV)
             self.kv.keep(column_T.expand_as(chunk_BT), count_B)
-            commits.append((start, chunk_BT.shape[1], count_B, out.hidden))
-        assert last_BV is not None
+            if any(start < length <= stop for length in lengths):
+                root_S = self._first(last_BV[row_S], slot_S, token_BT.gather(1, length_B[:, None] - 1)[row_S], length_B[row_S])
+            if drafter:
+                known_ST = torch.cat([token_BT, token_BT[:, :1]], 1)[row_S].scatter(1, length_B[row_S, None], root_S[:, None])
+                states = {key: state[row_S] for key, state in out.hidden.items()}
+                commit = Commit(known_ST[:, start:stop], known_ST[:, start + 1 : stop + 1], states, count_B[row_S])
+                for kv in drafter.caches(self.state) if self.ahead else ():
+                    kv.bound = start
+                drafter.read(self.state, commit, slot_S)
         self._share(entering)
-        row_S = torch.tensor([row for row, (_, slots) in enumerate(entering) for _ in slots], device=device)
-        slot_S = torch.tensor([slot for _, slots in entering for slot in slots], device=device)
-        last_SV, length_S, token_ST = last_BV[row_S], length_B[row_S], token_BT[row_S]
-        entered = {s: (w.request, r) for w, slots in entering for s, r in zip(slots, w.results, strict=True)}
-        self.active = dict(sorted((self.active | entered).items()))  # rows in slot order: a full cache is read in place
-        one_S11 = torch.ones(len(slot_S), 1, 1, dtype=torch.bool, device=device)
-        last_token_S1 = token_ST.gather(1, length_S[:, None] - 1)
-        last_SV = self._processed(last_SV[:, None], last_token_S1, one_S11, slot_S)[:, 0]
-        root_S = self.root_S[slot_S] = choose(last_SV, decoder.sampling.rows(self.key_S[slot_S]), length_S)
-        self.processors.add(slot_S, root_S[:, None], torch.ones_like(root_S))
-        if decoder.drafter:
-            decoder.drafter.reset(self.state, slot_S)
-            known_ST = torch.cat([token_ST, token_ST[:, :1]], 1).scatter(1, length_S[:, None], root_S[:, None])
-            for start, width, count_B, hidden in commits:
-                after_ST = known_ST[:, start + 1 : start + width + 1]
-                states = {key: state[row_S] for key, state in hidden.items()}
-                commit = Commit(known_ST[:, start : start + width], after_ST, states, count_B[row_S])
-                decoder.drafter.observe(self.state, commit, slot_S)
+        self.slots.begin(slot_S, root_S)
+        if not self.processors.idle:
+            self.processors.add(slot_S, root_S, root_S[:, None], torch.ones_like(root_S))
+        return self._entered(slot_S.tolist(), root_S.tolist())
+
+    def _first(self, last_SV: Tensor, slot_S: Tensor, token_S1: Tensor, length_S: Tensor) -> Tensor:
+        """The first token of every text, from the logits at its prompt's last token."""
+        if not self.processors.idle:
+            one_S11 = torch.ones(len(slot_S), 1, 1, dtype=torch.bool, device=slot_S.device)
+            last_SV = self.processors(last_SV[:, None], token_S1, one_S11, slot_S, torch.zeros_like(slot_S))[:, 0]
+        return choose(last_SV, self.decoder.sampling.rows(self.slots.key_S[slot_S]), length_S)
+
+    def _entered(self, slots: list[int], roots: list[int]) -> list[Chunk]:
         now, chunks = perf_counter(), []
-        for slot, token in zip(slot_S.tolist(), root_S.tolist(), strict=True):
+        for slot, token in zip(slots, roots, strict=True):
             request, result = self.active[slot]
             result.tokens, result.first, result.ended = [token], now, now
             self._end(request, result, 1)
@@ -304,24 +365,22 @@ class Session:
                 else:
                     self.kv.copy(first, slot)
 
-    def _record(self, tree: DraftTree, verdict: Verdict, next_BA: Tensor) -> list[Chunk]:
-        """Count the round per request, cut where the text ends."""
+    def _record(self, texts: list[tuple[Request, Result]], rows: list[Row]) -> list[Chunk]:
+        """Count the round per request, cut where the text ends; rounds of a text that has ended count for nothing."""
         now, chunks = perf_counter(), []
-        has_child = (tree.parent_BN == verdict.last_B[:, None]).any(-1).tolist()
-        rows = zip(
-            self.active.values(), verdict.count_B.tolist(), next_BA.tolist(), tree.count_B.tolist(), has_child, strict=True
-        )
-        for (request, result), count, tokens, nodes, goes_on in rows:
-            result.tokens += tokens[:count]
-            kept = self._end(request, result, count)
-            drafts = min(kept, count - 1)
-            _add(result.offered, drafts + (1 if kept == count and goes_on else 0))
+        for (request, result), row in zip(texts, rows, strict=True):
+            if result.ended_by or not row.count:
+                continue
+            result.tokens += row.tokens[: row.count]
+            kept = self._end(request, result, row.count)
+            drafts = min(kept, row.count - 1)
+            _add(result.offered, drafts + (1 if kept == row.count and row.open else 0))
             _add(result.accepted, drafts)
             result.emitted += kept
             result.verifications += 1
-            result.nodes += nodes - 1
+            result.nodes += row.nodes - 1
             result.ended = now
-            chunks.append(Chunk(result, tokens[:kept], drafts))
+            chunks.append(Chunk(result, row.tokens[:kept], drafts))
         return chunks
 
     def _end(self, request: Request, result: Result, new: int) -> int:
@@ -347,17 +406,8 @@ class Session:
                 self.kv.release(slot)
         if done or entered:
             self.slot_B = torch.tensor(list(self.active), dtype=torch.long, device=self.slot_B.device)
-            self.kv.rows(self.slot_B)
-
-
-def commit_of(tree: DraftTree, verdict: Verdict, out: TargetOut) -> Commit:
-    """Lay the accepted path out in aligned columns: token, the token after it, the target's state at it."""
-    token_BA = tree.token_BN.gather(1, verdict.path_BA)
-    rows_B, last_B = torch.arange(len(token_BA), device=token_BA.device), verdict.count_B - 1
-    next_BA = torch.cat([token_BA[:, 1:], token_BA[:, :1]], 1)
-    next_BA[rows_B, last_B] = verdict.bonus_B
-    hidden = {k: h_BNH.gather(1, verdict.path_BA[..., None].expand(-1, -1, h_BNH.shape[-1])) for k, h_BNH in out.hidden.items()}
-    return Commit(token_BA, next_BA, hidden, verdict.count_B)
+            if self.ahead is None:
+                self.kv.rows(self.slot_B)
 
 
 def _add(counts: list[int], depth_reached: int) -> None:

@@ -68,6 +68,7 @@ class Target(Protocol):
     shape: TargetShape
     fingerprint: str
     trees: bool  # False: this architecture cannot be given a tree mask; chains only
+    captured: bool  # a call with the cache's lengths bounded asks the device nothing: a CUDA graph can hold it
 
     @property
     def device(self) -> torch.device: ...

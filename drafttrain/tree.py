@@ -62,16 +62,20 @@ class DraftTree:
         count_B = torch.full((B,), N, device=token_BN.device)
         return DraftTree(token_BN, shape.parent_N.expand(B, N), count_B, known_BNN=shape.ancestor_NN.expand(B, N, N))
 
-    def cut(self, deepest: int) -> DraftTree:
-        """The tree without the nodes below this depth, the rest in the same order. `cut(1)` of the example is r, a, b."""
+    def cut(self, deepest: int, trim: bool = True) -> DraftTree:
+        """The tree without the nodes below this depth, the rest in the same order. `cut(1)` of the example is r, a, b.
+
+        trim: to the nodes that are left; without, they become padding and nothing asks the device how many there are.
+        """
         ancestor_BNN = self.ancestor_BNN
         B, N = self.token_BN.shape
         real_BN = torch.arange(N, device=self.token_BN.device) < self.count_B[:, None]
         stays_BN = (depth(ancestor_BNN) <= deepest) & real_BN
-        if bool((stays_BN == real_BN).all()):
+        if trim and bool((stays_BN == real_BN).all()):
             return self
         count_B = stays_BN.sum(-1)
-        order_BM = (~stays_BN).long().argsort(stable=True, dim=-1)[:, : int(count_B.max())]
+        order_BM = (~stays_BN).long().argsort(stable=True, dim=-1)
+        order_BM = order_BM[:, : int(count_B.max())] if trim else order_BM
         place_BN = stays_BN.cumsum(-1) - 1
         parent_BM = self.parent_BN.gather(1, order_BM)
         moved_BM = place_BN.gather(1, parent_BM.clamp_min(0))
@@ -135,11 +139,11 @@ class TreeShape:
 
     @property
     def max_depth(self) -> int:
-        return int(self.depth_N.max())
+        return max(map(len, self.paths), default=0)
 
     @property
     def max_rank(self) -> int:
-        return int(self.rank_N.max())
+        return max((p[-1] for p in self.paths), default=0)
 
 
 def arrivals(rank_MD: Tensor, paths: Sequence[Path]) -> Tensor:

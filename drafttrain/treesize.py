@@ -66,7 +66,8 @@ def proposal_seconds(target: Target, drafter: Drafter, repeats: int = 15) -> flo
         length = CONTEXT if step == 0 else 1
         token_BA = torch.ones(1, length, dtype=torch.long, device=device)
         hidden = {key: torch.zeros(1, length, width, device=device) for key in drafter.taps.keys}
-        drafter.observe(state, Commit(token_BA, token_BA, hidden, torch.tensor([length], device=device)), slot_B)
+        bring = drafter.read if step == 0 else drafter.observe
+        bring(state, Commit(token_BA, token_BA, hidden, torch.tensor([length], device=device)), slot_B)
         began = perf_counter()
         tree = drafter.propose(state, slot_B, Sampling())
         int(tree.token_BN[0, -1])

@@ -29,6 +29,10 @@ class Verdict:
     bonus_B: Tensor
     last_B: Tensor
 
+    def trimmed(self) -> Verdict:
+        """With no more columns than the longest path has nodes; asks the device how many."""
+        return replace(self, path_BA=self.path_BA[:, : max(self.count_B.tolist())])
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Commit, Drafter, Staged, draft_chain, with_root
+from drafttrain.drafter import Commit, draft_chain
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
 from drafttrain.sampling import Sampling
+from drafttrain.staged import CachedDrafter, OwnCache, Staged, with_root
 from drafttrain.target import FINAL, Taps, Target
 from drafttrain.tree import DraftTree
 
@@ -31,13 +32,7 @@ class DraftModelOptions:
     draft_length: int = 4
 
 
-@dataclass
-class DraftModelState:
-    kv: KVCache
-    staged: Staged
-
-
-class DraftModel(Drafter):
+class DraftModel(CachedDrafter):
     """Chain drafter with its own cache; at temperature above 0 it samples and reports the law q of every draft."""
 
     def __init__(self, options: DraftModelOptions, target: Target) -> None:
@@ -55,41 +50,38 @@ class DraftModel(Drafter):
         hidden_MH = final_BTH.flatten(0, 1)[pairs.source_M]
         yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.lm.head, every_step=True)
 
-    def open(self, slots: int, max_len: int) -> DraftModelState:
-        return DraftModelState(self.lm.new_cache(slots, max_len), Staged(slots))
+    def open(self, slots: int, max_len: int) -> OwnCache:
+        kv = self.lm.new_cache(slots, max_len)
+        return OwnCache(kv, Staged(slots, self.draft_length, kv.length_S.device))
 
-    def reset(self, state: DraftModelState, slot_R: Tensor) -> None:
-        state.kv.reset(slot_R)
-        state.staged.clear(slot_R)
+    def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
+        state.kv.rows(slot_B)
+        no_rows_B0 = commit.token_BA[:, :0]
+        self._feed(state.kv, commit.token_BA, commit.count_B, no_rows_B0)
 
-    def observe(self, state: DraftModelState, commit: Commit, slot_B: Tensor) -> None:
-        state.staged.add(commit, slot_B)
-
-    def propose(self, state: DraftModelState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        kv, row_B = state.kv, torch.arange(len(slot_B), device=slot_B.device)
-        for slot_1, commit in state.staged.excess(slot_B, self.draft_length + 1):
-            kv.rows(slot_1)
-            self._feed(kv, commit.token_BA, commit.count_B - 1)
+    def propose(self, state: OwnCache, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        kv = state.kv
         kv.rows(slot_B)
-        token_BN, last_B = with_root(state.staged.take(slot_B))
-        logits_BV = self._feed(kv, token_BN, last_B)
+        token_BN, last_B = with_root(self.staged(state, slot_B))
+        logits_BV = self._feed(kv, token_BN, last_B + 1, last_B[:, None])
         committed_B = kv.length_B - 1  # the root's keys are scratch: the next commit brings it again
 
         def advance(token_B: Tensor) -> Tensor:
-            return self._feed(kv, token_B[:, None], torch.zeros_like(token_B))
+            return self._feed(kv, token_B[:, None], torch.ones_like(token_B), torch.zeros_like(token_B)[:, None])
 
         steps = min(self.draft_length, depth or self.draft_length)
-        tree = draft_chain(token_BN[row_B, last_B], logits_BV, advance, steps, sampling, committed_B)
+        root_B = token_BN.gather(1, last_B[:, None])[:, 0]
+        tree = draft_chain(root_B, logits_BV, advance, steps, sampling, committed_B)
         kv.rollback(committed_B)
         return tree
 
-    def _feed(self, kv: KVCache, token_BN: Tensor, last_B: Tensor) -> Tensor:
-        """[B, V] logits at each row's last token; its tokens up to there stay in the cache."""
+    def _feed(self, kv: KVCache, token_BN: Tensor, count_B: Tensor, row_BR: Tensor) -> Tensor:
+        """[B, V] logits at the one row asked for, if any; the first `count` tokens stay in the cache."""
         column_N = torch.arange(token_BN.shape[1], device=token_BN.device)
         position_BN = (kv.length_B[:, None] + column_N).clamp_max(self.lm.shape.max_positions - 1)
-        logits_BRV = self.lm(token_BN, kv, None, position_BN, Taps(), last_B[:, None]).logits_BRV
-        kv.keep(column_N.expand_as(token_BN), last_B + 1)
-        return logits_BRV[:, 0]
+        logits_BRV = self.lm(token_BN, kv, None, position_BN, Taps(), row_BR).logits_BRV
+        kv.keep(column_N.expand_as(token_BN), count_B)
+        return logits_BRV[:, 0] if row_BR.shape[1] else row_BR
 
 
 FAMILY = Family("draft_model", DraftModelOptions, DraftModel)

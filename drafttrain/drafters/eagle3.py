@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Commit, Drafter, Staged, draft_chain
+from drafttrain.drafter import Commit, draft_chain
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache, visible
 from drafttrain.layers import Attention, AttentionShape, GatedMLP, RMSNorm
 from drafttrain.sampling import Sampling
+from drafttrain.staged import CachedDrafter, OwnCache, Staged
 from drafttrain.target import Taps, Target, TargetShape
 from drafttrain.tree import DraftTree
 
@@ -56,13 +57,7 @@ class Eagle3Layer(nn.Module):
         return state_BTH + self.mlp(self.post_attention_layernorm(state_BTH))
 
 
-@dataclass
-class Eagle3State:
-    kv: KVCache
-    staged: Staged
-
-
-class Eagle3(Drafter):
+class Eagle3(CachedDrafter):
     """Feature drafter with its own cache; chains. After each verification it re-reads the target's states."""
 
     def __init__(self, options: Eagle3Options, target: Target) -> None:
@@ -103,39 +98,33 @@ class Eagle3(Drafter):
             hidden_MH = state_BTH.flatten(0, 1)[pairs.source_M]
             yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self._logits, self.decay**step)
 
-    def open(self, slots: int, max_len: int) -> Eagle3State:
-        return Eagle3State(KVCache(1, slots, max_len, self.fc.weight.device), Staged(slots))
+    def open(self, slots: int, max_len: int) -> OwnCache:
+        kv = KVCache(1, slots, max_len, self.fc.weight.device)
+        return OwnCache(kv, Staged(slots, self.draft_length, kv.length_S.device))
 
-    def reset(self, state: Eagle3State, slot_R: Tensor) -> None:
-        state.kv.reset(slot_R)
-        state.staged.clear(slot_R)
+    def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
+        state.kv.rows(slot_B)
+        self._feed(state.kv, commit.next_BA, self._fuse(commit.hidden), commit.count_B)
 
-    def observe(self, state: Eagle3State, commit: Commit, slot_B: Tensor) -> None:
-        state.staged.add(commit, slot_B)
-
-    def propose(self, state: Eagle3State, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        kv, row_B = state.kv, torch.arange(len(slot_B), device=slot_B.device)
-        for slot_1, commit in state.staged.excess(slot_B, self.draft_length + 1):
-            kv.rows(slot_1)
-            self._feed(kv, commit.next_BA, self._fuse(commit.hidden), commit.count_B - 1)
+    def propose(self, state: OwnCache, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        kv = state.kv
         kv.rows(slot_B)
-        staged = state.staged.take(slot_B)
-        last_B = staged.count_B - 1
-        latest = [self._feed(kv, staged.next_BA, self._fuse(staged.hidden), last_B)]
+        staged = self.staged(state, slot_B)
+        latest = [self._feed(kv, staged.next_BA, self._fuse(staged.hidden), staged.count_B)]
         committed_B = kv.length_B
 
         def advance(token_B: Tensor) -> Tensor:
-            latest[0] = self._feed(kv, token_B[:, None], latest[0][:, None], torch.zeros_like(token_B))
+            latest[0] = self._feed(kv, token_B[:, None], latest[0][:, None], torch.ones_like(token_B))
             return self._logits(latest[0])
 
-        root_B = staged.next_BA[row_B, last_B]
+        root_B = staged.next_BA.gather(1, (staged.count_B - 1).clamp_min(0)[:, None])[:, 0]
         steps = min(self.draft_length, depth or self.draft_length)
         tree = draft_chain(root_B, self._logits(latest[0]), advance, steps, sampling, committed_B)
         kv.rollback(committed_B)
         return tree
 
-    def _feed(self, kv: KVCache, token_BA: Tensor, state_BAH: Tensor, last_B: Tensor) -> Tensor:
-        """[B, H] the new state at each row's last column; its columns up to there stay in the cache."""
+    def _feed(self, kv: KVCache, token_BA: Tensor, state_BAH: Tensor, count_B: Tensor) -> Tensor:
+        """[B, H] the new state at each row's last column; its first `count` columns stay in the cache."""
         B, A = token_BA.shape
         column_A = torch.arange(A, device=token_BA.device)
         causal_BAA = torch.ones(A, A, dtype=torch.bool, device=token_BA.device).tril().expand(B, A, A)
@@ -143,8 +132,9 @@ class Eagle3(Drafter):
         joined_BAI = self.midlayer.joined(self._target[0].embed(token_BA).to(state_BAH.dtype), state_BAH)
         attended_BAH = self.midlayer.self_attn.cached(joined_BAI, kv.length_B[:, None] + column_A, kv, 0, seen_BAP)
         state_BAH = self.midlayer.rest(state_BAH, attended_BAH)
-        kv.keep(column_A.expand(B, A), last_B + 1)
-        return state_BAH[torch.arange(B, device=token_BA.device), last_B]
+        kv.keep(column_A.expand(B, A), count_B)
+        last_B11 = (count_B - 1).clamp_min(0)[:, None, None]
+        return state_BAH.gather(1, last_B11.expand(-1, 1, state_BAH.shape[-1]))[:, 0]
 
 
 class UnrolledAttention:

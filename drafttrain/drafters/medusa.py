@@ -162,13 +162,11 @@ class Medusa(Drafter):
         state.hidden_SH[slot_R], state.root_S[slot_R] = 0.0, 0
 
     def observe(self, state: MedusaState, commit: Commit, slot_B: Tensor) -> None:
-        last_B1, new_B = (commit.count_B - 1).clamp_min(0)[:, None], commit.count_B > 0
+        last_B1, new_B1 = (commit.count_B - 1).clamp_min(0)[:, None], (commit.count_B > 0)[:, None]
         state_B1H = commit.hidden[FINAL].gather(1, last_B1[..., None].expand(-1, -1, self._width))
-        root_B = commit.next_BA.gather(1, last_B1)[:, 0]
-        if not bool(new_B.all()):  # a prompt that ended in an earlier chunk
-            slot_B, state_B1H, root_B = slot_B[new_B], state_B1H[new_B], root_B[new_B]
-        state.hidden_SH[slot_B] = state_B1H[:, 0].to(state.hidden_SH.dtype)
-        state.root_S[slot_B] = root_B
+        held_BH, held_B = state.hidden_SH[slot_B], state.root_S[slot_B]  # of rows without a new position
+        state.hidden_SH[slot_B] = torch.where(new_B1, state_B1H[:, 0].to(held_BH.dtype), held_BH)
+        state.root_S[slot_B] = torch.where(new_B1[:, 0], commit.next_BA.gather(1, last_B1)[:, 0], held_B)
 
     def propose(self, state: MedusaState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         shape = state.shapes[min(depth or len(state.shapes), len(state.shapes)) - 1]

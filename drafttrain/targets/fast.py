@@ -130,6 +130,7 @@ class FastTarget(HFTarget):
     """As HFTarget, for the architectures of `ARCHITECTURES`; its probe compares it with transformers' own forward."""
 
     name = "fast"
+    captured = True
 
     def _prepare(self) -> None:
         config, backbone = self.model.config, self.backbone[0]

@@ -57,6 +57,7 @@ class HFTarget(PrunedTarget):
     """
 
     name = "hf"
+    captured = False  # transformers' own forward is not ours to vouch for
 
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int] = frozenset(), frozen: bool = True) -> None:
         super().__init__()

@@ -11,8 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "drafttrain"
 FLOORS = [
     ("errors", "atomic", "fingerprint", "tree", "kv", "sampling", "batch", "ops"),
-    ("target", "layers", "drafter", "request", "processors", "fallback"),
-    ("verify", "speculate", "treesize"),
+    ("target", "layers", "drafter", "staged", "request", "processors", "fallback"),
+    ("verify", "rounds", "ahead", "speculate", "treesize"),
     ("drafters", "targets", "data", "features", "losses", "checkpoint"),
     ("train", "measure", "export"),
     ("commands",),

@@ -1,0 +1,147 @@
+"""Floor 2: rounds run ahead of the host, which looks at their results later: as CUDA graphs, or as they are.
+
+Shapes: B rows, A new tokens of a round, M rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from drafttrain.drafter import Drafter
+from drafttrain.rounds import Round, Row
+
+GRAPHS = 32  # of a session at most; the one that was used longest ago goes first
+LEAST_BOUND = 512  # positions: shorter texts share their graphs
+RING = 64  # rounds at most between two looks of the host
+TIMED = 8  # replays of each graph whose parts are timed, one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Seconds of one round's parts on the device."""
+
+    draft: float
+    verify: float
+    commit: float
+
+    @property
+    def total(self) -> float:
+        return self.draft + self.verify + self.commit
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Rounds under way. rows: waits for them, and gives the rows of each. parts: of one round, where they were timed."""
+
+    rows: Callable[[], list[list[Row]]]
+    parts: Callable[[], Shares | None]
+
+
+def widest(drafter: Drafter | None) -> int:
+    """New positions of one pass at most: a tree, or what a drafter with its own cache has staged, with the root."""
+    return max(drafter.max_nodes, drafter.draft_length + 2) if drafter else 1
+
+
+class Ahead:
+    """Launches rounds over fixed shapes: rows are filled up to a power of two, lengths bounded by another.
+
+    capture: as one CUDA graph for each (rows, bound, depth, processors' work). Otherwise the same rounds run one operation
+    after the other, on any device.
+    """
+
+    def __init__(self, round: Round, capture: bool) -> None:
+        self.round, self.capture = round, capture
+        self.device = round.target.device
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._pool: Any = None
+        self.seconds, self.bytes, self.captured = 0.0, 0, 0
+
+    def launch(self, slots: Sequence[int], longest: int, limit: int | None, steps: int) -> Launched:
+        """longest: positions that no row will have passed when the rounds are over, their drafts included."""
+        rows = min(1 << (len(slots) - 1).bit_length(), self.round.kv.slots)
+        filled = [*slots, *[self.round.kv.nobody] * (rows - len(slots))]
+        self._bind(longest)
+        if self.capture:
+            return self._graph(rows, limit).launch(filled, steps, len(slots))
+        slot_B = torch.tensor(filled, device=self.device)
+        packed = [self.round.run(slot_B, limit).packed() for _ in range(steps)]
+        return Launched(lambda: [Row.of(p[: len(slots)].tolist()) for p in packed], lambda: None)
+
+    def _bind(self, longest: int) -> None:
+        drafter = self.round.drafter
+        bound = max(LEAST_BOUND, 1 << (longest - 1).bit_length())
+        for kv in (self.round.kv, *(drafter.caches(self.round.state) if drafter else [])):
+            kv.bound = min(bound, kv.per_slot * kv.page - widest(drafter))  # the new positions need columns too
+
+    def _graph(self, rows: int, limit: int | None) -> _Graph:
+        key = (rows, self.round.kv.bound, limit, self.round.processors.kind, self.round.slots.stop_SK.shape[1])
+        graph = self._graphs.pop(key, None)
+        if graph is None:
+            while len(self._graphs) >= GRAPHS:
+                self._graphs.pop(next(iter(self._graphs)))
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            began, held = perf_counter(), torch.cuda.memory_reserved(self.device)
+            graph = _Graph(self.round, rows, limit, self.device, self._pool)
+            self.seconds += perf_counter() - began
+            self.bytes += torch.cuda.memory_reserved(self.device) - held
+            self.captured += 1
+        self._graphs[key] = graph  # the latest last
+        return graph
+
+
+class _Graph:
+    """One round of one shape, captured; each replay appends its record to a ring on the device."""
+
+    def __init__(self, round: Round, rows: int, limit: int | None, device: torch.device, pool: Any) -> None:
+        self.slot_B = torch.full((rows,), round.kv.nobody, device=device)
+        self.device, self.graph = device, torch.cuda.CUDAGraph()
+        self._slots: list[int] = []
+        self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(4)]
+        self._timed: list[Shares] = []
+        # The first runs build and tune what is built and tuned at first use, for rows that are nobody's.
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                packed = round.run(self.slot_B, limit).packed()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.synchronize(device)
+        self._ring = packed.new_zeros(RING, *packed.shape)
+        self._next_1 = torch.zeros(1, dtype=torch.long, device=device)
+        with torch.cuda.graph(self.graph, pool=pool), round.marked(self._events):
+            self._ring.index_copy_(0, self._next_1, round.run(self.slot_B, limit).packed()[None])
+            self._next_1.add_(1)
+
+    def launch(self, slots: list[int], steps: int, rows: int) -> Launched:
+        if slots != self._slots:
+            self.slot_B.copy_(torch.tensor(slots).pin_memory(), non_blocking=True)
+            self._slots = slots
+        self._next_1.zero_()
+        for _ in range(steps):
+            self.graph.replay()
+        host = torch.empty(steps, *self._ring.shape[1:], dtype=torch.long, pin_memory=True)
+        host.copy_(self._ring[:steps], non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        if len(self._timed) < TIMED:  # the next replay would overwrite the events
+            self._time()
+
+        def wait() -> list[list[Row]]:
+            arrived.synchronize()
+            return [Row.of(step[:rows]) for step in host.tolist()]
+
+        return Launched(wait, self._mean)
+
+    def _time(self) -> None:
+        torch.cuda.synchronize(self.device)
+        parts = [a.elapsed_time(b) / 1000 for a, b in zip(self._events, self._events[1:], strict=False)]
+        self._timed.append(Shares(*parts))
+
+    def _mean(self) -> Shares:
+        known = self._timed[1:] or self._timed
+        return Shares(*(sum(getattr(s, name) for s in known) / len(known) for name in ("draft", "verify", "commit")))

@@ -1,0 +1,183 @@
+"""Floor 2: one decode round, for every drafter: what a CUDA graph holds on a GPU, and what runs as it is elsewhere.
+
+Shapes: S slots, B rows, N tree nodes, A accepted nodes, K stop tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.drafter import Commit, Drafter
+from drafttrain.kv import KVCache
+from drafttrain.processors import Processors
+from drafttrain.request import Request
+from drafttrain.sampling import Sampling
+from drafttrain.target import Taps, Target, TargetOut
+from drafttrain.tree import DraftTree, depth
+from drafttrain.verify import Policy, Verdict
+
+
+class SlotState:
+    """What the device knows of each slot's text: its root, its request's key, tokens made, and where it ends.
+
+    done_S: a row that is done goes through further rounds and commits nothing; the host drops it when it looks.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.root_S, self.key_S, self.made_S, self.limit_S = (
+            torch.zeros(slots, dtype=torch.long, device=device) for _ in range(4)
+        )
+        self.done_S = torch.ones(slots, dtype=torch.bool, device=device)
+        self.stop_SK = torch.full((slots, 1), -1, device=device)  # -1: none
+
+    def enter(self, slot: int, request: Request, key: int) -> None:
+        missing = len(request.stop_ids) - self.stop_SK.shape[1]
+        if missing > 0:
+            self.stop_SK = torch.nn.functional.pad(self.stop_SK, (0, missing), value=-1)
+        self.stop_SK[slot] = -1
+        if request.stop_ids:
+            self.stop_SK[slot, : len(request.stop_ids)] = torch.tensor(sorted(request.stop_ids), device=self.stop_SK.device)
+        self.key_S[slot], self.limit_S[slot], self.done_S[slot] = key, request.max_new_tokens, False
+
+    def begin(self, slot_B: Tensor, root_B: Tensor) -> None:
+        """The first tokens of new texts."""
+        self.root_S[slot_B], self.made_S[slot_B] = root_B, 1
+
+    def go_on(self, slot_B: Tensor, token_BA: Tensor, count_B: Tensor) -> None:
+        """The first count_B tokens became text; texts that have reached their end are done."""
+        made_B = self.made_S[slot_B] + count_B
+        new_BA = torch.arange(token_BA.shape[1], device=token_BA.device) < count_B[:, None]
+        stops_BA = (token_BA[..., None] == self.stop_SK[slot_B][:, None]).any(-1) & new_BA
+        self.made_S[slot_B] = made_B
+        self.done_S[slot_B] = self.done_S[slot_B] | stops_BA.any(-1) | (made_B >= self.limit_S[slot_B])
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the host asks of a round. next_BA: new tokens, count_B of them. nodes_B: verified, root included. open_B: whether
+    the last accepted node had children, so that one more draft was offered than accepted.
+    """
+
+    next_BA: Tensor
+    count_B: Tensor
+    nodes_B: Tensor
+    open_B: Tensor
+
+    def packed(self) -> Tensor:
+        """[B, A + 3] int64: one tensor to bring over."""
+        return torch.cat([self.next_BA, torch.stack([self.count_B, self.nodes_B, self.open_B.long()], 1)], 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a `Record`, on the host."""
+
+    tokens: list[int]
+    count: int
+    nodes: int
+    open: bool
+
+    @staticmethod
+    def of(packed: list[list[int]]) -> list[Row]:
+        return [Row(tokens, count, nodes, bool(opened)) for *tokens, count, nodes, opened in packed]
+
+
+@dataclass
+class Round:
+    """Propose, verify, commit, observe, for the rows of `slot_B`. marks: when its parts began and ended, in seconds."""
+
+    target: Target
+    drafter: Drafter | None
+    policy: Policy
+    sampling: Sampling
+    window: int | None
+    kv: KVCache
+    state: Any  # the drafter's
+    slots: SlotState
+    processors: Processors
+    marks: list[float] = field(default_factory=list)
+    _events: list[Any] = field(default_factory=list)
+
+    def run(self, slot_B: Tensor, limit: int | None) -> Record:
+        """limit: no deeper drafts than this; 0: none at all. With a bound on the cache's lengths nothing here asks the device."""
+        kv, fixed = self.kv, self.kv.bound is not None
+        self.marks = []
+        self._mark()
+        if fixed:
+            kv.rows(slot_B)
+        sampling = self.sampling.rows(self.slots.key_S[slot_B])
+        tree = self._tree(slot_B, limit, sampling)
+        self._mark()
+        ancestor_BNN = tree.ancestor_BNN
+        # past the target's last position there are only drafts that are dropped where the text ends
+        position_BN = (kv.length_B[:, None] + depth(ancestor_BNN)).clamp_max(self.target.shape.max_positions - 1)
+        kv.room(tree.token_BN.shape[1])
+        out = self.target(tree.token_BN, kv, ancestor_BNN, position_BN, self.taps)
+        assert out.logits_BRV is not None
+        self._mark()
+        logits_BNV = out.logits_BRV
+        if not self.processors.idle:
+            logits_BNV = self.processors(logits_BNV, tree.token_BN, ancestor_BNN, slot_B, self.slots.made_S[slot_B])
+        verdict = self.policy.verify(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
+        verdict = self._kept(verdict, slot_B, limit) if fixed else verdict.trimmed()
+        kv.keep(verdict.path_BA, verdict.count_B)
+        commit = commit_of(tree, verdict, out)
+        self._observe(commit, slot_B, limit)
+        self.processors.add(slot_B, tree.token_BN[:, 0], commit.next_BA, verdict.count_B)
+        self.slots.root_S[slot_B] = verdict.bonus_B
+        if fixed or not self.processors.idle:
+            self.slots.go_on(slot_B, commit.next_BA, verdict.count_B)
+        has_child_B = (tree.parent_BN == verdict.last_B[:, None]).any(-1)
+        self._mark()
+        return Record(commit.next_BA, verdict.count_B, tree.count_B, has_child_B)
+
+    @property
+    def taps(self) -> Taps:
+        return self.drafter.taps if self.drafter else Taps()
+
+    def _tree(self, slot_B: Tensor, limit: int | None, sampling: Sampling) -> DraftTree:
+        if self.drafter is None or limit == 0:
+            return DraftTree.chain(self.slots.root_S[slot_B][:, None])
+        tree = self.drafter.propose(self.state, slot_B, sampling, limit)
+        return tree if self.window is None else tree.cut(self.window, trim=self.kv.bound is None)
+
+    def _kept(self, verdict: Verdict, slot_B: Tensor, limit: int | None) -> Verdict:
+        """No more columns than drafts can be accepted, and nothing of rows that are done."""
+        drafts = [self.drafter.draft_length if self.drafter else 0, limit, self.window]
+        path_BA = verdict.path_BA[:, : 1 + min(d for d in drafts if d is not None)]
+        return replace(verdict, path_BA=path_BA, count_B=verdict.count_B.masked_fill(self.slots.done_S[slot_B], 0))
+
+    def _observe(self, commit: Commit, slot_B: Tensor, limit: int | None) -> None:
+        if self.drafter is None:
+            return
+        self.drafter.observe(self.state, commit, slot_B)
+        if limit == 0 and self.kv.bound is not None:  # what waits must fit the next proposal, whose width is fixed
+            self.drafter.absorb(self.state, slot_B)
+
+    @contextmanager
+    def marked(self, events: list[Any]) -> Iterator[None]:
+        """While this lasts, the parts' ends are also recorded on the device, by these events."""
+        self._events = events
+        yield
+        self._events = []
+
+    def _mark(self) -> None:
+        if self._events:
+            self._events[len(self.marks)].record()
+        self.marks.append(perf_counter())
+
+
+def commit_of(tree: DraftTree, verdict: Verdict, out: TargetOut) -> Commit:
+    """Lay the accepted path out in aligned columns: token, the token after it, the target's state at it."""
+    token_BA = tree.token_BN.gather(1, verdict.path_BA)
+    next_BA = torch.cat([token_BA[:, 1:], token_BA[:, :1]], 1)
+    next_BA = next_BA.scatter(1, (verdict.count_B - 1).clamp_min(0)[:, None], verdict.bonus_B[:, None])
+    hidden = {k: h_BNH.gather(1, verdict.path_BA[..., None].expand(-1, -1, h_BNH.shape[-1])) for k, h_BNH in out.hidden.items()}
+    return Commit(token_BA, next_BA, hidden, verdict.count_B)
