@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Drafter
+from drafttrain.ops.divergence import outcome
 from drafttrain.target import FINAL, Target
 
 
@@ -21,55 +22,30 @@ from drafttrain.target import FINAL, Target
 class LossOptions:
     """The divergence between the drafter's law q and the target's law p."""
 
-    name: str = "kl"  # ce: the token itself. kl: forward KL(p || q). lk: -log sum min(p, q)
+    name: str = "kl"  # ce: the token itself. kl: forward KL(p || q). tvd: 1 - sum min(p, q). lk: -log sum min(p, q)
     chunk: int = 1024  # predictions whose logits are in memory at once
-
-
-def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
-    """[C] in nats, from log-probabilities. kl: KL(p || q). lk: -log sum min(p, q) (arXiv 2602.23881). ce: -log q(label)."""
-    if name == "ce":
-        return -log_q_CV.gather(1, label_C[:, None])[:, 0]
-    if name == "kl":
-        return torch.linalg.vecdot(log_p_CV.exp(), log_p_CV - log_q_CV)
-    if name == "lk":
-        return -torch.minimum(log_p_CV, log_q_CV).logsumexp(-1)
-    raise ValueError(f"loss.name is {name!r}; choose ce, kl or lk")
 
 
 class Outcome(torch.autograd.Function):
     """(loss_C, hit_C, mass_C) from the logits of both models, and the loss's gradient with them.
 
-    As `divergence`, but what the backward pass needs is one tensor, dloss/dlogits: q - p for kl, q - 1 at the label for
-    ce, (q * overlap - min) / overlap for lk, where min is q wherever q < p and overlap its sum.
+    What the backward pass needs is one tensor, dloss/dlogits, computed with the loss (`ops.divergence`).
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        log_q_CV, log_p_CV = logits_CV.float().log_softmax(-1), law_logits_CV.float().log_softmax(-1)
-        q_CV, p_CV = log_q_CV.exp(), log_p_CV.exp()
-        loss_C, hit_C = divergence(name, log_q_CV, log_p_CV, label_C), log_q_CV.argmax(-1) == log_p_CV.argmax(-1)
-        mass_C = torch.minimum(q_CV, p_CV).sum(-1)
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(_slope(name, q_CV, p_CV, label_C, loss_C).to(logits_CV.dtype))
-        ctx.mark_non_differentiable(hit_C, mass_C)
-        return loss_C, hit_C, mass_C
+        found = outcome(logits_CV, law_logits_CV, label_C, name, ctx.needs_input_grad[0])
+        if found.slope_CV is not None:
+            ctx.save_for_backward(found.slope_CV)
+        ctx.mark_non_differentiable(found.hit_C, found.mass_C)
+        return found.loss_C, found.hit_C, found.mass_C
 
     @staticmethod
     def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         (slope_CV,) = ctx.saved_tensors
         return slope_CV * grad_C[:, None].to(slope_CV.dtype), None, None, None
-
-
-def _slope(name: str, q_CV: Tensor, p_CV: Tensor, label_C: Tensor, loss_C: Tensor) -> Tensor:
-    """dloss/dlogits; writes over q."""
-    if name == "kl":
-        return q_CV.sub_(p_CV)
-    if name == "ce":
-        return q_CV.scatter_add_(1, label_C[:, None], -torch.ones_like(q_CV[:, :1]))
-    least_CV = torch.where(q_CV < p_CV, q_CV, 0.0)
-    return (q_CV * least_CV.sum(-1, keepdim=True) - least_CV) * loss_C.exp()[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +117,10 @@ class Objective(nn.Module):
         def chunk(hidden_CH: Tensor, law_CH: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             with torch.no_grad():
                 law_logits_CV = self._target[0].head(law_CH)
-            outcome: tuple[Tensor, Tensor, Tensor] = Outcome.apply(
+            found: tuple[Tensor, Tensor, Tensor] = Outcome.apply(
                 prediction.head(hidden_CH), law_logits_CV, label_C, self.options.name
             )
-            return outcome
+            return found
 
         if whole:
             return StepOutcome(*chunk(prediction.hidden_MH, law_MH, label_M))

@@ -10,7 +10,8 @@ from drafttrain.batch import TrainBatch
 from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective, divergence, teacher_forced
+from drafttrain.losses import LossOptions, Objective, teacher_forced
+from drafttrain.ops.divergence import divergence
 from drafttrain.target import FINAL
 from tests.helpers import tiny_target
 
@@ -44,15 +45,16 @@ def test_divergences() -> None:
     torch.testing.assert_close(divergence("kl", q.log_softmax(-1), p.log_softmax(-1), label), kl)
     alpha = torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1)
     torch.testing.assert_close(divergence("lk", q.log_softmax(-1), p.log_softmax(-1), label), -alpha.log())
+    torch.testing.assert_close(divergence("tvd", q.log_softmax(-1), p.log_softmax(-1), label), 1 - alpha)
     torch.testing.assert_close(
         divergence("kl", p.log_softmax(-1), p.log_softmax(-1), label), torch.zeros(50), atol=1e-6, rtol=0
     )
-    with pytest.raises(ValueError, match="choose ce, kl or lk"):
+    with pytest.raises(ValueError, match="choose ce, kl, tvd or lk"):
         divergence("mse", q, p, label)
 
 
 @pytest.mark.parametrize("chunk", [7, 4096])  # recomputed in the backward pass, or whole
-@pytest.mark.parametrize("loss", ["ce", "kl", "lk"])
+@pytest.mark.parametrize("loss", ["ce", "kl", "tvd", "lk"])
 @pytest.mark.parametrize("name", sorted(families()))
 def test_chunks_change_neither_loss_nor_gradient(name: str, loss: str, chunk: int) -> None:
     target = tiny_target()

@@ -1,0 +1,101 @@
+"""Divergence between the target's law p and the drafter's law q, from both models' logits, with its slope.
+
+Shapes: C predictions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafttrain.ops import jit
+
+NAMES = ("ce", "kl", "tvd", "lk")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Outcome(NamedTuple):
+    """loss in nats (tvd: in 0..1); hit: both laws' likeliest token is one; mass: sum min(p, q); slope: dloss/dlogits."""
+
+    loss_C: Tensor
+    hit_C: Tensor
+    mass_C: Tensor
+    slope_CV: Tensor | None
+
+
+def outcome(
+    logits_CV: Tensor,
+    law_logits_CV: Tensor,
+    label_C: Tensor,
+    name: str,
+    want_slope: bool,
+    into: Tensor | None = None,
+) -> Outcome:
+    """The loss `name` of each prediction, what acceptance makes of it, and the slope if wanted, in the logits' dtype.
+
+    ce: -log q(label). kl: KL(p || q). tvd: 1 - sum min(p, q). lk: -log sum min(p, q) (arXiv 2602.23881).
+    law_logits_CV may hold -inf. Ties of the likeliest token go to the lowest index. into: where the slope is written;
+    logits_CV itself will do, and halves the memory.
+    """
+    if not _serves(logits_CV, law_logits_CV, into):
+        return reference(logits_CV, law_logits_CV, label_C, name, want_slope, into)
+    if want_slope and into is None:
+        into = torch.empty_like(logits_CV)
+    from drafttrain.kernels.triton import divergence as kernels
+
+    found = Outcome(
+        torch.empty_like(label_C, dtype=torch.float32),
+        torch.empty_like(label_C, dtype=torch.bool),
+        torch.empty_like(label_C, dtype=torch.float32),
+        into if want_slope else None,
+    )
+    if len(label_C):
+        kernels.launch(logits_CV, law_logits_CV, label_C, name, *found).run()
+    return found
+
+
+def _serves(logits_CV: Tensor, law_logits_CV: Tensor, into: Tensor | None) -> bool:
+    given = [logits_CV, law_logits_CV] + ([] if into is None else [into])
+    return all(x.dtype in DTYPES and x.stride(1) == 1 for x in given) and jit.serves(logits_CV)
+
+
+def reference(
+    logits_CV: Tensor,
+    law_logits_CV: Tensor,
+    label_C: Tensor,
+    name: str,
+    want_slope: bool,
+    into: Tensor | None = None,
+) -> Outcome:
+    log_q_CV, log_p_CV = logits_CV.float().log_softmax(-1), law_logits_CV.float().log_softmax(-1)
+    hit_C = logits_CV.argmax(-1) == law_logits_CV.argmax(-1)
+    q_CV, p_CV = log_q_CV.exp(), log_p_CV.exp()
+    loss_C, mass_C = divergence(name, log_q_CV, log_p_CV, label_C), torch.minimum(q_CV, p_CV).sum(-1)
+    if not want_slope:
+        return Outcome(loss_C, hit_C, mass_C, None)
+    if name == "kl":
+        slope_CV = q_CV.sub_(p_CV)
+    elif name == "ce":
+        slope_CV = q_CV.scatter_add_(1, label_C[:, None], -torch.ones_like(q_CV[:, :1]))
+    else:
+        # lk: divided by the overlap in the log domain, since the overlap may underflow
+        lift_C1 = loss_C[:, None] if name == "lk" else torch.zeros_like(loss_C[:, None])
+        pull_CV = torch.where(log_q_CV < log_p_CV, (log_q_CV + lift_C1).exp(), 0.0)
+        slope_CV = q_CV.mul_(pull_CV.sum(-1, keepdim=True)).sub_(pull_CV)
+    return Outcome(loss_C, hit_C, mass_C, slope_CV.to(logits_CV.dtype) if into is None else into.copy_(slope_CV))
+
+
+def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
+    """[C], from log-probabilities; differentiable."""
+    if name == "ce":
+        return -log_q_CV.gather(1, label_C[:, None])[:, 0]
+    if name == "kl":  # 0 log 0 = 0
+        apart_CV = (log_p_CV - log_q_CV).nan_to_num_(0.0, posinf=torch.inf, neginf=0.0)
+        return torch.linalg.vecdot(log_p_CV.exp(), apart_CV)
+    if name == "tvd":
+        return (log_p_CV.exp() - log_q_CV.exp()).clamp_min(0.0).sum(-1)
+    if name != "lk":
+        raise ValueError(f"loss.name is {name!r}; choose ce, kl, tvd or lk")
+    return -torch.minimum(log_p_CV, log_q_CV).logsumexp(-1)

@@ -1,0 +1,23 @@
+"""When an operator's Triton kernels serve: on CUDA where Triton is installed, and in its interpreter on the CPU, for tests."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from drafttrain.ops import library
+
+
+def serves(x: Tensor) -> bool:
+    """Whether Triton kernels take tensors where x lies; the dtype is the operator's to judge."""
+    if os.environ.get(library.SWITCH) == "off" or not installed():
+        return False
+    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def installed() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,81 @@
+"""Attention of a draft tree's nodes over the paged KV cache that already holds their keys and values.
+
+Shapes: B rows, N nodes, P positions (prefix, then nodes), Q pages, h query heads, k KV heads, g query heads per KV head,
+D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafttrain.kv import visible
+from drafttrain.ops import jit
+from drafttrain.ops.kv_keep import flat
+
+MOST_NODES = 64  # bits of an int64
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def tree_attention(
+    q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BN: Tensor, position_BN: Tensor,
+    scale: float, window: int | None, bound: int,
+) -> Tensor:  # fmt: skip
+    """[B, N, h D]: node i attends to its row's prefix and to the nodes whose bits are set in bits_BN[:, i].
+
+    keys, values: contiguous [Q, page, k, D]; position p of row b lies in page table_BQ[b, p // page], node i at
+    length_B[b] + i. window: a key is seen only if it lies less than so many rotary positions back; position_BN are the
+    nodes', a prefix key's is its place. bound: no row has length + N above it; it alone decides the launch, so a CUDA
+    graph holds for all lengths up to it. A node that sees nothing gets zeros. At most 64 nodes.
+    """
+    if not _serves(q_BNhD):
+        return reference(q_BNhD, keys, values, table_BQ, length_B, bits_BN, position_BN, scale, window, bound)
+    from drafttrain.kernels.triton import tree_attention as kernels
+
+    B, N, h, D = q_BNhD.shape
+    out_BNI = q_BNhD.new_empty(B, N, h * D)
+    for launch in kernels.launches(
+        q_BNhD, keys, values, table_BQ, length_B, bits_BN, position_BN, out_BNI, scale, window, bound
+    ):  # fmt: skip
+        launch.run()
+    return out_BNI
+
+
+def _serves(q_BNhD: Tensor) -> bool:
+    inference = not (torch.is_grad_enabled() and q_BNhD.requires_grad)
+    fits = q_BNhD.shape[1] <= MOST_NODES and q_BNhD.shape[3] <= 256 and q_BNhD.stride(3) == 1
+    return inference and fits and q_BNhD.dtype in DTYPES and jit.serves(q_BNhD)
+
+
+def reference(
+    q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BN: Tensor, position_BN: Tensor,
+    scale: float, window: int | None, bound: int,
+) -> Tensor:  # fmt: skip
+    B, N, h, D = q_BNhD.shape
+    kv_heads, device = keys.shape[2], q_BNhD.device
+    position_BP = torch.arange(bound, device=device).repeat(B, 1)
+    node_BN = length_B[:, None] + torch.arange(N, device=device)
+    seen_BNP = visible(length_B, bound - N, ancestors_of(bits_BN))
+    if window is not None:
+        place_BP = position_BP.scatter(1, node_BN, position_BN)
+        seen_BNP = seen_BNP & (position_BN[..., None] - place_BP[:, None] < window)
+    at_BP = flat(table_BQ, position_BP, keys.shape[1])
+    held_BP = position_BP < length_B[:, None] + N  # what lies beyond may be anything, NaN too
+    k_BPkD, v_BPkD = (pool.flatten(0, 1)[at_BP].float().masked_fill(~held_BP[..., None, None], 0.0) for pool in (keys, values))
+    q_BNkgD = q_BNhD.float().view(B, N, kv_heads, -1, D)
+    score_BkgNP = torch.einsum("bnkgd,bpkd->bkgnp", q_BNkgD, k_BPkD) * scale
+    score_BkgNP = score_BkgNP.masked_fill(~seen_BNP[:, None, None], -torch.inf)
+    law_BkgNP = score_BkgNP.softmax(-1).masked_fill(~seen_BNP.any(-1)[:, None, None, :, None], 0.0)
+    return torch.einsum("bkgnp,bpkd->bnkgd", law_BkgNP, v_BPkD).reshape(B, N, h * D).to(q_BNhD.dtype)
+
+
+def bits_of(ancestor_BNN: Tensor) -> Tensor:
+    """[B, N] int64 from [B, N, N] bool, at most 64 nodes: bit j of entry i is entry [i, j]. Bit 63 is the sign."""
+    node_N = torch.arange(ancestor_BNN.shape[-1], device=ancestor_BNN.device)
+    return (ancestor_BNN.long() << node_N).sum(-1)
+
+
+def ancestors_of(bits_BN: Tensor) -> Tensor:
+    """[B, N, N] bool, the inverse of `bits_of`."""
+    node_N = torch.arange(bits_BN.shape[-1], device=bits_BN.device)
+    return (bits_BN[..., None] >> node_N & 1).bool()

@@ -1,0 +1,129 @@
+"""Divergence of a drafter's law from the target's, and its slope, straight from logits: no probability is kept in memory.
+
+One program reads the two rows of one prediction two or three times: for the normalisers and likeliest tokens, for the sums
+that need these, and once more for a slope that needs those sums. Every lane keeps running values of its own, joined after
+the last step, so that no step waits for another.
+
+Shapes: V the lanes of one step over the vocabulary. q = softmax(logits), p = softmax(law).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from drafttrain.kernels.triton.launch import Launch
+from torch import Tensor
+
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # not -inf: x - LOWEST is never NaN
+STEP = 2048
+
+
+@triton.jit
+def _normalise(row, vocabulary, STEP: tl.constexpr):
+    """(log sum exp, index of the greatest, the lowest of equals)."""
+    top_V, sum_V, best_V = tl.full([STEP], LOWEST, tl.float32), tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.int32)
+    for start in range(0, vocabulary, STEP):
+        at_V = start + tl.arange(0, STEP)
+        x_V = tl.load(row + at_V, mask=at_V < vocabulary, other=float("-inf")).to(tl.float32)
+        more_V, scale_V = x_V > top_V, tl.exp(-tl.abs(x_V - top_V))
+        sum_V = tl.where(more_V, sum_V * scale_V + 1.0, sum_V + scale_V)
+        top_V, best_V = tl.where(more_V, x_V, top_V), tl.where(more_V, at_V, best_V)
+    top = tl.max(top_V, 0)
+    log_sum = top + tl.log(tl.sum(sum_V * tl.exp(top_V - top), 0))
+    return log_sum, tl.min(tl.where(top_V == top, best_V, vocabulary), 0)
+
+
+@triton.jit
+def _laws(start, logits, law, log_sum_q, log_sum_p, vocabulary, STEP: tl.constexpr):
+    """(index, log q, log p) of one step; log 0 past the row's end."""
+    at_V = start + tl.arange(0, STEP)
+    log_q_V = tl.load(logits + at_V, mask=at_V < vocabulary, other=float("-inf")).to(tl.float32) - log_sum_q
+    log_p_V = tl.load(law + at_V, mask=at_V < vocabulary, other=float("-inf")).to(tl.float32) - log_sum_p
+    return at_V, log_q_V, log_p_V
+
+
+@triton.jit
+def pointwise(
+    logits, law, label, loss, hit, mass, slope, vocabulary, logits_C, law_C, slope_C,
+    NAME: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """ce and kl: the slope at a token needs the two laws there, and is written as they are read."""
+    c = tl.program_id(0).to(tl.int64)
+    logits, law, slope, token = logits + c * logits_C, law + c * law_C, slope + c * slope_C, tl.load(label + c)
+    log_sum_q, best_q = _normalise(logits, vocabulary, STEP)
+    log_sum_p, best_p = _normalise(law, vocabulary, STEP)
+    loss_V, mass_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)
+    for start in range(0, vocabulary, STEP):
+        at_V, log_q_V, log_p_V = _laws(start, logits, law, log_sum_q, log_sum_p, vocabulary, STEP)
+        q_V, p_V = tl.exp(log_q_V), tl.exp(log_p_V)
+        mass_V += tl.minimum(q_V, p_V)
+        if NAME == "ce":
+            loss_V += tl.where(at_V == token, -log_q_V, 0.0)
+            slope_V = q_V - tl.where(at_V == token, 1.0, 0.0)
+        else:
+            loss_V += tl.where(p_V > 0, p_V * (log_p_V - log_q_V), 0.0)
+            slope_V = q_V - p_V
+        if SLOPE:
+            tl.store(slope + at_V, slope_V.to(slope.dtype.element_ty), mask=at_V < vocabulary)
+    tl.store(loss + c, tl.sum(loss_V, 0))
+    tl.store(mass + c, tl.sum(mass_V, 0))
+    tl.store(hit + c, best_q == best_p)
+
+
+@triton.jit
+def overlap(
+    logits, law, label, loss, hit, mass, slope, vocabulary, logits_C, law_C, slope_C,
+    NAME: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """tvd and lk. The overlap is summed in the log domain too: it underflows for laws far apart, lk and its slope do not."""
+    c = tl.program_id(0).to(tl.int64)
+    logits, law, slope = logits + c * logits_C, law + c * law_C, slope + c * slope_C
+    log_sum_q, best_q = _normalise(logits, vocabulary, STEP)
+    log_sum_p, best_p = _normalise(law, vocabulary, STEP)
+    mass_V, excess_V, top_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32), tl.full([STEP], LOWEST, tl.float32)
+    sum_V, below_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)  # of min(p, q); of q where it is below p
+    for start in range(0, vocabulary, STEP):
+        _, log_q_V, log_p_V = _laws(start, logits, law, log_sum_q, log_sum_p, vocabulary, STEP)
+        q_V, p_V, least_V = tl.exp(log_q_V), tl.exp(log_p_V), tl.minimum(log_q_V, log_p_V)
+        mass_V += tl.minimum(q_V, p_V)
+        excess_V += tl.maximum(p_V - q_V, 0.0)
+        more_V, scale_V = least_V > top_V, tl.exp(-tl.abs(least_V - top_V))
+        keep_V, add_V = tl.where(more_V, scale_V, 1.0), tl.where(more_V, 1.0, scale_V)
+        sum_V = sum_V * keep_V + add_V
+        below_V = below_V * keep_V + tl.where(log_q_V < log_p_V, add_V, 0.0)
+        top_V = tl.maximum(top_V, least_V)
+    top = tl.max(top_V, 0)
+    scale_V = tl.exp(top_V - top)
+    total, shared = tl.sum(sum_V * scale_V, 0), tl.sum(mass_V, 0)
+    below = tl.sum(below_V * scale_V, 0) / tl.where(total > 0, total, 1.0)
+    if NAME == "lk":
+        lift = -top - tl.log(total)
+        tl.store(loss + c, lift)
+    else:
+        lift, below = 0.0, below * shared
+        tl.store(loss + c, tl.sum(excess_V, 0))
+    tl.store(mass + c, shared)
+    tl.store(hit + c, best_q == best_p)
+    if SLOPE:
+        for start in range(0, vocabulary, STEP):
+            at_V, log_q_V, log_p_V = _laws(start, logits, law, log_sum_q, log_sum_p, vocabulary, STEP)
+            pull_V = tl.where(log_q_V < log_p_V, tl.exp(log_q_V + lift), 0.0)
+            slope_V = tl.exp(log_q_V) * below - pull_V
+            tl.store(slope + at_V, slope_V.to(slope.dtype.element_ty), mask=at_V < vocabulary)
+
+
+def launch(
+    logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str,
+    loss_C: Tensor, hit_C: Tensor, mass_C: Tensor, slope_CV: Tensor | None,
+) -> Launch:  # fmt: skip
+    """What fills the last four; slope_CV may be logits_CV, since every step reads its part before it writes it."""
+    C, V = logits_CV.shape
+    out_CV = logits_CV if slope_CV is None else slope_CV
+    arguments = {
+        "logits": logits_CV, "law": law_logits_CV, "label": label_C.contiguous(), "loss": loss_C, "hit": hit_C, "mass": mass_C,
+        "slope": out_CV, "vocabulary": V, "logits_C": logits_CV.stride(0), "law_C": law_logits_CV.stride(0),
+        "slope_C": out_CV.stride(0), "NAME": name, "SLOPE": slope_CV is not None,
+        "STEP": min(STEP, max(triton.next_power_of_2(V), 128)),
+    }  # fmt: skip
+    return Launch(overlap if name in ("tvd", "lk") else pointwise, (C,), arguments, 8)

@@ -1,0 +1,175 @@
+"""Triton kernels: against their twins in the interpreter or on a GPU, and compiled for the GPUs that are not here; the twins
+against what they stand for. One-process rules are in `triton_cases.py`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.kv import KVCache, additive, seen
+from drafttrain.ops import divergence as divergence_op
+from drafttrain.ops import library
+from drafttrain.ops import tree_attention as attention_op
+from drafttrain.tree import ancestors
+
+CASES = Path(__file__).with_name("triton_cases.py")
+CAPABILITIES = (80, 90)
+SHARED_MEMORY = 163 * 1024  # bytes of a program on sm_80
+SPILLED = 64  # bytes of a thread that a compiler may put aside for its own reasons
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: kernels are not compiled")
+
+
+@needs_triton
+@pytest.mark.parametrize("where", ["interpreter", "cuda"])
+def test_kernels_against_their_twins(where: str) -> None:
+    if where == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    if where == "interpreter" and Version(version("triton")) < Version("3.7") and Version(numpy.__version__) >= Version("2.4"):
+        pytest.skip("Triton's interpreter works with NumPy 2.4 from Triton 3.7 on")
+    environment = {k: v for k, v in os.environ.items() if k not in (library.SWITCH, "TRITON_INTERPRET")}
+    environment |= {"TRITON_INTERPRET": "1"} if where == "interpreter" else {}
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", str(CASES)]
+    run = subprocess.run(command, env=environment, cwd=CASES.parents[2], capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
+
+
+ATTENTION = {
+    # nodes, heads, KV heads, width, dtype, window
+    "decode": (1, 32, 8, 128, torch.bfloat16, None),
+    "tree": (60, 32, 8, 128, torch.bfloat16, None),
+    "tree-window": (60, 32, 8, 128, torch.bfloat16, 4096),
+    "half": (16, 32, 8, 64, torch.float16, None),
+    "width-80": (5, 32, 32, 80, torch.bfloat16, None),
+    "wide": (60, 16, 2, 256, torch.bfloat16, 1024),
+    "single": (7, 8, 1, 128, torch.float32, None),
+    "odd": (3, 3, 3, 10, torch.bfloat16, None),
+}
+
+
+@needs_triton
+@compiles
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention_compiles(case: str, capability: int, tmp_path: Path) -> None:
+    from drafttrain.kernels.triton import tree_attention as kernels
+
+    nodes, heads, kv_heads, width, dtype, window = ATTENTION[case]
+    q, keys = meta(2, nodes, heads, width, dtype=dtype), meta(300, 32, kv_heads, width, dtype=dtype)
+    numbers = (meta(2, 256), meta(2), meta(2, nodes), meta(2, nodes))
+    launches = kernels.launches(q, keys, keys, *numbers, meta(2, nodes, heads * width, dtype=dtype), 0.1, window, 8192)
+    assert len(launches) == 2
+    for launch in launches:
+        check(launch.compile(capability), capability, tmp_path)
+
+
+@needs_triton
+@compiles
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", divergence_op.NAMES)
+def test_divergence_compiles(name: str, capability: int, tmp_path: Path) -> None:
+    from drafttrain.kernels.triton import divergence as kernels
+
+    number, hit = meta(64, dtype=torch.float32), meta(64, dtype=torch.bool)
+    for vocabulary, dtype, sloped in ((128256, torch.bfloat16, True), (50257, torch.float32, False)):
+        logits = meta(64, vocabulary, dtype=dtype)
+        launch = kernels.launch(logits, logits, meta(64), name, number, hit, number, logits if sloped else None)
+        check(launch.compile(capability), capability, tmp_path)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def check(compiled: Any, capability: int, folder: Path) -> None:
+    """A cubin for this GPU, within its shared memory, and no values put aside in local memory."""
+    cubin = compiled.asm["cubin"]
+    assert cubin[:4] == b"\x7fELF" and f"sm_{capability}" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    tool = cuobjdump()
+    if tool is None:
+        pytest.skip("compiled; no cuobjdump to see whether registers spill")
+    (folder / "kernel.cubin").write_bytes(cubin)
+    run = subprocess.run(
+        [tool, "--dump-resource-usage", str(folder / "kernel.cubin")], capture_output=True, text=True, check=True
+    )
+    usage = dict(pair.split(":") for pair in run.stdout.split() if pair.startswith(("STACK:", "LOCAL:")))
+    assert int(usage["STACK"]) <= SPILLED and int(usage["LOCAL"]) <= SPILLED, run.stdout
+
+
+def cuobjdump() -> str | None:
+    """From PATH, the CUDA toolkit, or beside Triton's own assembler."""
+    import triton
+
+    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    return shutil.which("cuobjdump", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", str(bundled)]))
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(("nodes", "groups"), [(1, 1), (6, 4), (64, 2)])
+def test_attention_twin_is_torchs_attention(nodes: int, groups: int, window: int | None) -> None:
+    torch.manual_seed(nodes)
+    rows, kv_heads, width, lengths = 3, 2, 16, torch.tensor([40, 0, 17])
+    kv = KVCache(1, rows, 150, pages=15)
+    kv.allocate(kv_heads, width, torch.float32)
+    for row in (1, 2, 0):
+        kv.reserve(row, 150)
+    past, new = torch.randn(2, rows, kv_heads, 40, width), torch.randn(2, rows, kv_heads, nodes, width)
+    kv.write(0, *past)
+    kv.keep(torch.arange(40).expand(rows, 40), lengths)
+    keys_BkPD, values_BkPD = kv.write(0, *new)
+    parents = [[-1] + [int(torch.randint(0, i, ())) for i in range(1, nodes)] for _ in range(rows)]
+    ancestor = ancestors(torch.tensor(parents))
+    position, q = lengths[:, None] + ancestor.sum(-1) - 1, torch.randn(rows, nodes, kv_heads * groups, width)
+    mask = additive(seen(kv, ancestor, position, window), q.dtype)
+    wanted = F.scaled_dot_product_attention(q.transpose(1, 2), keys_BkPD, values_BkPD, mask, scale=0.3, enable_gqa=True)
+    bits, bound = attention_op.bits_of(ancestor), 40 + nodes
+    found = attention_op.reference(q, *kv.layer(0), kv.table_BQ, kv.length_B, bits, position, 0.3, window, bound)
+    torch.testing.assert_close(found, wanted.transpose(1, 2).flatten(2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 63, 64])
+def test_bits(nodes: int) -> None:
+    torch.manual_seed(nodes)
+    ancestor = torch.rand(3, nodes, nodes) < 0.5
+    ancestor[0] = True
+    bits = attention_op.bits_of(ancestor)
+    assert bits.dtype == torch.int64 and torch.equal(attention_op.ancestors_of(bits), ancestor)
+    assert bits[0, 0] == (-1 if nodes == 64 else 2**nodes - 1)
+
+
+@pytest.mark.parametrize("name", divergence_op.NAMES)
+def test_divergence_twins_slope_is_its_gradient(name: str) -> None:
+    torch.manual_seed(0)
+    logits, law, label = torch.randn(5, 301) * 3, torch.randn(5, 301) * 3, torch.randint(0, 301, (5,))
+    law[:, :40] = -torch.inf
+    found = divergence_op.reference(logits, law, label, name, want_slope=True)
+    exact = logits.double().requires_grad_()
+    loss = divergence_op.divergence(name, exact.log_softmax(-1), law.double().log_softmax(-1), label)
+    torch.testing.assert_close(found.loss_C.double(), loss.detach(), rtol=1e-5, atol=1e-6)
+    (slope,) = torch.autograd.grad(loss.sum(), exact)
+    torch.testing.assert_close(found.slope_CV.double(), slope, rtol=1e-4, atol=1e-6)
+    overlap = torch.minimum(logits.softmax(-1), law.softmax(-1)).sum(-1)
+    torch.testing.assert_close(found.mass_C, overlap)
+    into = torch.full_like(logits, torch.nan)
+    assert divergence_op.outcome(logits, law, label, name, True, into).slope_CV is into and torch.equal(into, found.slope_CV)
+
+
+def test_an_unknown_divergence_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'kll'; choose ce, kl, tvd or lk"):
+        divergence_op.outcome(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), "kll", False)

@@ -1,0 +1,242 @@
+"""Every Triton kernel against its plain-torch twin. `test_triton.py` runs this file in a process of its own: in Triton's
+interpreter, which must be chosen before Triton is imported, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain.kv import PAGE
+from drafttrain.ops import divergence as divergence_op
+from drafttrain.ops import jit
+from drafttrain.ops import tree_attention as attention_op
+from drafttrain.tree import ancestors
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh tensors hold NaN, so that an element that a kernel forgets is seen."""
+    for owner, name in ((torch, "empty_like"), (torch, "empty"), (torch.Tensor, "new_empty")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, original=original, **k: poisoned(original(*a, **k)))
+
+
+def poisoned(x: Tensor) -> Tensor:
+    return x.fill_(torch.nan) if x.is_floating_point() else x.fill_(1)
+
+
+@dataclass(frozen=True)
+class Case:
+    nodes: int
+    groups: int
+    kv_heads: int
+    width: int
+    lengths: tuple[int, ...]
+    window: int | None = None
+    slack: int = 0  # of the bound above the longest row
+
+
+CASES = {
+    "one node": Case(1, 4, 1, 64, (70,)),
+    "no prefix": Case(5, 1, 2, 16, (0, 0)),
+    "ragged": Case(5, 8, 1, 80, (0, 31, 32, 97)),
+    "bit 63": Case(64, 2, 1, 64, (40,)),
+    "several blocks of rows": Case(64, 8, 1, 16, (67,)),
+    "33 nodes": Case(33, 1, 3, 128, (64, 5)),
+    "odd width": Case(3, 2, 2, 10, (33,)),
+    "narrow window": Case(16, 2, 2, 16, (0, 90, 200), window=3),
+    "window": Case(16, 4, 1, 64, (100, 33), window=50),
+    "splits": Case(5, 4, 2, 64, (300, 0, 97)),
+    "more splits than keys": Case(1, 2, 1, 80, (2, 130), slack=1500),
+    "splits and window": Case(16, 1, 1, 128, (500, 300), window=310, slack=100),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Rows with pages of their own in any order; whatever no row owns is NaN, the rest of a row's last page too."""
+
+    q_BNhD: Tensor
+    keys: Tensor
+    values: Tensor
+    table_BQ: Tensor
+    length_B: Tensor
+    bits_BN: Tensor
+    position_BN: Tensor
+
+    @staticmethod
+    def of(case: Case, dtype: torch.dtype) -> Inputs:
+        rows, nodes, heads = len(case.lengths), case.nodes, case.groups * case.kv_heads
+        owned = [-(-(length + nodes) // PAGE) for length in case.lengths]
+        page = torch.randperm(sum(owned) + 3).tolist()
+        nobodys = page.pop()
+        table_BQ = torch.full((rows, max(owned) + 1), nobodys)
+        store = torch.full((2, sum(owned) + 3, PAGE, case.kv_heads, case.width), torch.nan)
+        for row, length in enumerate(case.lengths):
+            for p in range(length + nodes):
+                if p % PAGE == 0:
+                    table_BQ[row, p // PAGE] = page.pop()
+                store[:, table_BQ[row, p // PAGE], p % PAGE] = torch.randn(2, case.kv_heads, case.width)
+        parents = [[-1] + [int(torch.randint(0, i, ())) for i in range(1, nodes)] for _ in range(rows)]
+        ancestor_BNN, length_B = ancestors(torch.tensor(parents)), torch.tensor(case.lengths)
+        q_BNhD = torch.randn(rows, nodes, heads + 2, case.width).to(DEVICE, dtype)[:, :, 1:-1]  # a part of what was projected
+        keys, values = store.to(DEVICE, dtype)
+        bits_BN, position_BN = attention_op.bits_of(ancestor_BNN), length_B[:, None] + ancestor_BNN.sum(-1) - 1
+        return Inputs(q_BNhD, keys, values, *(x.to(DEVICE) for x in (table_BQ, length_B, bits_BN, position_BN)))
+
+    def through(self, function: Callable[..., Tensor], case: Case) -> Tensor:
+        bound = max(case.lengths) + case.nodes + case.slack
+        return function(*self.fields(), case.width**-0.5, case.window, bound)
+
+    def fields(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.__dataclass_fields__]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_tree_attention(case: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(len(case))
+    inputs = Inputs.of(CASES[case], dtype)
+    assert attention_op._serves(inputs.q_BNhD)
+    found = inputs.through(attention_op.tree_attention, CASES[case])
+    wanted = inputs.through(attention_op.reference, CASES[case])
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_the_cases_split_or_not() -> None:
+    from drafttrain.kernels.triton import tree_attention as kernels
+
+    def kernels_of(case: Case) -> int:
+        inputs = Inputs.of(case, torch.float16)
+        out, bound = inputs.q_BNhD, max(case.lengths) + case.nodes + case.slack
+        return len(kernels.launches(*inputs.fields(), out, 1.0, case.window, bound))
+
+    assert [kernels_of(case) for case in CASES.values()] == [1] * 9 + [2] * 3
+
+
+@pytest.mark.parametrize("splits", [1, 5, 20])
+def test_any_number_of_splits_gives_one_result(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    from drafttrain.kernels.triton import tree_attention as kernels
+
+    monkeypatch.setattr(kernels, "splits", lambda *_: splits)
+    case = Case(9, 2, 1, 16, (0, 260), window=200)
+    inputs = Inputs.of(case, torch.float32)
+    found, wanted = (inputs.through(f, case) for f in (attention_op.tree_attention, attention_op.reference))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_node_that_sees_nothing_gets_zeros() -> None:
+    case = Case(4, 2, 1, 16, (0, 200), slack=500)
+    inputs = Inputs.of(case, torch.float32)
+    inputs.bits_BN[:, 2] = 0
+    inputs.length_B[1] = 0  # its first positions count as the nodes
+    for function in (attention_op.tree_attention, attention_op.reference):
+        out = inputs.through(function, case)
+        assert torch.equal(out[:, 2], torch.zeros_like(out[:, 2])) and out[:, 3].abs().sum() > 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+def test_a_captured_graph_follows_the_lengths() -> None:
+    case = Case(8, 4, 2, 64, (700, 20))
+    inputs = Inputs.of(case, torch.bfloat16)
+    inputs.through(attention_op.tree_attention, case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = inputs.through(attention_op.tree_attention, case)
+    for lengths in ((700, 20), (3, 0), (257, 19)):
+        inputs.length_B.copy_(torch.tensor(lengths))
+        graph.replay()
+        torch.testing.assert_close(found, inputs.through(attention_op.reference, case), rtol=2e-2, atol=2e-2)
+
+
+def laws(rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits, law's logits, labels); some of the law's are -inf."""
+    logits, law = (torch.randn(2, rows, vocabulary, device=DEVICE) * 4).to(dtype)
+    law[0, vocabulary // 2 + 1 :] = -torch.inf
+    return logits, law, torch.randint(0, vocabulary, (rows,), device=DEVICE)
+
+
+def defined(name: str, logits: Tensor, law: Tensor, label: Tensor) -> Tensor:
+    """The definitions as they stand on paper."""
+    q, p = logits.softmax(-1), law.softmax(-1)
+    if name == "ce":
+        return -q.gather(1, label[:, None])[:, 0].log()
+    if name == "kl":
+        return (torch.special.xlogy(p, p) - p * logits.log_softmax(-1)).sum(-1)
+    overlap = torch.minimum(q, p).sum(-1)
+    return -overlap.log() if name == "lk" else 1 - overlap
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [1, 17, 2048, 5003])
+@pytest.mark.parametrize("name", divergence_op.NAMES)
+def test_divergence(name: str, vocabulary: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(vocabulary)
+    logits, law, label = laws(3, vocabulary, dtype)
+    assert jit.serves(logits)
+    found = divergence_op.outcome(logits, law, label, name, want_slope=True)
+    wanted = divergence_op.reference(logits, law, label, name, want_slope=True)
+    assert torch.equal(found.hit_C, wanted.hit_C)
+    torch.testing.assert_close(found.loss_C, wanted.loss_C, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.mass_C, wanted.mass_C, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.slope_CV, wanted.slope_CV, rtol=max(TOLERANCE[dtype], 1e-4), atol=1e-6)
+    exact = logits.double().requires_grad_()
+    losses = defined(name, exact, law.double(), label)
+    torch.testing.assert_close(found.loss_C.double(), losses, rtol=1e-5, atol=1e-5)
+    (slope,) = torch.autograd.grad(losses.sum(), exact)
+    torch.testing.assert_close(found.slope_CV.double(), slope, rtol=max(TOLERANCE[dtype], 1e-4), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", divergence_op.NAMES)
+def test_divergence_where_it_is_told(name: str) -> None:
+    """The slope over the logits themselves, rows of a wider tensor, nothing but the loss."""
+    wide, law, label = laws(4, 2500, torch.float32)
+    logits = wide[:, 100:2400]
+    arguments = (law[:, :2300], label % 2300, name)
+    wanted = divergence_op.reference(logits, *arguments, want_slope=True)
+    plain = divergence_op.outcome(logits, *arguments, want_slope=False)
+    assert plain.slope_CV is None
+    torch.testing.assert_close(plain.loss_C, wanted.loss_C, rtol=1e-5, atol=1e-5)
+    before = wide.clone()
+    found = divergence_op.outcome(logits, *arguments, want_slope=True, into=logits)
+    assert found.slope_CV is logits
+    torch.testing.assert_close(logits, wanted.slope_CV, rtol=1e-4, atol=1e-6)
+    assert torch.equal(wide[:, :100], before[:, :100]) and torch.equal(wide[:, 2400:], before[:, 2400:])
+    assert not len(divergence_op.outcome(logits[:0], arguments[0][:0], label[:0], name, want_slope=True).loss_C)
+
+
+@pytest.mark.parametrize("function", [divergence_op.outcome, divergence_op.reference])
+def test_divergence_at_its_limits(function: Any) -> None:
+    """An overlap that underflows, laws that are one, ties of the likeliest token."""
+    torch.manual_seed(0)
+    far, law = torch.randn(2, 1, 3000, device=DEVICE)
+    far[0, 2999], law[0, 7] = 300.0, 300.0
+    label = torch.tensor([7], device=DEVICE)
+    exact = far.double().requires_grad_()
+    loss = defined("lk", exact, law.double(), label)
+    (slope,) = torch.autograd.grad(loss.sum(), exact)
+    found = function(far, law, label, "lk", True)
+    assert found.mass_C.item() == 0.0 and not found.hit_C.item()
+    torch.testing.assert_close(found.loss_C.double(), loss.detach())
+    torch.testing.assert_close(found.slope_CV.double(), slope, rtol=1e-3, atol=1e-6)
+    far = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, 1.0, 1.0, 1.0]], device=DEVICE)
+    law = torch.tensor([[0.0, 5.0, 5.0, 5.0], [1.0, 2.0, 2.0, 0.0], [0.0, 1.0, 1.0, 1.0]], device=DEVICE)
+    for name in divergence_op.NAMES:
+        found = function(far, law, torch.zeros(3, dtype=torch.long, device=DEVICE), name, True)
+        assert found.hit_C.tolist() == [True, False, True]
+        if name != "ce":
+            torch.testing.assert_close(found.slope_CV[2], torch.zeros(4, device=DEVICE), rtol=0, atol=1e-6)
+    steps, law = torch.zeros(2, 1, 5000, device=DEVICE)
+    steps[0, [100, 101, 100 + 2048, 4900]], law[0, 100] = 2.0, 2.0
+    assert function(steps, law, label, "kl", False).hit_C.item()
