@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from drafttrain.kv import KVCache, additive, seen
 from drafttrain.ops import library
+from drafttrain.ops.append import append
 from drafttrain.ops.rms_norm import norm
+from drafttrain.ops.tree_attention import bits_of, tree_attention
 
 FEW = 64  # new positions up to which the compiled operator is the faster; it reads pages where they lie
 
@@ -45,10 +47,14 @@ class Step:
         self.kv, self.position_BN, self.cos_MD, self.sin_MD = kv, position_BN, cos_MD, sin_MD
         self.ancestor_BNN = ancestor_BNN
         self._angles: tuple[Tensor, Tensor] | None = None
+        self._bits_BN: Tensor | None = None
         self._masks: dict[tuple[int | None, int], Tensor | None] = {}
         self.compiled = (
             kv is not None and position_BN.shape[1] <= FEW and library.serves(cos_MD) and cos_MD.shape[1] in range(2, 257, 2)
         )
+        # on a GPU the append and the attention are two kernels, and neither asks how long a text is
+        fixed = kv is not None and (kv.bound is not None or cos_MD.is_cuda)
+        self.in_two = fixed and not self.compiled and position_BN.shape[1] <= FEW and not torch.is_grad_enabled()
         if self.compiled:
             self.position_BN = position_BN.contiguous()
             self.ancestor_BNN = None if ancestor_BNN is None else ancestor_BNN.contiguous()
@@ -59,6 +65,17 @@ class Step:
             self._angles = (self.cos_MD[self.position_BN][:, :, None], self.sin_MD[self.position_BN][:, :, None])
         cos_BN1D, sin_BN1D = self._angles
         return torch.addcmul(x_BNhD * cos_BN1D, x_BNhD.roll(x_BNhD.shape[-1] // 2, -1), sin_BN1D)
+
+    @property
+    def bits_BN(self) -> Tensor:
+        """What each new position sees of the new ones, as bits."""
+        if self._bits_BN is None:
+            B, N = self.position_BN.shape
+            ancestor_BNN = self.ancestor_BNN
+            if ancestor_BNN is None:
+                ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=self.position_BN.device).tril().expand(B, N, N)
+            self._bits_BN = bits_of(ancestor_BNN)
+        return self._bits_BN
 
     def mask(self, window: int | None, groups: int) -> Tensor | None:
         """Additive mask over each KV head's rows; None where everything before a position is seen."""
@@ -83,13 +100,20 @@ def attend(qkv_BNX: Tensor, step: Step, layer: int, shape: Heads) -> Tensor:
 
     qkv_BNX: query heads, then key heads, then value heads, as projected.
     """
-    if not (step.compiled and qkv_BNX.is_contiguous() and step.kv is not None):
-        return reference(qkv_BNX, step, layer, shape)
     kv = step.kv
+    if kv is None or not (step.compiled or step.in_two) or not qkv_BNX.is_contiguous():
+        return reference(qkv_BNX, step, layer, shape)
     keys, values = kv.layer(layer)
     q_weight, k_weight, eps = (None, None, 0.0)
     if shape.q_norm is not None:
         q_weight, k_weight, eps = shape.q_norm.weight, shape.k_norm.weight, shape.q_norm.variance_epsilon
+    if step.in_two:
+        at = (step.position_BN, kv.table_BQ, kv.length_B, keys, values)
+        q_BNhD = append(qkv_BNX, step.cos_MD, step.sin_MD, q_weight, k_weight, eps, *at, shape.heads)
+        return tree_attention(
+            q_BNhD, keys, values, kv.table_BQ, kv.length_B, step.bits_BN, step.position_BN, shape.scale, shape.window,
+            kv.longest + qkv_BNX.shape[1],
+        )  # fmt: skip
     out_BNI = qkv_BNX.new_empty(*qkv_BNX.shape[:2], shape.heads * shape.width)
     torch.ops.drafttrain.attend(
         qkv_BNX, step.cos_MD, step.sin_MD, q_weight, k_weight, eps, shape.scale, shape.window or 0,

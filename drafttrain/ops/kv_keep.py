@@ -26,7 +26,8 @@ def kv_keep(store: Tensor, table_BQ: Tensor, length_B: Tensor, path_BA: Tensor, 
 def reference(store: Tensor, table_BQ: Tensor, length_B: Tensor, path_BA: Tensor, count_B: Tensor) -> None:
     column_A = torch.arange(path_BA.shape[1], device=path_BA.device)
     counts_BA = column_A < count_B[:, None]
-    if not bool(((path_BA != column_A) & counts_BA).any()):
+    # on other devices the question would cost more than the copy: the host would wait for the answer
+    if path_BA.device.type == "cpu" and not bool(((path_BA != column_A) & counts_BA).any()):
         return
     target_BA = flat(table_BQ, length_B[:, None] + torch.where(counts_BA, column_A, 0), store.shape[3])
     source_BA = flat(table_BQ, length_B[:, None] + torch.where(counts_BA, path_BA, 0), store.shape[3])

@@ -301,4 +301,4 @@ def test_the_library_is_built_once(tmp_path: Path) -> None:
     first, second = state_in(environment), state_in(environment)
     assert "compiled for this CPU" in first and first.endswith("|building the CPU operators: once, up to a minute")
     assert second.endswith("|")
-    assert [p.name for p in tmp_path.glob("drafttrain/kernels/*/*")] == ["drafttrain_ops.so"]
+    assert [p.name for p in tmp_path.glob("drafttrain/kernels/*/*.so")] == ["drafttrain_ops.so"]

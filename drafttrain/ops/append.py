@@ -1,0 +1,68 @@
+"""What comes between a layer's projection and its attention: q/k norm, rotary embedding, keys and values into the cache.
+
+On a GPU one kernel; on a CPU the compiled `attend` does it itself, and this is its twin.
+
+Shapes: B rows, N new positions, M rotary positions, Q pages of a row, h query heads, k KV heads, D head width,
+X = (h + 2 k) D.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafttrain.ops import library
+from drafttrain.ops.kv_keep import flat
+
+WIDEST = 256
+
+
+def append(
+    qkv_BNX: Tensor, cos_MD: Tensor, sin_MD: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+    position_BN: Tensor, table_BQ: Tensor, length_B: Tensor, keys: Tensor, values: Tensor, heads: int,
+) -> Tensor:  # fmt: skip
+    """query_BNhD, normed and turned; node i's keys and values are in keys, values [pages, page, k, D] at length + i.
+
+    qkv_BNX: query heads, then key heads, then value heads, as projected. q_weight, k_weight: each head's RMS norm, None for
+    none. The sines carry the sign of the half they meet: the first half of a vector meets -sin. position_BN: the nodes'
+    rotary positions. The caller sees to it that length + N stays within the table's pages.
+    """
+    if not _serves(qkv_BNX, keys, values):
+        return reference(
+            qkv_BNX, cos_MD, sin_MD, q_weight, k_weight, eps, position_BN, table_BQ, length_B, keys, values, heads
+        )  # fmt: skip
+    query_BNhD = qkv_BNX.new_empty(*position_BN.shape, heads, keys.shape[-1])
+    torch.ops.drafttrain.append(
+        qkv_BNX, cos_MD, sin_MD, q_weight, k_weight, eps, position_BN.contiguous(), table_BQ.contiguous(),
+        length_B.contiguous(), keys, values, query_BNhD,
+    )  # fmt: skip
+    return query_BNhD
+
+
+def _serves(qkv_BNX: Tensor, keys: Tensor, values: Tensor) -> bool:
+    whole = qkv_BNX.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
+    fits = keys.shape[-1] in range(2, WIDEST + 1, 2) and keys.dtype == qkv_BNX.dtype
+    return qkv_BNX.is_cuda and whole and fits and library.serves(qkv_BNX)
+
+
+def reference(
+    qkv_BNX: Tensor, cos_MD: Tensor, sin_MD: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+    position_BN: Tensor, table_BQ: Tensor, length_B: Tensor, keys: Tensor, values: Tensor, heads: int,
+) -> Tensor:  # fmt: skip
+    _, page, kv_heads, D = keys.shape
+    mixed_BNhD = qkv_BNX.view(*qkv_BNX.shape[:2], -1, D)
+    q_BNhD, k_BNhD, v_BNhD = torch.split(mixed_BNhD, [heads, kv_heads, kv_heads], 2)
+    cos_BN1D, sin_BN1D = cos_MD[position_BN][:, :, None].float(), sin_MD[position_BN][:, :, None].float()
+
+    def turned(x_BNhD: Tensor, weight_D: Tensor | None) -> Tensor:
+        wide_BNhD = x_BNhD.float()
+        if weight_D is not None:
+            scale_BNh1 = torch.rsqrt(wide_BNhD.square().mean(-1, keepdim=True) + eps)
+            wide_BNhD = ((wide_BNhD * scale_BNh1).to(x_BNhD.dtype) * weight_D).float()
+        return (wide_BNhD * cos_BN1D + wide_BNhD.roll(D // 2, -1) * sin_BN1D).to(x_BNhD.dtype)
+
+    node_N = torch.arange(position_BN.shape[1], device=keys.device)
+    at_BN = flat(table_BQ, length_B[:, None] + node_N, page)
+    keys.view(-1, kv_heads, D)[at_BN] = turned(k_BNhD, k_weight)
+    values.view(-1, kv_heads, D)[at_BN] = v_BNhD
+    return turned(q_BNhD, q_weight)

@@ -1,0 +1,74 @@
+"""The best nodes of a tree of candidates as a tree of its own: EAGLE-2's reranking (arXiv 2406.16858, section 4.2).
+
+Shapes: B rows, M candidates (root included), N nodes kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafttrain.ops import library
+from drafttrain.ops import top as top_op
+from drafttrain.ops import tree_links as links_op
+
+MOST_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A tree of N nodes; all int64, [B, N].
+
+    kept_BN: the candidate that each node was, ascending. parent_BN, depth_BN, bits_BN: as for `tree_links`. child_BN,
+    sibling_BN: each node's first child, and the next child of its parent; -1 where there is none.
+    """
+
+    kept_BN: Tensor
+    parent_BN: Tensor
+    depth_BN: Tensor
+    bits_BN: Tensor
+    child_BN: Tensor
+    sibling_BN: Tensor
+
+
+def build_tree(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
+    """Keep the root and the candidates of the highest scores, `nodes` in all, in the candidates' order.
+
+    score_BM: float32, a path's log-probability: no child's exceeds its parent's, so that what is kept is a tree; among
+    equals the lower index is kept. The root's is not read. parent[0] = -1, parent[i] < i.
+
+    Example: parents (-1, 0, 0, 1, 2), scores (0, -1, -2, -1.5, -9), 4 nodes: candidates 0, 1, 2, 3 are kept.
+    """
+    candidates = parent_BM.shape[1]
+    if not 1 <= nodes <= min(candidates, links_op.MOST_NODES) or candidates > MOST_CANDIDATES:
+        raise ValueError(
+            f"{nodes} nodes of {candidates} candidates; a tree has 1 to {links_op.MOST_NODES} nodes, no more than there are "
+            f"candidates, and those are at most {MOST_CANDIDATES}"
+        )
+    if not library.serves(score_BM):
+        return reference(parent_BM, score_BM, nodes)
+    built = Built(*(torch.empty(len(parent_BM), nodes, dtype=torch.long, device=parent_BM.device) for _ in range(6)))
+    torch.ops.drafttrain.build_tree(
+        parent_BM.contiguous(), score_BM.contiguous(), built.kept_BN, built.parent_BN, built.depth_BN, built.bits_BN,
+        built.child_BN, built.sibling_BN,
+    )  # fmt: skip
+    return built
+
+
+def reference(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
+    rooted_BM = torch.cat([torch.full_like(score_BM[:, :1], torch.inf), score_BM[:, 1:]], 1)
+    kept_BN = top_op.reference(rooted_BM, nodes)[1].sort(-1).values
+    above_BN = parent_BM.gather(1, kept_BN)
+    parent_BN = (kept_BN[:, None] <= above_BN[..., None]).sum(-1) - 1  # the place of a kept candidate among those kept
+    depth_BN, bits_BN = links_op.reference(parent_BN)
+    node_N = torch.arange(nodes, device=parent_BM.device)
+    child_BNN = parent_BN[:, None] == node_N[:, None]
+    sibling_BNN = (parent_BN[:, None] == parent_BN[..., None]) & (node_N > node_N[:, None])
+    return Built(kept_BN, parent_BN, depth_BN, bits_BN, _first(child_BNN), _first(sibling_BNN))
+
+
+def _first(holds_BNN: Tensor) -> Tensor:
+    """[B, N]: the first column that holds in each row, -1 where none does."""
+    return torch.where(holds_BNN.any(-1), holds_BNN.long().argmax(-1), -1)

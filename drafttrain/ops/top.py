@@ -1,0 +1,46 @@
+"""The greatest entries of rows of logits, in one order on every device.
+
+Shapes: M rows, V vocabulary, k choices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafttrain.ops import library
+
+MOST = 64  # choices that the compiled operator finds
+
+
+def top(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(value_Mk float32, index_Mk): greatest first, the lower index first among equals; k = 1 is the argmax.
+
+    NaN counts as least, both zeros as equal. ids, [V], renames the indices: a draft vocabulary's ids in the target's. Values
+    are exact, no rounding; the compiled operator has no gradient.
+    """
+    if not (library.serves(logits_MV) and k <= MOST):
+        return reference(logits_MV, k, ids)
+    value_Mk = logits_MV.new_empty(len(logits_MV), k, dtype=torch.float32)
+    index_Mk = logits_MV.new_empty(len(logits_MV), k, dtype=torch.long)
+    torch.ops.drafttrain.top(logits_MV.contiguous(), ids, value_Mk, index_Mk)
+    return value_Mk, index_Mk
+
+
+def reference(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    key_MV = keys(logits_MV)
+    index_Mk = 2**32 - 1 - (key_MV.topk(k, -1).values & 2**32 - 1)
+    value_Mk = logits_MV.float().gather(1, index_Mk)
+    return value_Mk, index_Mk if ids is None else ids[index_Mk]
+
+
+def keys(value_MV: Tensor) -> Tensor:
+    """[M, V] int64, all of a row different: in the order of `top`, with the index in the lower 32 bits, counted down.
+
+    Read as an integer, a positive float keeps its order; a negative one's is turned around.
+    """
+    plain_MV = value_MV.float() + 0.0  # -0 becomes 0
+    bits_MV = plain_MV.detach().view(torch.int32).long()
+    order_MV = torch.where(bits_MV < 0, -(bits_MV + 2**31) - 1, bits_MV).masked_fill(plain_MV.isnan(), -(2**31))
+    index_V = torch.arange(value_MV.shape[-1], device=value_MV.device)
+    return order_MV * 2**32 + (2**32 - 1 - index_V)

@@ -1,0 +1,115 @@
+// Draft trees on a CPU: the likeliest tokens, the choice among candidates, and what follows from parents.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <optional>
+
+#include "../include/drafttrain/simd.h"
+#include "../include/drafttrain/top.h"
+#include "../include/drafttrain/tree.h"
+
+namespace {
+
+using namespace drafttrain;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <typename T>
+T* data(const Tensor& x) {
+    return static_cast<T*>(x.data_ptr());
+}
+
+// The k greatest keys of a row in descending order; whole vectors that hold nothing above the k-th are passed over.
+template <typename T>
+void top_keys(const T* x, int64_t width, int64_t k, uint64_t* keys) {
+    std::fill(keys, keys + k, 0);
+    for (int64_t start = 0; start < width; start += kLanes) {
+        const int64_t stop = std::min<int64_t>(width, start + kLanes);
+        if (keys[k - 1] != 0 && stop - start == kLanes) {
+            const Floats v = load(x + start);
+            if (greatest(v == v ? v : all(-INFINITY)) <= value_of(keys[k - 1])) continue;
+        }
+        for (int64_t i = start; i < stop; i++) {
+            const uint64_t key = top_key(to_float(x[i]), uint32_t(i));
+            if (key < keys[k - 1]) continue;
+            int64_t at = k - 1;
+            for (; at > 0 && key > keys[at - 1]; at--) keys[at] = keys[at - 1];
+            keys[at] = key;
+        }
+    }
+}
+
+template <typename T>
+void top_of(const Tensor& logits, const int64_t* ids, const Tensor& value, const Tensor& index) {
+    const int64_t rows = logits.size(0), width = logits.size(1), k = value.size(1);
+    const auto some = [&](int64_t begin, int64_t end) {
+        uint64_t keys[kMostTop];
+        for (int64_t r = begin; r < end; r++) {
+            top_keys(data<T>(logits) + r * width, width, k, keys);
+            for (int64_t i = 0; i < k; i++) {
+                data<float>(value)[r * k + i] = value_of(keys[i]);
+                data<int64_t>(index)[r * k + i] = ids == nullptr ? int64_t(index_of(keys[i])) : ids[index_of(keys[i])];
+            }
+        }
+    };
+    if (rows == 1)
+        some(0, 1);
+    else
+        torch::stable::parallel_for(0, rows, 1, some);
+}
+
+void top(const Tensor& logits, const std::optional<Tensor>& ids, const Tensor& value, const Tensor& index) {
+    const int64_t k = value.size(1);
+    STD_TORCH_CHECK(k >= 1 && k <= kMostTop && k <= logits.size(1), "top finds 1 to 64 of a row, and no more than there are");
+    STD_TORCH_CHECK(value.scalar_type() == ScalarType::Float, "top's values are float32");
+    const int64_t* names = ids ? data<int64_t>(*ids) : nullptr;
+    if (logits.scalar_type() == ScalarType::Float)
+        top_of<float>(logits, names, value, index);
+    else if (logits.scalar_type() == ScalarType::BFloat16)
+        top_of<BFloat16>(logits, names, value, index);
+    else
+        STD_TORCH_CHECK(false, "the CPU operators take float32 and bfloat16");
+}
+
+void tree_links(const Tensor& parent, const Tensor& depth, const Tensor& bits) {
+    const int64_t nodes = parent.size(1);
+    STD_TORCH_CHECK(nodes <= kMostNodes, "trees have at most 64 nodes");
+    for (int64_t i = 0; i < parent.numel(); i++) {
+        const Links links = links_of(data<int64_t>(parent) + i / nodes * nodes, int(i % nodes));
+        data<int64_t>(depth)[i] = links.depth, data<int64_t>(bits)[i] = links.bits;
+    }
+}
+
+void build_tree(const Tensor& parent, const Tensor& score, const Tensor& kept, const Tensor& new_parent, const Tensor& depth,
+                const Tensor& bits, const Tensor& child, const Tensor& sibling) {
+    const int64_t batch = parent.size(0), candidates = parent.size(1);
+    const int nodes = int(kept.size(1));
+    STD_TORCH_CHECK(nodes >= 1 && nodes <= kMostNodes && nodes <= candidates && candidates <= kMostCandidates,
+                    "trees have 1 to 64 nodes, of as many to 1024 candidates");
+    STD_TORCH_CHECK(score.scalar_type() == ScalarType::Float, "scores are float32");
+    const BuiltRow built = {data<int64_t>(kept), data<int64_t>(new_parent), data<int64_t>(depth),
+                            data<int64_t>(bits), data<int64_t>(child),      data<int64_t>(sibling)};
+    for (int64_t b = 0; b < batch; b++) {
+        uint64_t keys[kMostCandidates];
+        int64_t chosen[kMostNodes], above[kMostNodes];
+        for (int64_t c = 0; c < candidates; c++) keys[c] = candidate_key(data<float>(score) + b * candidates, int(c));
+        std::nth_element(keys, keys + nodes - 1, keys + candidates, std::greater<>());
+        for (int i = 0; i < nodes; i++) chosen[i] = index_of(keys[i]);
+        const BuiltRow row = built.at(b, nodes);
+        for (int i = 0; i < nodes; i++) row.place(chosen, nodes, i, data<int64_t>(parent) + b * candidates, above);
+        for (int i = 0; i < nodes; i++) row.link(above, nodes, i);
+    }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
+    m.impl("top", TORCH_BOX(&top));
+    m.impl("tree_links", TORCH_BOX(&tree_links));
+    m.impl("build_tree", TORCH_BOX(&build_tree));
+}

@@ -1,0 +1,75 @@
+// What follows from the parents of a tree of at most 64 nodes, node by node, for host and device: a node needs no other's
+// result. Node 0 is the root, parent[0] = -1, every parent precedes its children.
+//
+// The example of tree.py, parent (-1, 0, 0, 1): depth (0, 1, 1, 2), bits (1, 3, 5, 11), child (1, 3, -1, -1),
+// sibling (-1, 2, -1, -1).
+#pragma once
+
+#include <cstdint>
+
+#include "both.h"
+#include "top.h"
+
+namespace drafttrain {
+
+constexpr int kMostNodes = 64;
+constexpr int kMostCandidates = 1024;
+
+struct Links {
+    int64_t depth, bits;  // bit j: node j is this one or an ancestor of it
+};
+
+DRAFTTRAIN_BOTH Links links_of(const int64_t* parent, int node) {
+    Links links = {0, 1};
+    while (node > 0) {
+        links.depth++, links.bits |= int64_t(uint64_t(1) << node);
+        node = parent[node] < node ? int(parent[node]) : 0;  // no parent behind its child, whatever stands there: walks end
+    }
+    return links;
+}
+
+// The first node from `start` on with this parent, or -1.
+DRAFTTRAIN_BOTH int64_t next_child(const int64_t* parent, int start, int nodes, int64_t of) {
+    for (int i = start; i < nodes; i++)
+        if (parent[i] == of) return i;
+    return -1;
+}
+
+// A candidate's key in the choice of the best: the root, candidate 0, before all others.
+DRAFTTRAIN_BOTH uint64_t candidate_key(const float* score, int i) {
+    return i == 0 ? ~uint64_t(0) : top_key(score[i], uint32_t(i));
+}
+
+// How many of the chosen candidates come before this one or are it, less one: the place of a chosen one in the new tree.
+DRAFTTRAIN_BOTH int64_t place_of(const int64_t* chosen, int nodes, int64_t candidate) {
+    int64_t place = -1;
+    for (int i = 0; i < nodes; i++) place += chosen[i] <= candidate;
+    return place;
+}
+
+// What is written of one row of a new tree: [nodes] each.
+struct BuiltRow {
+    int64_t *kept, *parent, *depth, *bits, *child, *sibling;
+
+    // Move on to a row of the batch.
+    DRAFTTRAIN_BOTH BuiltRow at(int64_t row, int nodes) const {
+        const int64_t i = row * nodes;
+        return {kept + i, parent + i, depth + i, bits + i, child + i, sibling + i};
+    }
+
+    // Candidates `chosen` in any order; entry i of it becomes a node. old: the candidates' parents. new_parent: all nodes',
+    // for `link`, which may follow once every entry is placed.
+    DRAFTTRAIN_BOTH void place(const int64_t* chosen, int nodes, int i, const int64_t* old, int64_t* new_parent) const {
+        const int64_t candidate = chosen[i], at = place_of(chosen, nodes, candidate);
+        const int64_t above = candidate == 0 ? -1 : place_of(chosen, nodes, old[candidate]);
+        kept[at] = candidate, parent[at] = new_parent[at] = above;
+    }
+    DRAFTTRAIN_BOTH void link(const int64_t* new_parent, int nodes, int i) const {
+        const Links links = links_of(new_parent, i);
+        depth[i] = links.depth, bits[i] = links.bits;
+        child[i] = next_child(new_parent, i + 1, nodes, i);
+        sibling[i] = next_child(new_parent, i + 1, nodes, new_parent[i]);
+    }
+};
+
+}  // namespace drafttrain
