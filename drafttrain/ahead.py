@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor, cuda
 
 from drafttrain.drafter import Drafter
 from drafttrain.rounds import Round, Row
@@ -32,6 +33,18 @@ class Shares:
     @property
     def total(self) -> float:
         return self.draft + self.verify + self.commit
+
+
+@dataclass(frozen=True, slots=True)
+class Captures:
+    """Graphs made, and the seconds and bytes of device memory that they took."""
+
+    count: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+
+    def __sub__(self, earlier: Captures) -> Captures:
+        return Captures(self.count - earlier.count, self.seconds - earlier.seconds, self.bytes - earlier.bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +72,7 @@ class Ahead:
         self.device = round.target.device
         self._graphs: dict[Hashable, _Graph] = {}
         self._pool: Any = None
-        self.seconds, self.bytes, self.captured = 0.0, 0, 0
+        self.made = Captures()
 
     def launch(self, slots: Sequence[int], longest: int, limit: int | None, steps: int) -> Launched:
         """longest: positions that no row will have passed when the rounds are over, their drafts included."""
@@ -84,12 +97,11 @@ class Ahead:
         if graph is None:
             while len(self._graphs) >= GRAPHS:
                 self._graphs.pop(next(iter(self._graphs)))
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            began, held = perf_counter(), torch.cuda.memory_reserved(self.device)
+            self._pool = self._pool or cuda.graph_pool_handle()
+            began, held = perf_counter(), cuda.memory_reserved(self.device)
             graph = _Graph(self.round, rows, limit, self.device, self._pool)
-            self.seconds += perf_counter() - began
-            self.bytes += torch.cuda.memory_reserved(self.device) - held
-            self.captured += 1
+            taken, kept = perf_counter() - began, cuda.memory_reserved(self.device) - held
+            self.made = Captures(self.made.count + 1, self.made.seconds + taken, self.made.bytes + kept)
         self._graphs[key] = graph  # the latest last
         return graph
 
@@ -99,34 +111,34 @@ class _Graph:
 
     def __init__(self, round: Round, rows: int, limit: int | None, device: torch.device, pool: Any) -> None:
         self.slot_B = torch.full((rows,), round.kv.nobody, device=device)
-        self.device, self.graph = device, torch.cuda.CUDAGraph()
+        self.device, self.graph = device, cuda.CUDAGraph()
         self._slots: list[int] = []
-        self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(4)]
+        self._events = [cuda.Event(enable_timing=True, external=True) for _ in range(4)]
         self._timed: list[Shares] = []
         # The first runs build and tune what is built and tuned at first use, for rows that are nobody's.
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        stream = cuda.Stream(device)
+        stream.wait_stream(cuda.current_stream(device))
+        with cuda.stream(stream):
             for _ in range(2):
                 packed = round.run(self.slot_B, limit).packed()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        torch.cuda.synchronize(device)
+        cuda.current_stream(device).wait_stream(stream)
+        cuda.synchronize(device)
         self._ring = packed.new_zeros(RING, *packed.shape)
         self._next_1 = torch.zeros(1, dtype=torch.long, device=device)
-        with torch.cuda.graph(self.graph, pool=pool), round.marked(self._events):
+        with cuda.graph(self.graph, pool=pool), round.marked(self._events):
             self._ring.index_copy_(0, self._next_1, round.run(self.slot_B, limit).packed()[None])
             self._next_1.add_(1)
 
     def launch(self, slots: list[int], steps: int, rows: int) -> Launched:
         if slots != self._slots:
-            self.slot_B.copy_(torch.tensor(slots).pin_memory(), non_blocking=True)
+            self.slot_B.copy_(pinned(torch.tensor(slots)), non_blocking=True)
             self._slots = slots
         self._next_1.zero_()
         for _ in range(steps):
             self.graph.replay()
-        host = torch.empty(steps, *self._ring.shape[1:], dtype=torch.long, pin_memory=True)
+        host = pinned(torch.empty(steps, *self._ring.shape[1:], dtype=torch.long))
         host.copy_(self._ring[:steps], non_blocking=True)
-        arrived = torch.cuda.Event()
+        arrived = cuda.Event()
         arrived.record()
         if len(self._timed) < TIMED:  # the next replay would overwrite the events
             self._time()
@@ -138,10 +150,15 @@ class _Graph:
         return Launched(wait, self._mean)
 
     def _time(self) -> None:
-        torch.cuda.synchronize(self.device)
+        cuda.synchronize(self.device)
         parts = [a.elapsed_time(b) / 1000 for a, b in zip(self._events, self._events[1:], strict=False)]
         self._timed.append(Shares(*parts))
 
     def _mean(self) -> Shares:
         known = self._timed[1:] or self._timed
         return Shares(*(sum(getattr(s, name) for s in known) / len(known) for name in ("draft", "verify", "commit")))
+
+
+def pinned(x: Tensor) -> Tensor:
+    """On the host, where the device can copy from and to while the host goes on."""
+    return x.pin_memory()

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.kv import KVCache
-from drafttrain.sampling import Lane, Sampling, law, pick, uniform
+from drafttrain.ops.sample import sample
+from drafttrain.sampling import Lane, Sampling, law
 from drafttrain.target import Taps
 from drafttrain.tree import DraftTree
 
@@ -115,13 +116,10 @@ def draft_chain(
     for step in range(steps):
         if step:
             logits_BV = advance(tokens[-1])
-        if sampling.greedy:
-            tokens.append(logits_BV.argmax(-1))
-        else:
+        if not sampling.greedy:
             laws.append(law(logits_BV, sampling))
-            if sampling.shared_noise:
-                draw_B = uniform(sampling, position_B + step + 1, Lane.TARGET)
-            else:
-                draw_B = uniform(sampling, position_B, Lane.DRAFT, draw=step)
-            tokens.append(pick(laws[-1], draw_B))
+        if sampling.shared_noise:
+            tokens.append(sample(logits_BV, sampling, position_B + step + 1, Lane.TARGET))
+        else:
+            tokens.append(sample(logits_BV, sampling, position_B, Lane.DRAFT, draw=step))
     return DraftTree.chain(torch.stack(tokens, 1), q_BNV=torch.stack([*laws, laws[-1]], 1) if laws else None)

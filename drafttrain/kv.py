@@ -167,16 +167,21 @@ class KVCache:
 
         Columns past a row's own length + N hold old data: the caller's mask must hide them.
         """
-        N, P = k_BhND.shape[2], self.longest + k_BhND.shape[2]
+        self.put(layer, k_BhND, v_BhND)
+        keys, values = self.layer(layer)
+        P = self.longest + k_BhND.shape[2]
+        return self._read(keys, P), self._read(values, P)
+
+    def put(self, layer: int, k_BhND: Tensor, v_BhND: Tensor) -> None:
+        """`write` for readers of pages: nothing is returned."""
+        N = k_BhND.shape[2]
         keys, values = self._storage(layer, k_BhND.shape[1], k_BhND.shape[3], k_BhND.dtype)
         if self._whole and self.even:
             for pool, new_BhND in ((keys, k_BhND), (values, v_BhND)):
-                self._runs(pool)[:, self.longest : P] = new_BhND.transpose(1, 2)
-        else:
-            position_BN = self.length_B[:, None] + torch.arange(N, device=k_BhND.device)
-            at_BN = flat(self.table_BQ, position_BN, PAGE)
-            keys.flatten(0, 1)[at_BN], values.flatten(0, 1)[at_BN] = k_BhND.transpose(1, 2), v_BhND.transpose(1, 2)
-        return self._read(keys, P), self._read(values, P)
+                self._runs(pool)[:, self.longest : self.longest + N] = new_BhND.transpose(1, 2)
+            return
+        at_BN = flat(self.table_BQ, self.length_B[:, None] + torch.arange(N, device=k_BhND.device), PAGE)
+        keys.flatten(0, 1)[at_BN], values.flatten(0, 1)[at_BN] = k_BhND.transpose(1, 2), v_BhND.transpose(1, 2)
 
     def _runs(self, pool: Tensor) -> Tensor:
         """[S, P, h, D] view of a store in which every slot's pages lie together."""

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafttrain.kv import KVCache
+from drafttrain.kv import KVCache, visible
+from drafttrain.ops.attend import paged
+from drafttrain.ops.tree_attention import MOST_NODES, bits_of, tree_attention
 
 
 class RMSNorm(nn.Module):
@@ -95,10 +97,18 @@ class Attention(nn.Module):
         out_BNH: Tensor = self.o_proj(mixed_BhND.transpose(1, 2).reshape(B, N, -1))
         return out_BNH
 
-    def cached(self, x_BNI: Tensor, position_BN: Tensor, kv: KVCache, layer: int, seen_BNP: Tensor) -> Tensor:
-        """[B, N, H]: write the new positions' keys, attend where `seen_BNP` allows."""
+    def cached(self, x_BNI: Tensor, position_BN: Tensor, kv: KVCache, layer: int, ancestor_BNN: Tensor) -> Tensor:
+        """[B, N, H]: write the new positions' keys, attend to the prefix and to what `ancestor_BNN` allows."""
         q_BhND, k_BhND, v_BhND = self.qkv(x_BNI, position_BN)
+        N = x_BNI.shape[1]
+        if N <= MOST_NODES and paged(kv):
+            kv.put(layer, k_BhND, v_BhND)
+            q_BNhD, scale, bound = q_BhND.transpose(1, 2), q_BhND.shape[-1] ** -0.5, kv.longest + N
+            at = (*kv.layer(layer), kv.table_BQ, kv.length_B, bits_of(ancestor_BNN), position_BN)
+            out_BNH: Tensor = self.o_proj(tree_attention(q_BNhD, *at, scale, None, bound))
+            return out_BNH
         keys_BhPD, values_BhPD = kv.write(layer, k_BhND, v_BhND)
+        seen_BNP = visible(kv.length_B, kv.longest, ancestor_BNN)
         mixed_BhND = F.scaled_dot_product_attention(
             q_BhND, self.grouped(keys_BhPD), self.grouped(values_BhPD), attn_mask=seen_BNP[:, None]
         )

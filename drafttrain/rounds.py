@@ -28,13 +28,16 @@ class SlotState:
     """What the device knows of each slot's text: its root, its request's key, tokens made, and where it ends.
 
     done_S: a row that is done goes through further rounds and commits nothing; the host drops it when it looks.
+    temperature_S, seed_1: of the sampling.
     """
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(self, slots: int, sampling: Sampling, device: torch.device) -> None:
         self.root_S, self.key_S, self.made_S, self.limit_S = (
             torch.zeros(slots, dtype=torch.long, device=device) for _ in range(4)
         )
         self.done_S = torch.ones(slots, dtype=torch.bool, device=device)
+        self.temperature_S = torch.full((slots,), sampling.temperature, dtype=torch.float32, device=device)
+        self.seed_1 = torch.full((1,), sampling.seed, dtype=torch.long, device=device)
         self.stop_SK = torch.full((slots, 1), -1, device=device)  # -1: none
 
     def enter(self, slot: int, request: Request, key: int) -> None:
@@ -49,6 +52,10 @@ class SlotState:
     def begin(self, slot_B: Tensor, root_B: Tensor) -> None:
         """The first tokens of new texts."""
         self.root_S[slot_B], self.made_S[slot_B] = root_B, 1
+
+    def sampling(self, sampling: Sampling, slot_B: Tensor) -> Sampling:
+        """The settings of these rows, read from the device."""
+        return replace(sampling.rows(self.key_S[slot_B]), temperature_B=self.temperature_S[slot_B], seed_1=self.seed_1)
 
     def go_on(self, slot_B: Tensor, token_BA: Tensor, count_B: Tensor) -> None:
         """The first count_B tokens became text; texts that have reached their end are done."""
@@ -106,13 +113,13 @@ class Round:
     _events: list[Any] = field(default_factory=list)
 
     def run(self, slot_B: Tensor, limit: int | None) -> Record:
-        """limit: no deeper drafts than this; 0: none at all. With a bound on the cache's lengths nothing here asks the device."""
+        """limit: no deeper drafts than this; 0: none at all. With a bound on the cache's lengths nothing asks the device."""
         kv, fixed = self.kv, self.kv.bound is not None
         self.marks = []
         self._mark()
         if fixed:
             kv.rows(slot_B)
-        sampling = self.sampling.rows(self.slots.key_S[slot_B])
+        sampling = self.slots.sampling(self.sampling, slot_B)
         tree = self._tree(slot_B, limit, sampling)
         self._mark()
         ancestor_BNN = tree.ancestor_BNN

@@ -26,6 +26,8 @@ class Sampling:
 
     draft_temperature: what drafters draw their own samples at; None: `temperature`. shared_noise: they draw with the
     verifier's numbers, for policies that compare choices. key_B names each row's request for the noise.
+    temperature_B [B] float32, seed_1 [1] int64: read in place of `temperature` (where that is above 0) and `seed`, from the
+    device, so that a captured graph serves other requests too.
     """
 
     temperature: float = 0.0
@@ -37,6 +39,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     draft_temperature: float | None = None
     shared_noise: bool = False
+    temperature_B: Tensor | None = None
+    seed_1: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.temperature < 0.0:
@@ -59,37 +63,83 @@ class Sampling:
     @property
     def drafting(self) -> Sampling:
         """The settings that drafters sample with."""
-        return self if self.draft_temperature is None else replace(self, temperature=self.draft_temperature)
+        if self.draft_temperature is None:
+            return self
+        return replace(self, temperature=self.draft_temperature, temperature_B=None)
 
     def rows(self, key_B: Tensor) -> Sampling:
         return replace(self, key_B=key_B)
+
+    def on_device(self, rows: int, device: torch.device) -> DeviceSampling:
+        """For so many rows: as many as the fields here have, or N times as many, each one's N nodes together."""
+        temperature_M, seed_1 = self.temperature_B, self.seed_1
+        if temperature_M is None:
+            temperature_M = torch.full((rows,), self.temperature, device=device)
+        if seed_1 is None:
+            seed_1 = torch.full((1,), self.seed, dtype=torch.long, device=device)
+        key_M = torch.zeros(rows, dtype=torch.long, device=device) if self.key_B is None else self.key_B.to(device)
+        return DeviceSampling(per_node(temperature_M, rows), per_node(key_M, rows), seed_1)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSampling:
+    """What the compiled operators read of `Sampling`: contiguous, [M] float32, [M] int64, [1] int64."""
+
+    temperature_M: Tensor
+    key_M: Tensor
+    seed_1: Tensor
+
+
+def per_node(x_B: Tensor, rows: int) -> Tensor:
+    """[rows]: each of the values repeated for the nodes of its row. With 2 values and 6 rows: a a a b b b."""
+    return x_B.contiguous() if len(x_B) == rows else x_B.repeat_interleave(rows // len(x_B))
 
 
 def law(logits_V: Tensor, sampling: Sampling) -> Tensor:
     """[..., V] logits -> the probabilities the request samples from: temperature, top-k, top-p, min-p, in this order.
 
     float64 stays float64, everything else becomes float32. Greedy gives a one-hot at the lowest index among ties.
-    Top-p keeps the smallest set of most likely tokens whose mass reaches p, min-p those of at least
-    so many times the most likely one's probability (arXiv 2407.01082); both as transformers does.
     """
-    logits_V = logits_V if logits_V.dtype == torch.float64 else logits_V.float()
     if sampling.greedy:
-        return torch.zeros_like(logits_V).scatter_(-1, logits_V.argmax(-1, keepdim=True), 1.0)
-    logits_V = logits_V / sampling.temperature
-    if 0 < sampling.top_k < logits_V.shape[-1]:
-        floor_1 = logits_V.topk(sampling.top_k, dim=-1).values[..., -1:]
-        logits_V = logits_V.masked_fill(logits_V < floor_1, -torch.inf)
+        like_V = torch.zeros_like(logits_V, dtype=_wide(logits_V).dtype)
+        return like_V.scatter_(-1, logits_V.argmax(-1, keepdim=True), 1.0)
+    return _tempered(shaped(logits_V, sampling), sampling).softmax(-1)
+
+
+def shaped(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """[..., V] the logits with minus infinity for what top-k, top-p and min-p drop, at the request's temperature.
+
+    Top-p keeps the smallest set of most likely tokens whose mass reaches p, min-p those of at least
+    so many times the most likely one's probability (arXiv 2407.01082); both as transformers does. Never asks the device.
+    """
+    by_k = 0 < sampling.top_k < logits_V.shape[-1]
+    if sampling.greedy or not (by_k or sampling.top_p < 1.0 or sampling.min_p > 0.0):
+        return logits_V
+    tempered_V = _tempered(logits_V, sampling)
+    if by_k:
+        floor_1 = tempered_V.topk(sampling.top_k, dim=-1).values[..., -1:]
+        tempered_V = tempered_V.masked_fill(tempered_V < floor_1, -torch.inf)
     if sampling.top_p < 1.0:
-        sorted_V, order_V = logits_V.sort(dim=-1, descending=True)
+        sorted_V, order_V = tempered_V.sort(dim=-1, descending=True)
         probability_V = sorted_V.softmax(-1)
         before_V = probability_V.cumsum(-1) - probability_V
         drop_V = torch.zeros_like(before_V, dtype=torch.bool).scatter_(-1, order_V, before_V >= sampling.top_p)
-        logits_V = logits_V.masked_fill(drop_V, -torch.inf)
-    law_V = logits_V.softmax(-1)
+        tempered_V = tempered_V.masked_fill(drop_V, -torch.inf)
     if sampling.min_p > 0.0:
-        law_V = law_V.masked_fill(law_V < sampling.min_p * law_V.amax(-1, keepdim=True), 0.0)
-        law_V = law_V / law_V.sum(-1, keepdim=True)
-    return law_V
+        law_V = tempered_V.softmax(-1)
+        tempered_V = tempered_V.masked_fill(law_V < sampling.min_p * law_V.amax(-1, keepdim=True), -torch.inf)
+    return logits_V.masked_fill(tempered_V == -torch.inf, -torch.inf)
+
+
+def _wide(logits_V: Tensor) -> Tensor:
+    return logits_V if logits_V.dtype == torch.float64 else logits_V.float()
+
+
+def _tempered(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    if sampling.temperature_B is None:
+        return _wide(logits_V) / sampling.temperature
+    lead = logits_V.shape[:-1]
+    return _wide(logits_V) / per_node(sampling.temperature_B, lead.numel()).view(*lead, 1)
 
 
 def pick(law_BV: Tensor, uniform_B: Tensor) -> Tensor:
@@ -109,13 +159,14 @@ def choose(logits_BV: Tensor, sampling: Sampling, position_B: Tensor) -> Tensor:
 
 
 def uniform(sampling: Sampling, position_B: Tensor, lane: Lane, draw: int = 0) -> Tensor:
-    """[B] float64 in [0, 1), a pure function of (seed, request, position, lane, draw).
+    """[B] float64 in [0, 1), a pure function of (seed, request, position, lane, draw). Keys may be fewer: see `per_node`.
 
     Keyed rather than drawn in sequence, so that no number depends on the batch a request happens to sit in.
     A counter-based generator: SplitMix64 (Steele et al. 2014) applied to each part of the key in turn.
     """
-    key_B = torch.zeros_like(position_B) if sampling.key_B is None else sampling.key_B.to(position_B.device)
-    word_B = torch.full_like(position_B, sampling.seed)
+    rows = len(position_B)
+    key_B = torch.zeros_like(position_B) if sampling.key_B is None else per_node(sampling.key_B.to(position_B.device), rows)
+    word_B = torch.full_like(position_B, sampling.seed) if sampling.seed_1 is None else sampling.seed_1.expand(rows)
     for part in (key_B, position_B, torch.full_like(position_B, int(lane) + 16 * draw)):
         word_B = _mix(word_B ^ _mix(part + _GOLDEN))
     return _shift(word_B, 11).to(torch.float64) * 2.0**-53

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.ahead import RING, Ahead, Launched, Shares, widest
+from drafttrain.ahead import LEAST_BOUND, RING, Ahead, Captures, Launched, Shares, widest
 from drafttrain.drafter import Commit, Drafter
 from drafttrain.errors import UserError
 from drafttrain.fallback import Fallback
 from drafttrain.kv import pages_for
+from drafttrain.ops.sample import sample
 from drafttrain.processors import Processors
 from drafttrain.request import Chunk, Request, Result, StopText
 from drafttrain.rounds import Round, Row, SlotState
-from drafttrain.sampling import Sampling, choose
+from drafttrain.sampling import Lane, Sampling
 from drafttrain.target import Target
 from drafttrain.verify import LEAST, policy_for
 
@@ -110,6 +111,7 @@ class Decoder:
         # a proposal may reach past the last token that counts, and rounds may begin before the host knows that a text has
         # ended: their scratch positions need room too
         self.scratch = widest(drafter) + 2 * self.reach if self.read_every else drafter.max_nodes if drafter else 1
+        self._session: Session | None = None
         self.fallback = None
         if drafter is not None and controls.fallback:
             self.fallback = Fallback(min(drafter.draft_length, controls.draft_length or drafter.draft_length))
@@ -134,11 +136,21 @@ class Decoder:
         Raises ValueError for an empty prompt or one that leaves no room for new tokens.
         """
         requests = [self.request(prompt, first_request + i) for i, prompt in enumerate(prompts)]
-        session = Session(self, min(batch_size, len(requests)), max(map(self.positions, requests), default=1))
+        session = self._session_for(min(batch_size, len(requests)), max(map(self.positions, requests), default=1))
         results = [result for request in requests for result in session.submit(request)]
         for _ in session:
             pass
         return Decoded(results, session.costs)
+
+    def _session_for(self, slots: int, max_len: int) -> Session:
+        """A new one; where it would capture graphs anew, the last one, if it is large enough."""
+        if not self.captures:
+            return Session(self, slots, max_len)
+        if self._session is None or self._session.kv.slots != slots or self._session.max_len < max_len:
+            self._session = None  # its cache goes before the new one comes
+            self._session = Session(self, slots, -(-max_len // LEAST_BOUND) * LEAST_BOUND)
+        self._session.costs = Costs()
+        return self._session
 
 
 @dataclass(slots=True)
@@ -170,7 +182,7 @@ class Session:
         self.kv = target.new_cache(slots, max_len, pages)
         self.state: Any = decoder.drafter.open(every, max_len) if decoder.drafter else None
         self.processors = Processors(every, target.shape.vocab_size, decoder.sampling.repetition_penalty, device)
-        self.slots = SlotState(every, device)
+        self.slots = SlotState(every, decoder.sampling, device)
         self.round = Round(
             target, decoder.drafter, decoder.policy, decoder.sampling, decoder.controls.window,
             self.kv, self.state, self.slots, self.processors,
@@ -241,12 +253,24 @@ class Session:
         unknown = steps + (before.steps if before else 0)
         if before is None:
             self._looked = perf_counter()
-        spent = ahead.seconds
+        made = ahead.made
         launched = ahead.launch(list(self.active), known + (unknown + 2) * self.decoder.reach, limit, steps)
-        self._looked += ahead.seconds - spent  # making a graph is no part of the steps
         self._under_way = _UnderWay(list(self.active.values()), limit, launched, steps)
-        self.costs.captures, self.costs.capture_seconds, self.costs.capture_bytes = ahead.captured, ahead.seconds, ahead.bytes
+        if ahead.made.count > made.count:
+            self._charge_nobody(ahead.made - made)
         return self._look(before) if before else []
+
+    def _charge_nobody(self, made: Captures) -> None:
+        """Capturing happens once for all texts: it is no part of any step, and of the time of none."""
+        self.costs.captures += made.count
+        self.costs.capture_seconds += made.seconds
+        self.costs.capture_bytes += made.bytes
+        self._looked += made.seconds
+        for _, result in self.active.values():
+            result.started += made.seconds
+            result.first += made.seconds
+        for result in [r for _, r in self.active.values()] + [r for waiting in self.queue for r in waiting.results]:
+            result.queued += made.seconds
 
     def _look(self, before: _UnderWay) -> list[Chunk]:
         chunks, looked = [], self._looked
@@ -288,10 +312,10 @@ class Session:
             slots = [self.free.pop() for _ in range(request.samples)]
             if self.pooled:
                 self.kv.reserve(slots[0], positions)
-            for sample, slot in enumerate(slots):
-                self.slots.enter(slot, request, request.key + sample)
+            for number, slot in enumerate(slots):
+                self.slots.enter(slot, request, request.key + number)
                 self.processors.enter(slot, request)
-                waiting.results[sample].started = perf_counter()
+                waiting.results[number].started = perf_counter()
             entering.append((waiting, slots))
             tokens += len(request.prompt)
         return self._prefill(entering) if entering else []
@@ -344,7 +368,7 @@ class Session:
         if not self.processors.idle:
             one_S11 = torch.ones(len(slot_S), 1, 1, dtype=torch.bool, device=slot_S.device)
             last_SV = self.processors(last_SV[:, None], token_S1, one_S11, slot_S, torch.zeros_like(slot_S))[:, 0]
-        return choose(last_SV, self.decoder.sampling.rows(self.slots.key_S[slot_S]), length_S)
+        return sample(last_SV, self.slots.sampling(self.decoder.sampling, slot_S), length_S, Lane.TARGET)
 
     def _entered(self, slots: list[int], roots: list[int]) -> list[Chunk]:
         now, chunks = perf_counter(), []

@@ -91,12 +91,11 @@ class DraftTree:
 def ancestors(parent_BN: Tensor) -> Tensor:
     """[B, N, N] bool: entry [b, i, j] says that j is i or an ancestor of i."""
     B, N = parent_BN.shape
-    mask_BNN = torch.eye(N, dtype=torch.bool, device=parent_BN.device).repeat(B, 1, 1)
-    at_BN = parent_BN
-    while bool((at_BN >= 0).any()):
-        above_BN = at_BN.clamp_min(0)  # a walk that has ended stays at the root, an ancestor of every node
-        mask_BNN.scatter_(2, above_BN[..., None], True)
-        at_BN = parent_BN.gather(1, above_BN)
+    mask_BNN = torch.eye(N, dtype=torch.bool, device=parent_BN.device).expand(B, N, N)
+    up_BN = parent_BN.clamp_min(0)  # the root stands for its own parent
+    for _ in range(N.bit_length()):  # each round doubles the distance looked up, whatever the tree
+        mask_BNN = mask_BNN | mask_BNN.gather(1, up_BN[..., None].expand(B, N, N))
+        up_BN = up_BN.gather(1, up_BN)
     return mask_BNN
 
 

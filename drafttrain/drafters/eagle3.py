@@ -18,7 +18,7 @@ from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Commit, draft_chain
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
-from drafttrain.kv import KVCache, visible
+from drafttrain.kv import KVCache
 from drafttrain.layers import Attention, AttentionShape, GatedMLP, RMSNorm
 from drafttrain.sampling import Sampling
 from drafttrain.staged import CachedDrafter, OwnCache, Staged
@@ -128,9 +128,8 @@ class Eagle3(CachedDrafter):
         B, A = token_BA.shape
         column_A = torch.arange(A, device=token_BA.device)
         causal_BAA = torch.ones(A, A, dtype=torch.bool, device=token_BA.device).tril().expand(B, A, A)
-        seen_BAP = visible(kv.length_B, kv.longest, causal_BAA)
         joined_BAI = self.midlayer.joined(self._target[0].embed(token_BA).to(state_BAH.dtype), state_BAH)
-        attended_BAH = self.midlayer.self_attn.cached(joined_BAI, kv.length_B[:, None] + column_A, kv, 0, seen_BAP)
+        attended_BAH = self.midlayer.self_attn.cached(joined_BAI, kv.length_B[:, None] + column_A, kv, 0, causal_BAA)
         state_BAH = self.midlayer.rest(state_BAH, attended_BAH)
         kv.keep(column_A.expand(B, A), count_B)
         last_B11 = (count_B - 1).clamp_min(0)[:, None, None]

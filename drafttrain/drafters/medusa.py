@@ -17,7 +17,7 @@ from drafttrain.drafter import Commit, Drafter
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.layers import ResidualBlock
-from drafttrain.ops.residual_heads import ResidualHeads, residual
+from drafttrain.ops.residual_heads import ResidualHeads, ranked, residual
 from drafttrain.sampling import Sampling
 from drafttrain.target import FINAL, Taps, Target
 from drafttrain.tree import DraftTree, Path, TreeShape, tuned_paths
@@ -174,7 +174,7 @@ class Medusa(Drafter):
         if stack.fused is not None:
             top_KBR = stack.fused.top(state_BH, shape.max_depth, ranks)
         else:
-            top_KBR = self._shared(residual(stack.blocks, state_BH, shape.max_depth)).topk(ranks, -1).indices
+            top_KBR = ranked(self._shared(residual(stack.blocks, state_BH, shape.max_depth)), ranks)
         draft_BN = top_KBR[shape.depth_N[1:] - 1, :, shape.rank_N[1:]].T
         return DraftTree.static(torch.cat([state.root_S[slot_B][:, None], draft_BN], 1), shape)
 

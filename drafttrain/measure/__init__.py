@@ -35,6 +35,7 @@ class DecodeOptions:
     draft_length: int | None = None  # deepest proposal; null: as trained
     window: int | None = None  # acceptance window: drafts of a path offered to one verification; null: all
     fallback: bool = False  # draft only while it pays, by measured step costs and acceptance
+    read_every: int | None = None  # rounds that run ahead of the host's look at results; null: 1 on a GPU, none elsewhere
     seed: int = 0
     max_new_tokens: int = 128
     min_new_tokens: int = 0  # no stop token before so many

@@ -47,7 +47,7 @@ def decoder_of(
             sampling or sampling_of(decode),
             loaded.target.stop_ids,
             length,
-            controls=Controls(decode.draft_length, decode.window, decode.threshold, decode.fallback),
+            controls=Controls(decode.draft_length, decode.window, decode.threshold, decode.fallback, decode.read_every),
             min_new_tokens=min(decode.min_new_tokens, length),
             stop_text=stop_text_of(loaded, decode),
         )

@@ -115,7 +115,7 @@ def cost_keys(ours: Repeats, baseline: Repeats) -> Keys:
     names = ("draft_ms", "verify_ms", "commit_ms", "host_ms")
     rest = ("plain_step_ms", "draft_cost", "verify_cost", "verify_nodes", "draft_share", "verify_share")
     if not cost.steps or not plain.steps:
-        return dict.fromkeys((*names, *rest, "floor_fraction"))
+        return dict.fromkeys((*names, "graphs", "capture_s", "capture_mib", *rest, "floor_fraction"))
     results = [r for lap in ours for wave in lap for r in wave.results]
     verifications = sum(r.verifications for r in results)
     parts = [1000 * part / cost.steps for part in (cost.draft, cost.verify, cost.commit, cost.host)]
@@ -124,6 +124,9 @@ def cost_keys(ours: Repeats, baseline: Repeats) -> Keys:
     nodes = 1 + sum(r.nodes for r in results) / verifications
     return {
         **dict(zip(names, parts, strict=True)),
+        "graphs": cost.captures,
+        "capture_s": cost.capture_seconds,
+        "capture_mib": cost.capture_bytes / 2**20,
         **dict(zip(rest, (plain_ms, parts[0] / plain_ms, parts[1] / plain_ms, nodes, *shares), strict=True)),
         "floor_fraction": None,
     }

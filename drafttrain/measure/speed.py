@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 
 from drafttrain.request import Result
@@ -101,8 +101,8 @@ def costs(repeats: Repeats) -> Costs:
     """Step costs summed over all repeats and waves."""
     total = Costs()
     for lap in (lap for waves in repeats for lap in waves):
-        for name in ("draft", "verify", "commit", "host", "steps"):
-            setattr(total, name, getattr(total, name) + getattr(lap.costs, name))
+        for part in fields(Costs):
+            setattr(total, part.name, getattr(total, part.name) + getattr(lap.costs, part.name))
     return total
 
 

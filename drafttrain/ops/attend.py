@@ -35,6 +35,11 @@ class Heads:
     k_norm: Any = None
 
 
+def paged(kv: KVCache | None) -> bool:
+    """Whether few new positions read this cache's pages where they lie, by `tree_attention`."""
+    return kv is not None and (kv.bound is not None or kv.length_S.is_cuda) and not torch.is_grad_enabled()
+
+
 class Step:
     """What all layers of one forward share: positions, what sees what, rotary angles.
 
@@ -49,12 +54,10 @@ class Step:
         self._angles: tuple[Tensor, Tensor] | None = None
         self._bits_BN: Tensor | None = None
         self._masks: dict[tuple[int | None, int], Tensor | None] = {}
-        self.compiled = (
-            kv is not None and position_BN.shape[1] <= FEW and library.serves(cos_MD) and cos_MD.shape[1] in range(2, 257, 2)
-        )
+        few = kv is not None and position_BN.shape[1] <= FEW
+        self.compiled = few and not cos_MD.is_cuda and library.serves(cos_MD) and cos_MD.shape[1] in range(2, 257, 2)
         # on a GPU the append and the attention are two kernels, and neither asks how long a text is
-        fixed = kv is not None and (kv.bound is not None or cos_MD.is_cuda)
-        self.in_two = fixed and not self.compiled and position_BN.shape[1] <= FEW and not torch.is_grad_enabled()
+        self.in_two = few and not self.compiled and paged(kv)
         if self.compiled:
             self.position_BN = position_BN.contiguous()
             self.ancestor_BNN = None if ancestor_BNN is None else ancestor_BNN.contiguous()

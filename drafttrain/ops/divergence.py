@@ -93,7 +93,8 @@ def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -
         return -log_q_CV.gather(1, label_C[:, None])[:, 0]
     if name == "kl":  # 0 log 0 = 0
         apart_CV = (log_p_CV - log_q_CV).nan_to_num_(0.0, posinf=torch.inf, neginf=0.0)
-        return torch.linalg.vecdot(log_p_CV.exp(), apart_CV)
+        loss_C: Tensor = torch.linalg.vecdot(log_p_CV.exp(), apart_CV)
+        return loss_C
     if name == "tvd":
         return (log_p_CV.exp() - log_q_CV.exp()).clamp_min(0.0).sum(-1)
     if name != "lk":

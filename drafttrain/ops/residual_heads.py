@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from drafttrain.ops import library
 from drafttrain.ops.linear import pack
+from drafttrain.ops.top import top
 
 
 class ResidualHeads:
@@ -45,9 +46,12 @@ class ResidualHeads:
         return found[:, None]
 
     def reference(self, state_BH: Tensor, heads: int, ranks: int) -> Tensor:
-        return (
-            torch.bmm(residual(self.blocks, state_BH, heads), self.output_KVH[:heads].transpose(1, 2)).topk(ranks, -1).indices
-        )
+        return ranked(torch.bmm(residual(self.blocks, state_BH, heads), self.output_KVH[:heads].transpose(1, 2)), ranks)
+
+
+def ranked(logits_KBV: Tensor, ranks: int) -> Tensor:
+    """[heads, B, ranks] the likeliest tokens, likeliest first, the lower id first among equals."""
+    return top(logits_KBV.flatten(0, 1), ranks)[1].view(*logits_KBV.shape[:2], ranks)
 
 
 def residual(blocks: Sequence[tuple[Tensor, Tensor]], state_BH: Tensor, heads: int) -> Tensor:

@@ -11,7 +11,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../include/drafttrain/accept.h"
 #include "../include/drafttrain/attend.h"
 #include "../include/drafttrain/rows.h"
 #include "schema.h"
@@ -318,21 +317,6 @@ Tensor run_blocks(int64_t model, const Tensor& x, const Tensor& cos, const Tenso
     return delta ? *delta : torch::stable::new_empty(x, {0});
 }
 
-void greedy_accept(const Tensor& logits, const Tensor& token, const Tensor& parent, const Tensor& count, const Tensor& path,
-                   const Tensor& accepted, const Tensor& bonus) {
-    const int64_t batch = logits.size(0), nodes = logits.size(1), vocab = logits.size(2);
-    by_type(logits, [&](auto kind) {
-        using T = decltype(kind);
-        const T* rows = data<T>(logits);
-        for (int64_t b = 0; b < batch; b++) {
-            const auto choice = [&](int64_t i) { return drafttrain::argmax(rows + (b * nodes + i) * vocab, vocab); };
-            data<int64_t>(accepted)[b] = drafttrain::greedy_walk(
-                data<int64_t>(token) + b * nodes, data<int64_t>(parent) + b * nodes, data<int64_t>(count)[b], nodes, choice,
-                data<int64_t>(path) + b * nodes, data<int64_t>(bonus) + b);
-        }
-    });
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY(drafttrain, m) { drafttrain::define(m); }
@@ -342,7 +326,6 @@ STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("gated", TORCH_BOX(&gated));
     m.impl("attend", TORCH_BOX(&attend));
     m.impl("kv_keep", TORCH_BOX(&kv_keep));
-    m.impl("greedy_accept", TORCH_BOX(&greedy_accept));
     m.impl("run_blocks", TORCH_BOX(&run_blocks));
     m.impl("top_of_heads", TORCH_BOX(&top_of_heads));
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from drafttrain.sampling import Lane, Sampling, choose, law, pick, uniform
+from drafttrain.sampling import Lane, Sampling, choose, law, per_node, pick, shaped, uniform
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,46 @@ def test_law_equals_transformers(temperature: float, top_k: int, top_p: float, m
     if min_p:
         warped = MinPLogitsWarper(min_p)(None, warped)
     torch.testing.assert_close(law(logits, Sampling(temperature, top_k, top_p, min_p=min_p)), warped.softmax(-1))
+
+
+SETTINGS = [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_law_is_the_softmax_of_shaped_logits(settings: dict[str, float], dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 3, 30, generator=torch.Generator().manual_seed(2)).to(dtype) * 2
+    sampling = Sampling(0.8, **settings)
+    kept = shaped(logits, sampling)
+    assert kept.dtype == dtype and bool((kept == logits)[kept > -torch.inf].all()) and (kept is logits) == (not settings)
+    wide = kept if dtype == torch.float64 else kept.float()
+    torch.testing.assert_close(law(logits, sampling), (wide / 0.8).softmax(-1))
+    assert bool(((law(logits, sampling) > 0) == (kept > -torch.inf)).all())
+
+
+def test_rows_have_their_own_temperature_and_each_node_its_rows() -> None:
+    logits, temperature = torch.randn(2, 3, 30), torch.tensor([0.5, 1.7])
+    own = law(logits, Sampling(1.0, top_p=0.7, temperature_B=temperature))
+    for row in range(2):
+        torch.testing.assert_close(own[row], law(logits[row], Sampling(float(temperature[row]), top_p=0.7)))
+    assert torch.equal(law(logits.flatten(0, 1), Sampling(1.0, top_p=0.7, temperature_B=temperature)), own.flatten(0, 1))
+    assert per_node(temperature, 4).tolist() == pytest.approx([0.5, 0.5, 1.7, 1.7])
+    drafting = Sampling(1.0, draft_temperature=0.3, temperature_B=temperature).drafting
+    assert drafting.temperature == 0.3 and drafting.temperature_B is None
+
+
+def test_settings_on_the_device_replace_those_of_the_host() -> None:
+    key, position = torch.tensor([5, 9]), torch.arange(4)
+    host = Sampling(0.7, seed=12).rows(key)
+    device = Sampling(1.0, key_B=key, temperature_B=torch.tensor([0.7, 0.7]), seed_1=torch.tensor([12]))
+    assert torch.equal(uniform(host, position, Lane.DRAFT, 3), uniform(device, position, Lane.DRAFT, 3))
+    assert torch.equal(
+        uniform(host, position, Lane.DRAFT), uniform(host.rows(torch.tensor([5, 5, 9, 9])), position, Lane.DRAFT)
+    )
+    for sampling in (host, device):
+        found = sampling.on_device(4, torch.device("cpu"))
+        assert found.key_M.tolist() == [5, 5, 9, 9] and found.seed_1.tolist() == [12]
+        assert found.temperature_M.dtype == torch.float32 and found.temperature_M.tolist() == pytest.approx([0.7] * 4)
 
 
 def test_greedy_law_is_a_one_hot() -> None:

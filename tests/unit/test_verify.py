@@ -9,29 +9,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from drafttrain import verify
+from drafttrain.ops import lossless_accept as lossless_op
+from drafttrain.ops import sample as sample_op
 from drafttrain.sampling import Lane, Sampling, law
 from drafttrain.tree import DraftTree, TreeShape, ancestors
-from drafttrain.verify import Verdict, coupled, greedy, lossless, policy_for
+from drafttrain.verify import POLICIES, Verdict, coupled, greedy, lossless, policy_for
 
 V = 5
 Law = dict[tuple[int, ...], float]
 
 
 class Recorder:
-    """Stands in for `uniform` and `pick`: scripted draws, and what the verifier asked of them."""
+    """Stands in for `uniform` and `pick` of the plain-torch verifier: scripted draws, and what it asked of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.script: dict[int, float] = {}
         self.residual_V = torch.zeros(V)
-        monkeypatch.setattr(verify, "uniform", self.uniform)
-        monkeypatch.setattr(verify, "pick", self.pick)
+        monkeypatch.setattr(lossless_op, "uniform", self.uniform)
+        monkeypatch.setattr(lossless_op, "pick", self.pick)
 
     def uniform(self, sampling: Sampling, position_B: Tensor, lane: Lane, draw: int = 0) -> Tensor:
         return torch.full_like(position_B, self.script.get(draw, 0.0), dtype=torch.float64)
@@ -162,7 +164,7 @@ def test_coupled_choices_leave_the_targets_law(
     tree = DraftTree.static(torch.tensor([token]), shape)
     logits = tree_logits(tree, logits_of)
     mask, laws, script = ancestors(tree.parent_BN), law(logits, sampling)[0], {}
-    monkeypatch.setattr(verify, "pick", lambda p, u: torch.tensor([script.get(i, 0) for i in range(len(p))]))
+    monkeypatch.setattr(sample_op, "pick", lambda p, u: torch.tensor([script.get(i, 0) for i in range(len(p))]))
     outcome: Law = defaultdict(float)
 
     def walk(node: int, probability: float) -> None:
@@ -251,10 +253,26 @@ def test_greedy_takes_the_deepest_path_of_argmaxes_and_ignores_padding() -> None
     tree = DraftTree.static(token, shape)
     mask = ancestors(tree.parent_BN)
     verdict = greedy(tree, mask, logits, mask.sum(-1) - 1, Sampling())
-    assert verdict.path_BA.tolist() == [[0, 2, 4]] and verdict.bonus_B.tolist() == [1]
+    assert verdict.path_BA.tolist() == [[0, 2, 4, 0, 0]] and verdict.bonus_B.tolist() == [1] and verdict.last_B.tolist() == [4]
+    assert verdict.trimmed().path_BA.tolist() == [[0, 2, 4]]
     short = DraftTree(token, tree.parent_BN, torch.tensor([4]))
     verdict = greedy(short, mask, logits, mask.sum(-1) - 1, Sampling())
-    assert verdict.path_BA.tolist() == [[0, 2]] and verdict.bonus_B.tolist() == [4]
+    assert verdict.trimmed().path_BA.tolist() == [[0, 2]] and verdict.bonus_B.tolist() == [4]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_asks_the_device(name: str, drawn: bool) -> None:
+    """On tensors without values every question to them is an error."""
+    meta, B, N = torch.device("meta"), 2, 4
+    node_BN, mask_BNN = torch.zeros(B, N, dtype=torch.long, device=meta), torch.ones(B, N, N, dtype=torch.bool, device=meta)
+    logits_BNV = torch.zeros(B, N, V, device=meta)
+    q_BNV, sampled_BN = (logits_BNV, mask_BNN[:, 0]) if drawn else (None, None)
+    tree = DraftTree(node_BN, node_BN, node_BN[:, 0], q_BNV, sampled_BN, mask_BNN)
+    temperature_B, seed_1 = torch.ones(B, device=meta), torch.zeros(1, dtype=torch.long, device=meta)
+    sampling = Sampling(1.0, 3, 0.9, min_p=0.1, key_B=node_BN[:, 0], temperature_B=temperature_B, seed_1=seed_1)
+    verdict = POLICIES[name].verify(tree, mask_BNN, logits_BNV, node_BN, sampling)
+    assert verdict.path_BA.shape == (B, N) and verdict.count_B.shape == verdict.bonus_B.shape == verdict.last_B.shape == (B,)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +282,17 @@ def test_greedy_takes_the_deepest_path_of_argmaxes_and_ignores_padding() -> None
 def test_policies_that_contradict_the_temperature_are_refused(name: str, temperature: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         policy_for(name, Sampling(temperature))
+
+
+@pytest.mark.parametrize("name", ["coupled", "lossless"])
+def test_at_temperature_0_drafts_are_the_argmax_whatever_they_were_drawn_from(name: str) -> None:
+    shape, mask = TreeShape.of([(0,), (1,), (1, 0)]), TreeShape.of([(0,), (1,), (1, 0)]).ancestor_NN[None]
+    logits = torch.tensor([[[0.0, 2, 2, 1, 0], [9.0, 0, 0, 0, 0], [0.0, 0, 0, 3, 0], [0.0, 0, 0, 0, 1]]])
+    tree = DraftTree.static(torch.tensor([[0, 2, 1, 3]]), shape)
+    drawn = replace(tree, q_BNV=torch.full((1, 4, V), 0.2), sampled_BN=torch.ones(1, 4, dtype=torch.bool))
+    for proposal in (tree, drawn):
+        verdict = POLICIES[name].verify(proposal, mask, logits, mask.sum(-1), Sampling(draft_temperature=0.7))
+        assert verdict.trimmed().path_BA.tolist() == [[0, 2, 3]] and verdict.bonus_B.tolist() == [4]
 
 
 def test_typical_is_labelled_lossy() -> None:

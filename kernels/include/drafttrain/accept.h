@@ -1,28 +1,91 @@
-// The greedy accept walk: from the root, follow the child whose token is the target's choice.
+// The walks that choose which path of a verified tree becomes text. Nodes stand in index order, parents before children.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "both.h"
 
 namespace drafttrain {
 
-// choice(i): the target's most likely token after node i. Writes the accepted nodes to path[0..return) and the token that
-// follows the last of them; of several children with one token the first counts. The rest of path is zero.
+// A batch of verified trees, what their noise is keyed by, and where the verdicts go. What a walk does not use is null.
+struct Trees {
+    int64_t nodes, vocab;
+    const int64_t *token, *parent, *count;  // [B, N], [B, N], [B]: real nodes
+    const int64_t *position, *key, *seed;   // [B, N], [B], [1]
+    const float* temperature;               // [B]
+    int64_t *path, *accepted, *bonus;       // [B, N] zeros behind the accepted nodes, [B], [B]
+};
+
+// Whether an earlier child of node i's parent has the same token. All earlier ones are refused when i is tried.
+DRAFTTRAIN_BOTH bool is_twin(const int64_t* token, const int64_t* parent, int64_t i) {
+    for (int64_t j = parent[i] + 1; j < i; j++)
+        if (parent[j] == parent[i] && token[j] == token[i]) return true;
+    return false;
+}
+
+// From the root to the first child that is taken, and on from there. takes(i): whether node i, whose parent was taken last,
+// is taken; asked once for each such node, in index order. Every taken node but the root is given to enter(i, depth) at once.
+template <typename Takes, typename Enter>
+DRAFTTRAIN_BOTH void walk(const int64_t* parent, int64_t count, Takes takes, Enter enter) {
+    int64_t at = 0, depth = 0;
+    for (int64_t i = 1; i < count; i++) {
+        if (parent[i] != at || !takes(i)) continue;
+        at = i;
+        enter(i, ++depth);
+    }
+}
+
+// The walk along choice(i), the token that the target has after node i. Writes the accepted nodes to path[0..return), zeros
+// behind them, and the token that follows the last of them; of several children with one token the first counts.
 template <typename Choice>
 DRAFTTRAIN_BOTH int64_t greedy_walk(const int64_t* token, const int64_t* parent, int64_t count, int64_t nodes, Choice choice,
                                     int64_t* path, int64_t* bonus) {
-    int64_t accepted = 0, at = 0;
+    int64_t accepted = 1;
     for (int64_t i = 0; i < nodes; i++) path[i] = 0;
-    for (;;) {
-        path[accepted++] = at;
-        *bonus = choice(at);
-        int64_t next = -1;
-        for (int64_t i = at + 1; i < count && next < 0; i++)
-            if (parent[i] == at && token[i] == *bonus) next = i;
-        if (next < 0) return accepted;
-        at = next;
+    *bonus = choice(0);
+    walk(
+        parent, count, [&](int64_t i) { return token[i] == *bonus; },
+        [&](int64_t i, int64_t depth) {
+            path[depth] = i;
+            accepted = depth + 1;
+            *bonus = choice(i);
+        });
+    return accepted;
+}
+
+// A node as the likely walk sees it: nodes of its path (0: not all of them are likely enough), sum of their log p.
+struct Likely {
+    int64_t depth;
+    double likelihood;
+};
+
+// The deepest node whose whole path is likely enough, among several the one of the highest product of p, then the first.
+// p(i) is node i's probability, asked only where its parent's path is alive; floor(i) is what the children of i must exceed.
+// Writes the path as greedy_walk does; returns the accepted nodes.
+template <typename P, typename Floor>
+DRAFTTRAIN_BOTH int64_t likely_walk(const int64_t* parent, int64_t count, int64_t nodes, P p, Floor floor, Likely* found,
+                                    int64_t* path) {
+    int64_t last = 0;
+    found[0] = {1, 0.0};
+    for (int64_t i = 1; i < count; i++) {
+        const Likely above = found[parent[i]];
+        found[i] = {0, 0.0};
+        if (above.depth == 0) continue;
+        const double chance = p(i);
+        if (!(chance > floor(parent[i]))) continue;
+        found[i] = {above.depth + 1, above.likelihood + log(chance)};
+        const Likely best = found[last];
+        const bool tie = found[i].depth == best.depth;
+        if (found[i].depth > best.depth || (tie && found[i].likelihood > best.likelihood)) last = i;
     }
+    const int64_t accepted = found[last].depth;
+    for (int64_t i = accepted; i < nodes; i++) path[i] = 0;
+    for (int64_t i = accepted - 1; i >= 0; i--) {
+        path[i] = last;
+        last = parent[last];
+    }
+    return accepted;
 }
 
 }  // namespace drafttrain

@@ -1,0 +1,81 @@
+"""Speculative sampling over a verified tree: the emitted tokens follow the target's processed law exactly.
+
+Where a node's children were sampled, child x is accepted with min(1, p(x) / q(x)) and a rejection leaves max(p - q, 0)
+(Leviathan et al., arXiv 2211.17192, section 2.3); for several children drawn without replacement q loses x and both are
+renormalised. Where they are deterministic, x is accepted with p(x) and a rejection removes x from p. Children are tried in
+index order; the last residual gives the bonus token.
+
+Shapes: B rows, N nodes (root included), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafttrain.ops import library
+from drafttrain.ops.choice_accept import blank, nodes
+from drafttrain.ops.greedy_accept import greedy_accept
+from drafttrain.sampling import Lane, Sampling, law, pick, shaped, uniform
+from drafttrain.tree import DraftTree
+
+
+def lossless_accept(
+    tree: DraftTree, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(path_BN, count_B, bonus_B): accepted nodes in order, zeros behind them; how many; the token after the last of them."""
+    if sampling.greedy:  # the law is a one-hot: whatever children were drawn from, the argmax is accepted
+        return greedy_accept(tree, logits_BNV)
+    if not library.serves(logits_BNV):
+        return reference(tree, logits_BNV, position_BN, sampling)
+    drawn = tree.q_BNV is not None and tree.sampled_BN is not None
+    q_BNV = tree.q_BNV.float().contiguous() if drawn and tree.q_BNV is not None else None
+    sampled_BN = tree.sampled_BN.contiguous() if drawn and tree.sampled_BN is not None else None
+    of, verdict = sampling.on_device(len(logits_BNV), logits_BNV.device), blank(tree)
+    shaped_BNV = shaped(logits_BNV, sampling).contiguous()
+    torch.ops.drafttrain.lossless_accept(
+        shaped_BNV, q_BNV, sampled_BN, *nodes(tree), position_BN.contiguous(), of.temperature_M, of.key_M, of.seed_1, *verdict
+    )
+    return verdict
+
+
+def reference(tree: DraftTree, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    B, N = tree.token_BN.shape
+    row_B, on_host = torch.arange(B, device=logits_BNV.device), logits_BNV.device.type == "cpu"
+    law_BNV = law(logits_BNV, sampling)
+    path_BN, count_B, at_B = torch.zeros_like(tree.token_BN), torch.ones_like(row_B), torch.zeros_like(row_B)
+    p_BV = law_BNV[:, 0]
+    q_BV = None if tree.q_BNV is None else tree.q_BNV[:, 0].to(p_BV.dtype)
+    for i in range(1, N):
+        tried_B = (tree.parent_BN[:, i] == at_B) & (i < tree.count_B)
+        if on_host and not bool(tried_B.any()):  # asking a GPU would cost more than it saves
+            continue
+        token_B = tree.token_BN[:, i]
+        ratio_B = p_B = p_BV[row_B, token_B]
+        sampled_B = torch.zeros_like(tried_B) if tree.sampled_BN is None else tree.sampled_BN[row_B, at_B]
+        if q_BV is not None:
+            ratio_B = torch.where(sampled_B, p_B / q_BV[row_B, token_B].clamp_min(torch.finfo(p_B.dtype).tiny), p_B)
+        taken_B = tried_B & (uniform(sampling, position_BN[:, i], Lane.ACCEPT, draw=i) < ratio_B)
+        refused_B = tried_B & ~taken_B
+        p_BV = torch.where(refused_B[:, None], _residual(p_BV, q_BV, token_B, sampled_B), p_BV)
+        p_BV = torch.where(taken_B[:, None], law_BNV[:, i], p_BV)
+        if q_BV is not None and tree.q_BNV is not None:
+            q_BV = torch.where(refused_B[:, None], _normed(q_BV.scatter(1, token_B[:, None], 0.0)), q_BV)
+            q_BV = torch.where(taken_B[:, None], tree.q_BNV[:, i].to(q_BV.dtype), q_BV)
+        at_B = torch.where(taken_B, i, at_B)
+        path_BN.scatter_(1, torch.where(taken_B, count_B, 0)[:, None], torch.where(taken_B, i, 0)[:, None])
+        count_B = count_B + taken_B
+    draw_B = uniform(sampling, position_BN.gather(1, at_B[:, None])[:, 0] + 1, Lane.TARGET)
+    return path_BN, count_B, pick(p_BV, draw_B)
+
+
+def _residual(p_BV: Tensor, q_BV: Tensor | None, token_B: Tensor, sampled_B: Tensor) -> Tensor:
+    """p after a refusal. Where only rounding has let a token be refused that held all of p, nothing changes."""
+    left_BV = p_BV.scatter(1, token_B[:, None], 0.0)
+    if q_BV is not None:
+        left_BV = torch.where(sampled_B[:, None], (p_BV - q_BV).clamp_min(0.0), left_BV)
+    return torch.where((left_BV > 0).any(-1, keepdim=True), _normed(left_BV), p_BV)
+
+
+def _normed(left_BV: Tensor) -> Tensor:
+    return left_BV / left_BV.sum(-1, keepdim=True).clamp_min(torch.finfo(left_BV.dtype).tiny)

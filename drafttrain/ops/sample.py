@@ -1,0 +1,33 @@
+"""Drawing tokens from the laws of logits, with keyed noise.
+
+Shapes: M rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafttrain.ops import library
+from drafttrain.ops.top import top
+from drafttrain.sampling import Lane, Sampling, law, pick, shaped, uniform
+
+
+def sample(logits_MV: Tensor, sampling: Sampling, position_M: Tensor, lane: Lane, draw: int = 0) -> Tensor:
+    """[M] token ids, each drawn from its row's law at the number that (seed, key, position, lane, draw) name.
+
+    Greedy: the most likely tokens. The sampling's keys and temperatures are one for each row, or for each N rows.
+    """
+    if sampling.greedy:  # torch's argmax on a GPU leaves ties open
+        return top(logits_MV, 1)[1][:, 0] if logits_MV.is_cuda else logits_MV.argmax(-1)
+    if not library.serves(logits_MV):
+        return reference(logits_MV, sampling, position_M, lane, draw)
+    of, position_M = sampling.on_device(len(logits_MV), logits_MV.device), position_M.contiguous()
+    token_M = torch.empty_like(position_M)
+    shaped_MV = shaped(logits_MV, sampling).contiguous()
+    torch.ops.drafttrain.sample(shaped_MV, of.temperature_M, of.key_M, position_M, of.seed_1, int(lane), draw, token_M)
+    return token_M
+
+
+def reference(logits_MV: Tensor, sampling: Sampling, position_M: Tensor, lane: Lane, draw: int = 0) -> Tensor:
+    return pick(law(logits_MV, sampling), uniform(sampling, position_M, lane, draw))

@@ -1,0 +1,95 @@
+// Speculative sampling over a tree: which children are taken, and what the refused ones leave for the token that follows.
+//
+// Where a node's children were drawn from q, child x is taken with min(1, p(x) / q(x)), and a refusal leaves max(p - q, 0)
+// (Leviathan et al., arXiv 2211.17192, section 2.3); of several, drawn without replacement, q loses x and both are
+// renormalised. Where they are given, x is taken with p(x), and a refusal removes x from p. One source for CPU and CUDA,
+// where all threads of a block run it alike and only `Row` knows of the others.
+#pragma once
+
+#include <cstdint>
+
+#include "law.h"
+
+namespace drafttrain {
+
+// Row reads the logits for the walk. It has, of the node entered last:
+//   double enter(node)          the mass of its law
+//   double weight(i)            what child i's token has of that mass
+//   bool twin(i)                whether an earlier child, refused by then, had the same token
+//   float q(i), double draw(i)  the law that i was drawn from, at its token; the number that decides on it
+//   Excess excess(residual, take, more)  sums over the vocabulary: of max(residual - take q, 0), and where `more` of q;
+//                               writes the step down behind those of residual
+//   void fill(struck)           (re)makes the splits' sums from p; struck: without the tokens of all children
+//   int64_t pick(at, residual, struck)  the token at which the cumulative sum passes `at`, -1 where nothing is left: over the
+//                               sums of the last `excess` where residual has steps, else over those of `fill`
+struct Excess {
+    double p, q;
+};
+
+template <typename Row>
+class Lossless {
+  public:
+    DRAFTTRAIN_BOTH Lossless(const int64_t* parent, int64_t count, const bool* sampled, Residual residual, Row& row)
+        : parent_(parent), count_(count), sampled_(sampled), residual_(residual), row_(row) {}
+
+    DRAFTTRAIN_BOTH void enter(int64_t node) {
+        at_ = node, residual_.steps = 0, take_ = 1.0f, q_left_ = -1.0;
+        mass_ = left_ = row_.enter(node);
+    }
+
+    // Whether child i of the node entered last is taken. Children are tried in index order, each once.
+    DRAFTTRAIN_BOTH bool takes(int64_t i) {
+        const bool gone = row_.twin(i);
+        const double weight = gone ? 0.0 : row_.weight(i);
+        if (sampled_ != nullptr && sampled_[at_]) return takes_drawn(i, float(weight / mass_), gone ? 0.0f : row_.q(i));
+        if (row_.draw(i) * left_ < weight) return true;
+        left_ = fmax(left_ - weight, 0.0);
+        return false;
+    }
+
+    // The token after the last accepted node, whose children are all refused, drawn from what they left of its law. Rounding
+    // can let refusals leave nothing: then the draw is from less processed laws, which hold what may come.
+    DRAFTTRAIN_BOTH int64_t bonus(double number) {
+        const bool drawn = residual_.steps > 0;
+        const Residual none = {nullptr, nullptr};
+        int64_t token = drawn ? row_.pick(number * left_, residual_, true) : -1;
+        if (token < 0) {
+            row_.fill(true);
+            token = row_.pick(number * (drawn ? mass_ : left_), none, true);
+        }
+        if (token < 0) {
+            row_.fill(false);
+            token = row_.pick(number * mass_, none, false);
+        }
+        return token < 0 ? 0 : token;
+    }
+
+  private:
+    DRAFTTRAIN_BOTH bool takes_drawn(int64_t i, float p, float q) {
+        const float least = 1.17549435e-38f;  // of normal floats: nothing is divided by zero
+        if (row_.draw(i) * fmaxf(q * take_, least) < residual_(p, q)) return true;
+        const Excess excess = row_.excess(residual_, take_, q_left_ < 0.0 && has_more(i));
+        if (excess.p > 0.0) residual_.steps++, left_ = excess.p;
+        q_left_ = fmax((q_left_ < 0.0 ? excess.q : q_left_) - q, 0.0);
+        take_ = q_left_ > 0.0 ? float(1.0 / q_left_) : 0.0f;
+        return false;
+    }
+
+    DRAFTTRAIN_BOTH bool has_more(int64_t i) const {
+        for (int64_t j = i + 1; j < count_; j++)
+            if (parent_[j] == at_) return true;
+        return false;
+    }
+
+    const int64_t* parent_;
+    int64_t count_;
+    const bool* sampled_;
+    Residual residual_;
+    Row& row_;
+    int64_t at_ = 0;
+    float take_ = 1.0f;     // one over the mass of q without the refused; at first 1: q is taken as it is given
+    double q_left_ = -1.0;  // mass of q without the refused; negative before the first refusal
+    double mass_ = 0.0, left_ = 0.0;
+};
+
+}  // namespace drafttrain

@@ -1,0 +1,306 @@
+"""Acceptance and sampling: compiled for the CPU, and the CUDA kernels by the emulator, against their twins in float64.
+
+A compiled walk may differ from its twin only where rounding decides: cases count whose verdict stays the same when every
+number drawn, and every bound, is shifted a little. Shapes: B rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain.ops import build, choice_accept, greedy_accept, library, likely_accept, lossless_accept, sample
+from drafttrain.sampling import Lane, Sampling, uniform
+from drafttrain.tree import DraftTree
+from tests.kernels import emulated
+
+Verdict = tuple[Tensor, Tensor, Tensor]
+SHIFT = 2e-6
+BATCH = 200
+
+
+@pytest.fixture(params=["cpu", "emulated"])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the operators run; fresh tensors hold NaN there, or what is no node and no token."""
+    if not library.state().loaded:
+        pytest.skip(library.state().text)
+    if request.param == "emulated":
+        monkeypatch.setattr(torch.ops, "drafttrain", emulated.ops())
+    for owner, name in ((torch, "empty_like"), (torch, "empty"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    with torch.inference_mode():
+        yield request.param
+
+
+def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(*args: Any, **options: Any) -> Tensor:
+        x = make(*args, **options)
+        return x.fill_(torch.nan) if x.is_floating_point() else x.fill_(-(2**40))
+
+    return made
+
+
+@dataclass
+class Case:
+    tree: DraftTree
+    logits_BNV: Tensor
+    position_BN: Tensor
+    sampling: Sampling
+
+    def wide(self) -> tuple[DraftTree, Tensor, Tensor, Sampling]:
+        """For the twin: float64, with the temperature's own rounding."""
+        q_BNV = self.tree.q_BNV
+        tree = self.tree if q_BNV is None else replace(self.tree, q_BNV=q_BNV.double())
+        return tree, self.logits_BNV.double(), self.position_BN, self.sampling
+
+
+def case(seed: int, B: int, N: int, V: int, drawn: bool = False, ties: bool = True, dtype: torch.dtype = torch.float32) -> Case:
+    """A batch of random trees with twins, ragged counts and NaN logits in the padding.
+
+    drawn: some nodes' children come from q, at most three each and in one shape for the batch.
+    """
+    random = torch.Generator().manual_seed(seed)
+    logits_BNV = torch.randn(B, N, V, generator=random) * float(torch.rand((), generator=random) * 4)
+    if ties and seed % 3 == 0:
+        logits_BNV = logits_BNV.round()
+    masked_BNV = torch.rand(B, N, V, generator=random) < 0.2
+    masked_BNV.scatter_(2, torch.randint(0, V, (B, N, 1), generator=random), False)
+    logits_BNV = logits_BNV.masked_fill(masked_BNV, -torch.inf)
+    token_BN = torch.randint(0, min(V, 9), (B, N), generator=random)
+    parent_BN = (torch.rand(B, N, generator=random) * torch.arange(N)).long()
+    q_BNV = sampled_BN = None
+    if drawn:
+        parents = [-1]
+        for i in range(1, N):
+            room = [j for j in range(i) if parents.count(j) < min(3, V // 2)]
+            parents.append(room[int(torch.randint(0, len(room), (), generator=random))])
+        parent_BN = torch.tensor(parents).repeat(B, 1)
+        near_BNV = torch.randn(B, N, V, generator=random) + logits_BNV.clamp_min(-3.0) * (seed % 2)
+        q_BNV = near_BNV.softmax(-1)
+        sampled_BN = (torch.rand(N, generator=random) < 0.8).repeat(B, 1)
+        for node in range(N):
+            below = [i for i in range(1, N) if parents[i] == node]
+            if below and bool(sampled_BN[0, node]):
+                token_BN[:, below] = torch.multinomial(q_BNV[:, node], len(below), generator=random)
+    parent_BN[:, 0] = -1
+    count_B = torch.randint(1, N + 1, (B,), generator=random)
+    logits_BNV[torch.arange(N) >= count_B[:, None]] = torch.nan
+    position_BN = torch.randint(0, 2**20, (B, N), generator=random)
+    temperature_B = torch.tensor([0.5, 0.7, 1.0, 1.5])[torch.randint(0, 4, (B,), generator=random)]
+    key_B, seed_1 = torch.randint(0, 2**40, (B,), generator=random), torch.tensor([seed - 7])
+    sampling = Sampling(1.0, key_B=key_B, temperature_B=temperature_B, seed_1=seed_1)
+    return Case(DraftTree(token_BN, parent_BN, count_B, q_BNV, sampled_BN), logits_BNV.to(dtype), position_BN, sampling)
+
+
+def check(found: Verdict, wanted: Verdict, stable_B: Tensor | None = None) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        ours, theirs = (ours, theirs) if stable_B is None else (ours[stable_B], theirs[stable_B])
+        assert ours.dtype == torch.long and torch.equal(ours, theirs)
+
+
+def steady(module: Any, twin: Callable[[float], Verdict], monkeypatch: pytest.MonkeyPatch) -> tuple[Verdict, Tensor]:
+    """What the twin says, and which rows say the same with every number, and every bound, a little lower or higher."""
+    wanted = twin(0.0)
+    stable_B = torch.ones(len(wanted[1]), dtype=torch.bool)
+    for shift in (-SHIFT, SHIFT):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "uniform", lambda *a, s=shift, **k: (uniform(*a, **k) + s).clamp(0.0, 1.0 - 2**-53))
+            for other, plain in zip(twin(shift), wanted, strict=True):
+                stable_B &= (other == plain).view(len(plain), -1).all(-1)
+    return wanted, stable_B
+
+
+def sizes(machine: str, rounds: int) -> Iterator[tuple[int, int, int, int, torch.dtype]]:
+    """(seed, rows, nodes, V, dtype): many small trees on the CPU; few, over several splits of a row too, by the emulator."""
+    if machine == "cpu":
+        for seed in range(rounds):
+            yield seed, BATCH, 1 + seed % 17, (2, 5, 16, 23)[seed % 4], torch.float32
+    rows = 4 if machine == "cpu" else 3
+    for seed, (N, V) in enumerate(
+        [(9, 5), (6, 17), (12, 4096), (5, 4099), (7, 8200), (4, 12296), (64, 33), (1, 4100), (90, 3)]
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield 1000 + seed, rows, N, V, dtype
+
+
+def test_greedy_and_given_choices(machine: str) -> None:
+    for seed, B, N, V, dtype in sizes(machine, 30):
+        c = case(seed, B, N, V, dtype=dtype)
+        real_BNV = c.logits_BNV.nan_to_num(0.0, neginf=-torch.inf)
+        check(greedy_accept.greedy_accept(c.tree, c.logits_BNV), greedy_accept.reference(c.tree, real_BNV))
+        choice_BN = torch.randint(0, min(V, 9), (B, N), generator=torch.Generator().manual_seed(seed))
+        check(choice_accept.choice_accept(c.tree, choice_BN), choice_accept.reference(c.tree, choice_BN))
+
+
+def test_the_maximum_is_found_wherever_it_stands(machine: str) -> None:
+    """Also in rows that start at no multiple of 16 bytes, with equals behind it, and where nothing but -inf is."""
+    for V in (4095, 9001) if machine == "cpu" else (4099,):
+        for place in (0, 1, V // 2, V - 1):
+            logits = torch.full((1, 2, V), -1.0)
+            logits[0, :, place:] = 2.0
+            logits[0, 1, : place + 1] = -torch.inf
+            tree = DraftTree(torch.tensor([[0, place]]), torch.tensor([[-1, 0]]), torch.tensor([2]))
+            path, count, bonus = greedy_accept.greedy_accept(tree, logits)
+            assert path.tolist() == [[0, 1]] and count.tolist() == [2]
+            assert bonus.tolist() == [(place + 1) % V]
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["given", "drawn"])
+def test_lossless(machine: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = total = 0
+    for seed, B, N, V, dtype in sizes(machine, 100):
+        c = case(seed, B, N, V, drawn, dtype=dtype)
+        found = lossless_accept.lossless_accept(c.tree, c.logits_BNV, c.position_BN, c.sampling)
+        wanted, stable_B = steady(lossless_accept, lambda _, c=c: lossless_accept.reference(*c.wide()), monkeypatch)
+        check(found, wanted, stable_B)
+        kept, total = kept + int(stable_B.sum()), total + B
+    assert kept > (0.99 if machine == "cpu" else 0.9) * total
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.3, math.inf), (0.02, 0.05)])
+def test_likely(machine: str, epsilon: float, delta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = total = 0
+    for seed, B, N, V, dtype in sizes(machine, 40):
+        c = case(seed, B, N, V, ties=False, dtype=dtype)
+        c.tree.token_BN.masked_fill_(torch.arange(N) % 3 == 1, int(c.logits_BNV[0, 0].argmax()))
+
+        def twin(shift: float, c: Case = c) -> Verdict:
+            return likely_accept.reference(*c.wide(), epsilon * (1.0 + shift), delta * (1.0 + shift))
+
+        found = likely_accept.likely_accept(c.tree, c.logits_BNV, c.position_BN, c.sampling, epsilon, delta)
+        wanted, stable_B = steady(likely_accept, twin, monkeypatch)
+        check(found, wanted, stable_B)
+        kept, total = kept + int(stable_B.sum()), total + B
+    assert kept > (0.99 if machine == "cpu" else 0.9) * total
+
+
+def test_sample(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = total = 0
+    for V in (1, 2, 5, 17, 4095, 4096, 4097, 12301):
+        for dtype in (torch.float32, torch.bfloat16):
+            c = case(V, 200 if machine == "cpu" else 4, 2, V, dtype=dtype)
+            logits_MV = c.logits_BNV[:, 0].contiguous().repeat_interleave(2, 0)  # keys and temperatures serve two rows each
+            at_M = c.position_BN.flatten()
+            found_M = sample.sample(logits_MV, c.sampling, at_M, Lane.DRAFT, 5)
+            assert (logits_MV.gather(1, found_M[:, None]) > -torch.inf).all()
+
+            def twin(_: float, logits_MV: Tensor = logits_MV, c: Case = c, at_M: Tensor = at_M) -> Verdict:
+                return (sample.reference(logits_MV.double(), c.sampling, at_M, Lane.DRAFT, 5),) * 3
+
+            wanted, stable_M = steady(sample, twin, monkeypatch)
+            check((found_M,) * 3, wanted, stable_M)
+            kept, total = kept + int(stable_M.sum()), total + len(found_M)
+    assert kept > (0.99 if machine == "cpu" else 0.9) * total
+
+
+def test_numbers_at_the_ends_of_their_range(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw of 0 takes the first token that may come, and a law of one token gives that, wherever the others are masked."""
+    V = 4100
+    logits = torch.full((4, V), -torch.inf)
+    for row, place in enumerate((0, 17, 4095, 4099)):
+        logits[row, place] = 1e4
+    assert sample.sample(logits, Sampling(0.01), torch.arange(4), Lane.TARGET).tolist() == [0, 17, 4095, 4099]
+    for bad in (torch.nan, -torch.inf):  # nothing hangs, and what comes is a token
+        found = sample.sample(torch.full((1, V), bad), Sampling(1.0), torch.zeros(1, dtype=torch.long), Lane.TARGET)
+        assert 0 <= int(found) < V
+
+
+def test_children_that_hold_all_of_the_law(machine: str) -> None:
+    """Two tokens are left of the law and both are children: one is always taken, whatever rounding makes of the second."""
+    B, V = (2000, 40) if machine == "cpu" else (20, 40)
+    logits = torch.full((B, 3, V), -torch.inf)
+    logits[..., 7], logits[..., 23] = 1.3, -0.4
+    tree = DraftTree(torch.tensor([[0, 7, 23]]).repeat(B, 1), torch.tensor([[-1, 0, 0]]).repeat(B, 1), torch.full((B,), 3))
+    position = torch.tensor([[4, 5, 5]]).repeat(B, 1)
+    path, count, bonus = lossless_accept.lossless_accept(tree, logits, position, Sampling(0.9).rows(torch.arange(B)))
+    assert (count == 2).all() and set(path[:, 1].tolist()) == {1, 2} and set(bonus.tolist()) == {7, 23}
+
+
+def test_the_rows_before_and_behind_do_not_matter(machine: str) -> None:
+    c = case(5, 6 if machine == "cpu" else 3, 7, 4099, drawn=True)
+    whole = lossless_accept.lossless_accept(c.tree, c.logits_BNV, c.position_BN, c.sampling)
+    for row in range(len(c.logits_BNV)):
+        one = slice(row, row + 1)
+        parts = {f.name: getattr(c.tree, f.name) for f in fields(c.tree)}
+        tree = DraftTree(**{name: None if x is None else x[one] for name, x in parts.items()})
+        sampling = replace(c.sampling, key_B=c.sampling.key_B[one], temperature_B=c.sampling.temperature_B[one])
+        alone = lossless_accept.lossless_accept(tree, c.logits_BNV[one], c.position_BN[one], sampling)
+        assert all(torch.equal(a[one], b) for a, b in zip(whole, alone, strict=True))
+
+
+ROWS, WORDS = 60_000, 6
+
+
+def drawn_from(law_WW: Tensor, token_B: Tensor, random: torch.Generator, count: int = 1) -> Tensor:
+    return torch.multinomial(law_WW[token_B], count, generator=random)
+
+
+def drafts(kind: str, p_WW: Tensor, q_WW: Tensor, random: torch.Generator) -> DraftTree:
+    """ROWS trees below token 0 whose drafts are drawn from q, a law of the token before, or given: likely ones."""
+    root_B1 = torch.zeros(ROWS, 1, dtype=torch.long)
+    if kind == "given":
+        first_3 = p_WW[0].topk(4).indices[1:]
+        token_7 = torch.cat([root_B1[0], first_3, p_WW[first_3[0]].topk(2).indices, p_WW[first_3[2]].topk(1).indices])
+        parent, token_BN = [-1, 0, 0, 0, 1, 1, 3], token_7.repeat(ROWS, 1)
+    elif kind == "chain":
+        first_B1 = drawn_from(q_WW, root_B1[:, 0], random)
+        parent, token_BN = [-1, 0, 1], torch.cat([root_B1, first_B1, drawn_from(q_WW, first_B1[:, 0], random)], 1)
+    else:
+        first_B3 = drawn_from(q_WW, root_B1[:, 0], random, 3)
+        below = [drawn_from(q_WW, first_B3[:, i], random, 2) for i in (0, 2)]
+        parent, token_BN = [-1, 0, 0, 0, 1, 1, 3, 3], torch.cat([root_B1, first_B3, *below], 1)
+    q_BNV = None if kind == "given" else q_WW[token_BN]
+    sampled_BN = None if kind == "given" else torch.ones_like(token_BN, dtype=torch.bool)
+    return DraftTree(token_BN, torch.tensor(parent).repeat(ROWS, 1), torch.full((ROWS,), len(parent)), q_BNV, sampled_BN)
+
+
+@pytest.mark.parametrize("kind", ["chain", "siblings", "given"])
+def test_what_is_emitted_follows_the_targets_law(kind: str) -> None:
+    """Chi-square of the first two tokens against p, another law of the token before."""
+    if not library.state().loaded:
+        pytest.skip(library.state().text)
+    random = torch.Generator().manual_seed(len(kind))
+    logits_WW = torch.randn(WORDS, WORDS, generator=random) * 1.5
+    logits_WW[2, 4] = -torch.inf
+    p_WW, q_WW = logits_WW.softmax(-1), torch.randn(WORDS, WORDS, generator=random).softmax(-1)
+    tree, sampling = drafts(kind, p_WW, q_WW, random), Sampling(1.0, seed=11).rows(torch.arange(ROWS))
+    token_BN, position_BN = tree.token_BN, tree.ancestor_BNN.sum(-1) + 3
+    with torch.inference_mode():
+        path_BN, count_B, bonus_B = lossless_accept.lossless_accept(tree, logits_WW[token_BN], position_BN, sampling)
+    assert 0.2 < float((count_B > 1).float().mean()) < 0.95
+    text_BN = token_BN.gather(1, path_BN).roll(-1, 1).scatter(1, count_B[:, None] - 1, bonus_B[:, None])
+    plain_B = drawn_from(p_WW, text_BN[:, 0], random)[:, 0]
+    seen = torch.bincount(text_BN[:, 0] * WORDS + torch.where(count_B > 1, text_BN[:, 1], plain_B), minlength=WORDS**2)
+    wanted = (p_WW[0, :, None] * p_WW).flatten() * ROWS
+    cells = wanted > 0
+    assert not seen[~cells].any()
+    statistic = ((seen - wanted)[cells] ** 2 / wanted[cells]).sum()
+    assert float(torch.special.gammaincc((cells.sum() - 1) / 2, statistic / 2)) > 1e-3
+
+
+def test_the_keyed_numbers_are_the_same_to_the_bit(tmp_path: Path) -> None:
+    compiler = build.compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    code = '#include "noise.h"\nextern "C" double number(int64_t s, int64_t k, int64_t p, int64_t l, int64_t d) '
+    (tmp_path / "noise.cpp").write_text(code + "{ return drafttrain::uniform(s, k, p, l, d); }\n")
+    include = build.sources() / "include" / "drafttrain"
+    command = [compiler, "-shared", "-fPIC", "-std=c++20", f"-I{include}", str(tmp_path / "noise.cpp")]
+    subprocess.run([*command, "-o", str(tmp_path / "noise.so")], check=True)
+    number = ctypes.CDLL(str(tmp_path / "noise.so")).number
+    number.restype, number.argtypes = ctypes.c_double, [ctypes.c_int64] * 5
+    random = torch.Generator().manual_seed(3)
+    for _ in range(500):
+        seed, key, position = (int(torch.randint(-(2**62), 2**62, (), generator=random)) for _ in range(3))
+        lane, draw = Lane(int(torch.randint(1, 4, (), generator=random))), int(torch.randint(0, 300, (), generator=random))
+        sampling = Sampling(1.0, seed=seed).rows(torch.tensor([key]))
+        assert number(seed, key, position, lane, draw) == float(uniform(sampling, torch.tensor([position]), lane, draw))
