@@ -22,7 +22,7 @@ from drafttrain.target import FINAL, Target
 class LossOptions:
     """The divergence between the drafter's law q and the target's law p."""
 
-    name: str = "kl"  # ce: the token itself. kl: forward KL(p || q). tvd: 1 - sum min(p, q). lk: -log sum min(p, q)
+    name: str = "kl"  # ce: the token itself. kl: KL(p || q). rkl: KL(q || p). jsd, tvd. lk: -log sum min(p, q)
     chunk: int = 1024  # predictions whose logits are in memory at once
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from drafttrain.commands.environment import versions
 from drafttrain.errors import UserError
-from drafttrain.ops import build, library
+from drafttrain.ops import build, jit, library
 from drafttrain.train.logger import logged_in
 
 
@@ -31,7 +31,7 @@ def doctor(output: Path = Path("outputs")) -> int:
         "versions": {name: version or "not installed" for name, version in versions().items()},
         "devices": _devices(),
         "compilers": {name: _compiler(path) for name, path in (("c++", build.compiler()), ("nvcc", build.nvcc()))},
-        "kernels": {"cpu": library.state().text, "gpu": library.cuda_state().text},
+        "kernels": {"cpu": library.state().text, "gpu": library.cuda_state().text, "triton": jit.state()},
         "paths": {"output": _writable(output), "cache": _writable(Path(HF_HOME))},
         "W&B": {"state": _wandb_state()},
     }

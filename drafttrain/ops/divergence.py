@@ -5,6 +5,7 @@ Shapes: C predictions, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from drafttrain.ops import jit
 
-NAMES = ("ce", "kl", "tvd", "lk")
+NAMES = ("ce", "kl", "rkl", "jsd", "tvd", "lk")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -35,7 +36,8 @@ def outcome(
 ) -> Outcome:
     """The loss `name` of each prediction, what acceptance makes of it, and the slope if wanted, in the logits' dtype.
 
-    ce: -log q(label). kl: KL(p || q). tvd: 1 - sum min(p, q). lk: -log sum min(p, q) (arXiv 2602.23881).
+    ce: -log q(label). kl: KL(p || q). rkl: KL(q || p). jsd: the mean of KL(p || m) and KL(q || m), m = (p + q) / 2
+    (arXiv 2310.08461). tvd: 1 - sum min(p, q). lk: -log sum min(p, q) (arXiv 2602.23881).
     law_logits_CV may hold -inf. Ties of the likeliest token go to the lowest index. into: where the slope is written;
     logits_CV itself will do, and halves the memory.
     """
@@ -79,6 +81,10 @@ def reference(
         slope_CV = q_CV.sub_(p_CV)
     elif name == "ce":
         slope_CV = q_CV.scatter_add_(1, label_C[:, None], -torch.ones_like(q_CV[:, :1]))
+    elif name in ("rkl", "jsd"):
+        log_r_CV = log_p_CV if name == "rkl" else _log_mean(log_q_CV, log_p_CV)
+        pull_CV = torch.where(q_CV > 0, log_q_CV - log_r_CV, 0.0).mul_(1.0 if name == "rkl" else 0.5)
+        slope_CV = pull_CV.sub_(torch.linalg.vecdot(q_CV, pull_CV)[:, None]).mul_(q_CV)
     else:
         # lk: divided by the overlap in the log domain, since the overlap may underflow
         lift_C1 = loss_C[:, None] if name == "lk" else torch.zeros_like(loss_C[:, None])
@@ -91,12 +97,27 @@ def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -
     """[C], from log-probabilities; differentiable."""
     if name == "ce":
         return -log_q_CV.gather(1, label_C[:, None])[:, 0]
-    if name == "kl":  # 0 log 0 = 0
-        apart_CV = (log_p_CV - log_q_CV).nan_to_num_(0.0, posinf=torch.inf, neginf=0.0)
-        loss_C: Tensor = torch.linalg.vecdot(log_p_CV.exp(), apart_CV)
-        return loss_C
+    if name == "kl":
+        return _relative(log_p_CV, log_q_CV)
+    if name == "rkl":
+        return _relative(log_q_CV, log_p_CV)
+    if name == "jsd":
+        log_m_CV = _log_mean(log_q_CV, log_p_CV)
+        return 0.5 * (_relative(log_p_CV, log_m_CV) + _relative(log_q_CV, log_m_CV))
     if name == "tvd":
         return (log_p_CV.exp() - log_q_CV.exp()).clamp_min(0.0).sum(-1)
     if name != "lk":
-        raise ValueError(f"loss.name is {name!r}; choose ce, kl, tvd or lk")
+        raise ValueError(f"loss.name is {name!r}; choose {', '.join(NAMES)}")
     return -torch.minimum(log_p_CV, log_q_CV).logsumexp(-1)
+
+
+def _relative(log_a_CV: Tensor, log_b_CV: Tensor) -> Tensor:
+    """KL(a || b), with 0 log 0 = 0."""
+    apart_CV = (log_a_CV - log_b_CV).nan_to_num_(0.0, posinf=torch.inf, neginf=0.0)
+    entropy_C: Tensor = torch.linalg.vecdot(log_a_CV.exp(), apart_CV)
+    return entropy_C
+
+
+def _log_mean(log_q_CV: Tensor, log_p_CV: Tensor) -> Tensor:
+    """log of (p + q) / 2."""
+    return torch.logaddexp(log_q_CV, log_p_CV) - math.log(2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from torch import Tensor
@@ -16,6 +17,15 @@ def serves(x: Tensor) -> bool:
     if os.environ.get(library.SWITCH) == "off" or not installed():
         return False
     return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def state() -> str:
+    """For a person: what runs tree attention and the training loss, and why."""
+    if os.environ.get(library.SWITCH) == "off":
+        return f"torch references ({library.SWITCH}=off)"
+    if not installed():
+        return "torch references (triton is not installed)"
+    return f"triton {version('triton')}: compiles at first use on a GPU"
 
 
 @cache

@@ -113,6 +113,52 @@ def overlap(
             tl.store(slope + at_V, slope_V.to(slope.dtype.element_ty), mask=at_V < vocabulary)
 
 
+@triton.jit
+def _pull(log_q_V, log_p_V, NAME: tl.constexpr):
+    """(each token's part of the loss, dloss/dq up to a constant); nothing of tokens that q does not have."""
+    q_V, p_V = tl.exp(log_q_V), tl.exp(log_p_V)
+    if NAME == "rkl":
+        pull_V = tl.where(q_V > 0, log_q_V - log_p_V, 0.0)
+        part_V = q_V * pull_V
+    else:
+        log_m_V = tl.log((q_V + p_V) * 0.5)
+        pull_V = tl.where(q_V > 0, 0.5 * (log_q_V - log_m_V), 0.0)
+        part_V = q_V * pull_V + tl.where(p_V > 0, 0.5 * p_V * (log_p_V - log_m_V), 0.0)
+    return part_V, pull_V
+
+
+@triton.jit
+def curved(
+    logits, law, label, loss, hit, mass, slope, vocabulary, logits_C, law_C, slope_C,
+    NAME: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """rkl and jsd: the slope at a token is q times what dloss/dq exceeds its mean under q by."""
+    c = tl.program_id(0).to(tl.int64)
+    logits, law, slope = logits + c * logits_C, law + c * law_C, slope + c * slope_C
+    log_sum_q, best_q = _normalise(logits, vocabulary, STEP)
+    log_sum_p, best_p = _normalise(law, vocabulary, STEP)
+    loss_V, mass_V, mean_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)
+    for start in range(0, vocabulary, STEP):
+        _, log_q_V, log_p_V = _laws(start, logits, law, log_sum_q, log_sum_p, vocabulary, STEP)
+        part_V, pull_V = _pull(log_q_V, log_p_V, NAME)
+        loss_V += part_V
+        mean_V += tl.exp(log_q_V) * pull_V
+        mass_V += tl.minimum(tl.exp(log_q_V), tl.exp(log_p_V))
+    mean = tl.sum(mean_V, 0)
+    tl.store(loss + c, tl.sum(loss_V, 0))
+    tl.store(mass + c, tl.sum(mass_V, 0))
+    tl.store(hit + c, best_q == best_p)
+    if SLOPE:
+        for start in range(0, vocabulary, STEP):
+            at_V, log_q_V, log_p_V = _laws(start, logits, law, log_sum_q, log_sum_p, vocabulary, STEP)
+            _, pull_V = _pull(log_q_V, log_p_V, NAME)
+            slope_V = tl.exp(log_q_V) * (pull_V - mean)
+            tl.store(slope + at_V, slope_V.to(slope.dtype.element_ty), mask=at_V < vocabulary)
+
+
+KERNELS = {"ce": pointwise, "kl": pointwise, "tvd": overlap, "lk": overlap, "rkl": curved, "jsd": curved}
+
+
 def launch(
     logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str,
     loss_C: Tensor, hit_C: Tensor, mass_C: Tensor, slope_CV: Tensor | None,
@@ -126,4 +172,4 @@ def launch(
         "slope_C": out_CV.stride(0), "NAME": name, "SLOPE": slope_CV is not None,
         "STEP": min(STEP, max(triton.next_power_of_2(V), 128)),
     }  # fmt: skip
-    return Launch(overlap if name in ("tvd", "lk") else pointwise, (C,), arguments, 8)
+    return Launch(KERNELS[name], (C,), arguments, 8)

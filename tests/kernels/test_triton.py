@@ -157,7 +157,8 @@ def test_bits(nodes: int) -> None:
 def test_divergence_twins_slope_is_its_gradient(name: str) -> None:
     torch.manual_seed(0)
     logits, law, label = torch.randn(5, 301) * 3, torch.randn(5, 301) * 3, torch.randint(0, 301, (5,))
-    law[:, :40] = -torch.inf
+    if name != "rkl":  # infinite where the drafter allows what the target does not
+        law[:, :40] = -torch.inf
     found = divergence_op.reference(logits, law, label, name, want_slope=True)
     exact = logits.double().requires_grad_()
     loss = divergence_op.divergence(name, exact.log_softmax(-1), law.double().log_softmax(-1), label)
@@ -171,5 +172,5 @@ def test_divergence_twins_slope_is_its_gradient(name: str) -> None:
 
 
 def test_an_unknown_divergence_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'kll'; choose ce, kl, tvd or lk"):
+    with pytest.raises(ValueError, match=r"'kll'; choose ce, kl, rkl, jsd, tvd, lk"):
         divergence_op.outcome(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), "kll", False)

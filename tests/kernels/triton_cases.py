@@ -160,10 +160,11 @@ def test_a_captured_graph_follows_the_lengths() -> None:
         torch.testing.assert_close(found, inputs.through(attention_op.reference, case), rtol=2e-2, atol=2e-2)
 
 
-def laws(rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def laws(rows: int, vocabulary: int, dtype: torch.dtype, masked: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """(logits, law's logits, labels); some of the law's are -inf."""
     logits, law = (torch.randn(2, rows, vocabulary, device=DEVICE) * 4).to(dtype)
-    law[0, vocabulary // 2 + 1 :] = -torch.inf
+    if masked:
+        law[0, vocabulary // 2 + 1 :] = -torch.inf
     return logits, law, torch.randint(0, vocabulary, (rows,), device=DEVICE)
 
 
@@ -174,6 +175,11 @@ def defined(name: str, logits: Tensor, law: Tensor, label: Tensor) -> Tensor:
         return -q.gather(1, label[:, None])[:, 0].log()
     if name == "kl":
         return (torch.special.xlogy(p, p) - p * logits.log_softmax(-1)).sum(-1)
+    if name == "rkl":
+        return (q * (logits.log_softmax(-1) - law.log_softmax(-1))).sum(-1)
+    if name == "jsd":
+        m = (p + q) / 2
+        return 0.5 * (torch.special.xlogy(p, p) - p * m.log() + torch.special.xlogy(q, q) - q * m.log()).sum(-1)
     overlap = torch.minimum(q, p).sum(-1)
     return -overlap.log() if name == "lk" else 1 - overlap
 
@@ -183,7 +189,7 @@ def defined(name: str, logits: Tensor, law: Tensor, label: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", divergence_op.NAMES)
 def test_divergence(name: str, vocabulary: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocabulary)
-    logits, law, label = laws(3, vocabulary, dtype)
+    logits, law, label = laws(3, vocabulary, dtype, masked=name != "rkl")
     assert jit.serves(logits)
     found = divergence_op.outcome(logits, law, label, name, want_slope=True)
     wanted = divergence_op.reference(logits, law, label, name, want_slope=True)
@@ -201,7 +207,7 @@ def test_divergence(name: str, vocabulary: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", divergence_op.NAMES)
 def test_divergence_where_it_is_told(name: str) -> None:
     """The slope over the logits themselves, rows of a wider tensor, nothing but the loss."""
-    wide, law, label = laws(4, 2500, torch.float32)
+    wide, law, label = laws(4, 2500, torch.float32, masked=name != "rkl")
     logits = wide[:, 100:2400]
     arguments = (law[:, :2300], label % 2300, name)
     wanted = divergence_op.reference(logits, *arguments, want_slope=True)

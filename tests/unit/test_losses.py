@@ -49,12 +49,12 @@ def test_divergences() -> None:
     torch.testing.assert_close(
         divergence("kl", p.log_softmax(-1), p.log_softmax(-1), label), torch.zeros(50), atol=1e-6, rtol=0
     )
-    with pytest.raises(ValueError, match="choose ce, kl, tvd or lk"):
+    with pytest.raises(ValueError, match="choose ce, kl, rkl, jsd, tvd, lk"):
         divergence("mse", q, p, label)
 
 
 @pytest.mark.parametrize("chunk", [7, 4096])  # recomputed in the backward pass, or whole
-@pytest.mark.parametrize("loss", ["ce", "kl", "tvd", "lk"])
+@pytest.mark.parametrize("loss", ["ce", "kl", "rkl", "jsd", "tvd", "lk"])
 @pytest.mark.parametrize("name", sorted(families()))
 def test_chunks_change_neither_loss_nor_gradient(name: str, loss: str, chunk: int) -> None:
     target = tiny_target()
