@@ -125,7 +125,9 @@ class _Graph:
         cuda.synchronize(device)
         self._ring = packed.new_zeros(RING, *packed.shape)
         self._next_1 = torch.zeros(1, dtype=torch.long, device=device)
-        with cuda.graph(self.graph, pool=pool), round.marked(self._events):
+        # other threads (a logger's, a watchdog's) may use the device meanwhile
+        capturing = cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
+        with capturing, round.marked(self._events):
             self._ring.index_copy_(0, self._next_1, round.run(self.slot_B, limit).packed()[None])
             self._next_1.add_(1)
 

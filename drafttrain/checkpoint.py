@@ -77,7 +77,7 @@ def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointM
 
 
 def load_drafter(directory: Path, target: Target) -> tuple[Drafter, CheckpointMeta]:
-    """Build the drafter for this target and fill every tensor, in evaluation mode.
+    """Build the drafter for this target and fill every tensor, in evaluation mode, where the target is.
 
     Raises UserError for a damaged or incomplete checkpoint, an unknown family, and another target than it was trained for.
     """
@@ -88,7 +88,7 @@ def load_drafter(directory: Path, target: Target) -> tuple[Drafter, CheckpointMe
     _check_state(directory, drafter.state_dict(), state)
     drafter.load_state_dict(state, strict=True)
     drafter.use_decode_settings(meta.decode)
-    return drafter.eval(), meta
+    return drafter.to(target.device).eval(), meta
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:

@@ -102,7 +102,7 @@ class Event:
 
 
 @contextmanager
-def capture(graph: Graph, pool: Any) -> Iterator[None]:
+def capture(graph: Graph, **_: Any) -> Iterator[None]:
     with recorded() as calls:
         graph.calls = calls
         yield

@@ -21,6 +21,7 @@ from drafttrain.drafters import families
 from drafttrain.errors import UserError
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.ops import library
+from drafttrain.ops.divergence import NAMES as DIVERGENCES
 from drafttrain.targets.load import LoadedTarget, device_of, load_target
 from drafttrain.train.engine import World, accumulation, join_world, leave_world, settings
 from drafttrain.train.logger import Logger
@@ -31,6 +32,11 @@ from drafttrain.train.trainer import Job, Progress, Trainer
 
 def fit(options: RunOptions, resolved: dict[str, Any]) -> Path:
     """Train and measure; returns the run directory. Raises UserError before anything is written when the input is bad."""
+    if options.target.tensor_parallel != 1:
+        raise UserError(
+            f"target.tensor_parallel is {options.target.tensor_parallel}; fit needs the whole target in every process, "
+            "leave it out (measure and generate can share one)"
+        )
     device = device_of(options.target.device)
     world = join_world(device)
     console = Console(RichConsole() if world.first else None)
@@ -60,9 +66,10 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
             raise UserError(f"train.{name} is {getattr(options.train, name)}; set it to 1 or more")
     if options.decode.tree_nodes is not None and options.decode.tree_nodes < 1:
         raise UserError(f"decode.tree_nodes is {options.decode.tree_nodes}; set it to 1 or more, or null: as many as pay")
-    if options.loss.chunk < 1 or options.loss.name not in ("ce", "kl", "lk"):
+    if options.loss.chunk < 1 or options.loss.name not in DIVERGENCES:
         loss = options.loss
-        raise UserError(f"loss.name is {loss.name!r}, loss.chunk {loss.chunk}; choose ce, kl or lk, and a chunk of 1 or more")
+        choice = f"choose {', '.join(DIVERGENCES)}, and a chunk of 1 or more"
+        raise UserError(f"loss.name is {loss.name!r}, loss.chunk {loss.chunk}; {choice}")
     if options.measure.enabled:
         load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
     torch.manual_seed(options.train.seed)

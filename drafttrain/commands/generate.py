@@ -15,12 +15,14 @@ from rich.text import Text
 from drafttrain.checkpoint import load_drafter, read_meta
 from drafttrain.commands.measure import target_of
 from drafttrain.commands.run import RunOptions
+from drafttrain.commands.together import together
 from drafttrain.data.prompts import encode_prompt
 from drafttrain.errors import UserError
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.request import Chunk, Result
 from drafttrain.speculate import Decoder, Session
 from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.targets.parallel import Part
 
 DRAFTED, STATUS = "green", "dim"
 UNFINISHED = "\ufffd"  # what a tokenizer decodes half a character to
@@ -31,16 +33,23 @@ def generate(options: RunOptions, resolved: dict[str, Any]) -> None:
 
     Raises UserError for a checkpoint that is missing, damaged or of another target, and for a prompt that leaves no room.
     """
-    if options.launcher.nproc != 1:
-        raise UserError(f"launcher.nproc is {options.launcher.nproc}; generate runs in one process, leave it out")
+    if options.target.tensor_parallel > 1 and options.prompt is None:
+        raise UserError("the processes of target.tensor_parallel share no terminal or standard input; give prompt=TEXT")
+    with together(options, "generate") as part:
+        _generate(options, part)
+
+
+def _generate(options: RunOptions, part: Part) -> None:
     directory = None if options.checkpoint is None else Path(options.checkpoint).expanduser()
-    loaded = load_target(options.target if directory is None else target_of(options.target, read_meta(directory).target))
+    wanted = options.target if directory is None else target_of(options.target, read_meta(directory).target)
+    loaded = load_target(wanted, part)
     drafter = None if directory is None else load_drafter(directory, loaded.target)[0].requires_grad_(False)
     writer = Writer(loaded, decoder_of(loaded, options.decode, drafter), Console(), chat=options.chat)
     if drafter is None:
         writer.note("no checkpoint: plain decoding; add checkpoint=DIR to draft")
     if options.prompt is not None or not sys.stdin.isatty():
-        writer.answer(sys.stdin.read() if options.prompt is None else options.prompt)
+        result = writer.answer(sys.stdin.read() if options.prompt is None else options.prompt)
+        part.check(result.tokens)
         return
     writer.note("end with Ctrl-D; accepted draft tokens are green")
     while (said := asked(writer.console)) is not None:

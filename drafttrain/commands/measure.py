@@ -13,6 +13,7 @@ from rich.console import Console
 from drafttrain.checkpoint import TargetRecord, read_meta
 from drafttrain.commands.environment import environment
 from drafttrain.commands.run import RunOptions
+from drafttrain.commands.together import together
 from drafttrain.commands.watch import watching
 from drafttrain.data.prompts import load_prompts
 from drafttrain.errors import UserError
@@ -30,13 +31,12 @@ def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
     """
     if options.checkpoint is None:
         raise UserError("checkpoint is not set; name a step-NNNNN directory of a run with checkpoint=DIR")
-    if options.launcher.nproc != 1:
-        raise UserError(f"launcher.nproc is {options.launcher.nproc}; a measurement runs in one process, leave it out")
     directory = Path(options.checkpoint).expanduser()
     record = read_meta(directory)
-    loaded = load_target(target_of(options.target, record.target))
     folder = Path(options.output) / "measure" / time.strftime("%Y-%m-%d_%H-%M-%S")
-    measure_run(loaded, [CheckpointRef(directory.name, directory, record.step)], options, folder, Console())
+    with together(options, "measure") as part:
+        loaded = load_target(target_of(options.target, record.target), part)
+        measure_run(loaded, [CheckpointRef(directory.name, directory, record.step)], options, folder, Console())
     return folder
 
 
@@ -60,7 +60,8 @@ def measure_run(
     drafter = {"family": record.family, "parameters": body["checkpoints"][-1]["parameters"], "options": record.options}
     body["measure"]["prompts"] = options.prompts or options.measure.prompts
     report = report_of(body, loaded.description, drafter, environment(loaded.target.device), training)
-    write_report(folder, report, metrics)
+    if loaded.target.part.first:
+        write_report(folder, report, metrics)
     console.print(console_table(report))
     for note in report["measure"]["notes"]:
         console.print(f"note: {note}", style="yellow", soft_wrap=True)

@@ -32,6 +32,7 @@ COMMANDS = {
         (
             "drafttrain measure checkpoint=DIR",
             "drafttrain measure checkpoint=DIR prompts=FILE decode=sampling",
+            "drafttrain measure checkpoint=DIR target=hf target.path=DIR target.tensor_parallel=4 launcher.nproc=4",
         ),
     ),
     "generate": Command(

@@ -18,6 +18,7 @@ from drafttrain.request import Result
 from drafttrain.sampling import Sampling
 from drafttrain.speculate import Decoded, Decoder
 from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.parallel import Part
 
 Watch = Callable[[str, int, int, int], None]  # stage, waves done, waves in all, tokens this time
 
@@ -35,6 +36,11 @@ class Bench:
     watch: Watch
 
     @property
+    def part(self) -> Part:
+        """Processes that share the target decode the same cases in lock step: what the clock decides, the first decides."""
+        return self.loaded.target.part
+
+    @property
     def sampling(self) -> Sampling:
         return sampling_of(self.decode)
 
@@ -50,8 +56,9 @@ class Bench:
         for done, wave in enumerate(parts, start=1):
             results += decoder.run([cases[i].tokens for i in wave], len(wave), first_request=wave[0]).results
             self.watch(stage, done, len(parts), sum(len(r.tokens) for r in results[-len(wave) :]))
-            if passes > 1 and self.budget.enough(len(results), monotonic() - began, passes):
+            if passes > 1 and self.part.share(self.budget.enough(len(results), monotonic() - began, passes)):
                 break
+        self.part.check([r.tokens for r in results])
         return results
 
     def reference(self, cases: Sequence[Case], plain: Sequence[Result]) -> list[list[int]]:
@@ -98,7 +105,8 @@ class Bench:
             contenders[REFERENCE] = lambda wave: self._generate([cases[i].tokens for i in wave])
             contenders[REFERENCE](wanted[0])
         spent = monotonic() - began
-        chosen = plan(every_time + (spent - every_time) / repeats, max(0.0, seconds - spent), len(wanted), repeats)
+        round_seconds = every_time + (spent - every_time) / repeats
+        chosen = self.part.share(plan(round_seconds, max(0.0, seconds - spent), len(wanted), repeats))
         self._say_if_cut(size, chosen.waves, len(wanted), chosen.repeats)
         total = chosen.waves * (chosen.repeats * len(decoders) + len(once))
         done = 0

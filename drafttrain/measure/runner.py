@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,9 @@ def measure_checkpoints(
     cases, left_out = encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - decode.max_new_tokens)
     if left_out:
         bench.budget.notes.append(f"{left_out} of {len(prompts)} prompts are too long for the target and were left out")
+    drafters = {c.name: load_drafter(c.path, loaded.target)[0] for c in checkpoints}
     plain, reference = _baseline(bench, cases, passes=len(checkpoints) + 1)
     cases = cases[: len(plain)]
-    drafters = {c.name: load_drafter(c.path, loaded.target)[0] for c in checkpoints}
     parameters = {name: trainable(drafter) for name, drafter in drafters.items()}
     for drafter in drafters.values():
         drafter.requires_grad_(False)  # from here on they only decode
@@ -153,7 +153,8 @@ def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: 
 
 def _floor_fraction(bench: Bench, drafter: Drafter, timed: Race, name: str, keys: Keys) -> float | None:
     target, wave = bench.loaded.target, timed.of(name)[0][0]
-    floor = step_floor([target.model, drafter], target.shape, target.dtype, wave, target.device)
+    held = replace(target.shape, kv_heads=target.shape.kv_heads // target.part.size)  # of a target that is shared
+    floor = step_floor([target.model, drafter], held, target.dtype, wave, target.device)
     if floor is None:
         return None
     return 1000 * floor / (keys["draft_ms"] + keys["verify_ms"] + keys["commit_ms"] + keys["host_ms"])

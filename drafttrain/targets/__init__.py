@@ -17,3 +17,4 @@ class TargetOptions:
     attention: str = "sdpa"  # transformers' attn_implementation: sdpa | eager
     runner: str = "auto"  # fast: our own forward, for the Llama family. hf: transformers'. auto: fast where it can
     trust_remote_code: bool = False
+    tensor_parallel: int = 1  # processes, each with its own GPU, that share one target; as many as were started

@@ -20,6 +20,7 @@ from drafttrain.ops.linear import linear, pack
 from drafttrain.ops.rms_norm import norm
 from drafttrain.target import Taps, TargetOut
 from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.parallel import Part
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PACKED_BYTES = 2**31  # of weights at most: packing doubles them
@@ -74,9 +75,10 @@ class Joint:
 
 
 class Block:
-    """One decoder block: transformers' modules for the weights, our order of operations."""
+    """One decoder block: transformers' modules for the weights, our order of operations. part: of it, where it is split."""
 
-    def __init__(self, layer: Any, window: int | None) -> None:
+    def __init__(self, layer: Any, window: int | None, part: Part) -> None:
+        self.part = part
         attention, mlp = layer.self_attn, layer.mlp
         width = attention.head_dim
         self.shape = Heads(
@@ -99,8 +101,8 @@ class Block:
         """(x, delta): the block's output is their sum; the addition is left to the norm that follows."""
         x_BNH, normed_BNH = norm(self.before, x_BNH, delta_BNH)
         mixed_BNI = attend(self.qkv(normed_BNH), step, number, self.shape)
-        x_BNH, normed_BNH = norm(self.between, x_BNH, self.out(mixed_BNI))
-        return x_BNH, self.down(gated(self.gate_up(normed_BNH)))
+        x_BNH, normed_BNH = norm(self.between, x_BNH, self.part.sum(self.out(mixed_BNI)))
+        return x_BNH, self.part.sum(self.down(gated(self.gate_up(normed_BNH))))
 
     def weights(self) -> BlockWeights | None:
         """Joined and packed weights; None where they are not."""
@@ -138,7 +140,7 @@ class FastTarget(HFTarget):
         window = getattr(config, "sliding_window", None)
         slides = [types[i] == "sliding_attention" if types else window is not None for i in range(self.shape.blocks)]
         self._chain = [
-            Block(layer, window if sliding else None) for layer, sliding in zip(backbone.layers, slides, strict=True)
+            Block(layer, window if sliding else None, self.part) for layer, sliding in zip(backbone.layers, slides, strict=True)
         ]
         self._head = Joint([self.model.get_output_embeddings()])
         self._angles: tuple[Tensor, Tensor] | None = None
@@ -152,7 +154,7 @@ class FastTarget(HFTarget):
             joint.join(share, size <= PACKED_BYTES)
         weights = [block.weights() for block in self._chain]
         whole = [w for w in weights if w is not None]
-        if len(whole) == len(weights) and library.has_product():
+        if len(whole) == len(weights) and library.has_product() and self.part.size == 1:
             self._blocks = Blocks(whole, self._chain[0].before.variance_epsilon)
 
     def train(self, mode: bool = True) -> FastTarget:
@@ -168,13 +170,13 @@ class FastTarget(HFTarget):
         return [self._head, *(joint for block in self._chain for joint in block.joints)]
 
     def head(self, hidden_H: Tensor) -> Tensor:
-        return self._head(hidden_H)
+        return self.part.joined(self._head(hidden_H), self.shape.vocab_size)
 
     def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
         if not self.frozen and not self.training:  # a trained copy that begins to decode
             self._join(share=False)
         kv = super().new_cache(slots, max_len, pages)
-        kv.allocate(self.shape.kv_heads, self.shape.head_dim, self.dtype)
+        kv.allocate(self.shape.kv_heads // self.part.size, self.shape.head_dim, self.dtype)
         return kv
 
     def _table(self, like: Tensor) -> tuple[Tensor, Tensor]:

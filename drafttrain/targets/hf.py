@@ -17,6 +17,7 @@ from drafttrain.errors import UserError
 from drafttrain.fingerprint import fingerprint_of
 from drafttrain.kv import KVCache, additive, seen
 from drafttrain.target import FINAL, PrunedTarget, Taps, TargetOut, TargetShape
+from drafttrain.targets.parallel import WHOLE, Part
 
 
 class SlotCache(Cache):
@@ -58,6 +59,7 @@ class HFTarget(PrunedTarget):
 
     name = "hf"
     captured = False  # transformers' own forward is not ours to vouch for
+    part: Part = WHOLE  # that this process holds
 
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int] = frozenset(), frozen: bool = True) -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class HFTarget(PrunedTarget):
         self.fingerprint = ""
         if frozen:
             model.requires_grad_(False).eval()
-            self.fingerprint = fingerprint_of(model)
+            self.fingerprint = self._fingerprint()
         self._prepare()
         if frozen:
             try:
@@ -92,6 +94,12 @@ class HFTarget(PrunedTarget):
 
     def _prepare(self) -> None:
         """What another runner of the same modules needs before its first forward."""
+
+    def _fingerprint(self) -> str:
+        return fingerprint_of(self.model)
+
+    def _own_logits(self) -> dict[tuple[int, ...], Tensor]:
+        return own_logits(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> TargetOut:
         """Straight to `forward`: a module's hooks, DeepSpeed's for one, know no TargetOut."""
@@ -212,6 +220,29 @@ def shape_of(config: Any) -> TargetShape:
     )
 
 
+PROMPTS = (5, 3)  # tokens of the probe's rows
+CHAIN, TREE = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)), ((0,), (0, 1), (0, 2), (0, 1, 3))  # paths of its four nodes
+
+
+def _probed(vocab_size: int) -> tuple[Tensor, Tensor]:
+    """(prompt_BT, node_BN) of the probe."""
+    generator = torch.Generator().manual_seed(0)
+    prompt_BT = torch.randint(0, vocab_size, (2, max(PROMPTS)), generator=generator)
+    return prompt_BT, torch.randint(0, vocab_size, (2, 4), generator=generator)
+
+
+def _text(prompt_BT: Tensor, node_BN: Tensor, row: int, path: tuple[int, ...]) -> tuple[int, ...]:
+    return (*prompt_BT[row, : PROMPTS[row]].tolist(), *node_BN[row, list(path)].tolist())
+
+
+@torch.no_grad()
+def own_logits(model: Any) -> dict[tuple[int, ...], Tensor]:
+    """By text, the last logits [V] of the model's own plain forward, for every text that the probe looks at."""
+    material = _probed(model.config.get_text_config().vocab_size)
+    texts = {_text(*material, row, path) for row in range(len(PROMPTS)) for path in CHAIN + TREE}
+    return {text: model(torch.tensor([text], device=model.device)).logits[0, -1].float() for text in sorted(texts)}
+
+
 @torch.no_grad()
 def probe(target: HFTarget) -> bool:
     """True when ragged trees are exact: each node's logits equal those of its path alone. Raises UserError when chains fail.
@@ -219,34 +250,31 @@ def probe(target: HFTarget) -> bool:
     Rows of 5 and 3 committed tokens verify root, two children and a grandchild at once; the reference is the model's
     own forward over the row's prefix and the node's path.
     """
-    generator = torch.Generator().manual_seed(0)
-    prompt_BT = torch.randint(0, target.shape.vocab_size, (2, 5), generator=generator).to(target.device)
-    node_BN = torch.randint(0, target.shape.vocab_size, (2, 4), generator=generator).to(target.device)
-    count_B = torch.tensor([5, 3], device=target.device)
-    chain, tree = [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)], [(0,), (0, 1), (0, 2), (0, 1, 3)]
-    if _worst_gap(target, prompt_BT, node_BN, count_B, chain) > 1.0:
+    wanted = target._own_logits()
+    if _worst_gap(target, wanted, CHAIN) > 1.0:
         raise UserError(
             f"{type(target.model).__name__} gives other logits with a cache than without one; "
             "this architecture cannot be decoded exactly, choose another target"
         )
-    return _worst_gap(target, prompt_BT, node_BN, count_B, tree) <= 1.0
+    return _worst_gap(target, wanted, TREE) <= 1.0
 
 
-def _worst_gap(target: HFTarget, prompt_BT: Tensor, node_BN: Tensor, count_B: Tensor, paths: list[tuple[int, ...]]) -> float:
+def _worst_gap(target: HFTarget, wanted: dict[tuple[int, ...], Tensor], paths: tuple[tuple[int, ...], ...]) -> float:
     """Largest difference between cached and plain logits, in units of what the dtype's rounding allows."""
-    kv, arange_T = target.new_cache(2, 16), torch.arange(5, device=target.device)
+    material, device = _probed(target.shape.vocab_size), target.device
+    prompt_BT, node_BN = (tokens.to(device) for tokens in material)
+    kv, arange_T, count_B = target.new_cache(2, 16), torch.arange(5, device=device), torch.tensor(PROMPTS, device=device)
     target(prompt_BT, kv, None, arange_T.expand(2, 5), Taps(), count_B[:, None] - 1)
     kv.keep(arange_T.expand(2, 5), count_B)
-    ancestor_BNN = torch.zeros(2, 4, 4, dtype=torch.bool, device=target.device)
+    ancestor_BNN = torch.zeros(2, 4, 4, dtype=torch.bool, device=device)
     for path in paths:
         ancestor_BNN[:, path[-1], list(path)] = True
     position_BN = count_B[:, None] + ancestor_BNN.sum(-1) - 1
     logits_BNV = target(node_BN, kv, ancestor_BNN, position_BN, Taps()).logits_BRV
     assert logits_BNV is not None
     gaps = []
-    for row, count in enumerate(count_B.tolist()):
+    for row in range(len(PROMPTS)):
         for path in paths:
-            whole_1T = torch.cat([prompt_BT[row, :count], node_BN[row, list(path)]])[None]
-            wanted_V = target.model(whole_1T).logits[0, -1].float()
+            wanted_V = wanted[_text(*material, row, path)].to(device)
             gaps.append((logits_BNV[row, path[-1]].float() - wanted_V).abs().max() / wanted_V.abs().max().clamp_min(1.0))
     return float(torch.stack(gaps).max()) / (200 * torch.finfo(target.dtype).eps)

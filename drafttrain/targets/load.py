@@ -14,7 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from drafttrain.errors import UserError
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.fast import FastTarget, why_not
-from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.hf import HFTarget, shape_of
+from drafttrain.targets.parallel import WHOLE, Part
+from drafttrain.targets.split import check_divides, split_target
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -30,44 +32,50 @@ class LoadedTarget:
     description: dict[str, Any]
 
 
-def load_target(options: TargetOptions) -> LoadedTarget:
-    """Raises UserError for an unknown kind, a missing path, or a directory without a usable model."""
+def load_target(options: TargetOptions, part: Part = WHOLE) -> LoadedTarget:
+    """part: of the target that this process is to hold, while others load the rest.
+
+    Raises UserError for an unknown kind, a missing path, a directory without a usable model, one that cannot be split so.
+    """
     path = _path_of(options)
     if options.dtype not in DTYPES:
         raise UserError(f"target.dtype is {options.dtype!r}; choose one of {', '.join(DTYPES)}")
     shared = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     try:
-        AutoConfig.from_pretrained(path, **shared)
+        config = AutoConfig.from_pretrained(path, **shared)
+        if part.size > 1:
+            check_divides(shape_of(config.get_text_config()), part.size)
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=DTYPES[options.dtype], attn_implementation=options.attention, use_safetensors=True, **shared
         )
+    except UserError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason}") from error
-    runner, device = _runner(options.runner, model), device_of(options.device)
+    runner, device, stop_ids = _runner(options.runner, model, part), device_of(options.device), _stop_ids(model, tokenizer)
     if device.type == "cpu":
         keep_freed_memory()
-    target = runner(model.to(device), _stop_ids(model, tokenizer))
+    parameters = sum(p.numel() for p in model.parameters())
+    target = runner(model.to(device), stop_ids) if part.size == 1 else split_target(model, part, device, stop_ids)
     if len(tokenizer) > target.shape.vocab_size:
         raise UserError(
             f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
         )
-    shape = target.shape
-    description: dict[str, Any] = {
-        "name": options.name,
-        "path": options.path,
-        "revision": options.revision,
-        "dtype": options.dtype,
+    return LoadedTarget(target, tokenizer, path, _description(options, target, parameters))
+
+
+def _description(options: TargetOptions, target: HFTarget, parameters: int) -> dict[str, Any]:
+    described = {name: getattr(options, name) for name in ("name", "path", "revision", "dtype", "tensor_parallel")}
+    described |= {
+        "runner": target.name,
+        "runner_reason": why_not(target.model) if options.runner == "auto" else None,
+        "architecture": type(target.model).__name__,
+        "parameters": parameters,
+        "fingerprint": target.fingerprint,
     }
-    description |= {
-        "runner": runner.name,
-        "runner_reason": why_not(model) if options.runner == "auto" else None,
-        "architecture": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
-    description |= {"fingerprint": target.fingerprint} | asdict(shape)
-    return LoadedTarget(target, tokenizer, path, description)
+    return described | asdict(target.shape)
 
 
 def _path_of(options: TargetOptions) -> str:
@@ -90,14 +98,17 @@ def _path_of(options: TargetOptions) -> str:
     return str(path)
 
 
-def _runner(name: str, model: Any) -> type[HFTarget]:
-    """Raises UserError for an unknown runner, and for `fast` where only transformers can run the model."""
+def _runner(name: str, model: Any, part: Part) -> type[HFTarget]:
+    """Raises UserError for an unknown runner, and for `fast` or a split where only transformers can run the model."""
     if name not in ("hf", "fast", "auto"):
         raise UserError(f"target.runner is {name!r}; choose hf, fast or auto")
     reason = why_not(model)
     if name == "fast" and reason:
         raise UserError(f"target.runner=fast cannot run this model: {reason}; set target.runner=hf")
-    return HFTarget if name == "hf" or reason else FastTarget
+    slow = "target.runner is hf" if name == "hf" else reason
+    if slow and part.size > 1:
+        raise UserError(f"target.tensor_parallel={part.size} needs the fast runner: {slow}; leave target.tensor_parallel out")
+    return HFTarget if slow else FastTarget
 
 
 def keep_freed_memory() -> None:

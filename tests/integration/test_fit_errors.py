@@ -76,7 +76,7 @@ def test_a_target_without_weights(command: Command, material: Path, tmp_path: Pa
         ("train.global_batch=3", "multiple of train.micro_batch"),
         ("train.schedule=linear", "choose one of cosine"),
         ("train.precision=float8", "choose float32 or bfloat16"),
-        ("loss.name=mse", "choose ce, kl or lk"),
+        ("loss.name=mse", "choose ce, kl, rkl, jsd, tvd, lk"),
         ("deepspeed.zero_stage=4", "choose 0, 1, 2 or 3"),
         ("target.device=tpu", "choose auto, cpu"),
         ("resume=nowhere", "no run directory"),

@@ -48,6 +48,7 @@ class Toy(nn.Module):
 class ToyTarget:
     shape: TargetShape
     fingerprint: str = "f" * 64
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
 
 
 SHAPE = TargetShape(11, 8, 2, 2, 1, 4, 16, 64, 10000.0, 1e-5)
@@ -97,6 +98,11 @@ def test_round_trip(saved: Path) -> None:
     assert loaded.keys() == {"head.weight", "head.bias", "counts"}
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state().items())
     assert all(torch.equal(loaded[name], tensor) for name, tensor in read_weights(saved).items())
+
+
+def test_a_drafter_goes_where_its_target_is(saved: Path) -> None:
+    drafter, _ = load_drafter(saved, dataclasses.replace(target(), device=torch.device("meta")))
+    assert all(tensor.is_meta for tensor in (*drafter.parameters(), *drafter.buffers()))
 
 
 def test_shared_and_strided_tensors_are_saved_in_full(tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""A target that several processes share: each holds a slice of every block and of the head (arXiv 1909.08053, section 3).
+
+q, k, v, gate and up projection keep this process's output rows (whole heads), the projections after them the input columns that
+belong to those rows; one all-reduce follows each of the latter. The head keeps a slice of the vocabulary, which a gather
+completes. Embedding and norms are whole on every process.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from drafttrain.errors import UserError
+from drafttrain.fingerprint import fingerprint_of
+from drafttrain.target import TargetShape
+from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.hf import own_logits
+from drafttrain.targets.parallel import Part
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What only the whole model can tell, taken before it is split. logits: what the probe compares with (`own_logits`).
+
+    head_weight stays where it was loaded, on the CPU, unless it is the embedding's: drafters start from it, no step reads it.
+    """
+
+    fingerprint: str
+    head_weight: Tensor
+    logits: dict[tuple[int, ...], Tensor]
+
+
+class SplitTarget(FastTarget):
+    """One process's part of a FastTarget. All processes of its group make the same calls in the same order."""
+
+    def __init__(self, model: PreTrainedModel, whole: Whole, part: Part, stop_ids: frozenset[int] = frozenset()) -> None:
+        self.part, self.whole = part, whole
+        super().__init__(model, stop_ids)
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.whole.head_weight
+
+    def _fingerprint(self) -> str:
+        return self.whole.fingerprint
+
+    def _own_logits(self) -> dict[tuple[int, ...], Tensor]:
+        return self.whole.logits
+
+    def pruned(self, blocks: int) -> NoReturn:
+        raise UserError(
+            f"this drafter copies whole blocks of the target, and each of target.tensor_parallel={self.part.size} processes "
+            "holds a slice of them; choose a family with layers of its own, or a target that fits one device"
+        )
+
+
+def split_target(
+    model: PreTrainedModel, part: Part, device: torch.device, stop_ids: frozenset[int] = frozenset()
+) -> SplitTarget:
+    """Split a whole model where it was loaded, and bring this process's part to the device, which never holds more."""
+    model.requires_grad_(False).eval()
+    whole = whole_of(model, part)
+    split(model, part)
+    return SplitTarget(model.to(device), whole, part, stop_ids)  # type: ignore[arg-type]
+
+
+def whole_of(model: Any, part: Part) -> Whole:
+    """The forward of the whole model is the first process's alone, with all cores while the others wait: they need not even
+    read all weights."""
+    threads = torch.get_num_threads()
+    if part.first:
+        torch.set_num_threads(max(threads, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1))
+    logits = part.share(own_logits(model) if part.first else {})
+    torch.set_num_threads(threads)
+    return Whole(fingerprint_of(model), model.get_output_embeddings().weight, logits)
+
+
+def check_divides(shape: TargetShape, size: int) -> None:
+    """Raise UserError unless so many processes can share a target of this shape."""
+    for what, count in (("KV heads", shape.kv_heads), ("MLP rows", shape.intermediate_size)):
+        if count % size:
+            able = [n for n in range(2, shape.kv_heads + 1) if shape.kv_heads % n == shape.intermediate_size % n == 0]
+            choice = f"set it to {' or '.join(map(str, able))}" if able else "this target runs in one process, leave it out"
+            raise UserError(f"target.tensor_parallel is {size}, which does not divide the target's {count} {what}; {choice}")
+
+
+@torch.no_grad()
+def split(model: Any, part: Part) -> None:
+    """Keep this process's slices of a Llama-like model, as copies; the rest is freed as it goes.
+
+    The model's own forward stays right, in lock step too: what completes a slice's product hangs on its module.
+    """
+    for layer in model.base_model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            _keep_rows(linear, part)
+        for linear in (attention.o_proj, mlp.down_proj):
+            _keep_columns(linear, part)
+            linear.register_forward_hook(lambda module, args, out: part.sum(out))
+    head, vocabulary = model.get_output_embeddings(), model.get_output_embeddings().out_features
+    _keep_rows(head, part)
+    head.register_forward_hook(lambda module, args, out: part.joined(out, vocabulary))
+
+
+def _keep_rows(linear: nn.Linear, part: Part) -> None:
+    """This process's output rows; of a number that does not divide, the last ones are filled up with zeros."""
+    rows = -(-linear.out_features // part.size)
+    start = min(part.rank * rows, linear.out_features)
+
+    def filled(p: Tensor) -> Tensor:
+        kept = p[start : start + rows]
+        return F.pad(kept, (0, 0) * (p.ndim - 1) + (0, rows - len(kept))).clone()
+
+    _put(linear, filled(linear.weight), None if linear.bias is None else filled(linear.bias))
+
+
+def _keep_columns(linear: nn.Linear, part: Part) -> None:
+    """This process's input columns. The sum over all processes takes the bias from the first."""
+    weight = linear.weight.chunk(part.size, 1)[part.rank].clone(memory_format=torch.contiguous_format)
+    bias = None if linear.bias is None else linear.bias * (1.0 if part.first else 0.0)
+    _put(linear, weight, bias)
+
+
+def _put(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    linear.out_features, linear.in_features = weight.shape
