@@ -7,7 +7,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 KERNELS := $(wildcard kernels/*/*.c* kernels/*/*/*.c* kernels/*/*/*.h* tests/kernels/*.h tests/kernels/*.cpp)
 
-.PHONY: help install quickstart test test-all checks kernels clean
+# The GPU suites need torch, transformers and Triton, not an installation: a PYTHON that is named comes before .venv.
+GPU_PYTHON ?= $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
+GPU_FLAGS = $(if $(REHEARSE),--rehearse) $(if $(FORCE),--force) $(if $(RESULTS),--results $(RESULTS))
+
+.PHONY: help install quickstart test test-all checks kernels gpu-check gpu-bench gpu-train clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -46,6 +50,15 @@ checks: install  ## ruff, mypy, clang-format and the fast tests
 
 kernels: install  ## compile the operators now rather than at their first use
 	$(BIN)/python -m drafttrain.ops.build
+
+gpu-check:  ## are all kernels and captured steps right on this GPU? (REHEARSE=1: tiny, on the CPU; FORCE=1; RESULTS=DIR)
+	$(GPU_PYTHON) -m kernels.bench.check $(GPU_FLAGS)
+
+gpu-bench:  ## how fast they are there, against what its memory allows; after gpu-check
+	$(GPU_PYTHON) -m kernels.bench.bench $(GPU_FLAGS)
+
+gpu-train:  ## what the fused training loss saves there, and whether drafters learn; after gpu-check
+	$(GPU_PYTHON) -m kernels.bench.train $(GPU_FLAGS)
 
 clean:  ## remove the environment and everything built, but no run in outputs/
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

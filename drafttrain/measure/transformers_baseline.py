@@ -76,7 +76,7 @@ def _greedy(stop_ids: frozenset[int], pad: int, decode: DecodeOptions) -> Genera
         top_k=50,
         top_p=1.0,
         use_cache=True,
-        eos_token_id=sorted(stop_ids) or None,
+        eos_token_id=sorted(stop_ids) or [-1],  # not None: that is filled in from the model's own settings
         pad_token_id=pad,
     )
 

@@ -58,6 +58,7 @@ class HFTarget(PrunedTarget):
     """
 
     name = "hf"
+    hooked = True  # taps are taken by hooks on the blocks
     captured = False  # transformers' own forward is not ours to vouch for
     part: Part = WHOLE  # that this process holds
 
@@ -70,7 +71,8 @@ class HFTarget(PrunedTarget):
         self.backbone: list[Any] = [model.base_model]  # in a list: already registered below `model`
         self._captured: dict[int, Tensor] = {}
         self._wanted: frozenset[int] = frozenset()
-        for number, block in enumerate(_find_blocks(model, self.shape.blocks)):
+        blocks = _find_blocks(model, self.shape.blocks)
+        for number, block in enumerate(blocks if self.hooked else ()):
             block.register_forward_hook(self._hook(number))
         self._layer_types = set(getattr(config, "layer_types", None) or ())
         self._window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None

@@ -1,0 +1,184 @@
+"""What a checked and timed operator is: inputs of a size, the call, what it should give in float64, what it must move.
+
+Shapes: B rows, N tree nodes, M rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+# of ||out - exact|| / ||exact||, and of the greatest difference / the greatest entry, by the output's dtype
+TOLERANCE = {torch.float32: (2e-5, 2e-4), torch.bfloat16: (1e-2, 4e-2)}
+DRAWN = 1e-5  # of a law's mass: how far a draw may lie outside the drawn token's share, by rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """An expected token: the one in whose share of law_MV the number uniform_M falls."""
+
+    law_MV: Tensor
+    uniform_M: Tensor
+
+    def complaint(self, token_M: Tensor) -> str | None:
+        upper_MV, token_M1 = self.law_MV.cumsum(-1), token_M.view(-1, 1)
+        share_M, upper_M = self.law_MV.gather(1, token_M1)[:, 0], upper_MV.gather(1, token_M1)[:, 0]
+        at_M, slack_M = self.uniform_M * upper_MV[:, -1], DRAWN * upper_MV[:, -1]
+        fits_M = (share_M > 0) & (at_M >= upper_M - share_M - slack_M) & (at_M <= upper_M + slack_M)
+        return None if bool(fits_M.all()) else f"{int((~fits_M).sum())} of {len(fits_M)} drawn elsewhere"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Expected choices: those of the greatest values, in their order, as far as a product's rounding lets one tell."""
+
+    value_MV: Tensor
+    rounding: float
+
+    def complaint(self, index_Mk: Tensor) -> str | None:
+        index_Mk = index_Mk.flatten(0, -2)
+        best_Mk = self.value_MV.topk(index_Mk.shape[1], -1).values
+        gap = (best_Mk - self.value_MV.gather(1, index_Mk)).abs().max() / self.value_MV.abs().max()
+        twice = any(len(set(row)) < len(row) for row in index_Mk.tolist())
+        return "a choice stands twice" if twice else None if gap <= self.rounding else f"ranks are off by {float(gap):.1e}"
+
+
+Expected = Tensor | Draw | Ranks
+
+
+class Case(ABC):
+    """An operator at one size: the fields of the subclass, a frozen dataclass. An output may be an input written in place."""
+
+    op: ClassVar[str]
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
+    twins: ClassVar[tuple[ModuleType, ...]]  # whose `reference` the call must not reach where kernels serve
+    goal: ClassVar[float | None] = None  # microseconds
+
+    @property
+    def name(self) -> str:
+        size = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return " ".join(
+            [self.op, *(f"{key}={value}" for key, value in size.items() if value is not None and value is not False)]
+        )
+
+    @abstractmethod
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        """Random ones, of the same shapes whatever the seed."""
+
+    @abstractmethod
+    def run(self, given: Tensors) -> Tensors:
+        """The public operator's outputs, by name."""
+
+    @abstractmethod
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        """The outputs in float64, or whole numbers, from inputs in float64, which it may write over."""
+
+    @abstractmethod
+    def moved(self, dtype: torch.dtype) -> int:
+        """Bytes that have to be read and written once each, at least; what that counts."""
+
+
+def generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def copied(given: Tensors) -> Tensors:
+    return {name: x.clone() for name, x in given.items()}
+
+
+def widened(given: Tensors) -> Tensors:
+    """Copies in float64."""
+    return {name: x.double() if x.is_floating_point() else x.clone() for name, x in given.items()}
+
+
+def complaint(expected: dict[str, Expected], out: Tensors) -> str | None:
+    """What is wrong with the outputs, if anything; NaN always is."""
+    for name, wanted in expected.items():
+        found = agreement(wanted, out[name])
+        if found is not None:
+            return f"{name}: {found}"
+    return None
+
+
+def agreement(wanted: Expected, out: Tensor) -> str | None:
+    if isinstance(wanted, Draw | Ranks):
+        return wanted.complaint(out)
+    if wanted.shape != out.shape:
+        return f"its shape is {tuple(out.shape)}, not {tuple(wanted.shape)}"
+    if not out.is_floating_point():
+        wrong = int((out != wanted).sum())
+        return f"{wrong} of {out.numel()} differ" if wrong else None
+    if not out.numel():
+        return None
+    apart = out.double() - wanted
+    norm, greatest = wanted.norm().clamp_min(1e-30), wanted.abs().max().clamp_min(1e-30)
+    relative, worst = float(apart.norm() / norm), float(apart.abs().max() / greatest)
+    allowed, peak = TOLERANCE[out.dtype]
+    return None if relative <= allowed and worst <= peak else f"off by {relative:.1e} of its norm, {worst:.1e} at worst"
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fresh tensors hold NaN meanwhile, so that an element that a kernel forgets is seen."""
+    with ExitStack() as stack:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            original = getattr(owner, name)
+            stack.enter_context(mock.patch.object(owner, name, _poisoning(original)))
+        yield
+
+
+def _poisoning(original: Any) -> Any:
+    return lambda *arguments, **named: poison(original(*arguments, **named))
+
+
+def poison(x: Tensor) -> Tensor:
+    if x.dtype == torch.bool:
+        return x.fill_(True)
+    if x.is_floating_point():
+        return x.fill_(torch.nan)
+    return x.fill_(-77 if x.dtype.is_signed else 77)
+
+
+@contextmanager
+def without_twins(twins: tuple[ModuleType, ...]) -> Iterator[None]:
+    """An operator that falls back on its plain-torch twin meanwhile raises."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the plain-torch twin ran where a kernel should")
+
+    with ExitStack() as stack:
+        for module in twins:
+            stack.enter_context(mock.patch.object(module, "reference", refuse))
+        yield
+
+
+def random_parents(rows: int, nodes: int, device: torch.device, seed: int) -> Tensor:
+    """[B, N]: any node before it may be a node's parent; -1 for the root."""
+    share_BN = torch.rand(rows, nodes, device=device, generator=generator(device, seed))
+    node_N = torch.arange(nodes, device=device)
+    parent_BN = torch.minimum((share_BN * node_N).long(), (node_N - 1).clamp_min(0))
+    parent_BN[:, 0] = -1
+    return parent_BN
+
+
+def paged(rows: int, positions: int, page: int, device: torch.device, seed: int) -> tuple[int, Tensor]:
+    """(pages in all, table_BQ): each row's own pages, in any order."""
+    each = -(-positions // page)
+    return rows * each, torch.randperm(rows * each, device=device, generator=generator(device, seed)).view(rows, each)
+
+
+def ragged(rows: int, longest: int, device: torch.device, seed: int) -> Tensor:
+    """[B] lengths up to `longest`, which the first row has."""
+    length_B = torch.randint(0, longest + 1, (rows,), device=device, generator=generator(device, seed))
+    length_B[0] = longest
+    return length_B

@@ -1,0 +1,83 @@
+"""`make gpu-check`: is every operator right on this GPU, called and captured, and is every text that captured steps decode?
+
+Operators: against float64 on random inputs, outputs poisoned with NaN, the plain-torch twins forbidden; then captured in a CUDA
+graph, with other inputs copied in before the replay. Texts: `ladder.py`. Memory and races: `sanitize.py`. Exit code 1 where
+anything is red, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from drafttrain.ops import library
+from kernels.bench import ladder, sanitize
+from kernels.bench.case import Case, complaint, copied, poison, poisoned, widened, without_twins
+from kernels.bench.cases import checked
+from kernels.bench.machine import Machine, Replay
+from kernels.bench.suite import Job, RedError, Suite
+
+SECTION = "check"
+
+
+@torch.no_grad()
+def check(case: Case, dtype: torch.dtype, machine: Machine) -> dict[str, Any]:
+    """Raises RedError."""
+    given = case.inputs(dtype, machine.device, seed=1)
+    before = copied(given)
+    with poisoned(), compiled(case, machine):
+        out = case.run(given)
+    machine.wait()
+    if (found := complaint(case.exact(widened(before)), out)) is not None:
+        raise RedError(found)
+    if (found := replayed(case, dtype, machine)) is not None:
+        raise RedError(f"replayed: {found}")
+    return {}
+
+
+def replayed(case: Case, dtype: torch.dtype, machine: Machine) -> str | None:
+    """What a replay with other inputs than at the capture gets wrong, elements that it does not write included."""
+    given, fresh = (case.inputs(dtype, machine.device, seed) for seed in (2, 3))
+    with compiled(case, machine):
+        replay = Replay(lambda: case.run(given), machine)
+        for name, x in given.items():
+            x.copy_(fresh[name])
+        owned = {x.data_ptr() for x in given.values()}
+        for x in replay.out.values():
+            if x.data_ptr() not in owned:
+                poison(x)
+        replay.run()
+    machine.wait()
+    return complaint(case.exact(widened(fresh)), replay.out)
+
+
+def compiled(case: Case, machine: Machine) -> Any:
+    """While this lasts, only kernels will do. On a CPU some operators have none."""
+    return nullcontext() if machine.rehearsal else without_twins(case.twins)
+
+
+def jobs(machine: Machine) -> list[Job]:
+    found = [
+        Job(f"{case.name} {str(dtype).removeprefix('torch.')}", case.op, "operators", partial(check, case, dtype, machine))
+        for case in checked(machine.rehearsal)
+        for dtype in case.dtypes
+    ]
+    return [*found, *sanitize.jobs(machine), *ladder.jobs(machine)]
+
+
+def main() -> int:
+    suite = Suite(SECTION, __doc__.splitlines()[0])
+    state = library.state_on(suite.machine.device)
+    print(f"operators: {state.text}", flush=True)
+    if not state.loaded and not suite.machine.rehearsal:
+        print("red: without them there is nothing to check", file=sys.stderr)
+        return 1
+    return suite.run(jobs(suite.machine))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

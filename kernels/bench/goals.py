@@ -1,0 +1,68 @@
+"""The figures that are worth a goal: batch 1, Llama-3.1-8B's shapes in bfloat16, on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+STEP = "step Llama-3.1-8B rows=1 context=4096"
+HEADS = "heads=32 kv_heads=8 width=128"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """text: what is measured. case, figure: where it stands among the results of the bench. unit: "%", "x" or "us"."""
+
+    text: str
+    case: str
+    figure: tuple[str, ...]
+    limit: float
+    unit: str
+
+    def reached(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+    @property
+    def at_least(self) -> bool:
+        """A share of what memory allows is to be large, everything else small."""
+        return self.figure[-1] in ("floor_share", "bandwidth_share")
+
+    @property
+    def wanted(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {shown(self.limit, self.unit)}"
+
+    def value(self, bench: dict[str, Any]) -> float | None:
+        """From the results' section; None where it is not there."""
+        found: Any = bench.get(self.case, {}).get("figures", {})
+        for name in self.figure:
+            found = found.get(name) if isinstance(found, dict) else None
+        return found
+
+
+def shown(value: float, unit: str) -> str:
+    if unit == "%":
+        return f"{100 * value:.1f} %"
+    return f"{value:.2f}x" if unit == "x" else f"{value:.1f} µs"
+
+
+KEEP = f"kv_keep rows=1 layers=32 context=4096 nodes=64 accepted=5 {HEADS.removeprefix('heads=32 ')}"
+
+
+def attention(context: int) -> Goal:
+    text = f"tree attention, 64 nodes, {context // 1024}k context: share of the copy's bandwidth"
+    return Goal(text, f"tree_attention rows=1 nodes=64 context={context} {HEADS}", ("bandwidth_share",), 1 / 1.5, "%")
+
+
+GOALS = (
+    Goal("plain step, 4k context: share of the floor", STEP, ("1", "floor_share"), 0.75, "%"),
+    Goal("the same, later", STEP, ("1", "floor_share"), 0.90, "%"),
+    Goal("verification of 64 nodes, 4k context / plain step", STEP, ("64", "over_plain"), 1.15, "x"),
+    Goal("time outside the target, plain step", STEP, ("1", "outside_target"), 0.02, "%"),
+    Goal("time outside the target, 64 nodes", STEP, ("64", "outside_target"), 0.02, "%"),
+    attention(4096),
+    attention(16384),
+    Goal("lossless acceptance, 64 nodes x 128,256", "lossless_accept rows=1 nodes=64 vocab=128256", ("us",), 15.0, "us"),
+    Goal("best 64 of 512 candidates as a tree", "build_tree rows=1 candidates=512 nodes=64", ("us",), 5.0, "us"),
+    Goal("accept walk along given choices, 64 nodes", "choice_accept rows=1 nodes=64 vocab=16", ("us",), 5.0, "us"),
+    Goal("compaction of 5 accepted nodes, 32 blocks", KEEP, ("us",), 5.0, "us"),
+)

@@ -1,0 +1,184 @@
+"""Exactness from the bottom up: plain decoding is transformers', captured rounds are eager ones', drafts change no text.
+
+On random models and on the embedded one. In float32 texts are equal; in bfloat16 they may part where the target's two choices
+are a rounding apart (`measure.exactness`, then `rounding.py`), which is judged for greedy texts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from drafttrain.drafter import Drafter
+from drafttrain.drafters import families
+from drafttrain.errors import UserError
+from drafttrain.measure import DecodeOptions
+from drafttrain.measure.exactness import Match, compare
+from drafttrain.measure.transformers_baseline import generate
+from drafttrain.sampling import Sampling
+from drafttrain.speculate import Controls, Decoded, Decoder
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.load import load_target
+from kernels.bench.machine import Machine
+from kernels.bench.models import LADDER, random_model
+from kernels.bench.rounding import explains
+from kernels.bench.suite import Job, RedError, SkipError
+
+EMBEDDED = "embedded"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SAMPLED = {"lossless": 0.8, "coupled": 0.9, "typical": 0.7, "threshold": 0.9}  # policies and the temperatures they run at
+REHEARSED = 3  # drafters, plain decoding among them, that a rehearsal takes through more than greedy texts
+TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+BATCH = 4
+SHAKEN = 0.3  # of a weight's own spread: nothing about a drafter is special
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One drafter, or none, by one policy, on one target."""
+
+    model: str
+    dtype: str
+    drafter: str
+    policy: str
+
+    @property
+    def name(self) -> str:
+        return f"texts {self.model} {self.dtype} {self.drafter} {self.policy}"
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(SAMPLED.get(self.policy, 0.0), seed=4)
+
+
+@lru_cache(maxsize=1)
+def target_of(model: str, dtype: str, machine: Machine) -> HFTarget:
+    """The last one is kept: rungs come target by target."""
+    if model == EMBEDDED:
+        return load_target(TargetOptions(dtype=dtype, device=str(machine.device))).target
+    target = FastTarget(random_model(LADDER[model], DTYPES[dtype], machine.device, spread=1.2))
+    if not target.trees:
+        raise RedError("a node of a tree has other logits than its path alone")
+    return target
+
+
+def variants() -> dict[str, Callable[[HFTarget], Drafter]]:
+    """Every family, and again with each kind of tree that it has."""
+    return {
+        f"{name}{'-' if shape else ''}{shape}": partial(_built, name, settings)
+        for name, family in families().items()
+        for shape, settings in {"": {}, **shapes(family.options)}.items()
+    }
+
+
+def shapes(options: type) -> dict[str, dict[str, Any]]:
+    """Options of a family's trees, by their kind: it takes rank paths, or the name of a kind."""
+    defaults = {f.name: f.default for f in fields(options)}
+    if "tree" not in defaults:
+        return {}
+    if isinstance(defaults["tree"], str):
+        return {"static": {"tree": "static", "paths": TREE}, "dynamic": {"tree": "dynamic"}}
+    return {"static": {"tree": TREE}}
+
+
+def _built(name: str, settings: dict[str, Any], target: HFTarget) -> Drafter:
+    family = families()[name]
+    try:
+        drafter = family.build(family.options(**settings), target)
+    except UserError as error:
+        raise SkipError(f"not for this target: {error}") from error
+    drafter = drafter.to(target.device).eval().requires_grad_(False)
+    draw = torch.Generator(target.device).manual_seed(1)
+    for weight in drafter.parameters():
+        noise = torch.randn(weight.shape, device=target.device, generator=draw).to(weight.dtype)
+        weight.data.add_(SHAKEN * noise * weight.data.std().nan_to_num(0.0).clamp_min(0.02))
+    return drafter
+
+
+def asked(target: HFTarget, machine: Machine) -> tuple[list[list[int]], int]:
+    """(prompts of uneven lengths, new tokens)."""
+    count, longest, new = (3, 12, 10) if machine.rehearsal else (6, 60, 48)
+    draw, vocab = torch.Generator().manual_seed(3), target.shape.vocab_size
+    lengths = torch.randint(1, longest, (count,), generator=draw).tolist()
+    return [torch.randint(6, vocab, (n,), generator=draw).tolist() for n in lengths], new
+
+
+def decoded(rung: Rung, drafter: Drafter | None, captured: bool, machine: Machine) -> Decoded:
+    """captured: as graphs, where the drafter can be; in a rehearsal ahead of the host, without them."""
+    target = target_of(rung.model, rung.dtype, machine)
+    prompts, new = asked(target, machine)
+    captured = captured and (drafter is None or drafter.captured)
+    controls = Controls(read_every=2 if captured else None)
+    decoder = Decoder(target, drafter, rung.policy, rung.sampling, target.stop_ids, new, controls=controls)
+    if not captured:
+        decoder.captures, decoder.read_every = False, None
+    found = decoder.run(prompts, BATCH)
+    if captured and not machine.rehearsal and not found.costs.captures:
+        raise RedError("no graph was captured")
+    return found
+
+
+def check(rung: Rung, machine: Machine) -> dict[str, Any]:
+    """Raises RedError."""
+    target = target_of(rung.model, rung.dtype, machine)
+    drafter = None if rung.drafter == PLAIN else variants()[rung.drafter](target)
+    captured, eager = (texts(decoded(rung, drafter, how, machine)) for how in (True, False))
+    near = same("captured rounds and eager ones", rung, captured, eager, machine)
+    if drafter is not None and rung.policy in ("greedy", "coupled"):
+        near += same("drafts and plain decoding", rung, captured, plain_texts(replace(rung, drafter=PLAIN), machine), machine)
+    if drafter is None and rung.policy == "greedy":
+        near += same("plain decoding and transformers", rung, captured, transformers(target, machine), machine)
+    return {"near_ties": near}
+
+
+@lru_cache(maxsize=8)
+def plain_texts(rung: Rung, machine: Machine) -> list[list[int]]:
+    """Of eager rounds; the same for all drafters."""
+    return texts(decoded(rung, None, False, machine))
+
+
+def texts(found: Decoded) -> list[list[int]]:
+    return [result.tokens for result in found.results]
+
+
+def transformers(target: HFTarget, machine: Machine) -> list[list[int]]:
+    prompts, new = asked(target, machine)
+    options = DecodeOptions(max_new_tokens=new)
+    return [generate(target.model, [prompt], target.stop_ids, options).results[0].tokens for prompt in prompts]
+
+
+def same(what: str, rung: Rung, ours: list[list[int]], theirs: list[list[int]], machine: Machine) -> int:
+    """How many texts part at a near-tie. Raises RedError where one parts without such a reason."""
+    target, dtype = target_of(rung.model, rung.dtype, machine), DTYPES[rung.dtype]
+    prompts, _ = asked(target, machine)
+    found = compare(target, dtype, prompts, ours, theirs, machine.device)
+    parted = zip(prompts, ours, theirs, found, strict=True)
+    left = [text for *text, match in parted if match is Match.UNEXPLAINED]
+    wrong = sum(dtype == torch.float32 or not explains(target, *text) for text in left)
+    if wrong:
+        raise RedError(f"{what}: {wrong} of {len(found)} texts differ")
+    return len(found) - found.count(Match.SAME)
+
+
+def rungs(machine: Machine) -> list[Rung]:
+    models = [next(iter(LADDER))] if machine.rehearsal else [*LADDER, EMBEDDED]
+    drafters, found = [PLAIN, *variants()], []
+    for model in models:
+        for dtype in DTYPES:
+            # only greedy choices can be judged where rounding moves the laws; and one random model will do for the policies
+            sampled = list(SAMPLED) if dtype == "float32" and model == models[0] else []
+            for policy in ("greedy", *sampled):
+                few = machine.rehearsal and (policy, dtype) != ("greedy", "float32")
+                found += [Rung(model, dtype, drafter, policy) for drafter in drafters[: REHEARSED if few else None]]
+    return found
+
+
+def jobs(machine: Machine) -> list[Job]:
+    return [Job(rung.name, f"texts {rung.dtype}", "decoder", partial(check, rung, machine)) for rung in rungs(machine)]

@@ -1,0 +1,163 @@
+"""The GPU that is measured, and how: events around replays of CUDA graphs, a copy's bandwidth beside them.
+
+A rehearsal runs the same code on a CPU, without graphs or events, to find what would break; its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from time import perf_counter
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import cuda
+
+Made = TypeVar("Made")
+
+COPIED = 1 << 30  # bytes of the copy that other times are held against
+WARM = 3
+
+
+class NoGpuError(Exception):
+    """There is none here, or torch does not see it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """device: where everything runs. name: of the GPU. facts: what a figure's reader must know."""
+
+    device: torch.device
+    rehearsal: bool
+    name: str
+    facts: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @staticmethod
+    def here(rehearsal: bool) -> Machine:
+        """Raises NoGpuError."""
+        facts = {"torch": torch.__version__, "triton": known("triton"), "transformers": known("transformers")}
+        if rehearsal:
+            torch.set_num_threads(1)  # tiny work: threads would only wait for one another
+            return Machine(torch.device("cpu"), True, "rehearsal", facts)
+        if not cuda.is_available():
+            raise NoGpuError(
+                f"no GPU that torch {torch.__version__} sees; run this on one, or rehearse it here with REHEARSE=1"
+            )
+        of = cuda.get_device_properties(0)
+        facts |= {"gpu": of.name, "cuda": str(torch.version.cuda), "memory": f"{of.total_memory / 2**30:.0f} GiB"}
+        return Machine(torch.device("cuda", 0), False, of.name, facts)
+
+    @property
+    def slug(self) -> str:
+        """The GPU's name as a file's: `nvidia-h200`."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+    @property
+    def cached(self) -> int:
+        """Bytes of the last cache before memory."""
+        return 1 << 12 if self.rehearsal else int(cuda.get_device_properties(self.device).L2_cache_size)
+
+    @property
+    def free(self) -> int:
+        """Bytes of memory that can be had."""
+        if self.rehearsal:
+            return 1 << 30
+        cuda.empty_cache()
+        return cuda.mem_get_info(self.device)[0]
+
+    def wait(self) -> None:
+        if not self.rehearsal:
+            cuda.synchronize(self.device)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Of what this starts on the device, between two events on its stream."""
+        if self.rehearsal:
+            began = perf_counter()
+            work()
+            return perf_counter() - began
+        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+class Replay(Generic[Made]):
+    """Work captured as a CUDA graph, after two runs that build and tune what is built at first use. out: what it made.
+
+    In a rehearsal `run` does the work again, and `out` is what it made last.
+    """
+
+    def __init__(self, work: Callable[[], Made], machine: Machine) -> None:
+        self.work, self.graph = work, None
+        if machine.rehearsal:
+            self.out = work()
+            return
+        stream = cuda.Stream(machine.device)
+        stream.wait_stream(cuda.current_stream(machine.device))
+        with cuda.stream(stream):
+            work(), work()
+        cuda.current_stream(machine.device).wait_stream(stream)
+        machine.wait()
+        self.graph = cuda.CUDAGraph()
+        with cuda.graph(self.graph):
+            self.out = work()
+
+    def run(self) -> None:
+        if self.graph is None:
+            self.out = self.work()
+        else:
+            self.graph.replay()
+
+
+class Copy:
+    """A device-to-device copy, timed beside what is measured: its bandwidth is the ceiling that is really there."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.source = torch.empty(1 << 16 if machine.rehearsal else COPIED, dtype=torch.uint8, device=machine.device)
+        self.target = torch.empty_like(self.source)
+
+    def seconds(self) -> float:
+        return self.machine.seconds(lambda: self.target.copy_(self.source))
+
+    def bandwidth(self, times: list[float]) -> float:
+        """Bytes read and written a second, by the median of these times."""
+        return 2 * self.source.numel() / median(times)
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Median seconds of each contender, of `repeats` in turn, and the bandwidth of a copy among them."""
+
+    seconds: dict[str, float]
+    bandwidth: float
+
+    @staticmethod
+    def run(contenders: dict[str, Callable[[], float]], copy: Copy, repeats: int) -> Race:
+        """contenders: each does its work once and gives the seconds. The first `WARM` rounds count for nothing."""
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        copies = []
+        for number in range(WARM + repeats):
+            taken = {name: work() for name, work in contenders.items()}
+            copied = copy.seconds()
+            if number >= WARM:
+                copies.append(copied)
+                for name, seconds in taken.items():
+                    times[name].append(seconds)
+        return Race({name: median(found) for name, found in times.items()}, copy.bandwidth(copies))
+
+
+def known(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def nbytes(tensors: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)

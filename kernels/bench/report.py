@@ -1,0 +1,155 @@
+"""The results of all GPUs as tables, between two markers of a page."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from drafttrain.atomic import atomic_write_text
+from kernels.bench.goals import GOALS, shown
+from kernels.bench.machine import Machine
+from kernels.bench.results import FOLDER, PASSED, ROOT, sources
+
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN = "<!-- figures: written by make gpu-check, gpu-bench and gpu-train -->"
+END = "<!-- end of figures -->"
+NONE = "not measured yet"
+
+Section = dict[str, dict[str, Any]]
+
+
+def write(results: Path | None, machine: Machine) -> None:
+    """Into `performance.md` of this folder; None: the repository's page, which a rehearsal leaves alone."""
+    if results is None and machine.rehearsal:
+        return
+    page = PAGE if results is None else results / "performance.md"
+    before, after = "", "\n"
+    if page.exists():
+        text = page.read_text(encoding="utf-8")
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+    atomic_write_text(page, f"{before}{BEGIN}\n\n{tables(results or FOLDER)}\n{END}{after}")
+
+
+def tables(folder: Path) -> str:
+    machines = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return "\n".join(part for known in machines or [{}] for part in of_machine(known))
+
+
+def of_machine(known: dict[str, Any]) -> Iterable[str]:
+    facts = known.get("machine", {})
+    said = [f"{name} {facts[name]}" for name in ("memory", "cuda", "torch", "triton", "transformers") if name in facts]
+    yield f"### {facts.get('name', 'No GPU so far')}\n"
+    if facts.get("name") == "rehearsal":
+        yield "A rehearsal on a CPU: no figures.\n"
+    if said:
+        yield ", ".join(said) + f". Checks: {counted(known.get('check', {}))}.\n"
+    bench, train = known.get("bench", {}), known.get("train", {})
+    yield goals(bench)
+    yield from titled("Steps", steps(bench))
+    yield from titled("Beside transformers", beside(bench))
+    yield from titled("Operators", operators(bench))
+    yield from titled("The training loss", losses(train))
+    yield from titled("Training", drafters(train))
+
+
+def titled(title: str, rows: list[str]) -> list[str]:
+    """Nothing for a table without rows."""
+    return [f"{title}:\n\n" + "\n".join(rows) + "\n"] if len(rows) > 2 else []
+
+
+def counted(check: Section) -> str:
+    counts = Counter(entry["status"] for entry in check.values())
+    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "none"
+
+
+def goals(bench: Section) -> str:
+    rows = table("goal", "wanted", "measured", "")
+    for goal in GOALS:
+        value = goal.value(bench)
+        verdict = "" if value is None else "reached" if goal.reached(value) else "missed"
+        measured = NONE if value is None else shown(value, goal.unit) + age(bench[goal.case])
+        rows.append(row(goal.text, goal.wanted, measured, verdict))
+    return "\n".join(rows) + "\n"
+
+
+def steps(bench: Section) -> list[str]:
+    """One row for each model, batch, context and node count."""
+    names = ("model", "batch", "context", "nodes", "ms", "of the floor", "/ plain", "outside the target")
+    rows = table(*names, "outside products and attention", "host waits", "capture")
+    for name, entry in measured(bench, "step "):
+        model, batch, context = (part.split("=")[-1] for part in name.split()[1:])
+        for nodes, found in entry["figures"].items():
+            if isinstance(found, dict):
+                rest = percent(1.0 - found["products"] - found["attention"]) if "products" in found else ""
+                waits = f"{found['waits']} in {found['replays']}" if "waits" in found else ""
+                capture = f"{found['capture_seconds']:.1f} s, {found['capture_bytes'] / 2**20:.0f} MiB"
+                floor, outside = percent(found["floor_share"]), percent(found.get("outside_target"))
+                times = (f"{found['ms']:.3f}{age(entry)}", floor, f"{found['over_plain']:.3f}", outside)
+                rows.append(row(model, batch, context, nodes, *times, rest, waits, capture))
+    return rows
+
+
+def beside(bench: Section) -> list[str]:
+    rows = table("model", "context", "other", "ours, ms", "theirs, ms", "theirs / ours")
+    for other in ("generate", "compiled loop"):
+        for name, entry in measured(bench, f"{other} "):
+            model, context = name.removeprefix(f"{other} ").split()
+            ours, theirs = entry["figures"]["ours_ms"], entry["figures"]["theirs_ms"]
+            size = context.removeprefix("context=")
+            rows.append(row(model, size, other, f"{ours:.3f}{age(entry)}", f"{theirs:.3f}", f"{theirs / ours:.2f}"))
+    return rows
+
+
+def operators(bench: Section) -> list[str]:
+    rows = table("operator", "µs", "MB", "of the copy's bandwidth", "inputs")
+    for name, entry in measured(bench, ""):
+        found = entry["figures"]
+        if "us" in found:
+            share, where = percent(found["bandwidth_share"]), "from memory" if found["cold"] else "in the cache"
+            rows.append(row(name, f"{found['us']:.2f}{age(entry)}", f"{found['bytes'] / 1e6:.3f}", share, where))
+    return rows
+
+
+def losses(train: Section) -> list[str]:
+    rows = table("loss", "fused, ms", "plain torch, ms", "times faster", "fused, MiB", "plain torch, MiB", "of its memory")
+    for name, entry in measured(train, "loss "):
+        f = entry["figures"]
+        times = (f"{f['fused_ms']:.1f}{age(entry)}", f"{f['plain_ms']:.1f}", f"{f['plain_ms'] / f['fused_ms']:.2f}")
+        fused, plain = f["fused_bytes"], f["plain_bytes"]
+        memory = (f"{fused / 2**20:.0f}", f"{plain / 2**20:.0f}", percent(fused / plain))
+        rows.append(row(name.removeprefix("loss "), *times, *memory))
+    return rows
+
+
+def drafters(train: Section) -> list[str]:
+    rows = table("family", "steps", "tokens/s", "first loss", "last loss")
+    for name, entry in measured(train, "drafter "):
+        found = entry["figures"]
+        family, speed = name.removeprefix("drafter "), f"{found['tokens_per_s']:,.0f}{age(entry)}"
+        rows.append(row(family, found["steps"], speed, f"{found['first_loss']:.3f}", f"{found['last_loss']:.3f}"))
+    return rows
+
+
+def measured(section: Section, start: str) -> list[tuple[str, dict[str, Any]]]:
+    found = section.items()
+    return [(name, e) for name, e in found if name.startswith(start) and e["status"] == PASSED and e["figures"]]
+
+
+def age(entry: dict[str, Any]) -> str:
+    """Marks what other sources than these gave."""
+    return "" if entry["sources"] in (sources("operators"), sources("decoder")) else " (older sources)"
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else shown(share, "%")
+
+
+def table(*names: str) -> list[str]:
+    return [row(*names), row(*("---" for _ in names))]
+
+
+def row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"

@@ -1,0 +1,167 @@
+"""`make gpu-train`: what the fused training loss saves, and whether drafters learn, on this GPU.
+
+The loss alone: output matrix, divergence and both gradients by `losses.Objective`, its divergence fused or in plain torch. Then
+every family on the embedded target with a plain AdamW loop over random tokens. Refuses as `make gpu-bench` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.drafter import Commit, Drafter, trainable
+from drafttrain.drafters import families
+from drafttrain.features.online import Online
+from drafttrain.losses import LossOptions, Objective
+from drafttrain.ops import divergence
+from drafttrain.sampling import Sampling
+from drafttrain.target import FINAL, Taps
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import load_target
+from drafttrain.tree import DraftTree
+from kernels.bench.bench import refused
+from kernels.bench.cases import LOSSES, V
+from kernels.bench.machine import Copy, Machine, Race
+from kernels.bench.suite import Job, RedError, SkipError, Suite
+
+SECTION = "train"
+WIDTH = 4096
+REPEATS = 5
+AGREE = 1e-3  # of both ways' losses and gradients, as far as bfloat16 slopes agree
+RATE = 3e-4
+ENDS = 10  # steps whose mean loss counts as the first, and the last
+
+
+class Bare(Drafter):
+    """One prediction through one output matrix: the loss and nothing else."""
+
+    def __init__(self, vocab: int, width: int, device: torch.device) -> None:
+        super().__init__()
+        self.taps, self.draft_length = Taps(final=True), 1
+        self.output = nn.Linear(width, vocab, bias=False, device=device, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.ones(width, device=device, dtype=torch.bfloat16))  # a gradient goes on from the states
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        pairs = batch.future(2)
+        hidden_MH = batch.hidden[FINAL].flatten(0, 1)[pairs.source_M] * self.scale
+        yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.output)
+
+    def open(self, slots: int, max_len: int) -> Any:
+        raise AssertionError("it decodes nothing")
+
+    def reset(self, state: Any, slot_R: Tensor) -> None:
+        raise AssertionError("it decodes nothing")
+
+    def observe(self, state: Any, commit: Commit, slot_B: Tensor) -> None:
+        raise AssertionError("it decodes nothing")
+
+    def propose(self, state: Any, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        raise AssertionError("it decodes nothing")
+
+
+def random_batch(rows: int, length: int, vocab: int, device: torch.device, seed: int) -> TrainBatch:
+    token_BT = torch.randint(vocab, (rows, length), device=device, generator=torch.Generator(device).manual_seed(seed))
+    position_BT = torch.arange(length, device=device).expand(rows, length)
+    return TrainBatch(token_BT, position_BT, torch.zeros_like(token_BT), torch.ones_like(token_BT, dtype=torch.bool))
+
+
+def loss(name: str, machine: Machine) -> dict[str, Any]:
+    """Seconds and peak memory of forward and backward, both ways. Raises RedError where their gradients differ."""
+    rows, length, width, vocab, chunk = (2, 9, 16, 61, 8) if machine.rehearsal else (4, 2048, WIDTH, V, 1024)
+    batch = random_batch(rows, length, vocab, machine.device, seed=0)
+    batch.hidden[FINAL] = torch.randn(rows, length, width, device=machine.device, dtype=torch.bfloat16)
+    drafter = Bare(vocab, width, machine.device)
+    head = nn.Linear(width, vocab, bias=False, device=machine.device, dtype=torch.bfloat16).requires_grad_(False)
+    target: Any = SimpleNamespace(head=head)
+    objective = Objective(drafter, target, LossOptions(name, chunk))
+
+    def step(way: Callable[[], Any]) -> None:
+        objective.zero_grad()
+        with way():
+            total, _ = objective(batch)
+            (total / (rows * length)).backward()
+
+    ways: dict[str, Callable[[], Any]] = {
+        "fused": nullcontext,
+        "plain": partial(mock.patch.object, divergence, "_serves", lambda *_: False),
+    }
+    found: dict[str, Any] = {}
+    gradients: dict[str, Tensor] = {}
+    for way, how in ways.items():
+        found[f"{way}_bytes"] = peak(partial(step, how), machine)
+        assert drafter.scale.grad is not None
+        gradients[way] = drafter.scale.grad.double()
+    apart = float((gradients["fused"] - gradients["plain"]).norm() / gradients["plain"].norm())
+    if not apart <= 10 * AGREE:
+        raise RedError(f"the gradients are {apart:.1e} apart")
+    race = Race.run({way: partial(machine.seconds, partial(step, how)) for way, how in ways.items()}, Copy(machine), REPEATS)
+    return found | {f"{way}_ms": 1e3 * taken for way, taken in race.seconds.items()} | {"tokens": rows * length}
+
+
+def peak(work: Callable[[], None], machine: Machine) -> int:
+    """Bytes of memory beyond what was held before."""
+    if machine.rehearsal:
+        work()
+        return 0
+    machine.wait()
+    torch.cuda.reset_peak_memory_stats(machine.device)
+    before = torch.cuda.memory_allocated(machine.device)
+    work()
+    machine.wait()
+    return torch.cuda.max_memory_allocated(machine.device) - before
+
+
+def family(name: str, machine: Machine) -> dict[str, Any]:
+    """Tokens a second, and the loss before and after. Raises RedError where it does not fall."""
+    rows, length, kept, steps = (2, 24, 2, 24) if machine.rehearsal else (16, 256, 8, 300)
+    dtype = "float32" if machine.rehearsal else "bfloat16"
+    target = load_target(TargetOptions(dtype=dtype, device=str(machine.device))).target
+    of, vocab = families()[name], target.shape.vocab_size
+    torch.manual_seed(0)
+    drafter = of.build(of.options(), target).to(machine.device).train()
+    if not trainable(drafter):
+        raise SkipError("it has nothing to train")
+    objective, online = Objective(drafter, target, LossOptions()), Online(target, drafter.taps)
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=RATE)
+    batches = [random_batch(rows, length, vocab, machine.device, seed) for seed in range(kept)]
+    losses: list[Tensor] = []
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            batch = online.fill(batches[len(losses) % kept])
+            total, _ = objective(batch)
+            mean = total / batch.supervised()
+            optimizer.zero_grad()
+            mean.backward()
+            optimizer.step()
+            losses.append(mean.detach())
+
+    run(ENDS)
+    taken = machine.seconds(partial(run, steps - ENDS))
+    first, last = (float(torch.stack(part).mean()) for part in (losses[:ENDS], losses[-ENDS:]))
+    if not last < first:
+        raise RedError(f"the loss went from {first:.3f} to {last:.3f} in {steps} steps")
+    return {"tokens_per_s": (steps - ENDS) * rows * length / taken, "first_loss": first, "last_loss": last, "steps": steps}
+
+
+def jobs(machine: Machine) -> list[Job]:
+    found = [Job(f"loss {name}", "loss", "decoder", partial(loss, name, machine)) for name in LOSSES]
+    return found + [Job(f"drafter {name}", "drafters", "decoder", partial(family, name, machine)) for name in families()]
+
+
+def main() -> int:
+    suite = Suite(SECTION, __doc__.splitlines()[0])
+    return 1 if refused(suite) else suite.run(jobs(suite.machine))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

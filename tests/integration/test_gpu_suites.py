@@ -1,0 +1,230 @@
+"""The GPU suites without a GPU: rehearsed whole, with nothing but torch and transformers to import; and what they rest on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.bench import bench, case, check, goals, report, train
+from kernels.bench.cases import SMALL, checked, timed
+from kernels.bench.goals import GOALS
+from kernels.bench.machine import Machine
+from kernels.bench.report import BEGIN, END
+from kernels.bench.results import FAILED, PASSED, Entry, Results
+from kernels.bench.steps import binary
+from kernels.bench.suite import Job, RedError, Suite
+
+ROOT = Path(__file__).parents[2]
+FOREIGN = (
+    "datasets",
+    "deepspeed",
+    "hydra",
+    "hypothesis",
+    "jinja2",
+    "matplotlib",
+    "omegaconf",
+    "peft",
+    "pytest",
+    "rich",
+    "wandb",
+)
+GPU = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})  # its cases, not its work
+
+# as on a machine where nothing is installed but torch and transformers, this checkout neither
+BARE = f"""
+import runpy, sys
+sys.meta_path = [f for f in sys.meta_path if "drafttrain" not in getattr(f, "__module__", "") + getattr(f, "__name__", "")]
+sys.modules.update(dict.fromkeys({FOREIGN!r}))
+sys.argv = sys.argv[1:]
+runpy.run_module("kernels.bench." + sys.argv[0], run_name="__main__")
+"""
+
+
+def run(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", BARE, *arguments]
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_all_three_are_rehearsed(tmp_path: Path) -> None:
+    """In a copy of the checkout, which they leave as it was."""
+    checkout, kept = tmp_path / "checkout", tmp_path / "kept"
+    for name in ("drafttrain", "kernels", "docs"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    before, folder = contents(checkout), ("--rehearse", "--results", str(kept))
+    refused = run(checkout, "bench", *folder)
+    assert refused.returncode == 1 and "run make gpu-check first" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    for name in ("check", "bench", "train"):
+        done = run(checkout, name, *folder)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert "REHEARSAL" in done.stdout and "rehearsed; no figures" in done.stdout and "cases are left" not in done.stdout
+        assert not re.search(r"\d+(\.\d+)? ?(x|ms|us|µs|%|tokens/s)\b", done.stdout)
+    known = json.loads((kept / "rehearsal.json").read_text())
+    entries = [entry for section in ("check", "bench", "train") for entry in known[section].values()]
+    assert len(entries) > 80 and not any(entry["figures"] for entry in entries)
+    assert {path.name for path in kept.iterdir()} == {"rehearsal.json", "performance.md"}
+    assert "no figures" in (kept / "performance.md").read_text()
+    again = run(checkout, "check", *folder)
+    assert again.returncode == 0 and not re.search(r"^passed ", again.stdout, re.MULTILINE)
+    assert run(checkout, "train", "--rehearse", "--only", "loss kl").returncode == 0
+    assert contents(checkout) == before
+
+
+def test_without_a_gpu_they_say_so_in_one_line() -> None:
+    done = run(ROOT, "check")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("gpu-check: no GPU") and len(done.stderr.splitlines()) == 1
+
+
+def test_make_takes_the_python_that_is_named() -> None:
+    def said(*arguments: str) -> str:
+        return subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    asked = said("gpu-bench", "PYTHON=python3", "REHEARSE=1", "RESULTS=here", "FORCE=1")
+    assert " ".join(asked.split()) == "python3 -m kernels.bench.bench --rehearse --force --results here"
+    for name in ("check", "bench", "train"):
+        assert f"-m kernels.bench.{name}" in said(f"gpu-{name}")
+
+
+def test_cases_have_names_of_their_own_and_goals_name_cases() -> None:
+    for jobs in (check.jobs(GPU), bench.jobs(GPU), train.jobs(GPU)):
+        names = [job.name for job in jobs]
+        assert len(set(names)) == len(names)
+    names = [job.name for job in bench.jobs(GPU)]
+    assert {goal.case for goal in GOALS} <= set(names)
+    assert max(names.index(goal.case) for goal in GOALS) < 10, "goals come first"
+    assert {c.op for c in checked(False)} >= {c.op for c in timed(False)}
+
+
+@pytest.mark.parametrize("one", SMALL, ids=lambda c: c.name)
+def test_a_case_sees_what_is_wrong(one: case.Case) -> None:
+    """A wrong element, one that nobody wrote, and a draw from elsewhere."""
+    device, dtype = torch.device("cpu"), torch.float32
+    with torch.no_grad():
+        given = one.inputs(dtype, device, seed=1)
+        expected = one.exact(case.widened(given))
+        out = one.run(given)
+        assert case.complaint(expected, out) is None
+        assert one.moved(dtype) > 0
+        for name, good in out.items():
+            for bad in (case.poison(good.clone()), wrong(good)):
+                if good.is_floating_point() or bool(((bad >= 0) & (bad < 16)).all()):
+                    assert case.complaint(expected, out | {name: bad}) is not None, name
+
+
+def wrong(x: torch.Tensor) -> torch.Tensor:
+    """One entry is off."""
+    bad = x.clone()
+    at = (0,) * bad.ndim
+    bad[at] = (
+        ~bad[at] if bad.dtype == torch.bool else bad[at] + x.abs().max() + 1 if x.is_floating_point() else 15 - bad[at] % 15
+    )
+    return bad
+
+
+def test_draws_and_ranks() -> None:
+    law = torch.tensor([[0.25, 0.0, 0.5, 0.25]], dtype=torch.float64)
+    for number, fits in ((0.1, {0}), (0.25, {0, 2}), (0.5, {2}), (0.75, {2, 3}), (0.9, {3})):
+        draw = case.Draw(law, torch.tensor([number], dtype=torch.float64))
+        assert {t for t in range(4) if draw.complaint(torch.tensor([t])) is None} == fits
+    ranks = case.Ranks(torch.tensor([[1.0, 5.0, 3.0, 2.99]], dtype=torch.float64), 0.01)
+    assert ranks.complaint(torch.tensor([[1, 2]])) is None and ranks.complaint(torch.tensor([[1, 3]])) is None
+    assert ranks.complaint(torch.tensor([[1, 0]])) and ranks.complaint(torch.tensor([[1, 1]]))
+
+
+def test_fresh_memory_is_poisoned_and_twins_refuse() -> None:
+    from drafttrain.ops import gated
+
+    with case.poisoned():
+        found = [torch.empty(3), torch.empty_like(torch.ones(2)), torch.ones(1).new_empty(4)]
+        assert all(bool(x.isnan().all()) for x in found) and torch.empty(2, dtype=torch.long).tolist() == [-77, -77]
+    assert not torch.zeros(2).new_empty(0).isnan().any()
+    with pytest.raises(AssertionError, match="twin"), case.without_twins((gated,)):
+        gated.reference(torch.ones(2))
+    assert gated.reference(torch.ones(1, 2)).shape == (1, 1)
+
+
+def test_results_hold_for_their_sources_and_torch(tmp_path: Path) -> None:
+    results = Results(tmp_path, GPU)
+    results.put("check", "a", "operators", Entry(PASSED, {"us": 1.5}))
+    assert (tmp_path / "a-gpu-80gb.json").exists()
+    again = Results(tmp_path, GPU)
+    assert again.of("check", "a", "operators") == Entry(PASSED, {"us": 1.5})
+    assert again.of("check", "a", "decoder") is None and again.of("check", "b", "operators") is None
+    assert Results(tmp_path, replace(GPU, facts={"torch": "0"})).of("check", "a", "operators") is None
+
+
+def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def job(name: str) -> Job:
+        def work() -> dict[str, Any]:
+            ran.append(name)
+            if name == "red":
+                raise RedError("wrong")
+            return {}
+
+        return Job(name, "group", "operators", work)
+
+    jobs = [job(name) for name in ("first", "red", "last")]
+
+    def go(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["check", "--rehearse", "--results", str(tmp_path), *arguments])
+        return Suite("check", "").run(jobs)
+
+    assert go("--only", "first") == 0 and ran == ["first"]
+    assert go("--budget", "-1") == 0 and ran == ["first"]
+    assert go() == 1 and ran == ["first", "red", "last"]
+    assert go() == 1 and ran[3:] == ["red"]
+    assert go("--force") == 1 and ran[4:] == ["first", "red", "last"]
+    monkeypatch.setattr(sys, "argv", ["check", "--rehearse", "--results", str(tmp_path)])
+    assert Suite("bench", "").undone("check", jobs) == ["red"]
+
+
+def test_the_page_keeps_what_stands_around_its_tables(tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    results, attention = Results(tmp_path, GPU), GOALS[5]
+    results.put("bench", goals.STEP, "decoder", Entry(PASSED, {"1": step(0.8), "64": step(0.7) | {"over_plain": 1.3}}))
+    figures = {"us": 2.0, "bytes": 10, "bandwidth_share": 0.7, "cold": True}
+    results.put("bench", attention.case, "operators", Entry(PASSED, figures))
+    results.put("bench", "generate m context=7", "decoder", Entry(PASSED, {"ours_ms": 1.0, "theirs_ms": 3.0}))
+    for name, status in (("a", PASSED), ("b", FAILED)):
+        results.put("check", name, "operators", Entry(status))
+    loss = {"fused_ms": 1.0, "plain_ms": 2.0, "fused_bytes": 1, "plain_bytes": 4}
+    results.put("train", "loss kl", "decoder", Entry(PASSED, loss))
+    results.put(
+        "train", "drafter x", "decoder", Entry(PASSED, {"tokens_per_s": 9.0, "first_loss": 2.0, "last_loss": 1.0, "steps": 3})
+    )
+    report.write(tmp_path, GPU)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith(f"{END}\nafter\n") and "old" not in text
+    assert f"| {GOALS[0].text} | >= 75.0 % | 80.0 % | reached |" in text and "| 80.0 % | missed |" in text
+    assert "| 1.30x | missed |" in text and "70.0 % | reached" in text and report.NONE in text
+    assert "1 failed, 1 passed" in text and "| generate | 1.000 | 3.000 | 3.00 |" in text and "| 25.0 % |" in text
+    report.write(tmp_path, GPU)
+    assert page.read_text() == text
+
+
+def step(share: float) -> dict[str, Any]:
+    return {"ms": 1.0, "floor_share": share, "over_plain": 1.0, "capture_seconds": 1.0, "capture_bytes": 1 << 20}
+
+
+def test_the_timed_trees() -> None:
+    assert binary(1) == [] and binary(4) == [(0,), (1,), (0, 0)]
+    assert len(binary(64)) == 63 and max(map(len, binary(64))) == 6
