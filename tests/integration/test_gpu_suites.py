@@ -93,7 +93,9 @@ def test_without_a_gpu_they_say_so_in_one_line() -> None:
 
 def test_make_takes_the_python_that_is_named() -> None:
     def said(*arguments: str) -> str:
-        return subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        command = ["make", "-n", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=True).stdout
 
     asked = said("gpu-bench", "PYTHON=python3", "REHEARSE=1", "RESULTS=here", "FORCE=1")
     assert " ".join(asked.split()) == "python3 -m kernels.bench.bench --rehearse --force --results here"
