@@ -17,7 +17,7 @@ from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.kv import KVCache
 from drafttrain.ops.sample import sample
 from drafttrain.sampling import Lane, Sampling, law
-from drafttrain.target import Taps
+from drafttrain.target import Taps, Target
 from drafttrain.tree import DraftTree
 
 
@@ -41,10 +41,14 @@ class Drafter(nn.Module, ABC):
     taps: Taps
     draft_length: int  # K: depth of the deepest proposal
     captured: bool = True  # observe, absorb and propose neither ask the device nor change shape: a CUDA graph can hold them
+    trained: bool = True  # False: nothing is learnt, `predict` says nothing, and `fit` goes straight to the measurement
 
     @abstractmethod
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """What is predicted for which label, one step (or head) at a time, in drafting order."""
+
+    def prepare(self, counts: Callable[[], Tensor]) -> None:
+        """Once before training. counts: how often each of the target's tokens is supervised in the training data, [V]."""
 
     @abstractmethod
     def open(self, slots: int, max_len: int) -> Any:
@@ -65,6 +69,22 @@ class Drafter(nn.Module, ABC):
 
     def absorb(self, state: Any, slot_B: Tensor) -> None:
         """Work off what is staged, as far as the next proposal does not need it; for rounds that propose nothing."""
+
+    def mark(self, state: Any, slot_B: Tensor) -> Any:
+        """What `rewind` needs to take back what these slots observe from here on."""
+        raise AssertionError("a family that can rewind can mark")
+
+    def rewind(self, state: Any, slot_B: Tensor, mark: Any) -> None:
+        """As if these slots had observed nothing since the mark: for drafters that draft for another one's guesses."""
+        raise AssertionError("asked only where `rewinds`")
+
+    @property
+    def rewinds(self) -> bool:
+        return type(self).rewind is not Drafter.rewind
+
+    def language_model(self) -> Target | None:
+        """The causal model whose own next tokens are the drafts, where there is one: it can verify a cheaper drafter's."""
+        return None
 
     def caches(self, state: Any) -> list[KVCache]:
         """The drafter's own caches, whose `bound` the session sets."""

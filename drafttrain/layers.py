@@ -57,7 +57,10 @@ class GatedMLP(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """in_width I may differ from the output width H: some drafters read two states at once."""
+    """in_width I may differ from the output width H: some drafters read two states at once.
+
+    qk_eps: of an RMS norm of each head's query and key, before they are rotated (Henry et al. 2020); None: there is none.
+    """
 
     in_width: int
     width: int
@@ -65,6 +68,7 @@ class AttentionShape:
     kv_heads: int
     head_dim: int
     rope_theta: float
+    qk_eps: float | None = None
 
 
 class Attention(nn.Module):
@@ -77,16 +81,23 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.in_width, shape.kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(shape.in_width, shape.kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.Identity() if shape.qk_eps is None else RMSNorm(shape.head_dim, shape.qk_eps) for _ in range(2)
+        )
 
     def qkv(self, x_BNI: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, h, N, D], k and v [B, h_kv, N, D]; q and k rotated to their positions."""
-        B, N, _ = x_BNI.shape
-        q_BhND, k_BhND, v_BhND = (
-            project(x_BNI).view(B, N, -1, self.shape.head_dim).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        cos_BND, sin_BND = rotary(position_BN, self.shape.head_dim, self.shape.rope_theta, x_BNI.dtype)
-        return rotate(q_BhND, cos_BND, sin_BND), rotate(k_BhND, cos_BND, sin_BND), v_BhND
+        angles = rotary(position_BN, self.shape.head_dim, self.shape.rope_theta, x_BNI.dtype)
+        q_BhND = rotate(self.q_norm(self._heads(self.q_proj(x_BNI))), *angles)
+        return q_BhND, rotate(self.k_norm(self._heads(self.k_proj(x_BNI))), *angles), self._heads(self.v_proj(x_BNI))
+
+    def kv(self, x_BNI: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v as `qkv` gives them, for what is attended to and asks nothing."""
+        angles = rotary(position_BN, self.shape.head_dim, self.shape.rope_theta, x_BNI.dtype)
+        return rotate(self.k_norm(self._heads(self.k_proj(x_BNI))), *angles), self._heads(self.v_proj(x_BNI))
+
+    def _heads(self, x_BNI: Tensor) -> Tensor:
+        return x_BNI.view(*x_BNI.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
 
     def grouped(self, x_BhND: Tensor) -> Tensor:
         """Repeat KV heads to the number of query heads."""

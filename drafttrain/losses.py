@@ -1,6 +1,6 @@
 """Floor 3: the one objective of every family: a divergence between laws, chunk by chunk, with acceptance counted on the way.
 
-Shapes: M predictions, C a chunk of them, K draft depth, H hidden, V vocabulary.
+Shapes: M predictions, C a chunk of them, K draft depth, H hidden, V vocabulary, D the drafter's own part of it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,24 @@ class Outcome(torch.autograd.Function):
     def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         (slope_CV,) = ctx.saved_tensors
         return slope_CV * grad_C[:, None].to(slope_CV.dtype), None, None, None
+
+
+def restricted(
+    logits_CD: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str, vocab_D: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Outcome` of a drafter whose vocabulary is a part of the target's (arXiv 2503.01840, the official code).
+
+    The loss is against the target's law over that part, renormalised, and 0 where the target's likeliest token (ce: the
+    label) lies outside. Hits and acceptance are those of the whole vocabulary, in which the drafter has nothing outside.
+    """
+    place_V = torch.full_like(law_logits_CV[0], -1, dtype=torch.long)
+    place_V = place_V.index_copy(0, vocab_D, torch.arange(len(vocab_D), device=vocab_D.device))
+    best_C, part_CD = law_logits_CV.argmax(-1), law_logits_CV[:, vocab_D].contiguous()
+    loss_C, hit_C, _ = Outcome.apply(logits_CD, part_CD, place_V[label_C].clamp_min(0), name)
+    p_CD = (part_CD.float() - law_logits_CV.float().logsumexp(-1, keepdim=True)).exp()
+    mass_C = torch.minimum(logits_CD.detach().float().softmax(-1), p_CD).sum(-1)
+    learnt_C = place_V[label_C if name == "ce" else best_C] >= 0
+    return torch.where(learnt_C, loss_C, 0.0), hit_C & (place_V[best_C] >= 0), mass_C
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +116,12 @@ class Objective(nn.Module):
             law_MH = final_PH[batch.law_at(prediction.label_M)]
             held += len(prediction.label_M)
             step = self._step(prediction, law_MH, token_P[prediction.label_M], whole=held <= self.options.chunk)
-            total = total + prediction.weight * step.loss_M.sum()
+            weight = prediction.weight
+            total = total + ((weight * step.loss_M).sum() if isinstance(weight, Tensor) else weight * step.loss_M.sum())
+            if prediction.aux is not None:
+                total = total + prediction.aux
+            if not prediction.counted:
+                continue
             alive_M, hit_M = alive_P[prediction.source_M], step.hit_M
             alive_P = torch.zeros_like(alive_P).scatter(0, prediction.source_M, alive_M & hit_M)
             counts = (
@@ -117,9 +140,10 @@ class Objective(nn.Module):
         def chunk(hidden_CH: Tensor, law_CH: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             with torch.no_grad():
                 law_logits_CV = self._target[0].head(law_CH)
-            found: tuple[Tensor, Tensor, Tensor] = Outcome.apply(
-                prediction.head(hidden_CH), law_logits_CV, label_C, self.options.name
-            )
+            logits_CV, name = prediction.head(hidden_CH), self.options.name
+            if prediction.vocab_D is not None:
+                return restricted(logits_CV, law_logits_CV, label_C, name, prediction.vocab_D)
+            found: tuple[Tensor, Tensor, Tensor] = Outcome.apply(logits_CV, law_logits_CV, label_C, name)
             return found
 
         if whole:
@@ -162,7 +186,8 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     mass_PK = torch.zeros(len(token_P), K, device=token_P.device)
     own = next(drafter.parameters()).dtype
     for prediction in drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
-        q_MV, p_MV = prediction.head(prediction.hidden_MH), target.head(final_PH[batch.law_at(prediction.label_M)])
+        p_MV = target.head(final_PH[batch.law_at(prediction.label_M)])
+        q_MV = prediction.whole(prediction.head(prediction.hidden_MH), p_MV.shape[-1])
         label_M1 = token_P[prediction.label_M][:, None]
         best = q_MV.topk(min(width, q_MV.shape[-1]), -1).indices
         hit_MR = best == label_M1

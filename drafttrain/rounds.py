@@ -54,7 +54,9 @@ class SlotState:
         self.root_S[slot_B], self.made_S[slot_B] = root_B, 1
 
     def sampling(self, sampling: Sampling, slot_B: Tensor) -> Sampling:
-        """The settings of these rows, read from the device."""
+        """The settings of these rows, read from the device; where nothing is drawn, they are the same for all."""
+        if sampling.greedy and sampling.drafting.greedy:
+            return sampling
         return replace(sampling.rows(self.key_S[slot_B]), temperature_B=self.temperature_S[slot_B], seed_1=self.seed_1)
 
     def go_on(self, slot_B: Tensor, token_BA: Tensor, count_B: Tensor) -> None:
@@ -141,7 +143,8 @@ class Round:
         self.slots.root_S[slot_B] = verdict.bonus_B
         if fixed or not self.processors.idle:
             self.slots.go_on(slot_B, commit.next_BA, verdict.count_B)
-        has_child_B = (tree.parent_BN == verdict.last_B[:, None]).any(-1)
+        real_BN = torch.arange(tree.token_BN.shape[1], device=slot_B.device) < tree.count_B[:, None]
+        has_child_B = ((tree.parent_BN == verdict.last_B[:, None]) & real_BN).any(-1)
         self._mark()
         return Record(commit.next_BA, verdict.count_B, tree.count_B, has_child_B)
 
@@ -152,8 +155,9 @@ class Round:
     def _tree(self, slot_B: Tensor, limit: int | None, sampling: Sampling) -> DraftTree:
         if self.drafter is None or limit == 0:
             return DraftTree.chain(self.slots.root_S[slot_B][:, None])
-        tree = self.drafter.propose(self.state, slot_B, sampling, limit)
-        return tree if self.window is None else tree.cut(self.window, trim=self.kv.bound is None)
+        tree, fixed = self.drafter.propose(self.state, slot_B, sampling, limit), self.kv.bound is not None
+        tree = tree if self.window is None else tree.cut(self.window, trim=not fixed)
+        return tree if fixed else tree.trimmed()
 
     def _kept(self, verdict: Verdict, slot_B: Tensor, limit: int | None) -> Verdict:
         """No more columns than drafts can be accepted, and nothing of rows that are done."""

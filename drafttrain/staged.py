@@ -62,6 +62,24 @@ class Staged:
         self.most = self.most if others else 0
         return Commit(found.pop("token"), found.pop("next"), found, count_B)
 
+    def held(self, slot_B: Tensor) -> Held:
+        """What these slots have staged, to be put back."""
+        return Held(self.count_S[slot_B], {key: x[slot_B] for key, x in self._columns.items()}, self.most)
+
+    def put_back(self, slot_B: Tensor, held: Held) -> None:
+        for key, x_BA in held.columns.items():
+            self._columns[key][slot_B] = x_BA
+        self.count_S[slot_B], self.most = held.count_B, held.most
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A copy of some slots' staged positions."""
+
+    count_B: Tensor
+    columns: dict[Any, Tensor]
+    most: int
+
 
 def split_last(commit: Commit) -> tuple[Commit, Commit]:
     """(all but each row's last position, the last position alone); rows of count 0 have neither.
@@ -138,6 +156,15 @@ class CachedDrafter(Drafter):
         earlier, last = split_last(commit)
         self.consume(state, earlier, slot_B)
         state.staged.add(last, slot_B, empty=True)
+
+    def mark(self, state: OwnCache, slot_B: Tensor) -> Any:
+        return state.kv.length_S[slot_B], state.staged.held(slot_B)
+
+    def rewind(self, state: OwnCache, slot_B: Tensor, mark: Any) -> None:
+        length_B, held = mark
+        state.kv.rows(slot_B)
+        state.kv.rollback(length_B)
+        state.staged.put_back(slot_B, held)
 
     def caches(self, state: OwnCache) -> list[KVCache]:
         return [state.kv]

@@ -87,6 +87,15 @@ class DraftTree:
         sampled_BM = None if self.sampled_BN is None else self.sampled_BN[rows_BM, order_BM]
         return DraftTree(self.token_BN.gather(1, order_BM), parent_BM, count_B, q_BMV, sampled_BM)
 
+    def trimmed(self) -> DraftTree:
+        """Without the columns that are padding in every row; asks the device how many there are."""
+        N = max(self.count_B.tolist())
+        if self.token_BN.shape[1] == N:
+            return self
+        q_BNV, sampled_BN = (None if x is None else x[:, :N] for x in (self.q_BNV, self.sampled_BN))
+        known_BNN = None if self.known_BNN is None else self.known_BNN[:, :N, :N]
+        return DraftTree(self.token_BN[:, :N], self.parent_BN[:, :N], self.count_B, q_BNV, sampled_BN, known_BNN)
+
 
 def ancestors(parent_BN: Tensor) -> Tensor:
     """[B, N, N] bool: entry [b, i, j] says that j is i or an ancestor of i."""

@@ -27,7 +27,7 @@ from drafttrain.train.engine import World, accumulation, join_world, leave_world
 from drafttrain.train.logger import Logger
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
-from drafttrain.train.trainer import Job, Progress, Trainer
+from drafttrain.train.trainer import Job, Progress, Trainer, without_training
 
 
 def fit(options: RunOptions, resolved: dict[str, Any]) -> Path:
@@ -45,7 +45,10 @@ def fit(options: RunOptions, resolved: dict[str, Any]) -> Path:
     console.say(f"run: {run.path}" + (f" (resumed at step {run.resumed_step})" if run.resumed_step else ""))
     logger = Logger(options.logger, run.path, resolved, run.resumed_step) if world.first else None
     try:
-        progress = Trainer(job, world, run.path).train(logger, console)
+        if job.drafter.trained:
+            progress = Trainer(job, world, run.path).train(logger, console)
+        else:
+            progress = without_training(job, world, run.path)
         leave_world(world)
         gc.collect()
         if logger is not None and console.rich is not None:
@@ -88,9 +91,11 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     if not operators.loaded:
         console.say(f"operators: {operators.text}")
     console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters")
-    data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
-    counts = f"{data.summary['conversations']:,} conversations, {data.summary['supervised_tokens']:,} supervised tokens"
-    console.say(f"data: {counts} ({options.data.path})")
+    data = Dataset([], [], {})
+    if drafter.trained:
+        data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
+        counts = f"{data.summary['conversations']:,} conversations, {data.summary['supervised_tokens']:,} supervised tokens"
+        console.say(f"data: {counts} ({options.data.path})")
     family = options.drafter.family
     return Job(
         loaded,
@@ -130,13 +135,15 @@ def _finish(
     console: RichConsole,
 ) -> None:
     """Measure the kept checkpoints, log, mark the run finished, and say what comes next."""
-    training = {
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "tokens_per_s": progress.tokens / progress.seconds if progress.seconds else None,
-        "final_loss": progress.loss,
-        "data": data.summary | {"path": options.data.path},
-    }
+    training: dict[str, Any] | None = None
+    if data.train:
+        training = {
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "tokens_per_s": progress.tokens / progress.seconds if progress.seconds else None,
+            "final_loss": progress.loss,
+            "data": data.summary | {"path": options.data.path},
+        }
     checkpoints = list_checkpoints(run.path / "checkpoints")
     best = checkpoints[-1].name
     if options.measure.enabled:

@@ -103,6 +103,14 @@ def collate(rows: Sequence[Encoded], pad_id: int) -> TrainBatch:
     return TrainBatch(token_BT, torch.arange(T).expand(B, T).contiguous(), document_BT, mask_BT)
 
 
+def token_counts(rows: Sequence[Encoded], vocab_size: int) -> torch.Tensor:
+    """[V] how often each token is supervised."""
+    total = np.zeros(vocab_size, dtype=np.int64)
+    for row in rows:
+        total += np.bincount(row.token_ids[row.mask], minlength=vocab_size)
+    return torch.from_numpy(total)
+
+
 def shard(batch: Sequence[Encoded], rank: int, world: int, micro_batch: int) -> list[list[Encoded]]:
     """This process's rows of a global batch (rank, rank + world, ...) in micro-batches; as many for every process."""
     if len(batch) % (micro_batch * world):

@@ -50,6 +50,10 @@ class DraftModel(CachedDrafter):
         hidden_MH = final_BTH.flatten(0, 1)[pairs.source_M]
         yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.lm.head, every_step=True)
 
+    def language_model(self) -> Target:
+        model: Target = self.lm
+        return model
+
     def open(self, slots: int, max_len: int) -> OwnCache:
         kv = self.lm.new_cache(slots, max_len)
         return OwnCache(kv, Staged(slots, self.draft_length, kv.length_S.device))

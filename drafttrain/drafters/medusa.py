@@ -178,6 +178,12 @@ class Medusa(Drafter):
         draft_BN = top_KBR[shape.depth_N[1:] - 1, :, shape.rank_N[1:]].T
         return DraftTree.static(torch.cat([state.root_S[slot_B][:, None], draft_BN], 1), shape)
 
+    def mark(self, state: MedusaState, slot_B: Tensor) -> tuple[Tensor, Tensor]:
+        return state.hidden_SH[slot_B], state.root_S[slot_B]
+
+    def rewind(self, state: MedusaState, slot_B: Tensor, mark: tuple[Tensor, Tensor]) -> None:
+        state.hidden_SH[slot_B], state.root_S[slot_B] = mark
+
     def paths(self) -> list[Path]:
         return list(self.shape.paths)
 

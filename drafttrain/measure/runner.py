@@ -105,7 +105,7 @@ def _evidence(
         cases=cases,
         plain=plain,
         speculative=ours,
-        hits=_hits(bench, drafter, cases, plain) if _foretold(bench, sampled) else None,
+        hits=_hits(bench, drafter, cases, plain) if drafter.trained and _foretold(bench, sampled) else None,
         paths=paths,
         sampled=sampled,
         exact=bench.matches(cases, tokens, [r.tokens for r in plain]) if identical else None,

@@ -172,6 +172,7 @@ class Engine:
             )
         module = self.engine.module
         parameters = dict(module.named_parameters(remove_duplicate=False))  # a tied matrix has two names
+        parameters |= dict(module.named_buffers())
         gathered = self._gathered(list(module.parameters()), modifier_rank=0) if self.stage == 3 else contextlib.nullcontext()
         with gathered, torch.no_grad():
             for name, tensor in weights.items():

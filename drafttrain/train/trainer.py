@@ -25,7 +25,7 @@ from drafttrain.checkpoint import (
     read_weights,
     save_drafter,
 )
-from drafttrain.data.dataset import Dataset, check_supervised, collate, shard
+from drafttrain.data.dataset import Dataset, check_supervised, collate, shard, token_counts
 from drafttrain.drafter import Drafter
 from drafttrain.features.online import Online
 from drafttrain.losses import LossOptions, Objective, StepCounts, teacher_forced
@@ -75,6 +75,7 @@ class Trainer:
         self.job, self.world, self.folder = job, world, run_dir / "checkpoints"
         self.device = job.loaded.target.device
         job.drafter.to(self.device)
+        job.drafter.prepare(lambda: token_counts(job.data.train, job.loaded.target.shape.vocab_size))
         self.online = Online(job.loaded.target, job.drafter.taps)
         objective = Objective(job.drafter, job.loaded.target, job.loss)
         self.engine = Engine(objective, job.train, job.deepspeed, world)
@@ -163,26 +164,12 @@ class Trainer:
             self.engine.save_state(aside)
             with self.engine.whole():
                 if self.world.first:
-                    save_drafter(aside, self.job.drafter.state_dict(), self._meta())
+                    save_drafter(aside, self.job.drafter.state_dict(), meta_of(self.job, self.progress.step))
                     atomic_write_json(aside / "trainer.json", asdict(self.progress))
             self.world.wait()
         if self.world.first:
             prune(self.folder, self.job.train.keep_last, keep={best_checkpoint(self.folder).name})
         self.world.wait()
-
-    def _meta(self) -> CheckpointMeta:
-        job, shape, about = self.job, self.job.loaded.target.shape, self.job.loaded.description
-        target = TargetRecord(
-            name=about["name"],
-            path=about["path"],
-            revision=about["revision"],
-            dtype=about["dtype"],
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            blocks=shape.blocks,
-            fingerprint=job.loaded.target.fingerprint,
-        )
-        return CheckpointMeta(job.family, job.options, job.drafter.decode_settings(), target, self.progress.step)
 
     def _resume(self) -> None:
         newest = self.world.share(newest_valid(self.folder) if self.world.first else None)
@@ -191,6 +178,32 @@ class Trainer:
         self.progress = Progress(**json.loads((newest / "trainer.json").read_text(encoding="utf-8")))
         weights = {f"drafter.{name}": tensor for name, tensor in read_weights(newest).items()}
         self.engine.load_state(newest, weights)
+
+
+def without_training(job: Job, world: World, run_dir: Path) -> Progress:
+    """The one checkpoint, of step 0, of a drafter that learns nothing: its settings. No engine is started."""
+    progress = Progress()
+    if world.first:
+        with atomic_directory(run_dir / "checkpoints" / checkpoint_name(progress.step)) as aside:
+            save_drafter(aside, job.drafter.state_dict(), meta_of(job, progress.step))
+            atomic_write_json(aside / "trainer.json", asdict(progress))
+    world.wait()
+    return progress
+
+
+def meta_of(job: Job, step: int) -> CheckpointMeta:
+    shape, about = job.loaded.target.shape, job.loaded.description
+    target = TargetRecord(
+        name=about["name"],
+        path=about["path"],
+        revision=about["revision"],
+        dtype=about["dtype"],
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        blocks=shape.blocks,
+        fingerprint=job.loaded.target.fingerprint,
+    )
+    return CheckpointMeta(job.family, job.options, job.drafter.decode_settings(), target, step)
 
 
 def best_checkpoint(folder: Path) -> Path:

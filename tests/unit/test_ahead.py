@@ -112,6 +112,8 @@ def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(
 ) -> None:
     """So that a CUDA graph captured from one round is right for all that follow."""
     drafter: Drafter | None = None if name is None else build(name, as_on_a_gpu, 0.3)
+    if drafter and not drafter.captured:
+        pytest.skip("says itself that no graph can hold its rounds")
     sampling = Sampling(temperature, top_k=20 if temperature else 0, top_p=0.9, seed=1, repetition_penalty=1.2)
     decoder = Decoder(
         as_on_a_gpu, drafter, policy, sampling, frozenset({3}), 60, controls=Controls(read_every=1), min_new_tokens=4
@@ -144,6 +146,8 @@ def test_replayed_graphs_give_the_same_texts(
 ) -> None:
     asked, sampling = prompts(7, seed=3), Sampling(temperature, seed=4)
     drafter = None if name is None else build(name, as_on_a_gpu, 0.3)
+    if drafter and not drafter.captured:
+        pytest.skip("says itself that no graph can hold its rounds")
     decoder = Decoder(as_on_a_gpu, drafter, policy, sampling, frozenset({7, 11}), 25)
     ahead = Decoder(as_on_a_gpu, drafter, policy, sampling, frozenset({7, 11}), 25, controls=Controls(read_every=2))
     monkeypatch.setattr(ahead, "captures", True)
@@ -158,6 +162,8 @@ def test_replayed_graphs_with_append_and_attention_apart_give_the_same_texts(
     """As on a GPU, where they are two kernels."""
     asked, made = prompts(5, seed=3), Step.__init__
     drafter = None if name is None else build(name, as_on_a_gpu, 0.3)
+    if drafter and not drafter.captured:
+        pytest.skip("says itself that no graph can hold its rounds")
     wanted = texts(Decoder(as_on_a_gpu, drafter, "greedy", Sampling(), max_new_tokens=25), asked, 3)
 
     def apart(step: Step, kv: Any, *rest: Any) -> None:

@@ -19,6 +19,12 @@ def test_worked_example() -> None:
     assert pairs.source_M.tolist() == [0, 1, 2] and pairs.label_M.tolist() == [2, 3, 4]
     assert batch.after(1).tolist() == [[1, 2, 3, 4, 0]]
     assert batch.law_at(pairs.label_M).tolist() == [1, 2, 3]
+    anchors = batch.anchors()
+    assert anchors.source_BA.tolist() == [[0, 1, 2]] and anchors.share == 1.0
+    assert anchors.token_BA.tolist() == anchors.position_BA.tolist() == [[1, 2, 3]]  # here a token is its own position
+    place_M, pairs = batch.ahead(anchors, 3)
+    assert (place_M.tolist(), pairs.source_M.tolist(), pairs.label_M.tolist()) == ([0, 1], [0, 1], [3, 4])
+    assert batch.context(anchors).int().tolist() == [[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]]
 
 
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(0, 10), st.randoms(use_true_random=False))

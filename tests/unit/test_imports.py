@@ -11,7 +11,10 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "drafttrain"
 FLOORS = [
     ("errors", "atomic", "fingerprint", "tree", "kv", "sampling", "batch", "ops"),
-    ("target", "layers", "drafter", "staged", "block_drafter", "request", "processors", "fallback"),
+    (
+        *("target", "layers", "drafter", "staged", "request", "processors", "fallback"),
+        *("block_drafter", "dynamic", "proposal", "recurrent"),
+    ),
     ("verify", "rounds", "ahead", "speculate", "treesize"),
     ("drafters", "targets", "data", "features", "losses", "checkpoint"),
     ("train", "measure", "export"),

@@ -27,6 +27,16 @@ def test_ancestors_and_depth_follow_the_parents(parent: list[int]) -> None:
         assert int(depth(mask[None])[0, node]) == len(walk) - 1
 
 
+def test_trimmed_drops_what_is_padding_in_every_row() -> None:
+    token_BN, q_BNV = torch.arange(10).view(2, 5), torch.rand(2, 5, 7)
+    tree = DraftTree.chain(token_BN, torch.tensor([3, 1]), q_BNV)
+    found = tree.trimmed()
+    assert found.token_BN.tolist() == [[0, 1, 2], [5, 6, 7]] and found.parent_BN.tolist() == [[-1, 0, 1]] * 2
+    assert found.q_BNV is not None and torch.equal(found.q_BNV, q_BNV[:, :3])
+    assert torch.equal(found.ancestor_BNN, ancestors(found.parent_BN)) and torch.equal(found.count_B, tree.count_B)
+    assert found.trimmed() is found
+
+
 def test_worked_example() -> None:
     shape = TreeShape.of([(0,), (1,), (0, 0)])
     assert shape.parent_N.tolist() == [-1, 0, 0, 1]

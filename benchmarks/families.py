@@ -1,0 +1,179 @@
+"""All families with one budget, side by side: the table and the plot of docs/families/README.md.
+
+    python benchmarks/families.py [--steps 1200] [--nodes 18] [--only NAME ...] [--target DIR] [--out DIR] [--doc FILE]
+
+Runs `drafttrain fit recipe=NAME` for every recipe of the embedded target, with equal data, steps, batch and tree nodes; what
+has run with these settings is not run again. --target: any transformers model directory instead of the embedded one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+import yaml
+from torch.utils.flop_counter import FlopCounterMode
+
+from drafttrain.checkpoint import load_drafter
+from drafttrain.commands.quiet import quiet
+from drafttrain.data import DataOptions
+from drafttrain.data.dataset import collate, load_dataset
+from drafttrain.features.online import Online
+from drafttrain.losses import LossOptions, Objective
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import LoadedTarget, load_target
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+ROWS = 4  # conversations that training FLOPs are counted on
+
+
+@dataclass(frozen=True)
+class Budget:
+    steps: int
+    nodes: int
+    batch: int
+    minutes: float
+    target: str | None
+
+    def overrides(self) -> list[str]:
+        given = [f"train.steps={self.steps}", f"train.checkpoint_every={self.steps}", f"train.global_batch={self.batch}"]
+        given += [f"train.micro_batch={self.batch}", f"decode.tree_nodes={self.nodes}", f"measure.minutes={self.minutes}"]
+        given += ["measure.batch_sizes=[1]", "measure.transformers=false", "logger=none"]
+        return given + ([] if self.target is None else ["target=hf", f"target.path={self.target}"])
+
+
+def recipes() -> list[str]:
+    """Those of the embedded target."""
+    found = []
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        body = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if "target" not in body and not any("override /target" in entry for entry in body.get("defaults", [])):
+            found.append(path.stem)
+    return found
+
+
+def run(name: str, budget: Budget, out: Path) -> Path:
+    """The run directory of this recipe with this budget; made now unless it is there."""
+    marker = out / name / "budget.json"
+    settings = [name, *budget.overrides()]
+    if marker.exists() and json.loads(marker.read_text(encoding="utf-8"))["settings"] == settings:
+        return Path(json.loads(marker.read_text(encoding="utf-8"))["run"])
+    command = [sys.executable, "-m", "drafttrain", "fit", f"recipe={name}", f"output={out}", "resume=auto"]
+    subprocess.run([*command, *budget.overrides()], check=True)
+    newest = max((path.parent for path in (out / name).glob("*/report.json")), key=lambda path: path.name)
+    marker.write_text(json.dumps({"settings": settings, "run": str(newest)}), encoding="utf-8")
+    return newest
+
+
+def flops(folder: Path, loaded: LoadedTarget) -> float | None:
+    """Of the drafter's forward and backward pass, by supervised token; the target's own forward is not in it."""
+    drafter, _ = load_drafter(folder, loaded.target)
+    if not drafter.trained:
+        return None
+    rows = load_dataset(DataOptions(limit=100), loaded.tokenizer, progress=False).train[:ROWS]
+    batch = Online(loaded.target, drafter.taps).fill(collate(rows, 0).to(loaded.target.device))
+    objective = Objective(drafter.train(), loaded.target, LossOptions())
+    with FlopCounterMode(display=False) as counter:
+        total, _ = objective(batch)
+        total.backward()
+    return counter.get_total_flops() / int(batch.mask_BT.sum())
+
+
+def row(name: str, folder: Path, loaded: LoadedTarget) -> dict[str, Any]:
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    entry = next(e for e in report["checkpoints"] if e["name"] == report["best"])
+    training = report["training"] or {}
+    return {
+        "family": name,
+        **{key: entry[key] for key in ("tau", "expected_tau", "draft_cost", "verify_cost", "verify_nodes", "speedup")},
+        "exact": f"{entry['exact_matches']}/{entry['prompts']}",
+        "alpha": [a[0] for a in entry["alpha_by_position"]],
+        "parameters": entry["parameters"],
+        "tokens_per_s": training.get("tokens_per_s"),
+        "flops": flops(folder / "checkpoints" / entry["name"], loaded),
+    }
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    header = ["recipe", "tau", "expected", "alpha by position", "c_d", "c_v", "nodes", "speedup", "exact", "parameters"]
+    header += ["training tokens/s", "MFLOP / token"]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for r in sorted(rows, key=lambda r: -r["tau"]):
+        cells = [r["family"], number(r["tau"]), number(r["expected_tau"]), " ".join(number(a) for a in r["alpha"][:6])]
+        cells += [number(r["draft_cost"]), number(r["verify_cost"]), number(r["verify_nodes"], 1), number(r["speedup"])]
+        cells += [r["exact"], f"{r['parameters']:,}", number(r["tokens_per_s"], 0)]
+        cells += ["" if r["flops"] is None else number(r["flops"] / 1e6, 0)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = sorted(rows, key=lambda r: r["tau"])
+    names, place = [r["family"] for r in rows], range(len(rows))
+    figure, axis = pyplot.subplots(figsize=(8, 0.45 * len(rows) + 1.4), layout="constrained")
+    axis.barh(place, [r["tau"] for r in rows], color="#4878a8", label="tau, tokens a verification")
+    axis.plot([r["speedup"] or 0.0 for r in rows], place, "o", color="#d1603d", label="speedup over plain decoding")
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.set_yticks(list(place), names)
+    axis.set_xlim(0)
+    axis.legend(loc="lower right", frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def write(doc: Path, text: str) -> None:
+    """Between the markers of the page."""
+    page = doc.read_text(encoding="utf-8")
+    before, after = page.split(BEGIN)[0], page.split(END)[1]
+    doc.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--nodes", type=int, default=18)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--target")
+    parser.add_argument("--out", type=Path, default=Path("outputs/families"))
+    parser.add_argument("--doc", type=Path)
+    given = parser.parse_args()
+    quiet()
+    budget = Budget(given.steps, given.nodes, given.batch, given.minutes, given.target)
+    names = given.only or recipes()
+    folders = {name: run(name, budget, given.out) for name in names}
+    target = TargetOptions() if given.target is None else TargetOptions(name="hf", path=given.target)
+    loaded = load_target(target)
+    rows = [row(name, folder, loaded) for name, folder in folders.items()]
+    text = table(rows)
+    print(text)
+    (given.out / "families.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    plot(rows, given.out / "families.png")
+    if given.doc is not None:
+        spent = f"{budget.steps} steps of {budget.batch} conversations, trees of {budget.nodes} nodes"
+        plot(rows, given.doc.parent / "families.png")
+        command = f"python benchmarks/families.py --steps {budget.steps} --nodes {budget.nodes}"
+        note = f"{spent}, {torch.get_num_threads()} CPU threads; `{command}`"
+        write(given.doc, f"{note}\n\n{text}\n\n![tau and speedup by recipe](families.png)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

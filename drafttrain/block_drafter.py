@@ -1,0 +1,230 @@
+"""Floor 1: the backbone of block drafters, which draft a whole block in one pass (arXiv 2602.06036).
+
+Shapes: B rows, T positions, A anchors of a row or staged positions, C of them at once, S slots of a block, h heads, D head
+width, H hidden.
+
+A block begins with the root, its anchor, behind which stand mask tokens. Every slot sees the whole block and, in every layer,
+the context: the target's tapped states strictly before the anchor. With S = 4 and the root r behind the text `p q`:
+
+    slot                   0     1     2     3
+    token                  r     mask  mask  mask
+    rotary position        2     3     4     5
+    in_place predicts      -     3     4     5       3 drafts
+    shifted predicts       3     4     5     6       4 drafts
+
+What is made of the slots' states (a head, its loss, how drafts are chosen) is the family's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from drafttrain.batch import Anchors, Pairs, TrainBatch
+from drafttrain.drafter import Commit
+from drafttrain.errors import UserError
+from drafttrain.kv import KVCache
+from drafttrain.layers import Attention, AttentionShape, GatedMLP, RMSNorm
+from drafttrain.ops.tree_attention import MOST_NODES
+from drafttrain.staged import CachedDrafter, OwnCache, Staged
+from drafttrain.target import Taps, Target, TargetShape
+
+LEAST_TILE, MOST_TILE = 64, 512  # slots whose attention is computed at once in training
+EVALUATED = 8192  # slots that go through a layer at once where no gradient is kept
+CONVENTIONS = {"in_place": 1, "shifted": 0}  # name -> the slot of the first draft
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """size: slots of a block, the anchor's included. slots: which token a slot predicts, see above. anchors: blocks of a
+    sequence in training at most. Raises UserError for what no block can be.
+    """
+
+    size: int
+    layers: int
+    taps: tuple[int, ...]
+    mask_token: int
+    slots: str = "in_place"
+    anchors: int = 512
+
+    def __post_init__(self) -> None:
+        if self.slots not in CONVENTIONS:
+            raise UserError(f"drafter.slots is {self.slots!r}; choose {' or '.join(CONVENTIONS)}")
+        if not 2 <= self.size <= MOST_NODES:
+            raise UserError(f"drafter.block_size is {self.size}; choose 2..{MOST_NODES}")
+        if self.layers < 1 or self.anchors < 1 or not self.taps:
+            raise UserError(
+                f"drafter.layers is {self.layers}, drafter.anchors {self.anchors}, drafter.taps {list(self.taps)}; "
+                "each needs at least one"
+            )
+
+    @property
+    def first(self) -> int:
+        """The slot of the first draft."""
+        return CONVENTIONS[self.slots]
+
+    @property
+    def drafts(self) -> int:
+        return self.size - self.first
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer whose keys and values are those of the context and of the block, by one projection."""
+
+    def __init__(self, shape: TargetShape) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = Attention(
+            AttentionShape(width, width, shape.heads, shape.kv_heads, shape.head_dim, shape.rope_theta, qk_eps=eps)
+        )
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = GatedMLP(width, shape.intermediate_size)
+
+    def rest(self, x_H: Tensor, attended_H: Tensor) -> Tensor:
+        x_H = x_H + attended_H
+        return x_H + self.mlp(self.post_attention_layernorm(x_H))
+
+    def cached(self, x_BSH: Tensor, position_BS: Tensor, kv: KVCache, number: int) -> Tensor:
+        """One block a row, behind the context that the cache holds."""
+        B, S, _ = x_BSH.shape
+        whole_BSS = torch.ones(B, S, S, dtype=torch.bool, device=x_BSH.device)
+        return self.rest(x_BSH, self.self_attn.cached(self.input_layernorm(x_BSH), position_BS, kv, number, whole_BSS))
+
+    def beside(self, x_BASH: Tensor, position_BAS: Tensor, context: tuple[Tensor, Tensor], seen_BAT: Tensor) -> Tensor:
+        """Many blocks a row, each with its own part of one context, whose keys and values [B, h_kv, T, D] are given."""
+        B, A, S, _ = x_BASH.shape
+        own = self.self_attn.qkv(self.input_layernorm(x_BASH).flatten(1, 2), position_BAS.flatten(1))
+        q_BhASD, k_BhASD, v_BhASD = (x.unflatten(2, (A, S)) for x in own)
+        mixed_BhASD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, *context, seen_BAT)
+        return self.rest(x_BASH, self.self_attn.out(mixed_BhASD.flatten(2, 3)).unflatten(1, (A, S)))
+
+
+class BlockDrafter(CachedDrafter):
+    """fc, hidden_norm, layers and norm are named as in the official code. The embedding and the head are the target's."""
+
+    def __init__(self, shape: BlockShape, target: Target) -> None:
+        super().__init__()
+        of = target.shape
+        self.shape, self.taps, self.draft_length = shape, Taps(shape.taps), shape.drafts
+        self.taps.check(of.blocks)
+        if not 0 <= shape.mask_token < of.vocab_size:
+            raise UserError(f"drafter.mask_token is {shape.mask_token}; the target embeds 0..{of.vocab_size - 1}")
+        if self.draft_length + 2 > of.max_positions:
+            raise UserError(f"drafter.block_size is {shape.size}; the target has {of.max_positions} positions: lower it")
+        self.fc = nn.Linear(len(shape.taps) * of.hidden_size, of.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(of.hidden_size, of.norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(of) for _ in range(shape.layers))
+        self.norm = RMSNorm(of.hidden_size, of.norm_eps)
+        self._target = [target]  # in a list: read, never trained or saved with the drafter
+
+    def head(self, state_H: Tensor) -> Tensor:
+        """[..., V] logits by the target's own head, which works in the target's dtype."""
+        target = self._target[0]
+        return target.head(state_H.to(target.head_weight.dtype))
+
+    def states(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
+        """[B, A, S, H] every slot's final state, for training and for expected acceptance."""
+        context_BTH, seen_BAT = self._context(batch.hidden), batch.context(anchors)
+        x_BASH, position_BAS = self._block(anchors.token_BA), self._positions(anchors.position_BA)
+        at_once = x_BASH.shape[1] if torch.is_grad_enabled() else max(1, EVALUATED // self.shape.size)
+        for layer in self._layers():
+            context = layer.self_attn.kv(context_BTH, batch.position_BT)
+            parts = zip(*(x.split(at_once, 1) for x in (x_BASH, position_BAS, seen_BAT)), strict=True)
+            x_BASH = torch.cat([layer.beside(x, position, context, seen) for x, position, seen in parts], 1)
+        state_BASH: Tensor = self.norm(x_BASH)
+        return state_BASH
+
+    def steps(self, batch: TrainBatch, anchors: Anchors) -> Iterator[tuple[int, Tensor, Pairs]]:
+        """(slot, place_M, pairs) of each draft in turn: the slot that makes it, for which anchors, and its labels."""
+        for step in range(self.draft_length):
+            yield self.shape.first + step, *batch.ahead(anchors, 2 + step)
+
+    def open(self, slots: int, max_len: int) -> OwnCache:
+        kv = KVCache(self.shape.layers, slots, max_len, self.fc.weight.device)
+        return OwnCache(kv, Staged(slots, self.draft_length, kv.length_S.device))
+
+    def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
+        """The context's keys and values of every layer, and nothing else: no layer changes the context."""
+        kv = state.kv
+        kv.rows(slot_B)
+        column_A = torch.arange(commit.token_BA.shape[1], device=slot_B.device)
+        context_BAH, position_BA = self._context(commit.hidden), kv.length_B[:, None] + column_A
+        for number, layer in enumerate(self._layers()):
+            kv.put(number, *layer.self_attn.kv(context_BAH, position_BA))
+        kv.keep(column_A.expand_as(commit.token_BA), commit.count_B)
+
+    def block(self, state: OwnCache, slot_B: Tensor) -> tuple[Tensor, Tensor]:
+        """(root_B, state_BSH): consumes what is staged, then every slot's final state, behind which nothing is kept."""
+        staged = self.staged(state, slot_B)
+        self.consume(state, staged, slot_B)
+        root_B = staged.next_BA.gather(1, (staged.count_B - 1).clamp_min(0)[:, None])[:, 0]
+        x_BSH, position_BS = self._block(root_B), self._positions(state.kv.length_B)
+        for number, layer in enumerate(self._layers()):
+            x_BSH = layer.cached(x_BSH, position_BS, state.kv, number)
+        return root_B, self.norm(x_BSH)
+
+    def _context(self, hidden: dict[int, Tensor]) -> Tensor:
+        tapped_X = torch.cat([hidden[b] for b in self.shape.taps], -1)
+        context_H: Tensor = self.hidden_norm(self.fc(tapped_X.to(self.fc.weight.dtype)))
+        return context_H
+
+    def _block(self, root: Tensor) -> Tensor:
+        """[..., S, H] embeddings of blocks with these roots [...]."""
+        mask = torch.full_like(root, self.shape.mask_token)[..., None].expand(*root.shape, self.shape.size - 1)
+        return self._target[0].embed(torch.cat([root[..., None], mask], -1)).to(self.fc.weight.dtype)
+
+    def _positions(self, root: Tensor) -> Tensor:
+        """[..., S] rotary positions of blocks whose roots stand there."""
+        return root[..., None] + torch.arange(self.shape.size, device=root.device)
+
+    def _layers(self) -> list[BlockLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+
+def blockwise_attention(
+    q_BhASD: Tensor, k_BhASD: Tensor, v_BhASD: Tensor, context_k_BhTD: Tensor, context_v_BhTD: Tensor, seen_BAT: Tensor
+) -> Tensor:
+    """[B, h, A, S, D]: every slot attends to all slots of its own block, and to what its anchor sees of the context.
+
+    Keys and values may have fewer heads. Computed for some blocks at a time, so that nothing is as large as (T + A S)^2. With
+    gradients each tile is computed again in the backward pass: its keys, mask and scores are not kept.
+    """
+    A, S = q_BhASD.shape[2:4]
+    slots = min(max(context_k_BhTD.shape[2] // 2, LEAST_TILE), MOST_TILE)  # a tile's blocks are keys to each other, in vain
+    blocks = max(1, slots // S)
+    again, mixed = torch.is_grad_enabled() and blocks < A, []
+    for own in zip(*(x.split(blocks, 2) for x in (q_BhASD, k_BhASD, v_BhASD)), seen_BAT.split(blocks, 1), strict=True):
+        inputs = (*own, context_k_BhTD, context_v_BhTD)
+        mixed.append(checkpoint(_tile, *inputs, use_reentrant=False) if again else _tile(*inputs))
+    return torch.cat(mixed, 2)
+
+
+def _tile(
+    q_BhCSD: Tensor, k_BhCSD: Tensor, v_BhCSD: Tensor, seen_BCT: Tensor, context_k_BhTD: Tensor, context_v_BhTD: Tensor
+) -> Tensor:
+    B, h, C, S, _ = q_BhCSD.shape
+    groups = h // k_BhCSD.shape[1]
+    own_RR = torch.eye(C, dtype=torch.bool, device=q_BhCSD.device).repeat_interleave(S, 0).repeat_interleave(S, 1)
+    mask_B1RP = torch.cat([seen_BCT.repeat_interleave(S, 1), own_RR.expand(B, -1, -1)], 2)[:, None]
+    keys, values = (
+        torch.cat([context, own.flatten(2, 3)], 2).repeat_interleave(groups, 1)
+        for context, own in ((context_k_BhTD, k_BhCSD), (context_v_BhTD, v_BhCSD))
+    )
+    return F.scaled_dot_product_attention(q_BhCSD.flatten(2, 3), keys, values, mask_B1RP).unflatten(2, (C, S))
+
+
+def spread_taps(blocks: int, count: int = 5) -> tuple[int, ...]:
+    """The official choice: `count` blocks from the second to the third from the end, evenly; shallow targets give fewer.
+
+    Of 36 blocks: 1, 9, 17, 25, 33.
+    """
+    first, last = min(1, blocks - 1), max(blocks - 3, 0)
+    if count == 1 or last <= first:
+        return (blocks // 2,)
+    return tuple(sorted({round(first + i * (last - first) / (count - 1)) for i in range(count)}))

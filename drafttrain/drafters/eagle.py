@@ -1,0 +1,131 @@
+"""EAGLE: one decoder layer that foretells the target's next feature, read by the target's own head (arXiv 2401.15077).
+
+With `tree=dynamic` it is EAGLE-2 (arXiv 2406.16858); with `steps` above 1 it is trained on its own features (HASS,
+arXiv 2408.15766).
+
+Shapes: B rows, N positions or nodes, T positions, H hidden, M predictions, C a chunk of them, R ranks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.drafters import Family
+from drafttrain.errors import UserError
+from drafttrain.layers import Attention, AttentionShape, GatedMLP, RMSNorm
+from drafttrain.proposal import Proposal
+from drafttrain.recurrent import Recurrent
+from drafttrain.target import FINAL, Taps, Target, TargetShape
+
+CHUNK = 1024  # predictions whose logits the loss on the likeliest tokens holds at once
+
+
+@dataclass
+class EagleOptions:
+    """The losses' weights are the official ones; how the tree grows: docs/families/eagle.md."""
+
+    family: str = "eagle"
+    steps: int = 1  # forwards of training: the first on the target's features, each further one on the drafter's own
+    draft_length: int = 4
+    law_weight: float = 0.1  # of the divergence between the laws
+    feature_weight: float = 1.0  # of the smooth L1 distance between the features
+    noise: float = 0.0  # uniform in +- noise * 512 / length, added to the target's features in training; officially 0.1
+    top_weight: float = 0.0  # of a cross-entropy over the target's likeliest tokens alone (HASS: 1)
+    top_k: int = 10  # how many those are
+    tree: str = "chain"  # chain | static | dynamic
+    paths: list[list[int]] | None = None  # of a static tree, by rank; None: searched on held-out text after training
+    width: int = 10  # dynamic: paths fed at each depth, and candidates of each
+    nodes: int | None = None  # dynamic: of the proposal, root excluded; None: decode.tree_nodes
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer whose input no norm precedes."""
+
+    def __init__(self, shape: TargetShape) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        self.self_attn = Attention(AttentionShape(width, width, shape.heads, shape.kv_heads, shape.head_dim, shape.rope_theta))
+        self.post_attention_layernorm = RMSNorm(width, shape.norm_eps)
+        self.mlp = GatedMLP(width, shape.intermediate_size)
+
+
+class Eagle(Recurrent):
+    """The state is a feature: an approximation of the target's post-norm output one position on."""
+
+    def __init__(self, options: EagleOptions, target: Target) -> None:
+        kind = (options.tree, options.draft_length, options.paths, options.width, options.nodes)
+        super().__init__(Proposal(*kind, target), target)
+        if options.steps < 1 or options.top_k < 1:
+            raise UserError(f"drafter.steps is {options.steps}, drafter.top_k {options.top_k}; both must be 1 or more")
+        shape, self.options, self.taps = target.shape, options, Taps(final=True)
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size)
+        self.layers = nn.ModuleList([EagleLayer(shape)])
+
+    @property
+    def layer(self) -> EagleLayer:
+        return self.layers[0]  # type: ignore[return-value]
+
+    @property
+    def attention(self) -> Attention:
+        return self.layer.self_attn
+
+    def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
+        return hidden[FINAL].to(self.fc.weight.dtype)
+
+    def enter(self, token_BN: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
+        joined_BNH = self.fc(torch.cat([self.embed(token_BN, state_BNH), state_BNH], -1))
+        return joined_BNH, joined_BNH
+
+    def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
+        state_BNH = residual_BNH + attended_BNH
+        mixed_BNH: Tensor = self.layer.mlp(self.layer.post_attention_layernorm(state_BNH))
+        return state_BNH + mixed_BNH
+
+    def logits(self, state_H: Tensor) -> Tensor:
+        """By the target's head, in the target's dtype."""
+        target = self._target[0]
+        return target.head(state_H.to(target.head_weight.dtype))
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        """Step i's feature at source t stands for the target's at t + 1 + i, where the law of label t + 2 + i is read."""
+        state_BTH, options = self.fuse(batch.hidden), self.options
+        final_PH = state_BTH.flatten(0, 1)
+        steps, start_BTH = self.steps_of(options.steps), self._noisy(state_BTH, batch)
+        for step, pairs, hidden_MH in self.unroll(batch, start_BTH, steps, detach=True):
+            wanted_MH = final_PH[batch.law_at(pairs.label_M)]
+            apart_M = F.smooth_l1_loss(hidden_MH.float(), wanted_MH.float(), reduction="none").mean(-1)
+            aux = options.feature_weight * apart_M.sum()
+            if options.top_weight:
+                aux = aux + options.top_weight * self._top_loss(hidden_MH, wanted_MH)
+            yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, options.law_weight, aux=aux)
+
+    def _noisy(self, state_BTH: Tensor, batch: TrainBatch) -> Tensor:
+        """Noise that is a function of the batch alone: the same in a run that was resumed."""
+        if not (self.training and self.options.noise):
+            return state_BTH
+        place_T = torch.arange(1, batch.token_BT.shape[1] + 1, device=state_BTH.device)
+        generator = torch.Generator(state_BTH.device).manual_seed(int((batch.token_BT * place_T).sum()))
+        noise_BTH = torch.rand(state_BTH.shape, generator=generator, device=state_BTH.device, dtype=state_BTH.dtype)
+        return state_BTH + (2 * noise_BTH - 1) * (self.options.noise * 512 / state_BTH.shape[1])
+
+    def _top_loss(self, hidden_MH: Tensor, wanted_MH: Tensor) -> Tensor:
+        """The sum of - p log q over the target's likeliest tokens (arXiv 2408.15766, section 3.1)."""
+
+        def chunk(hidden_CH: Tensor, wanted_CH: Tensor) -> Tensor:
+            with torch.no_grad():
+                p_CR, token_CR = self.logits(wanted_CH).float().softmax(-1).topk(self.options.top_k)
+            return -(p_CR * self.logits(hidden_CH).float().log_softmax(-1).gather(1, token_CR)).sum()
+
+        pieces = zip(hidden_MH.split(CHUNK), wanted_MH.split(CHUNK), strict=True)
+        total: Tensor = sum((checkpoint(chunk, *p, use_reentrant=False) for p in pieces), start=hidden_MH.new_zeros(()))
+        return total
+
+
+FAMILY = Family("eagle", EagleOptions, Eagle)

@@ -1,0 +1,52 @@
+"""`fit` of a drafter that learns nothing: no engine, a checkpoint of its settings, a report like any other run's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from drafttrain.train import trainer
+
+Command = Callable[..., int]
+SMALL = ("measure.limit=3", "measure.minutes=0.05", "measure.transformers=false", "decode.max_new_tokens=24")
+
+
+def test_it_goes_straight_to_the_measurement(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("an engine is started")
+
+    monkeypatch.setattr(trainer, "Engine", refuse)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert command("fit", "recipe=prompt_lookup", "drafter.draft_length=4", "measure.batch_sizes=[2]", *SMALL) == 0
+    (run,) = Path("outputs/prompt_lookup").iterdir()
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    assert checkpoint.name == "step-00000" and load_file(checkpoint / "drafter.safetensors") == {}
+    assert sorted(p.name for p in checkpoint.iterdir()) == ["drafter.json", "drafter.safetensors", "trainer.json"]
+    report = json.loads((run / "report.json").read_text())
+    (entry,) = report["checkpoints"]
+    assert report["training"] is None and report["drafter"]["parameters"] == 0
+    assert entry["tau"] >= 1.0 and entry["exact_matches"] == 3 and entry["speedup"] > 0.0
+    assert {entry[key] for key in ("expected_tau", "expected_gap", "expected_tau_all_positions")} == {None}
+    assert json.loads((run / "run.json").read_text())["finished"] and (run / "metrics.jsonl").read_text() == ""
+    assert list(run.glob("wandb/offline-run-*/*.wandb"))
+    assert "0 trainable parameters" in (said := capsys.readouterr().out) and "data:" not in said
+    assert command("measure", f"checkpoint={checkpoint}", *SMALL, "decode=sampling") == 0
+    assert len(list(Path("outputs/measure").glob("*/report.json"))) == 1
+
+
+def test_an_unfinished_run_of_it_is_finished_by_resume(command: Command) -> None:
+    asked = ("fit", "recipe=prompt_lookup", "logger=none", "measure.enabled=false", "resume=auto")
+    assert command(*asked) == 0
+    (run,) = Path("outputs/prompt_lookup").iterdir()
+    state = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(state | {"finished": False}))
+    assert command(*asked) == 0
+    assert list(Path("outputs/prompt_lookup").iterdir()) == [run]
+    assert json.loads((run / "run.json").read_text())["finished"]

@@ -1,0 +1,214 @@
+"""Trees of drafters with a cache of their own: each node as if its path alone had been fed, the best of all candidates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain.drafter import Commit
+from drafttrain.drafters import families
+from drafttrain.dynamic import DynamicTree
+from drafttrain.errors import UserError
+from drafttrain.kv import KVCache
+from drafttrain.proposal import Proposal
+from drafttrain.recurrent import Recurrent
+from drafttrain.sampling import Sampling
+from drafttrain.targets.hf import HFTarget
+from drafttrain.tree import DraftTree
+from tests.helpers import tiny_target
+
+LENGTHS = (7, 3, 5)
+STATIC = [[0], [1], [3], [0, 0], [0, 2], [3, 1], [0, 2, 0], [3, 1, 1], [0, 2, 0, 0]]
+
+
+@pytest.fixture(scope="module")
+def target() -> HFTarget:
+    return tiny_target()
+
+
+def built(name: str, target: HFTarget, **options: Any) -> Recurrent:
+    torch.manual_seed(1)
+    drafter = families()[name].build(families()[name].options(family=name, **options), target)
+    for parameter in drafter.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    assert isinstance(drafter, Recurrent)
+    return drafter.eval().requires_grad_(False)
+
+
+def committed(drafter: Recurrent) -> Commit:
+    generator = torch.Generator().manual_seed(2)
+    token, after = torch.randint(0, 64, (2, len(LENGTHS), max(LENGTHS)), generator=generator)
+    hidden = {k: torch.randn(len(LENGTHS), max(LENGTHS), 32, generator=generator) for k in drafter.taps.keys}
+    return Commit(token, after, hidden, torch.tensor(LENGTHS))
+
+
+@torch.inference_mode()
+def proposed(drafter: Recurrent, bound: int | None, depth: int | None = None) -> DraftTree:
+    """One proposal after what `committed` gives; its second of two, so that the first one's scratch lies about."""
+    state, slot_B = drafter.open(len(LENGTHS), 40), torch.arange(len(LENGTHS))
+    drafter.reset(state, slot_B)
+    commit = committed(drafter)
+    first = Commit(commit.token_BA, commit.next_BA, commit.hidden, commit.count_B - 1)
+    state.kv.bound = bound
+    drafter.read(state, first, slot_B)
+    drafter.propose(state, slot_B, Sampling(), depth)
+    last_B1 = commit.count_B[:, None] - 1
+    hidden = {k: h.gather(1, last_B1[..., None].expand(-1, -1, 32)) for k, h in commit.hidden.items()}
+    drafter.observe(
+        state,
+        Commit(commit.token_BA.gather(1, last_B1), commit.next_BA.gather(1, last_B1), hidden, torch.ones(3).long()),
+        slot_B,
+    )
+    return drafter.propose(state, slot_B, Sampling(), depth)
+
+
+@torch.inference_mode()
+def naive_logits(drafter: Recurrent, row: int, path: list[int]) -> Tensor:
+    """[V] what follows this path below a row's root: the row and the path alone, fed one by one and committed."""
+    commit, kv = committed(drafter), KVCache(1, 1, 64)
+    fused = drafter.fuse({k: h[row : row + 1, : LENGTHS[row]] for k, h in commit.hidden.items()})
+    one, state = torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, 32)
+    for t, token in enumerate(commit.next_BA[row, : LENGTHS[row]].tolist() + path):
+        state = fused[:, t : t + 1] if t < LENGTHS[row] else state
+        residual, read = drafter.enter(torch.tensor([[token]]), state)
+        state = drafter.leave(residual, drafter.attention.cached(read, torch.tensor([[t]]), kv, 0, one))
+        kv.keep(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long))
+    logits = drafter.logits(state)[0, 0].float()
+    if drafter.ids is None:
+        return logits
+    return torch.full((64,), -torch.inf).index_copy(0, drafter.ids, logits)
+
+
+def naive_dynamic(drafter: Recurrent, row: int, depth: int, width: int, nodes: int) -> set[tuple[int, ...]]:
+    """The token paths that are kept."""
+    beam, candidates = {(): 0.0}, {}
+    for _ in range(depth):
+        grown = {}
+        for path, score in beam.items():
+            gain, token = naive_logits(drafter, row, list(path)).log_softmax(-1).topk(width)
+            grown |= {(*path, t): score + g for t, g in zip(token.tolist(), gain.tolist(), strict=True)}
+        candidates |= grown
+        beam = dict(sorted(grown.items(), key=lambda item: -item[1])[:width])
+    return set(sorted(candidates, key=lambda path: -candidates[path])[:nodes])
+
+
+def token_paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, int(tree.count_B[row])):
+        paths.append((*paths[int(tree.parent_BN[row, node])], int(tree.token_BN[row, node])))
+    return paths[1:]
+
+
+FAMILIES = [("eagle", {}), ("eagle3", {"taps": [0, 1, 3]}), ("eagle3", {"draft_vocab": 40, "norm_output": True})]
+
+
+@pytest.mark.parametrize("bound", [None, 40])
+@pytest.mark.parametrize(("name", "options"), FAMILIES)
+def test_a_dynamic_tree_holds_the_likeliest_paths(
+    name: str, options: dict[str, Any], bound: int | None, target: HFTarget
+) -> None:
+    drafter = built(name, target, tree="dynamic", draft_length=4, width=4, nodes=13, **options)
+    tree = proposed(drafter, bound)
+    assert tree.token_BN.shape == (3, 14) and drafter.max_nodes == 14 and tree.q_BNV is None
+    for row in range(3):
+        found = token_paths(tree, row)
+        assert set(found) == naive_dynamic(drafter, row, 4, 4, 13)
+        assert len({len(p) for p in found}) > 1
+
+
+@pytest.mark.parametrize("bound", [None, 40])
+@pytest.mark.parametrize(("name", "options"), FAMILIES)
+def test_a_static_trees_tokens_have_their_ranks(
+    name: str, options: dict[str, Any], bound: int | None, target: HFTarget
+) -> None:
+    drafter = built(name, target, tree="static", draft_length=4, paths=STATIC, **options)
+    tree = proposed(drafter, bound)
+    for row in range(3):
+        for path, tokens in zip(drafter.paths(), token_paths(tree, row), strict=True):
+            best = naive_logits(drafter, row, list(tokens[:-1])).topk(4).indices.tolist()
+            assert len(tokens) == len(path) and tokens[-1] == best[path[-1]]
+
+
+@pytest.mark.parametrize("bound", [None, 40])
+@pytest.mark.parametrize(("name", "options"), FAMILIES)
+def test_a_chain_is_the_likeliest_token_after_another(
+    name: str, options: dict[str, Any], bound: int | None, target: HFTarget
+) -> None:
+    drafter = built(name, target, draft_length=5, **options)
+    tree = proposed(drafter, bound)
+    for row in range(3):
+        tokens = list(token_paths(tree, row)[-1])
+        assert [int(naive_logits(drafter, row, tokens[:i]).argmax()) for i in range(5)] == tokens
+
+
+def test_a_limited_dynamic_tree_spends_its_nodes_above(target: HFTarget) -> None:
+    drafter = built("eagle", target, tree="dynamic", draft_length=4, width=4, nodes=13)
+    for depth, count in ((1, 4), (2, 13), (99, 13)):
+        tree = proposed(drafter, None, depth)
+        paths = token_paths(tree, 0)
+        assert len(paths) == count and max(map(len, paths)) <= depth
+        assert set(paths) == naive_dynamic(drafter, 0, min(depth, 4), 4, 13)
+
+
+def test_a_candidate_is_never_kept_without_its_parent() -> None:
+    """Drafters so sure that a child's path is as likely as its parent's, to the last bit."""
+    from drafttrain.dynamic import Generation, Scored
+
+    sure = torch.zeros(2, 1, 8)
+    sure[..., 3] = 200.0
+
+    def feed(nodes: Generation) -> Scored:
+        return Scored(sure.expand(2, 3, 8), torch.zeros(2, 3, 4))
+
+    tree = DynamicTree(5, 3, 4).grow(torch.zeros(2).long(), Scored(sure, torch.zeros(2, 1, 4)), feed, None, None)
+    assert tree.parent_BN.tolist() == [[-1, 0, 1, 2, 3]] * 2 and tree.token_BN.tolist() == [[0, 3, 3, 3, 3]] * 2
+
+
+def test_tuning(target: HFTarget) -> None:
+    ranks = [torch.tensor([[0, 0, 0, 0]] * 5 + [[1, 0, 9, 9]] * 3)]
+    chain = built("eagle", target)
+    assert not chain.tunable and chain.decode_settings() == {} and chain.max_nodes == 5
+    static = built("eagle", target, tree="static")
+    assert static.tunable and static.max_nodes == 5
+    static.tune(ranks, 6)
+    assert static.paths() == [(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 0, 0)]
+    assert not built("eagle", target, tree="static", paths=STATIC).tunable
+    dynamic = built("eagle", target, tree="dynamic", width=3)
+    dynamic.tune(ranks, 6)
+    assert dynamic.max_nodes == 7 and dynamic.paths() == static.paths()
+    again = built("eagle", target, tree="dynamic", width=3)
+    again.use_decode_settings(dynamic.decode_settings())
+    assert again.max_nodes == 7 and again.paths() == dynamic.paths()
+    sized = built("eagle", target, tree="dynamic", width=3, nodes=9)
+    sized.tune(ranks, 6)
+    assert sized.max_nodes == 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "paths", "width", "nodes", "message"),
+    [
+        ("bush", 4, None, 10, None, "choose one of chain, static, dynamic"),
+        ("chain", 0, None, 10, None, "set it within 1 and 63"),
+        ("chain", 4, [[0]], 10, None, "set drafter.tree=static"),
+        ("static", 1, [[0], [0, 0]], 10, None, "drafter.draft_length=1 levels"),
+        ("static", 2, [[0, 0]], 10, None, "has no parent"),
+        ("dynamic", 9, None, 10, None, "feeds 80 nodes"),
+        ("dynamic", 4, None, 10, 64, "at most 63 nodes"),
+        ("dynamic", 4, None, 0, None, "must be 1 or more"),
+    ],
+)
+def test_shapes_that_cannot_be(
+    kind: str, length: int, paths: Any, width: int, nodes: int | None, message: str, target: HFTarget
+) -> None:
+    with pytest.raises(UserError, match=message):
+        Proposal(kind, length, paths, width, nodes, target)
+
+
+def test_a_target_of_chains_is_refused_a_dynamic_tree() -> None:
+    target = tiny_target()
+    target.trees = False
+    with pytest.raises(UserError, match=r"set drafter\.tree=chain"):
+        Proposal("dynamic", 4, None, 4, None, target)
