@@ -33,7 +33,7 @@ from tests.helpers import ARCHITECTURES, GATED, prompts, tiny_model
 from tests.recorder import Graph, cpu_graphs
 
 CPU = torch.device("cpu")
-OWN = [name for name in NAMES if name != "draft_model"]  # families whose layers are not the target's
+WHOLE = ("draft_model", "cascade")  # families built, here, of whole blocks of the target
 ODD = LlamaConfig(**{**GATED, "vocab_size": 65}, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
 CONFIGS = {name: ARCHITECTURES[name] for name in ("llama", "qwen2", "qwen3", "mistral-sliding")} | {"odd": ODD}
 CASES = [("llama", name) for name in (None, *NAMES)] + [(model, "eagle3") for model in ("qwen2", "qwen3", "odd")]
@@ -110,8 +110,7 @@ def found_here(part: Part) -> Found:
         found[name]["parameters"] = sum(p.numel() for p in target.model.parameters())
         found[name]["kv_heads"] = target.new_cache(1, 8).store.shape[-2]
         for drafter in (d for model, d in CASES if model == name):
-            # a draft model of pruned blocks needs the whole target, to be built
-            origin = FastTarget(model_of(name)) if drafter not in (*OWN, None) else target
+            origin = FastTarget(model_of(name)) if drafter in WHOLE else target
             found[f"{name} {drafter}"] = every_text(name, target, drafter_of(drafter, origin))
         if name == "llama":
             found["replayed"] = replayed(target, build("eagle3", target, 0.3))
