@@ -88,17 +88,23 @@ def flops(folder: Path, loaded: LoadedTarget) -> float | None:
 
 
 def row(name: str, folder: Path, loaded: LoadedTarget) -> dict[str, Any]:
+    found = figures(name, folder)
+    return found | {"flops": flops(folder / "checkpoints" / found["checkpoint"], loaded)}
+
+
+def figures(name: str, folder: Path) -> dict[str, Any]:
+    """From the run's report: all of its row but what training costs."""
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     entry = next(e for e in report["checkpoints"] if e["name"] == report["best"])
     training = report["training"] or {}
     return {
         "family": name,
+        "checkpoint": entry["name"],
         **{key: entry[key] for key in ("tau", "expected_tau", "draft_cost", "verify_cost", "verify_nodes", "speedup")},
         "exact": f"{entry['exact_matches']}/{entry['prompts']}",
         "alpha": [a[0] for a in entry["alpha_by_position"]],
         "parameters": entry["parameters"],
         "tokens_per_s": training.get("tokens_per_s"),
-        "flops": flops(folder / "checkpoints" / entry["name"], loaded),
     }
 
 

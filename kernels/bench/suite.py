@@ -1,4 +1,4 @@
-"""The frame of the three suites: command line, a budget of time, one case after the other, what is left for the next run."""
+"""The frame of the suites: command line, a budget of time, one case after the other, what is left for the next run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ import torch
 from drafttrain.commands.quiet import quiet
 from kernels.bench import report
 from kernels.bench.machine import Machine, NoGpuError
-from kernels.bench.results import FAILED, FOLDER, PASSED, SKIPPED, Entry, Results
+from kernels.bench.results import FAILED, FOLDER, PASSED, ROOT, SKIPPED, Entry, Results
 
 BUDGET = 360.0  # seconds; a case that has begun goes on
+REAL = ROOT / "outputs" / "real"
 
 
 class RedError(Exception):
@@ -33,12 +34,16 @@ class SkipError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One case. group: the line of the summary it counts in. scope: of `results.SOURCES`. run: gives the figures."""
+    """One case. group: the line of the summary it counts in. scope: of `results.SOURCES`. run: gives the figures.
+
+    lasts: whether what it made is still there; where it is not, the case is run again.
+    """
 
     name: str
     group: str
     scope: str
     run: Callable[[], dict[str, Any]]
+    lasts: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class Arguments:
     results: Path | None
     budget: float
     only: str
+    real: Path
 
     @staticmethod
     def read(description: str) -> Arguments:
@@ -57,6 +63,7 @@ class Arguments:
         parser.add_argument("--results", type=Path, help="folder of the results and of the table, in place of the repository's")
         parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which no further case begins")
         parser.add_argument("--only", default="", help="cases whose names hold this")
+        parser.add_argument("--real", type=Path, default=REAL, help="folder of gpu-real's target and data")
         return Arguments(**vars(parser.parse_args()))
 
     @property
@@ -112,7 +119,7 @@ class Suite:
         return [name for name, entry in found.items() if entry is None or entry.status == FAILED]
 
     def _known(self, job: Job) -> Entry | None:
-        return self.results.of(self.section, job.name, job.scope)
+        return self.results.of(self.section, job.name, job.scope) if job.lasts() else None
 
     def _attempt(self, job: Job) -> Entry:
         try:

@@ -1,0 +1,141 @@
+"""`make gpu-real-1`: a target trained on the spot, and what it writes: the material of `make gpu-real-2`.
+
+Text: the Python sources of this machine. The target: about 300 million parameters, pretrained for the minutes there are. The
+data: its own continuations of prompts from files that it was not trained on, sampled by the decoder. What lies in the folder
+already is taken as it is.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from drafttrain.measure import DecodeOptions
+from drafttrain.measure.decoding import decoder_of
+from drafttrain.ops import library
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import LoadedTarget, load_target
+from kernels.bench import check
+from kernels.bench.corpus import collect
+from kernels.bench.machine import Machine
+from kernels.bench.pretrain import pretrain
+from kernels.bench.real import Folder, Part, Scale, scale_of
+from kernels.bench.suite import Job, RedError, Suite
+
+SECTION = "real-1"
+TEMPERATURE = 0.8  # of the data: greedy texts of a small model repeat themselves
+SAVING = 20.0  # seconds kept for what pretraining and decoding need beside their own time
+LEAST_PRETRAINING = 5.0
+SAID = 20.0
+
+
+class Maker:
+    """Makes the parts one after the other, by one clock."""
+
+    def __init__(self, folder: Folder, machine: Machine) -> None:
+        self.folder, self.machine, self.scale, self.began = folder, machine, scale_of(machine), perf_counter()
+
+    def text(self) -> dict[str, Any]:
+        """Raises RedError where the tokenizer is another one when it is loaded again."""
+        found = made(self.folder.text, partial(collect, self.folder.text, self.scale))
+        tokenizer = AutoTokenizer.from_pretrained(self.folder.text.path)
+        sample = json.loads((self.folder.text.path / "asked.json").read_text(encoding="utf-8"))[0]
+        if len(tokenizer) != found["vocabulary"] or tokenizer.decode(tokenizer(sample)["input_ids"]) != sample:
+            raise RedError("the tokenizer does not give a text back")
+        return found
+
+    def target(self) -> dict[str, Any]:
+        rest = self.scale.seconds - (perf_counter() - self.began) - self.scale.answering - SAVING
+        seconds = max(LEAST_PRETRAINING, min(self.scale.most_pretraining, rest))
+        return made(self.folder.target, lambda: pretrain(self.folder, self.scale, seconds, self.machine))
+
+    def data(self) -> dict[str, Any]:
+        return made(self.folder.data, lambda: answers(self.folder, self.scale, self.machine))
+
+
+def made(part: Part, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The figures of what is there, or is made now."""
+    if part.record is None:
+        return make()
+    print(f"{part.path} is there", flush=True)
+    return part.figures
+
+
+def answers(folder: Folder, scale: Scale, machine: Machine) -> dict[str, Any]:
+    """Write the target's continuations, wave by wave until the time is used up. Raises RedError where there are too few."""
+    options = TargetOptions("hf", str(folder.target.path), dtype="bfloat16", device=str(machine.device))
+    loaded = load_target(options)
+    decoder = decoder_of(loaded, DecodeOptions("lossless", TEMPERATURE, seed=1, max_new_tokens=scale.reply), None)
+    asked: list[str] = json.loads((folder.text.path / "asked.json").read_text(encoding="utf-8"))
+    records: list[dict[str, str]] = []
+    written, began = 0, perf_counter()
+    said = began
+    for start in range(0, len(asked), scale.batch):
+        if perf_counter() - began > scale.answering:
+            break
+        wave = asked[start : start + scale.batch]
+        ids = [fitting(loaded, text, scale.reply) for text in wave]
+        for text, result in zip(wave, decoder.run(ids, len(ids), first_request=start).results, strict=True):
+            written += len(result.tokens)
+            records += record(text, result.tokens, loaded.tokenizer)
+        if perf_counter() - said > SAID:
+            said = perf_counter()
+            print(f"data: {start + len(wave)} of {len(asked)} prompts, {written:,} tokens", flush=True)
+    taken = perf_counter() - began
+    if len(records) < scale.batch:
+        raise RedError(f"{len(records)} conversations in {taken:.0f} seconds")
+    figures = {"conversations": len(records), "written_tokens": written, "written_tokens_per_s": written / taken}
+    with folder.data.written(figures) as aside:
+        write(aside / folder.conversations.name, records)
+    return figures
+
+
+def fitting(loaded: LoadedTarget, text: str, reply: int) -> list[int]:
+    """A prompt's tokens, the last ones where the reply would find no room behind all of them."""
+    ids: list[int] = loaded.tokenizer(text, verbose=False)["input_ids"]
+    return ids[-(loaded.target.shape.max_positions - reply) :]
+
+
+def record(prompt: str, reply: list[int], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+    """None for an empty reply; the end token is a part of one that ended."""
+    text = str(tokenizer.decode(reply))
+    return [{"prompt": prompt, "response": text}] if len(reply) > 1 and text.strip() else []
+
+
+def write(path: Path, records: list[dict[str, str]]) -> None:
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(one) + "\n" for one in records)
+
+
+def jobs(maker: Maker) -> list[Job]:
+    parts = {"text": maker.folder.text, "target": maker.folder.target, "data": maker.folder.data}
+    runs = {"text": maker.text, "target": maker.target, "data": maker.data}
+    return [Job(f"real {name}", "material", "decoder", runs[name], partial(there, part)) for name, part in parts.items()]
+
+
+def there(part: Part) -> bool:
+    return part.record is not None
+
+
+def main() -> int:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # before `quiet` says otherwise: all cores learn and tokenise
+    suite = Suite(SECTION, __doc__.splitlines()[0])
+    maker = Maker(Folder(suite.arguments.real, suite.machine), suite.machine)
+    print(f"folder: {maker.folder.path}; operators: {library.state_on(suite.machine.device).text}", flush=True)
+    undone = suite.undone(check.SECTION, check.jobs(suite.machine))
+    if undone and not suite.machine.rehearsal:
+        print(f"note: gpu-real-2 will refuse: {len(undone)} checks of gpu-check have not passed here", flush=True)
+    return suite.run(jobs(maker))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""`make gpu-real-2`: drafters distilled from the target of `make gpu-real-1` by `drafttrain fit`, and what they are worth.
+
+Every recipe trains for the same time; then acceptance and speed are measured on prompts that neither the target nor a drafter
+was trained on. Refuses as `make gpu-bench` does, and where the target or its data is missing. A recipe that fails leaves the
+others' figures alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from drafttrain.targets import TargetOptions
+from kernels.bench.bench import refused
+from kernels.bench.distil import Asked, distil
+from kernels.bench.machine import Machine
+from kernels.bench.real import Folder, Missing, Scale, scale_of
+from kernels.bench.suite import Job, RedError, Suite
+
+SECTION = "real-2"
+PROBE = {True: 2, False: 24}  # steps, in a rehearsal or not
+LIMIT = 240.0  # seconds of one recipe, all in all, after which its process is ended
+
+# what the recipes, made for a target of 192 hidden units, say otherwise for one of 1,024
+RECIPES: dict[str, tuple[str, ...]] = {
+    "medusa": ("train.lr=1e-3",),
+    "eagle3": ("train.lr=5e-4", "drafter.taps=null"),
+    "dflash": ("train.lr=6e-4", "drafter.block_size=8", "drafter.layers=3", "drafter.anchors=64"),
+    "draft_model": ("train.lr=3e-4", "drafter.blocks=3"),
+}
+
+
+class Worker:
+    """One process for all recipes, so that what takes long to import and build is there; a new one after each failure."""
+
+    def __init__(self) -> None:
+        self.pool: ProcessPoolExecutor | None = None
+
+    def ask(self, asked: Asked) -> dict[str, Any]:
+        """Raises RedError, with the log's last line, whatever went wrong."""
+        self.pool = self.pool or ProcessPoolExecutor(1, get_context("spawn"))
+        try:
+            return self.pool.submit(distil, asked).result(LIMIT)
+        except TimeoutError:
+            self.end()
+            raise RedError(f"not done after {LIMIT:.0f} seconds; {last_line(asked)}") from None
+        except BrokenProcessPool:
+            self.end()
+            raise RedError(f"its process died; {last_line(asked)}") from None
+        except Exception as error:
+            self.end()
+            reason = " ".join(str(error).split())[:200]
+            raise RedError(f"{type(error).__name__}: {reason}; {last_line(asked)}") from error
+
+    def end(self) -> None:
+        if self.pool is not None:
+            for process in list((self.pool._processes or {}).values()):
+                process.kill()
+            self.pool.shutdown()
+            self.pool = None
+
+
+def last_line(asked: Asked) -> str:
+    path = asked.output / "log.txt"
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    said = [line.strip() for line in lines if line.strip()]
+    return f"{path}: {said[-1][:200] if said else 'nothing'}"
+
+
+def asked_of(recipe: str, folder: Folder, scale: Scale, machine: Machine) -> Asked:
+    target = TargetOptions("hf", str(folder.target.path), dtype="bfloat16", device=machine.device.type)
+    given = ["target=hf", f"target.path={target.path}", f"target.dtype={target.dtype}", f"target.device={target.device}"]
+    given += [f"data.path={folder.conversations}", f"measure.prompts={folder.prompts}", "measure.transformers=false"]
+    given += ["train.precision=bfloat16", "train.keep_last=1", "train.warmup=0.05", "logger=none"]
+    overrides = (*given, *scale.distil, *RECIPES[recipe])
+    threads = 1 if machine.rehearsal else None
+    return Asked(recipe, overrides, folder.runs / recipe, PROBE[machine.rehearsal], scale.distilled, target, threads)
+
+
+def jobs(folder: Folder, machine: Machine, worker: Worker) -> list[Job]:
+    scale = scale_of(machine)
+    found = {name: asked_of(name, folder, scale, machine) for name in RECIPES}
+    return [Job(f"distil {name}", "drafters", "decoder", partial(worker.ask, one)) for name, one in found.items()]
+
+
+def main() -> int:
+    suite, worker = Suite(SECTION, __doc__.splitlines()[0]), Worker()
+    folder = Folder(suite.arguments.real, suite.machine)
+    try:
+        folder.data.figures
+    except Missing as error:
+        print(f"gpu-{SECTION}: {error}", file=sys.stderr)
+        return 1
+    if refused(suite):
+        return 1
+    try:
+        return suite.run(jobs(folder, suite.machine, worker))
+    finally:
+        worker.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
