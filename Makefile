@@ -9,13 +9,13 @@ KERNELS := $(wildcard kernels/*/*.c* kernels/*/*/*.c* kernels/*/*/*.h* tests/ker
 
 # The GPU suites need torch, transformers and Triton, not an installation: a PYTHON that is named comes before .venv.
 GPU_PYTHON ?= $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
-GPU_FLAGS = $(if $(REHEARSE),--rehearse) $(if $(FORCE),--force) $(if $(RESULTS),--results $(RESULTS))
+GPU_FLAGS = $(if $(REHEARSE),--rehearse) $(if $(FORCE),--force) $(if $(RESULTS),--results $(RESULTS)) $(if $(REAL),--real $(REAL))
 
-.PHONY: help install quickstart test test-all checks kernels gpu-check gpu-bench gpu-train clean
+.PHONY: help install quickstart test test-all checks kernels gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1|/' | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
 
 install: $(VENV)/installed  ## create .venv and install drafttrain with its test tools (TORCH_INDEX=URL: where torch comes from)
 
@@ -59,6 +59,12 @@ gpu-bench:  ## how fast they are there, against what its memory allows; after gp
 
 gpu-train:  ## what the fused training loss saves there, and whether drafters learn; after gpu-check
 	$(GPU_PYTHON) -m kernels.bench.train $(GPU_FLAGS)
+
+gpu-real-1:  ## pretrain a target of 300M parameters there, and let it write data to distil from (REAL=DIR: where; default outputs/real)
+	$(GPU_PYTHON) -m kernels.bench.real_1 $(GPU_FLAGS)
+
+gpu-real-2:  ## distil drafters from it and measure them: real acceptance, real speedup; after gpu-check and gpu-real-1
+	$(GPU_PYTHON) -m kernels.bench.real_2 $(GPU_FLAGS)
 
 clean:  ## remove the environment and everything built, but no run in outputs/
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,8 @@
-"""What has to run on a GPU: `make gpu-check` (is it right), `make gpu-bench` (is it fast), `make gpu-train` (does it learn).
+"""What has to run on a GPU: `make gpu-check` (is it right), `make gpu-bench` (is it fast), `make gpu-train` (does it learn),
+`make gpu-real-1` and `gpu-real-2` (what are drafters worth that were distilled from a trained target).
 
-Needs torch, transformers, Triton and this checkout, nothing else. docs/performance.md says what comes out.
+Needs torch, transformers, Triton and this checkout; the last also what drafttrain depends on. docs/performance.md says what
+comes out.
 """
 
 from __future__ import annotations

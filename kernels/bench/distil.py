@@ -23,11 +23,12 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 
 PROBED = "probe"  # folder of the short run that tells how fast training is
+SAMPLE = 512  # conversations that it reads at most, beside those held out
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """overrides: of both runs. probe: steps of the short one. seconds: of training. sizes: batches that are timed."""
+    """overrides: of both runs. probe: steps of the short one. seconds: of training. threads: of torch; None: as it likes."""
 
     recipe: str
     overrides: tuple[str, ...]
@@ -89,7 +90,7 @@ def steps_for(asked: Asked) -> int:
     """As many as the seconds allow, by the tokens a second of a short run; its first half builds and tunes."""
     output = asked.output / PROBED
     shutil.rmtree(output, ignore_errors=True)
-    settings = [f"train.steps={asked.probe}", f"train.checkpoint_every={asked.probe}", "measure=off"]
+    settings = [f"train.steps={asked.probe}", f"train.checkpoint_every={asked.probe}", f"data.limit={SAMPLE}", "measure=off"]
     folder = fitted(asked, output, settings)
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rate = median(json.loads(line)["tokens_per_s"] for line in lines[len(lines) // 2 :])

@@ -7,9 +7,10 @@ are a rounding apart (`measure.exactness`, then `rounding.py`), which is judged 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from time import perf_counter
+from typing import Any, get_type_hints
 
 import torch
 
@@ -19,6 +20,7 @@ from drafttrain.errors import UserError
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.exactness import Match, compare
 from drafttrain.measure.transformers_baseline import generate
+from drafttrain.proposal import KINDS
 from drafttrain.sampling import Sampling
 from drafttrain.speculate import Controls, Decoded, Decoder
 from drafttrain.targets import TargetOptions
@@ -29,6 +31,7 @@ from kernels.bench.machine import Machine
 from kernels.bench.models import LADDER, random_model
 from kernels.bench.rounding import explains
 from kernels.bench.suite import Job, RedError, SkipError
+from kernels.bench.trace import busy
 
 EMBEDDED = "embedded"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -79,13 +82,14 @@ def variants() -> dict[str, Callable[[HFTarget], Drafter]]:
 
 
 def shapes(options: type) -> dict[str, dict[str, Any]]:
-    """Options of a family's trees, by their kind: it takes rank paths, or the name of a kind."""
-    defaults = {f.name: f.default for f in fields(options)}
-    if "tree" not in defaults:
+    """Options of a family's trees beside its own choice, by their kind: `tree` takes a kind's name, or a tree's rank paths."""
+    hint = get_type_hints(options).get("tree")
+    if hint is None:
         return {}
-    if isinstance(defaults["tree"], str):
-        return {"static": {"tree": "static", "paths": TREE}, "dynamic": {"tree": "dynamic"}}
-    return {"static": {"tree": TREE}}
+    if hint is not str:
+        return {"static": {"tree": TREE}}
+    others = [kind for kind in KINDS if kind != options().tree]
+    return {kind: {"tree": kind} | ({"paths": TREE} if kind == "static" else {}) for kind in others}
 
 
 def _built(name: str, settings: dict[str, Any], target: HFTarget) -> Drafter:
@@ -135,7 +139,17 @@ def check(rung: Rung, machine: Machine) -> dict[str, Any]:
         near += same("drafts and plain decoding", rung, captured, plain_texts(replace(rung, drafter=PLAIN), machine), machine)
     if drafter is None and rung.policy == "greedy":
         near += same("plain decoding and transformers", rung, captured, transformers(target, machine), machine)
-    return {"near_ties": near}
+    return {"near_ties": near} | ({} if drafter is None or drafter.captured else gap(rung, drafter, machine))
+
+
+def gap(rung: Rung, drafter: Drafter, machine: Machine) -> dict[str, float]:
+    """What it costs that a drafter cannot be captured: milliseconds of a round, its prompts' share included, and those of
+    them in which the device waits for the host."""
+    work = partial(decoded, rung, drafter, False, machine)
+    began, rounds = perf_counter(), work().costs.steps
+    machine.wait()
+    spent = perf_counter() - began
+    return {"round_ms": 1e3 * spent / rounds, "host_gap_ms": 1e3 * max(0.0, spent - busy(work, machine)) / rounds}
 
 
 @lru_cache(maxsize=8)

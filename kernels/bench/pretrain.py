@@ -31,15 +31,16 @@ LEAST_STEPS = 2 * ENDS
 
 def config_of(scale: Scale, vocab: int, end: int) -> LlamaConfig:
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": end}
-    return LlamaConfig(vocab_size=vocab, tie_word_embeddings=True, **scale.model, **ids)
+    sizes: dict[str, Any] = scale.model | {"vocab_size": vocab, "tie_word_embeddings": True}
+    return LlamaConfig(**sizes, **ids)
 
 
 class Masters:
     """AdamW on float32 copies of a model's weights; the model has their rounded values."""
 
     def __init__(self, model: nn.Module, rate: float) -> None:
-        self.weights = list(model.parameters())
-        self.masters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
+        self.weights: list[Tensor] = list(model.parameters())
+        self.masters: list[Tensor] = [nn.Parameter(weight.detach().float()) for weight in self.weights]
         matrices, others = ([m for m in self.masters if (m.ndim > 1) is wide] for wide in (True, False))
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
@@ -85,8 +86,9 @@ def held_loss(model: Any, token_P: NDArray[np.uint16], scale: Scale, device: tor
 
 
 def train(model: Any, token_P: NDArray[np.uint16], scale: Scale, seconds: float, machine: Machine) -> dict[str, Any]:
-    """The rate rises for some steps, then falls linearly with the time that is left. Raises RedError where nothing is learnt."""
-    masters, losses = Masters(model, scale.rate), []
+    """The rate rises for some steps, then falls with the time that is left. Raises RedError where nothing is learnt."""
+    masters = Masters(model, scale.rate)
+    losses: list[Tensor] = []
     began = said = perf_counter()
     for step, token_BT in enumerate(batches(token_P, scale, machine.device)):
         spent = perf_counter() - began
@@ -99,12 +101,14 @@ def train(model: Any, token_P: NDArray[np.uint16], scale: Scale, seconds: float,
             loss.backward()
             total += loss.detach()
         masters.step(scale.rate * min(1.0, (step + 1) / WARM) * max(0.02, 1.0 - spent / seconds))
-        losses.append(float(total))  # waits, so that the clock tells of work that is done
+        losses.append(total)
+        known = float(losses[-2:][0])  # waits for the step before: one is always under way
         if perf_counter() - said > SAID:
             said = perf_counter()
-            say(len(losses), scale.rows * scale.length, losses[-1], said - began, seconds, machine)
+            say(len(losses), scale.rows * scale.length, known, said - began, seconds, machine)
+    machine.wait()
     taken, read = perf_counter() - began, len(losses) * scale.rows * scale.length
-    first, last = (sum(part) / len(part) for part in (losses[:ENDS], losses[-ENDS:]))
+    first, last = (float(torch.stack(part).mean()) for part in (losses[:ENDS], losses[-ENDS:]))
     if not last < first:
         raise RedError(f"the loss went from {first:.3f} to {last:.3f} in {len(losses)} steps")
     figures: dict[str, Any] = {"steps": len(losses), "trained_tokens": read, "seconds": taken, "tokens_per_s": read / taken}

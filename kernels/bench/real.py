@@ -62,8 +62,8 @@ def shape(hidden: int, blocks: int, inner: int, heads: int, kv_heads: int) -> di
 
 FULL = Scale(
     text=400_000_000, taught=60_000_000, vocab=24_576, model=shape(1024, 24, 2816, 16, 4) | {"max_position_embeddings": 2048},
-    length=1024, rows=32, micro=16, rate=1e-3, prompt=600, reply=256, batch=128, asked=16_384, measured=64,
-    seconds=440.0, most_pretraining=300.0, answering=85.0, distilled=55.0,
+    length=1024, rows=32, micro=16, rate=6e-4, prompt=600, reply=256, batch=128, asked=10_240, measured=64,
+    seconds=440.0, most_pretraining=300.0, answering=75.0, distilled=50.0,
     distil=(
         "train.global_batch=16", "train.micro_batch=16", "data.held_out=64", "data.max_length=640", "decode.max_new_tokens=128",
         "decode.tree_nodes=32", "loss.chunk=4096", "measure.minutes=0.35", "measure.batch_sizes=[1,8]",
@@ -72,10 +72,11 @@ FULL = Scale(
 TINY = Scale(
     text=1_500_000, taught=300_000, vocab=1024, model=shape(128, 4, 352, 4, 2) | {"max_position_embeddings": 256},
     length=64, rows=4, micro=2, rate=3e-3, prompt=80, reply=24, batch=4, asked=24, measured=3,
-    seconds=0.0, most_pretraining=6.0, answering=3.0, distilled=1.0,
+    seconds=0.0, most_pretraining=4.0, answering=3.0, distilled=1.0,
     distil=(
         "train.global_batch=2", "train.micro_batch=2", "data.held_out=4", "data.max_length=96", "decode.max_new_tokens=8",
-        "decode.tree_nodes=6", "measure.minutes=0.01", "measure.batch_sizes=[1,2]", "measure.timed_prompts=2", "measure.repeats=1",
+        "decode.tree_nodes=6", "measure.minutes=0.01", "measure.batch_sizes=[1,2]", "measure.timed_prompts=2",
+        "measure.repeats=1",
     ),
 )  # fmt: skip
 
@@ -84,7 +85,7 @@ def scale_of(machine: Machine) -> Scale:
     return TINY if machine.rehearsal else FULL
 
 
-class Missing(Exception):
+class MissingError(Exception):
     """A part is not there, or was made from another; the message says which and what makes it."""
 
 
@@ -102,16 +103,18 @@ class Part:
             found: dict[str, Any] = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        whole = all((file := self.path / name).is_file() and file.stat().st_size == size for name, size in found["files"].items())
+        files = {self.path / name: size for name, size in found["files"].items()}
+        whole = all(path.is_file() and path.stat().st_size == size for path, size in files.items())
         current = self.source is None or ((of := self.source.record) is not None and of["name"] == found["source"])
         return found if whole and current else None
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Raises Missing."""
+        """Raises MissingError."""
         record = self.record
         if record is None:
-            raise Missing(f"no {self.path.name} in {self.path.parent}, or not from what lies beside it; run make gpu-real-1 first")
+            what = f"no {self.path.name} in {self.path.parent}, or none from what lies beside it"
+            raise MissingError(f"{what}; run make gpu-real-1 first, on the same machine with the same REAL")
         found: dict[str, Any] = record["figures"]
         return found
 

@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.decoding import decoder_of
@@ -106,7 +107,7 @@ def fitting(loaded: LoadedTarget, text: str, reply: int) -> list[int]:
 
 
 def record(prompt: str, reply: list[int], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-    """None for an empty reply; the end token is a part of one that ended."""
+    """Nothing for an empty reply; the end token is a part of one that ended."""
     text = str(tokenizer.decode(reply))
     return [{"prompt": prompt, "response": text}] if len(reply) > 1 and text.strip() else []
 
@@ -127,6 +128,7 @@ def there(part: Part) -> bool:
 
 
 def main() -> int:
+    disable_progress_bar()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # before `quiet` says otherwise: all cores learn and tokenise
     suite = Suite(SECTION, __doc__.splitlines()[0])
     maker = Maker(Folder(suite.arguments.real, suite.machine), suite.machine)

@@ -11,10 +11,10 @@ from typing import Any
 from drafttrain.atomic import atomic_write_text
 from kernels.bench.goals import GOALS, shown
 from kernels.bench.machine import Machine
-from kernels.bench.results import FOLDER, PASSED, ROOT, sources
+from kernels.bench.results import FAILED, FOLDER, PASSED, ROOT, sources
 
 PAGE = ROOT / "docs" / "performance.md"
-BEGIN = "<!-- figures: written by make gpu-check, gpu-bench and gpu-train -->"
+BEGIN = "<!-- figures: written by the make gpu-... commands -->"
 END = "<!-- end of figures -->"
 NONE = "not measured yet"
 
@@ -53,6 +53,9 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
     yield from titled("Operators", operators(bench))
     yield from titled("The training loss", losses(train))
     yield from titled("Training", drafters(train))
+    yield from material(known.get("real-1", {}))
+    yield from titled("Drafters distilled from it", distilled(known.get("real-2", {})))
+    yield from titled("Rounds outside a graph", uncaptured(known.get("check", {})))
 
 
 def titled(title: str, rows: list[str]) -> list[str]:
@@ -131,6 +134,51 @@ def drafters(train: Section) -> list[str]:
         family, speed = name.removeprefix("drafter "), f"{found['tokens_per_s']:,.0f}{age(entry)}"
         rows.append(row(family, found["steps"], speed, f"{found['first_loss']:.3f}", f"{found['last_loss']:.3f}"))
     return rows
+
+
+def material(real: Section) -> Iterable[str]:
+    """What the target of the drafters was trained on, and what it wrote."""
+    found = {name: entry["figures"] for name, entry in measured(real, "real ")}
+    if len(found) == 3:
+        text, target, data = found["real text"], found["real target"], found["real data"]
+        yield (
+            f"A target trained on the spot{age(real['real target'])}: {target['parameters']:,} parameters, "
+            f"{target['trained_tokens']:,} tokens of {text['files']:,} Python sources ({text['tokens']:,} tokens, "
+            f"{text['vocabulary']:,} in the vocabulary) in {target['seconds']:.0f} s, {target['tokens_per_s']:,.0f} tokens/s; "
+            f"loss {target['first_loss']:.2f} to {target['last_loss']:.2f}, on text set apart {number(target['held_loss'])}. "
+            f"It wrote {data['conversations']:,} continuations, {data['written_tokens']:,} tokens.\n"
+        )
+
+
+def distilled(real: Section) -> list[str]:
+    """One row for each recipe, the highest tau first; those that failed last."""
+    names = ("recipe", "tau", "expected", "alpha by position", "c_d", "c_v", "nodes", "speedup", "batch 8", "exact", "loops")
+    rows = table(*names, "parameters", "trained in", "decodes in", "steps", "training tokens/s")
+    for name, entry in sorted(measured(real, "distil "), key=lambda pair: -pair[1]["figures"]["tau"]):
+        f = entry["figures"]
+        alpha, last = " ".join(number(a) for a in f["alpha"][:6]), list(f["batches"].values())[-1]
+        costs = (number(f["draft_cost"]), number(f["verify_cost"]), number(f["verify_nodes"], 1))
+        speed = (f"{number(f['speedup'])}{age(entry)}", number(last["speedup"]), f["exact"], f["loops"])
+        how = (f"{f['parameters']:,}", f["trained_in"], f["decodes_in"], f["steps"], number(f["tokens_per_s"], 0))
+        rows.append(row(name.removeprefix("distil "), number(f["tau"]), number(f["expected_tau"]), alpha, *costs, *speed, *how))
+    failed = [(name, entry) for name, entry in real.items() if entry["status"] == FAILED]
+    width = rows[0].count("|") - 3
+    return rows + [row(name.removeprefix("distil "), "failed", *[""] * width) for name, _ in failed]
+
+
+def uncaptured(check: Section) -> list[str]:
+    """Of drafters whose rounds the host takes part in: how long the GPU waits for it."""
+    rows = table("case", "ms a round", "GPU idle, ms", "of the round")
+    for name, entry in measured(check, "texts "):
+        f = entry["figures"]
+        if "host_gap_ms" in f:
+            share = percent(f["host_gap_ms"] / f["round_ms"])
+            rows.append(row(name, f"{f['round_ms']:.3f}{age(entry)}", f"{f['host_gap_ms']:.3f}", share))
+    return rows
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
 
 
 def measured(section: Section, start: str) -> list[tuple[str, dict[str, Any]]]:
