@@ -26,7 +26,7 @@ LEAST, MOST, WIDE = 400, 300_000, 120  # characters of a file, and of its mean l
 APART = 10  # one file of so many is no pretraining text
 MEASURED = 8  # one of so many of these is for the measurement alone
 READ, CHUNK = 1024, 2048  # files read, and texts tokenised, at once
-SPACING = 4  # a prompt's length in texts of a file between two prompts
+SPACING = 2  # a prompt's length in texts of a file between two prompts
 
 
 def roots() -> list[Path]:
@@ -90,7 +90,7 @@ def tokens(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> NDArra
     """All texts in one row, the end token behind each."""
     end, rows = tokenizer.eos_token_id, []
     for start in range(0, len(sources), CHUNK):
-        for encoding in tokenizer.backend_tokenizer.encode_batch(list(sources[start : start + CHUNK])):
+        for encoding in tokenizer.backend_tokenizer.encode_batch_fast(list(sources[start : start + CHUNK])):
             rows += [np.array(encoding.ids, np.uint16), np.array([end], np.uint16)]
     return np.concatenate(rows)
 

@@ -44,6 +44,7 @@ def distil(asked: Asked) -> dict[str, Any]:
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     stand_in()
+    shutil.rmtree(asked.output, ignore_errors=True)
     with logged(asked.output / "log.txt"):
         steps = steps_for(asked)
         folder = fitted(asked, asked.output, [f"train.steps={steps}", f"train.checkpoint_every={steps}"])
@@ -79,17 +80,16 @@ def fitted(asked: Asked, output: Path, settings: Sequence[str]) -> Path:
     """The run's directory."""
     from drafttrain.cli import run
 
-    command = ["fit", f"recipe={asked.recipe}", *asked.overrides, *settings, f"output={output}", "resume=auto"]
+    command = ["fit", f"recipe={asked.recipe}", *asked.overrides, *settings, f"output={output}"]
     if code := run(command):
         raise RuntimeError(f"drafttrain fit ended with exit code {code}")
     gc.collect()
-    return max((path.parent for path in (output / asked.recipe).glob("*/run.json")), key=lambda path: path.name)
+    return next(path.parent for path in (output / asked.recipe).glob("*/run.json"))
 
 
 def steps_for(asked: Asked) -> int:
     """As many as the seconds allow, by the tokens a second of a short run; its first half builds and tunes."""
     output = asked.output / PROBED
-    shutil.rmtree(output, ignore_errors=True)
     settings = [f"train.steps={asked.probe}", f"train.checkpoint_every={asked.probe}", f"data.limit={SAMPLE}", "measure=off"]
     folder = fitted(asked, output, settings)
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -61,7 +61,7 @@ def shape(hidden: int, blocks: int, inner: int, heads: int, kv_heads: int) -> di
 
 
 FULL = Scale(
-    text=400_000_000, taught=60_000_000, vocab=24_576, model=shape(1024, 24, 2816, 16, 4) | {"max_position_embeddings": 2048},
+    text=160_000_000, taught=40_000_000, vocab=24_576, model=shape(1024, 24, 2816, 16, 4) | {"max_position_embeddings": 2048},
     length=1024, rows=32, micro=16, rate=6e-4, prompt=600, reply=256, batch=128, asked=10_240, measured=64,
     seconds=440.0, most_pretraining=300.0, answering=75.0, distilled=50.0,
     distil=(
@@ -130,10 +130,13 @@ class Part:
             atomic_write_json(aside / RECORD, known | {"name": name})
 
 
-class Folder:
-    """text: tokens, tokenizer, prompts. target: a transformers directory. data: what the target wrote. runs: of the drafters.
+def there(part: Part) -> bool:
+    return part.record is not None
 
-    A rehearsal's parts lie apart.
+
+class Folder:
+    """text: tokens, tokenizer, prompts. target: a transformers directory. data: what the target wrote. A rehearsal's parts lie
+    apart.
     """
 
     def __init__(self, real: Path, machine: Machine) -> None:
@@ -141,7 +144,10 @@ class Folder:
         self.text = Part(self.path / "text")
         self.target = Part(self.path / "target", self.text)
         self.data = Part(self.path / "data", self.target)
-        self.runs = self.path / "runs"
+
+    def row(self, recipe: str) -> Part:
+        """What a drafter of this recipe is worth, beside its run."""
+        return Part(self.path / "runs" / recipe / "row", self.data)
 
     @property
     def conversations(self) -> Path:

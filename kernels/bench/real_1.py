@@ -29,7 +29,7 @@ from kernels.bench import check
 from kernels.bench.corpus import collect
 from kernels.bench.machine import Machine
 from kernels.bench.pretrain import pretrain
-from kernels.bench.real import Folder, Part, Scale, scale_of
+from kernels.bench.real import Folder, Part, Scale, scale_of, there
 from kernels.bench.suite import Job, RedError, Suite
 
 SECTION = "real-1"
@@ -121,10 +121,6 @@ def jobs(maker: Maker) -> list[Job]:
     parts = {"text": maker.folder.text, "target": maker.folder.target, "data": maker.folder.data}
     runs = {"text": maker.text, "target": maker.target, "data": maker.data}
     return [Job(f"real {name}", "material", "decoder", runs[name], partial(there, part)) for name, part in parts.items()]
-
-
-def there(part: Part) -> bool:
-    return part.record is not None
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from drafttrain.targets import TargetOptions
 from kernels.bench.bench import refused
 from kernels.bench.distil import Asked, distil
 from kernels.bench.machine import Machine
-from kernels.bench.real import Folder, MissingError, Scale, scale_of
+from kernels.bench.real import Folder, MissingError, Part, Scale, scale_of, there
 from kernels.bench.suite import Job, RedError, Suite
 
 SECTION = "real-2"
@@ -78,13 +78,22 @@ def asked_of(recipe: str, folder: Folder, scale: Scale, machine: Machine) -> Ask
     given += ["train.precision=bfloat16", "train.keep_last=1", "train.warmup=0.05", "logger=none"]
     overrides = (*given, *scale.distil, *RECIPES[recipe])
     threads = 1 if machine.rehearsal else None
-    return Asked(recipe, overrides, folder.runs / recipe, PROBE[machine.rehearsal], scale.distilled, target, threads)
+    return Asked(recipe, overrides, folder.row(recipe).path.parent, PROBE[machine.rehearsal], scale.distilled, target, threads)
 
 
 def jobs(folder: Folder, machine: Machine, worker: Worker) -> list[Job]:
-    scale = scale_of(machine)
-    found = {name: asked_of(name, folder, scale, machine) for name in RECIPES}
-    return [Job(f"distil {name}", "drafters", "decoder", partial(worker.ask, one)) for name, one in found.items()]
+    found = []
+    for name in RECIPES:
+        asked, row = asked_of(name, folder, scale_of(machine), machine), folder.row(name)
+        found.append(Job(f"distil {name}", "drafters", "decoder", partial(kept, row, asked, worker), partial(there, row)))
+    return found
+
+
+def kept(row: Part, asked: Asked, worker: Worker) -> dict[str, Any]:
+    """The drafter's row, which goes with the data that it was distilled from."""
+    figures = worker.ask(asked)
+    with row.written(figures):
+        return figures
 
 
 def main() -> int:

@@ -15,10 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.bench import bench, case, check, goals, report, train
+from drafttrain.drafters import families
+from drafttrain.proposal import KINDS
+from drafttrain.targets import TargetOptions
+from kernels.bench import bench, case, check, corpus, goals, ladder, pretrain, real_2, report, train
 from kernels.bench.cases import SMALL, checked, timed
+from kernels.bench.distil import Asked
 from kernels.bench.goals import GOALS
 from kernels.bench.machine import Machine
+from kernels.bench.real import FULL, Folder, Part, there
 from kernels.bench.report import BEGIN, END
 from kernels.bench.results import FAILED, PASSED, Entry, Results
 from kernels.bench.steps import binary
@@ -60,6 +65,76 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def uninstalled(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As on a machine that has everything but this checkout installed: what packages ask to be run at start-up is not."""
+    packages = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": packages}
+    command = [getattr(sys, "_base_executable", sys.executable), "-m", f"kernels.bench.{arguments[0]}", *arguments[1:]]
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_a_target_and_its_drafters_are_rehearsed(tmp_path: Path) -> None:
+    """Where drafttrain is not installed; the first command without what it does not need."""
+    checkout, real, results = tmp_path / "checkout", tmp_path / "real", tmp_path / "results"
+    for name in ("drafttrain", "kernels", "docs", "benchmarks", "conf", "recipes"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    before, given = contents(checkout), ("--rehearse", "--real", str(real))
+    early = uninstalled(checkout, "real_2", *given)
+    assert early.returncode == 1 and "run make gpu-real-1 first" in early.stderr and len(early.stderr.splitlines()) == 1
+
+    first = run(checkout, "real_1", *given, "--results", str(results))
+    assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
+    folder = Folder(real, replace(GPU, rehearsal=True))
+    assert "rehearsed; no figures" in first.stdout and there(folder.data) and folder.conversations.stat().st_size < 1 << 20
+    again = run(checkout, "real_1", *given)
+    assert again.returncode == 0 and again.stdout.count(" is there\n") == 3
+    entries = json.loads((results / "rehearsal.json").read_text())["real-1"]
+    assert {entry["status"] for entry in entries.values()} == {PASSED} and not any(e["figures"] for e in entries.values())
+
+    unchecked = uninstalled(checkout, "real_2", *given, "--results", str(results))
+    assert unchecked.returncode == 1 and "run make gpu-check first" in unchecked.stderr
+    second = uninstalled(checkout, "real_2", *given)
+    assert second.returncode == 0, second.stdout[-3000:] + second.stderr[-3000:]
+    assert not re.search(r"\d+(\.\d+)? ?(x|ms|us|µs|%|tokens/s)\b", first.stdout + second.stdout)
+    for name in real_2.RECIPES:
+        found = folder.row(name).figures
+        assert found["tau"] >= 1.0 and found["steps"] >= 2 and found["parameters"] > 0 and set(found["batches"]) == {"1", "2"}
+        assert found["trained_in"] == "bfloat16" and found["decodes_in"] and found["unexplained"] == 0
+    assert contents(checkout) == before
+
+    worker = real_2.Worker()
+    with pytest.raises(RedError, match="no_such"):
+        worker.ask(Asked("no_such", (), tmp_path / "bad", 1, 0.0, TargetOptions(), threads=1))
+    assert worker.pool is None, "its process goes, whatever state it is in"
+
+
+def test_what_was_made_from_another_part_is_not_taken(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, GPU)
+    for part, text in ((folder.text, "one"), (folder.target, "weights"), (folder.data, "said")):
+        assert not there(part)
+        with part.written({"figure": 1}) as aside:
+            (aside / "file").write_text(text)
+        assert there(part) and part.figures == {"figure": 1}
+    (folder.data.path / "file").write_text("cut off")
+    assert not there(folder.data) and there(folder.target)
+    with folder.text.written({"figure": 2}) as aside:
+        (aside / "file").write_text("another")
+    assert not there(folder.target) and not there(Part(tmp_path / "full" / "none", folder.text))
+
+
+def test_the_text_is_cut_at_lines_and_the_target_has_its_size() -> None:
+    lines = [f"{i:02d} {'x' * 20}\n" for i in range(40)]
+    pieces = corpus.prompts("".join(lines), 50)
+    assert len(pieces) > 3 and all(len(p) >= 50 and "\n".join(p.split("\n")) in "".join(lines) for p in pieces)
+    assert [p[:2] for p in pieces] == sorted({p[:2] for p in pieces}) and not any(p.endswith("\n") for p in pieces)
+    with torch.device("meta"):
+        from transformers import LlamaForCausalLM
+
+        model = LlamaForCausalLM(pretrain.config_of(FULL, FULL.vocab, 0))
+    assert 280e6 < sum(p.numel() for p in model.parameters()) < 320e6
+
+
 @pytest.mark.slow
 def test_all_three_are_rehearsed(tmp_path: Path) -> None:
     """In a copy of the checkout, which they leave as it was."""
@@ -99,8 +174,27 @@ def test_make_takes_the_python_that_is_named() -> None:
 
     asked = said("gpu-bench", "PYTHON=python3", "REHEARSE=1", "RESULTS=here", "FORCE=1")
     assert " ".join(asked.split()) == "python3 -m kernels.bench.bench --rehearse --force --results here"
-    for name in ("check", "bench", "train"):
-        assert f"-m kernels.bench.{name}" in said(f"gpu-{name}")
+    for name in ("check", "bench", "train", "real_1", "real_2"):
+        assert f"-m kernels.bench.{name}" in said(f"gpu-{name.replace('_', '-')}", "REAL=there") and "--real there" in said(
+            "gpu-real-2", "REAL=there"
+        )
+
+
+def test_every_family_goes_up_the_ladder() -> None:
+    """Rehearsed too; with every kind of tree that it has, captured unless it says that it cannot be."""
+    rehearsed = {rung.drafter for rung in ladder.rungs(replace(GPU, rehearsal=True)) if rung.policy == "greedy"}
+    assert {rung.drafter for rung in ladder.rungs(GPU)} == rehearsed == {ladder.PLAIN, *ladder.variants()}
+    assert set(families()) < rehearsed
+    assert set(ladder.shapes(families()["eagle3"].options)) == set(KINDS) - {"chain"}
+    assert ladder.shapes(families()["medusa"].options) == {"static": {"tree": ladder.TREE}}
+    machine = replace(GPU, rehearsal=True)
+    target = ladder.target_of("llama-tiny", "float32", machine)
+    outside = {name for name, build in ladder.variants().items() if not build(target).captured}
+    assert outside == {"cascade"}
+    rung = ladder.Rung("llama-tiny", "float32", "cascade", "greedy")
+    assert ladder.check(rung, machine)["host_gap_ms"] > 0.0 and "host_gap_ms" not in ladder.check(
+        replace(rung, drafter="medusa"), machine
+    )
 
 
 def test_cases_have_names_of_their_own_and_goals_name_cases() -> None:
@@ -213,14 +307,34 @@ def test_the_page_keeps_what_stands_around_its_tables(tmp_path: Path) -> None:
     results.put(
         "train", "drafter x", "decoder", Entry(PASSED, {"tokens_per_s": 9.0, "first_loss": 2.0, "last_loss": 1.0, "steps": 3})
     )
+    real = {"text": {"files": 9, "tokens": 90, "vocabulary": 8}, "data": {"conversations": 4, "written_tokens": 40}}
+    real["target"] = {"parameters": 3, "trained_tokens": 80, "seconds": 7.0, "tokens_per_s": 11.0, "first_loss": 9.0}
+    real["target"] |= {"last_loss": 3.0, "held_loss": None}
+    for name, numbers in real.items():
+        results.put("real-1", f"real {name}", "decoder", Entry(PASSED, numbers))
+    for name, tau in (("slow", 1.25), ("fast", 3.5)):
+        results.put("real-2", f"distil {name}", "decoder", Entry(PASSED, distilled(tau)))
+    results.put("real-2", "distil bad", "decoder", Entry(FAILED, note="why"))
+    gap = {"near_ties": 0, "round_ms": 2.0, "host_gap_ms": 0.5}
+    results.put("check", "texts m float32 c greedy", "decoder", Entry(PASSED, gap))
     report.write(tmp_path, GPU)
     text = page.read_text()
+    assert "80 tokens of 9 Python sources" in text and text.index("| fast | 3.50 |") < text.index("| slow | 1.25 |")
+    assert "0.80 0.60 | 0.30 | 1.10 | 7.0 | 2.00 | 1.50 | 40/40 | 2 | 1,000 | bfloat16 | float32 | 70 | 9,000 |" in text
+    assert "| bad | failed |" in text and "| texts m float32 c greedy | 2.000 | 0.500 | 25.0 % |" in text
+    assert len({line.count("|") for line in text.split("Drafters distilled")[1].split("\n\n")[1].splitlines()}) == 1
     assert text.startswith("before\n") and text.endswith(f"{END}\nafter\n") and "old" not in text
     assert f"| {GOALS[0].text} | >= 75.0 % | 80.0 % | reached |" in text and "| 80.0 % | missed |" in text
     assert "| 1.30x | missed |" in text and "70.0 % | reached" in text and report.NONE in text
-    assert "1 failed, 1 passed" in text and "| generate | 1.000 | 3.000 | 3.00 |" in text and "| 25.0 % |" in text
+    assert "1 failed, 2 passed" in text and "| generate | 1.000 | 3.000 | 3.00 |" in text and "| 25.0 % |" in text
     report.write(tmp_path, GPU)
     assert page.read_text() == text
+
+
+def distilled(tau: float) -> dict[str, Any]:
+    found = {"tau": tau, "expected_tau": None, "alpha": [0.8, 0.6], "draft_cost": 0.3, "verify_cost": 1.1, "verify_nodes": 7.0}
+    found |= {"speedup": 2.0, "batches": {"1": {"speedup": 2.0}, "8": {"speedup": 1.5}}, "exact": "40/40", "loops": 2}
+    return found | {"parameters": 1000, "trained_in": "bfloat16", "decodes_in": "float32", "steps": 70, "tokens_per_s": 9000.0}
 
 
 def step(share: float) -> dict[str, Any]:
