@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from time import perf_counter
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -83,13 +83,15 @@ def variants() -> dict[str, Callable[[HFTarget], Drafter]]:
 
 def shapes(options: type) -> dict[str, dict[str, Any]]:
     """Options of a family's trees beside its own choice, by their kind: `tree` takes a kind's name, or a tree's rank paths."""
-    hint = get_type_hints(options).get("tree")
-    if hint is None:
+    hints = get_type_hints(options)
+    if "tree" not in hints:
         return {}
-    if hint is not str:
+    if hints["tree"] is not str and str not in get_args(hints["tree"]):
         return {"static": {"tree": TREE}}
-    others = [kind for kind in KINDS if kind != options().tree]
-    return {kind: {"tree": kind} | ({"paths": TREE} if kind == "static" else {}) for kind in others}
+    found: dict[str, dict[str, Any]] = {kind: {"tree": kind} for kind in KINDS if kind != options().tree}
+    if "static" in found and "paths" in hints:
+        found["static"]["paths"] = TREE
+    return found
 
 
 def _built(name: str, settings: dict[str, Any], target: HFTarget) -> Drafter:

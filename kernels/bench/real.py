@@ -63,7 +63,7 @@ def shape(hidden: int, blocks: int, inner: int, heads: int, kv_heads: int) -> di
 FULL = Scale(
     text=160_000_000, taught=40_000_000, vocab=24_576, model=shape(1024, 24, 2816, 16, 4) | {"max_position_embeddings": 2048},
     length=1024, rows=32, micro=16, rate=6e-4, prompt=600, reply=256, batch=128, asked=10_240, measured=64,
-    seconds=440.0, most_pretraining=300.0, answering=75.0, distilled=50.0,
+    seconds=440.0, most_pretraining=300.0, answering=75.0, distilled=45.0,
     distil=(
         "train.global_batch=16", "train.micro_batch=16", "data.held_out=64", "data.max_length=640", "decode.max_new_tokens=128",
         "decode.tree_nodes=32", "loss.chunk=4096", "measure.minutes=0.35", "measure.batch_sizes=[1,8]",

@@ -8,6 +8,7 @@ others' figures alone.
 from __future__ import annotations
 
 import sys
+import traceback
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -15,6 +16,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from drafttrain.targets import TargetOptions
+from kernels.bench import report
 from kernels.bench.bench import refused
 from kernels.bench.distil import Asked, distil
 from kernels.bench.machine import Machine
@@ -22,7 +24,7 @@ from kernels.bench.real import Folder, MissingError, Part, Scale, scale_of, ther
 from kernels.bench.suite import Job, RedError, Suite
 
 SECTION = "real-2"
-PROBE = {True: 2, False: 24}  # steps, in a rehearsal or not
+PROBE, REHEARSED = 24, 2  # steps of the short run
 LIMIT = 150.0  # seconds of one recipe, all in all, after which its process is ended
 
 # what the recipes, made for a target of 192 hidden units, say otherwise for one of 1,024
@@ -53,6 +55,7 @@ class Worker:
             raise RedError(f"its process died; {last_line(asked)}") from None
         except Exception as error:
             self.end()
+            traceback.print_exc()  # the worker's own, too
             reason = " ".join(str(error).split())[:200]
             raise RedError(f"{type(error).__name__}: {reason}; {last_line(asked)}") from error
 
@@ -77,8 +80,8 @@ def asked_of(recipe: str, folder: Folder, scale: Scale, machine: Machine) -> Ask
     given += [f"data.path={folder.conversations}", f"measure.prompts={folder.prompts}", "measure.transformers=false"]
     given += ["train.precision=bfloat16", "train.keep_last=1", "train.warmup=0.05", "logger=none"]
     overrides = (*given, *scale.distil, *RECIPES[recipe])
-    threads = 1 if machine.rehearsal else None
-    return Asked(recipe, overrides, folder.row(recipe).path.parent, PROBE[machine.rehearsal], scale.distilled, target, threads)
+    probe, threads = (REHEARSED, 1) if machine.rehearsal else (PROBE, None)
+    return Asked(recipe, overrides, folder.row(recipe).path.parent, probe, scale.distilled, target, threads)
 
 
 def jobs(folder: Folder, machine: Machine, worker: Worker) -> list[Job]:
@@ -107,9 +110,12 @@ def main() -> int:
     if refused(suite):
         return 1
     try:
-        return suite.run(jobs(folder, suite.machine, worker))
+        code = suite.run(jobs(folder, suite.machine, worker))
     finally:
         worker.end()
+    if not suite.machine.rehearsal:
+        print("\n".join(report.distilled(suite.results.known.get(SECTION, {}))), flush=True)
+    return code
 
 
 if __name__ == "__main__":
