@@ -51,6 +51,7 @@ class Cascade(CachedDrafter):
     """
 
     captured = False  # how many rounds a draft takes is asked of the device
+    samples = True
 
     def __init__(self, options: CascadeOptions, target: Target) -> None:
         super().__init__()

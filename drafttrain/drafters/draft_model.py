@@ -35,6 +35,8 @@ class DraftModelOptions:
 class DraftModel(CachedDrafter):
     """Chain drafter with its own cache; at temperature above 0 it samples and reports the law q of every draft."""
 
+    samples = True
+
     def __init__(self, options: DraftModelOptions, target: Target) -> None:
         super().__init__()
         if options.draft_length < 1:
