@@ -87,7 +87,7 @@ class Cascade(CachedDrafter):
         if self.training and self.inner.trained:
             no_rows_B0 = batch.token_BT[:, :0]
             with torch.no_grad():
-                hidden = self.model(batch.token_BT, None, None, batch.position_BT, self.inner.taps, no_rows_B0).hidden
+                hidden = self.model(batch.token_BT, None, batch.sees(), batch.position_BT, self.inner.taps, no_rows_B0).hidden
             for prediction in self.inner.predict(replace(batch, hidden=hidden)):
                 yield replace(prediction, counted=False)
 
