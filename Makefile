@@ -11,7 +11,11 @@ KERNELS := $(wildcard kernels/*/*.c* kernels/*/*/*.c* kernels/*/*/*.h* tests/ker
 GPU_PYTHON ?= $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
 GPU_FLAGS = $(if $(REHEARSE),--rehearse) $(if $(FORCE),--force) $(if $(RESULTS),--results $(RESULTS)) $(if $(REAL),--real $(REAL))
 
-.PHONY: help install quickstart test test-all checks kernels gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 clean
+STEPS ?= 1200
+NODES ?= 18
+FLAGS ?=
+
+.PHONY: help install quickstart test test-all checks kernels gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -47,6 +51,9 @@ checks: install  ## ruff, mypy, clang-format and the fast tests
 	$(BIN)/mypy
 	$(if $(KERNELS),$(BIN)/clang-format --dry-run --Werror $(KERNELS))
 	$(BIN)/python -m pytest
+
+families: install  ## all families with one budget, side by side: an hour on two CPU cores (STEPS=1200 NODES=18 FLAGS=...)
+	$(BIN)/python benchmarks/families.py --steps $(STEPS) --nodes $(NODES) --doc docs/families/README.md $(FLAGS)
 
 kernels: install  ## compile the operators now rather than at their first use
 	$(BIN)/python -m drafttrain.ops.build

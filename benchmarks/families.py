@@ -1,9 +1,11 @@
 """All families with one budget, side by side: the table and the plot of docs/families/README.md.
 
-    python benchmarks/families.py [--steps 1200] [--nodes 18] [--only NAME ...] [--target DIR] [--out DIR] [--doc FILE]
+    python benchmarks/families.py [--steps 1200] [--nodes 18] [--only NAME ...] [--out DIR] [--doc FILE]
+                                  [--target DIR --data FILE --prompts FILE]
 
 Runs `drafttrain fit recipe=NAME` for every recipe of the embedded target, with equal data, steps, batch and tree nodes; what
-has run with these settings is not run again. --target: any transformers model directory instead of the embedded one.
+has run with these settings is not run again. --target: any transformers model directory instead of the embedded one, with
+conversations that it wrote and prompts for it.
 """
 
 from __future__ import annotations
@@ -25,13 +27,18 @@ from drafttrain.checkpoint import load_drafter
 from drafttrain.commands.quiet import quiet
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import collate, load_dataset
+from drafttrain.data.prompts import load_prompts
 from drafttrain.features.online import Online
 from drafttrain.losses import LossOptions, Objective
+from drafttrain.measure.cases import encode_cases
+from drafttrain.sampling import Sampling
+from drafttrain.speculate import Decoder
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+COPIED = 0.25  # the share from which on a prompt counts as copying
 ROWS = 4  # conversations that training FLOPs are counted on
 
 
@@ -42,12 +49,16 @@ class Budget:
     batch: int
     minutes: float
     target: str | None
+    data: str | None
+    prompts: str | None
 
     def overrides(self) -> list[str]:
         given = [f"train.steps={self.steps}", f"train.checkpoint_every={self.steps}", f"train.global_batch={self.batch}"]
         given += [f"train.micro_batch={self.batch}", f"decode.tree_nodes={self.nodes}", f"measure.minutes={self.minutes}"]
         given += ["measure.batch_sizes=[1]", "measure.transformers=false", "logger=none"]
-        return given + ([] if self.target is None else ["target=hf", f"target.path={self.target}"])
+        given += [] if self.target is None else ["target=hf", f"target.path={self.target}"]
+        given += [] if self.data is None else [f"data.path={self.data}"]
+        return given + ([] if self.prompts is None else [f"measure.prompts={self.prompts}"])
 
 
 def recipes() -> list[str]:
@@ -73,12 +84,41 @@ def run(name: str, budget: Budget, out: Path) -> Path:
     return newest
 
 
-def flops(folder: Path, loaded: LoadedTarget) -> float | None:
+def fresh(report: dict[str, Any], loaded: LoadedTarget) -> set[int]:
+    """The prompts that the target answers without copying: few of its answer's 4-grams stood in the text before."""
+    asked = load_prompts(report["measure"]["prompts"], report["measure"]["limit"])
+    length = report["measure"]["decode"]["max_new_tokens"]
+    cases, _ = encode_cases(asked, loaded.tokenizer, loaded.target.shape.max_positions - length)
+    decoder = Decoder(loaded.target, None, "greedy", Sampling(), loaded.target.stop_ids, length)
+    results = decoder.run([case.tokens for case in cases], 8).results
+    return {c.question_id for c, r in zip(cases, results, strict=True) if copied(c.tokens, r.tokens) < COPIED}
+
+
+def copied(prompt: list[int], output: list[int], size: int = 4) -> float:
+    """The share of the output's tokens that end a `size`-gram which stood in the text before."""
+    text, seen, count = [*prompt, *output], set(), 0
+    for end in range(size, len(text) + 1):
+        gram = tuple(text[end - size : end])
+        count += end > len(prompt) and gram in seen
+        seen.add(gram)
+    return count / max(1, len(output))
+
+
+def tau_of(entry: dict[str, Any], chosen: set[int]) -> float | None:
+    """Pooled over these prompts."""
+    found = [p for p in entry["per_prompt"] if p["question_id"] in chosen and p["tau"]]
+    verifications = sum((p["tokens"] - 1) / p["tau"] for p in found)
+    return sum(p["tokens"] - 1 for p in found) / verifications if verifications else None
+
+
+def flops(folder: Path, loaded: LoadedTarget, data: str | None) -> float | None:
     """Of the drafter's forward and backward pass, by supervised token; the target's own forward is not in it."""
     drafter, _ = load_drafter(folder, loaded.target)
     if not drafter.trained:
         return None
-    rows = load_dataset(DataOptions(limit=100), loaded.tokenizer, progress=False).train[:ROWS]
+    length = min(DataOptions.max_length, loaded.target.shape.max_positions)
+    options = DataOptions(path=data or DataOptions.path, limit=100, max_length=length)
+    rows = load_dataset(options, loaded.tokenizer, progress=False).train[:ROWS]
     batch = Online(loaded.target, drafter.taps).fill(collate(rows, 0).to(loaded.target.device))
     objective = Objective(drafter.train(), loaded.target, LossOptions())
     with FlopCounterMode(display=False) as counter:
@@ -87,19 +127,27 @@ def flops(folder: Path, loaded: LoadedTarget) -> float | None:
     return counter.get_total_flops() / int(batch.mask_BT.sum())
 
 
-def row(name: str, folder: Path, loaded: LoadedTarget) -> dict[str, Any]:
-    found = figures(name, folder)
-    return found | {"flops": flops(folder / "checkpoints" / found["checkpoint"], loaded)}
+def report_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return found
 
 
-def figures(name: str, folder: Path) -> dict[str, Any]:
-    """From the run's report: all of its row but what training costs."""
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    entry = next(e for e in report["checkpoints"] if e["name"] == report["best"])
-    training = report["training"] or {}
+def best_of(report: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(e for e in report["checkpoints"] if e["name"] == report["best"])
+    return found
+
+
+def row(name: str, folder: Path, loaded: LoadedTarget, data: str | None, chosen: set[int]) -> dict[str, Any]:
+    report = report_of(folder)
+    spent = flops(folder / "checkpoints" / report["best"], loaded, data)
+    return figures(name, report) | {"fresh": tau_of(best_of(report), chosen), "flops": spent}
+
+
+def figures(name: str, report: dict[str, Any]) -> dict[str, Any]:
+    """What the report alone tells."""
+    entry, training = best_of(report), report["training"] or {}
     return {
         "family": name,
-        "checkpoint": entry["name"],
         **{key: entry[key] for key in ("tau", "expected_tau", "draft_cost", "verify_cost", "verify_nodes", "speedup")},
         "exact": f"{entry['exact_matches']}/{entry['prompts']}",
         "alpha": [a[0] for a in entry["alpha_by_position"]],
@@ -113,11 +161,12 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    header = ["recipe", "tau", "expected", "alpha by position", "c_d", "c_v", "nodes", "speedup", "exact", "parameters"]
-    header += ["training tokens/s", "MFLOP / token"]
+    header = ["recipe", "tau", "without copying", "expected", "alpha by position", "c_d", "c_v", "nodes", "speedup"]
+    header += ["exact", "parameters", "training tokens/s", "MFLOP / token"]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for r in sorted(rows, key=lambda r: -r["tau"]):
-        cells = [r["family"], number(r["tau"]), number(r["expected_tau"]), " ".join(number(a) for a in r["alpha"][:6])]
+        cells = [r["family"], number(r["tau"]), number(r["fresh"]), number(r["expected_tau"])]
+        cells += [" ".join(number(a) for a in r["alpha"][:6])]
         cells += [number(r["draft_cost"]), number(r["verify_cost"]), number(r["verify_nodes"], 1), number(r["speedup"])]
         cells += [r["exact"], f"{r['parameters']:,}", number(r["tokens_per_s"], 0)]
         cells += ["" if r["flops"] is None else number(r["flops"] / 1e6, 0)]
@@ -158,16 +207,19 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--target")
+    parser.add_argument("--data")
+    parser.add_argument("--prompts")
     parser.add_argument("--out", type=Path, default=Path("outputs/families"))
     parser.add_argument("--doc", type=Path)
     given = parser.parse_args()
     quiet()
-    budget = Budget(given.steps, given.nodes, given.batch, given.minutes, given.target)
+    budget = Budget(given.steps, given.nodes, given.batch, given.minutes, given.target, given.data, given.prompts)
     names = given.only or recipes()
     folders = {name: run(name, budget, given.out) for name in names}
     target = TargetOptions() if given.target is None else TargetOptions(name="hf", path=given.target)
     loaded = load_target(target)
-    rows = [row(name, folder, loaded) for name, folder in folders.items()]
+    chosen = fresh(report_of(next(iter(folders.values()))), loaded)
+    rows = [row(name, folder, loaded, budget.data, chosen) for name, folder in folders.items()]
     text = table(rows)
     print(text)
     (given.out / "families.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
@@ -175,8 +227,8 @@ def main() -> int:
     if given.doc is not None:
         spent = f"{budget.steps} steps of {budget.batch} conversations, trees of {budget.nodes} nodes"
         plot(rows, given.doc.parent / "families.png")
-        command = f"python benchmarks/families.py --steps {budget.steps} --nodes {budget.nodes}"
-        note = f"{spent}, {torch.get_num_threads()} CPU threads; `{command}`"
+        command = f"make families STEPS={budget.steps} NODES={budget.nodes}"
+        note = f"{spent}, {len(chosen)} prompts without copying, {torch.get_num_threads()} CPU threads; `{command}`"
         write(given.doc, f"{note}\n\n{text}\n\n![tau and speedup by recipe](families.png)")
     return 0
 

@@ -118,6 +118,14 @@ class TrainBatch:
         same_BAT = self.document_BT[:, None] == document_BA[..., None]
         return same_BAT & (column_T <= anchors.source_BA[..., None])
 
+    def sees(self) -> Tensor | None:
+        """[B, T, T] what each position sees of its own document; None where no row holds two: the causal mask says it all."""
+        first_B1 = self.document_BT[:, :1]
+        if not bool(((self.document_BT != first_B1) & (self.document_BT >= 0)).any()):
+            return None
+        column_T = torch.arange(self.token_BT.shape[1], device=self.token_BT.device)
+        return (self.document_BT[:, None] == self.document_BT[..., None]) & (column_T <= column_T[:, None])
+
     def after(self, k: int) -> Tensor:
         """[B, T] the token k positions later; token 0 where the sequence has ended (no pair reads it there)."""
         if k == 0:

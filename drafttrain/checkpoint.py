@@ -91,6 +91,21 @@ def load_drafter(directory: Path, target: Target) -> tuple[Drafter, CheckpointMe
     return drafter.to(target.device).eval(), meta
 
 
+def start_weights(directory: Path, family: str, drafter: Drafter) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that this drafter, of whichever target, can start its training from.
+
+    Raises UserError for a damaged checkpoint, another family, and tensors that do not fill this drafter.
+    """
+    meta = read_meta(directory)
+    if meta.family != family:
+        raise UserError(
+            f"train.init {directory} is of the family {meta.family}, this drafter of {family}; give one of {family}"
+        )
+    state = _read_weights(directory, meta)
+    _check_state(directory, drafter.state_dict(), state, "give the options it was trained with, or leave out train.init")
+    return state
+
+
 def read_weights(directory: Path) -> dict[str, Tensor]:
     """The drafter's own tensors as they were saved. Raises UserError for a damaged file."""
     return _read_weights(directory, read_meta(directory))
@@ -194,16 +209,16 @@ def _build(directory: Path, meta: CheckpointMeta, target: Target) -> Drafter:
     return family.build(family.options(**values), target)
 
 
-def _check_state(directory: Path, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
+def _check_state(directory: Path, expected: Mapping[str, Tensor], got: Mapping[str, Tensor], way_out: str = ANOTHER) -> None:
     file = directory / WEIGHTS
     missing, unexpected = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
     if missing or unexpected:
         lacks = f"lacks {_list(missing)}" if missing else ""
         has = f"has unexpected {_list(unexpected)}" if unexpected else ""
-        raise UserError(f"{file}: does not fill this drafter: {' and '.join(filter(None, (lacks, has)))}; {ANOTHER}")
+        raise UserError(f"{file}: does not fill this drafter: {' and '.join(filter(None, (lacks, has)))}; {way_out}")
     for name, tensor in expected.items():
         if tensor.shape != got[name].shape:
-            raise UserError(f"{file}: {name} is {list(got[name].shape)}, this drafter's is {list(tensor.shape)}; {ANOTHER}")
+            raise UserError(f"{file}: {name} is {list(got[name].shape)}, this drafter's is {list(tensor.shape)}; {way_out}")
 
 
 def _list(names: list[str]) -> str:

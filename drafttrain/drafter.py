@@ -41,6 +41,9 @@ class Drafter(nn.Module, ABC):
     taps: Taps
     draft_length: int  # K: depth of the deepest proposal
     captured: bool = True  # observe, absorb and propose neither ask the device nor change shape: a CUDA graph can hold them
+    samples: bool = (
+        False  # at a temperature above 0 the proposals are chains drawn from the drafter's own law, which they carry
+    )
     trained: bool = True  # False: nothing is learnt, `predict` says nothing, and `fit` goes straight to the measurement
 
     @abstractmethod

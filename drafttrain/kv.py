@@ -232,14 +232,19 @@ def visible(length_B: Tensor, longest: int, ancestor_BNN: Tensor) -> Tensor:
     return (node_BP < 0)[:, None] | (scratch_BNP & inside_BP[:, None])
 
 
-def seen(kv: KVCache, ancestor_BNN: Tensor | None, position_BN: Tensor, window: int | None) -> Tensor:
-    """[B, N, P] bool: what each new position attends to: the prefix and its ancestors, within the window by position."""
+def seen(kv: KVCache | None, ancestor_BNN: Tensor | None, position_BN: Tensor, window: int | None) -> Tensor:
+    """[B, N, P] bool: what each new position attends to: the prefix and its ancestors, within the window by position.
+
+    kv None: there is no prefix.
+    """
     B, N = position_BN.shape
     if ancestor_BNN is None:
         ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=position_BN.device).tril().expand(B, N, N)
-    seen_BNP = visible(kv.length_B, kv.longest, ancestor_BNN)
+    seen_BNP = ancestor_BNN if kv is None else visible(kv.length_B, kv.longest, ancestor_BNN)
     if window is None:
         return seen_BNP
+    if kv is None:
+        return seen_BNP & (position_BN[..., None] - position_BN[:, None] < window)
     key_BP = torch.arange(seen_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
     key_BP = key_BP.scatter(1, kv.length_B[:, None] + torch.arange(N, device=position_BN.device), position_BN)
     return seen_BNP & (position_BN[..., None] - key_BP[:, None] < window)

@@ -14,15 +14,18 @@ from torch.utils.checkpoint import checkpoint
 
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Drafter
-from drafttrain.ops.divergence import outcome
+from drafttrain.ops import divergence
 from drafttrain.target import FINAL, Target
+
+END_TO_END = "e2e_tv"
+NAMES = (*divergence.NAMES, END_TO_END)
 
 
 @dataclass
 class LossOptions:
     """The divergence between the drafter's law q and the target's law p."""
 
-    name: str = "kl"  # ce: the token itself. kl: KL(p || q). rkl: KL(q || p). jsd, tvd. lk: -log sum min(p, q)
+    name: str = "kl"  # ce: the token itself. kl: KL(p || q). rkl: KL(q || p). jsd, tvd. lk: -log sum min(p, q). e2e_tv
     chunk: int = 1024  # predictions whose logits are in memory at once
 
 
@@ -36,7 +39,7 @@ class Outcome(torch.autograd.Function):
     def forward(
         ctx: Any, logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found = outcome(logits_CV, law_logits_CV, label_C, name, ctx.needs_input_grad[0])
+        found = divergence.outcome(logits_CV, law_logits_CV, label_C, name, ctx.needs_input_grad[0])
         if found.slope_CV is not None:
             ctx.save_for_backward(found.slope_CV)
         ctx.mark_non_differentiable(found.hit_C, found.mass_C)
@@ -49,19 +52,23 @@ class Outcome(torch.autograd.Function):
 
 
 def restricted(
-    logits_CD: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str, vocab_D: Tensor
+    logits_CD: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str, vocab_D: Tensor, whole: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`Outcome` of a drafter whose vocabulary is a part of the target's (arXiv 2503.01840, the official code).
 
     The loss is against the target's law over that part, renormalised, and 0 where the target's likeliest token (ce: the
-    label) lies outside. Hits and acceptance are those of the whole vocabulary, in which the drafter has nothing outside.
+    label) lies outside. Hits and acceptance are those of the whole vocabulary, in which the drafter has nothing outside;
+    whole: the loss is too, one minus the acceptance.
     """
     place_V = torch.full_like(law_logits_CV[0], -1, dtype=torch.long)
     place_V = place_V.index_copy(0, vocab_D, torch.arange(len(vocab_D), device=vocab_D.device))
     best_C, part_CD = law_logits_CV.argmax(-1), law_logits_CV[:, vocab_D].contiguous()
     loss_C, hit_C, _ = Outcome.apply(logits_CD, part_CD, place_V[label_C].clamp_min(0), name)
     p_CD = (part_CD.float() - law_logits_CV.float().logsumexp(-1, keepdim=True)).exp()
-    mass_C = torch.minimum(logits_CD.detach().float().softmax(-1), p_CD).sum(-1)
+    mass_C = torch.minimum(logits_CD.float().softmax(-1), p_CD).sum(-1)
+    if whole:
+        return 1.0 - mass_C, hit_C & (place_V[best_C] >= 0), mass_C.detach()
+    mass_C = mass_C.detach()
     learnt_C = place_V[label_C if name == "ce" else best_C] >= 0
     return torch.where(learnt_C, loss_C, 0.0), hit_C & (place_V[best_C] >= 0), mass_C
 
@@ -93,6 +100,36 @@ class StepCounts:
         return StepCounts(*packed_6K)
 
 
+class Reach:
+    """The end-to-end objective: of every source 1 - (1/K) sum over depths j of P(its first j drafts are accepted), where each
+    is accepted with its own alpha = sum min(p, q). K times this, and the bonus token, is what one verification is short of.
+
+    The weights of the steps are its own; a family's decay is not applied. A depth without a label counts as accepted for
+    the depths below it.
+    """
+
+    def __init__(self, batch: TrainBatch, depths: int) -> None:
+        self.batch, self.depths = batch, depths
+        self.alive_P = batch.token_BT.new_ones(batch.token_BT.numel(), dtype=torch.float32)
+
+    def missed(self, prediction: Prediction, loss_M: Tensor) -> Tensor:
+        """[M] P(not all drafts from the source to this depth are accepted), or by label, summed over the depths, for a
+        prediction that stands for all of them. loss_M: 1 - alpha."""
+        if not prediction.every_step:
+            return self._deeper(prediction.source_M, 1.0 - loss_M)
+        alpha_P = torch.ones_like(self.alive_P).scatter(0, prediction.label_M, 1.0 - loss_M)
+        sum_P = torch.zeros_like(self.alive_P)
+        for depth in range(self.depths):
+            pairs = self.batch.future(depth + 2)
+            sum_P = sum_P.index_add(0, pairs.label_M, self._deeper(pairs.source_M, alpha_P[pairs.label_M]))
+        return sum_P[prediction.label_M]
+
+    def _deeper(self, source_M: Tensor, alpha_M: Tensor) -> Tensor:
+        alive_M = self.alive_P[source_M] * alpha_M
+        self.alive_P = self.alive_P.scatter(0, source_M, alive_M)
+        return 1.0 - alive_M
+
+
 class Objective(nn.Module):
     """Drafter and loss in one module, so that the engine wraps all that is trained.
 
@@ -111,12 +148,15 @@ class Objective(nn.Module):
         token_P = batch.token_BT.flatten()
         alive_P = torch.ones_like(token_P, dtype=torch.bool)
         total, rows, held = final_PH.new_zeros((), dtype=torch.float32), [], 0
+        reach = Reach(batch, self.drafter.draft_length) if self.options.name == END_TO_END else None
         own = next(self.drafter.parameters()).dtype
         for prediction in self.drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
             law_MH = final_PH[batch.law_at(prediction.label_M)]
             held += len(prediction.label_M)
             step = self._step(prediction, law_MH, token_P[prediction.label_M], whole=held <= self.options.chunk)
             weight = prediction.weight
+            if reach is not None and prediction.counted:
+                weight, step = 1.0 / self.drafter.draft_length, replace(step, loss_M=reach.missed(prediction, step.loss_M))
             total = total + ((weight * step.loss_M).sum() if isinstance(weight, Tensor) else weight * step.loss_M.sum())
             if prediction.aux is not None:
                 total = total + prediction.aux
@@ -140,9 +180,10 @@ class Objective(nn.Module):
         def chunk(hidden_CH: Tensor, law_CH: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             with torch.no_grad():
                 law_logits_CV = self._target[0].head(law_CH)
-            logits_CV, name = prediction.head(hidden_CH), self.options.name
+            logits_CV, end_to_end = prediction.head(hidden_CH), self.options.name == END_TO_END
+            name = "tvd" if end_to_end else self.options.name
             if prediction.vocab_D is not None:
-                return restricted(logits_CV, law_logits_CV, label_C, name, prediction.vocab_D)
+                return restricted(logits_CV, law_logits_CV, label_C, name, prediction.vocab_D, whole=end_to_end)
             found: tuple[Tensor, Tensor, Tensor] = Outcome.apply(logits_CV, law_logits_CV, label_C, name)
             return found
 

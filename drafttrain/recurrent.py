@@ -47,6 +47,7 @@ class Recurrent(CachedDrafter):
     def __init__(self, proposal: Proposal, target: Target) -> None:
         super().__init__()
         self.proposal, self.draft_length = proposal, proposal.draft_length
+        self.samples = proposal.kind == "chain"
         self._target = [target]  # in a list: read, never trained or saved with the drafter
 
     @property

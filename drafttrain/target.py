@@ -84,7 +84,7 @@ class Target(Protocol):
     ) -> TargetOut:
         """Run N new positions per row after the cached prefix.
 
-        kv None: a plain causal pass over whole sequences. ancestor_BNN None: causal among the new positions.
+        kv None: a pass over whole sequences. ancestor_BNN, what sees what among the new positions; None: causal.
         logit_row_BR: the positions to give logits for; None gives all, an empty R none.
         """
         ...

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from rich.console import Console as RichConsole
+from torch import Tensor
 
-from drafttrain.checkpoint import list_checkpoints
+from drafttrain.checkpoint import list_checkpoints, start_weights
 from drafttrain.commands.measure import measure_run
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.rundir import RunDirectory
@@ -19,9 +20,9 @@ from drafttrain.data.prompts import load_prompts
 from drafttrain.drafter import Drafter, trainable
 from drafttrain.drafters import families
 from drafttrain.errors import UserError
+from drafttrain.losses import NAMES as LOSSES
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.ops import library
-from drafttrain.ops.divergence import NAMES as DIVERGENCES
 from drafttrain.targets.load import LoadedTarget, device_of, load_target
 from drafttrain.train.engine import World, accumulation, join_world, leave_world, settings
 from drafttrain.train.logger import Logger
@@ -69,15 +70,16 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
             raise UserError(f"train.{name} is {getattr(options.train, name)}; set it to 1 or more")
     if options.decode.tree_nodes is not None and options.decode.tree_nodes < 1:
         raise UserError(f"decode.tree_nodes is {options.decode.tree_nodes}; set it to 1 or more, or null: as many as pay")
-    if options.loss.chunk < 1 or options.loss.name not in DIVERGENCES:
+    if options.loss.chunk < 1 or options.loss.name not in LOSSES:
         loss = options.loss
-        choice = f"choose {', '.join(DIVERGENCES)}, and a chunk of 1 or more"
+        choice = f"choose {', '.join(LOSSES)}, and a chunk of 1 or more"
         raise UserError(f"loss.name is {loss.name!r}, loss.chunk {loss.chunk}; {choice}")
     if options.measure.enabled:
         load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
     torch.manual_seed(options.train.seed)
     loaded = load_target(options.target)
     drafter = _build(options, loaded)
+    start = _start(options, drafter)
     about, where = loaded.description, loaded.description["path"] or loaded.description["name"]
     size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
     console.say(f"target: {about['architecture']}, {size} ({where}, {about['runner']} runner)")
@@ -90,24 +92,36 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     operators = library.state_on(loaded.target.device)
     if not operators.loaded:
         console.say(f"operators: {operators.text}")
-    console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters")
+    console.say(
+        f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters"
+        + (f", from {options.train.init}" if start else "")
+    )
     data = Dataset([], [], {})
     if drafter.trained:
         data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
         counts = f"{data.summary['conversations']:,} conversations, {data.summary['supervised_tokens']:,} supervised tokens"
         console.say(f"data: {counts} ({options.data.path})")
-    family = options.drafter.family
     return Job(
         loaded,
         drafter,
-        family,
+        options.drafter.family,
         asdict(options.drafter),
         data,
         options.train,
         options.deepspeed,
         options.loss,
         options.decode.tree_nodes,
+        start,
     )
+
+
+def _start(options: RunOptions, drafter: Drafter) -> dict[str, Tensor] | None:
+    init = options.train.init
+    if init is None:
+        return None
+    if not drafter.trained:
+        raise UserError(f"train.init is {init!r}; {options.drafter.family} trains nothing, leave it out")
+    return start_weights(Path(init).expanduser(), options.drafter.family, drafter)
 
 
 def _build(options: RunOptions, loaded: LoadedTarget) -> Drafter:

@@ -51,6 +51,7 @@ class Cascade(CachedDrafter):
     """
 
     captured = False  # how many rounds a draft takes is asked of the device
+    samples = True
 
     def __init__(self, options: CascadeOptions, target: Target) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class Cascade(CachedDrafter):
         if self.training and self.inner.trained:
             no_rows_B0 = batch.token_BT[:, :0]
             with torch.no_grad():
-                hidden = self.model(batch.token_BT, None, None, batch.position_BT, self.inner.taps, no_rows_B0).hidden
+                hidden = self.model(batch.token_BT, None, batch.sees(), batch.position_BT, self.inner.taps, no_rows_B0).hidden
             for prediction in self.inner.predict(replace(batch, hidden=hidden)):
                 yield replace(prediction, counted=False)
 

@@ -35,6 +35,8 @@ class DraftModelOptions:
 class DraftModel(CachedDrafter):
     """Chain drafter with its own cache; at temperature above 0 it samples and reports the law q of every draft."""
 
+    samples = True
+
     def __init__(self, options: DraftModelOptions, target: Target) -> None:
         super().__init__()
         if options.draft_length < 1:
@@ -45,7 +47,7 @@ class DraftModel(CachedDrafter):
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Teacher-forced next tokens: the same model drafts every depth, so one prediction stands for all."""
         no_rows_B0 = batch.token_BT[:, :0]
-        final_BTH = self.lm(batch.token_BT, None, None, batch.position_BT, Taps(final=True), no_rows_B0).hidden[FINAL]
+        final_BTH = self.lm(batch.token_BT, None, batch.sees(), batch.position_BT, Taps(final=True), no_rows_B0).hidden[FINAL]
         pairs = batch.future(1)
         hidden_MH = final_BTH.flatten(0, 1)[pairs.source_M]
         yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.lm.head, every_step=True)

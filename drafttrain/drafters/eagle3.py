@@ -32,7 +32,8 @@ class Eagle3Options:
     family: str = "eagle3"
     steps: int = 3  # of training-time test
     draft_length: int = 4
-    taps: list[int] | None = None  # three block outputs, from 0; None: 1, n/2 - 1, n - 4
+    taps: list[int] | None = None  # three block outputs, from 0; None: by the rule
+    tap_rule: str = "official"  # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks
     step_decay: float = 0.8  # step i (from 0) weighs step_decay ** i in the loss
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data; None: all
     fc_norm: bool = False  # EAGLE 3.1: an RMS norm of each tapped state
@@ -73,7 +74,7 @@ class Eagle3(Recurrent):
             raise UserError(f"drafter.steps is {options.steps}; set it to 1 or more")
         if vocab is not None and not 1 <= vocab <= shape.vocab_size:
             raise UserError(f"drafter.draft_vocab is {vocab}; the target has {shape.vocab_size} tokens, leave it out for all")
-        blocks = options.taps if options.taps is not None else default_taps(shape.blocks)
+        blocks = options.taps if options.taps is not None else default_taps(shape.blocks, options.tap_rule)
         self.taps, self.norm_output = Taps(tuple(blocks)), options.norm_output
         self.taps.check(shape.blocks)
         self.steps, self.decay = options.steps, options.step_decay
@@ -134,8 +135,12 @@ class Eagle3(Recurrent):
             yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, weight, vocab_D=self.ids)
 
 
-def default_taps(blocks: int) -> list[int]:
-    """Low, middle and high block outputs of the official recipe; shallow targets get what they have."""
+def default_taps(blocks: int, rule: str = "official") -> list[int]:
+    """Low, middle and high block outputs; shallow targets get what they have. Raises UserError for an unknown rule."""
+    if rule not in ("official", "thirds"):
+        raise UserError(f"drafter.tap_rule is {rule!r}; choose official or thirds, or give drafter.taps")
+    if rule == "thirds":
+        return sorted({max(blocks * third // 3 - 1, 0) for third in (1, 2, 3)})
     return sorted({min(1, blocks - 1), max(blocks // 2 - 1, 0), max(blocks - 4, 0)})
 
 

@@ -20,5 +20,5 @@ class Online:
     def fill(self, batch: TrainBatch) -> TrainBatch:
         """The objective needs the post-norm output beside the drafter's own taps: it is the target's law before the head."""
         no_rows_B0 = batch.token_BT[:, :0]
-        out = self.target(batch.token_BT, None, None, batch.position_BT, self.taps | Taps(final=True), no_rows_B0)
+        out = self.target(batch.token_BT, None, batch.sees(), batch.position_BT, self.taps | Taps(final=True), no_rows_B0)
         return replace(batch, hidden=out.hidden)

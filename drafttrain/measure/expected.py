@@ -72,11 +72,6 @@ def _arrivals(hits: Hits, paths: Sequence[Path], sampled: bool) -> Tensor:
     return hits.mass_MK[:, : max(map(len, paths))].double().cumprod(-1)
 
 
-def is_chain(paths: Sequence[Path]) -> bool:
-    """True when the proposal has one node per depth."""
-    return all(len(path) == depth for depth, path in enumerate(sorted(paths, key=len), start=1))
-
-
 def gap(expected: float | None, measured: float | None) -> float | None:
     """Relative difference of the prediction from the measurement: expected / measured - 1."""
     return None if expected is None or not measured else expected / measured - 1.0

@@ -17,7 +17,7 @@ from drafttrain.measure.bench import Bench, Watch
 from drafttrain.measure.cases import Case, encode_cases
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, whole
-from drafttrain.measure.expected import forced_hits, is_chain
+from drafttrain.measure.expected import forced_hits
 from drafttrain.measure.flags import flags
 from drafttrain.measure.floor import step_floor
 from drafttrain.measure.plan import Budget
@@ -99,7 +99,7 @@ def _evidence(
     ours = bench.decode_all(f"{name}: acceptance", drafter, cases)
     limits = [depth for depth in (bench.decode.draft_length, bench.decode.window) if depth is not None]
     tokens, paths = [r.tokens for r in ours], [p for p in drafter.paths() if len(p) <= min(limits, default=len(p))]
-    sampled = not bench.sampling.greedy and is_chain(paths)
+    sampled = not bench.sampling.greedy and drafter.samples
     identical = bench.sampling.greedy or bench.decode.policy == "coupled"  # what plain decoding with the same keys gives
     return Evidence(
         cases=cases,

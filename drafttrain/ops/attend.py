@@ -89,6 +89,8 @@ class Step:
     def _mask(self, window: int | None, groups: int) -> Tensor | None:
         kv, N, device = self.kv, self.position_BN.shape[1], self.position_BN.device
         if kv is None:
+            if self.ancestor_BNN is not None:
+                return additive(seen(None, self.ancestor_BNN, self.position_BN, window), self.cos_MD.dtype)
             if window is None or window >= N:
                 return None
             apart_NN = torch.arange(N, device=device)[:, None] - torch.arange(N, device=device)

@@ -147,10 +147,10 @@ class HFTarget(PrunedTarget):
         inputs: dict[str, Any] = {"input_ids": token_BN}
         if "position_ids" in self._accepts:
             inputs["position_ids"] = position_BN
-        if kv is None:
-            inputs["use_cache"] = False
-        else:
-            inputs |= {"use_cache": True, "past_key_values": SlotCache(kv)}
+        inputs["use_cache"] = kv is not None
+        if kv is not None:
+            inputs["past_key_values"] = SlotCache(kv)
+        if kv is not None or ancestor_BNN is not None:
             inputs["attention_mask"] = self._mask(kv, ancestor_BNN, position_BN)
         self._captured, self._wanted = {}, frozenset(taps.blocks)
         final_BNH = self.backbone[0](**inputs).last_hidden_state
@@ -167,7 +167,7 @@ class HFTarget(PrunedTarget):
         rows_BRH = final_BNH.gather(1, logit_row_BR[..., None].expand(-1, -1, final_BNH.shape[-1]))
         return TargetOut(self.head(rows_BRH), hidden)
 
-    def _mask(self, kv: KVCache, ancestor_BNN: Tensor | None, position_BN: Tensor) -> Any:
+    def _mask(self, kv: KVCache | None, ancestor_BNN: Tensor | None, position_BN: Tensor) -> Any:
         """Additive [B, 1, N, P]; for models that mix full and sliding layers, one per layer type."""
         full = additive(seen(kv, ancestor_BNN, position_BN, None), self.dtype)
         if self._window is None:

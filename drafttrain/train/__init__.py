@@ -23,6 +23,7 @@ class TrainOptions:
     min_lr: float = 0.0  # share of lr at the end
     precision: str = "float32"  # of the drafter: float32 | bfloat16
     seed: int = 0
+    init: str | None = None  # a checkpoint directory of the same family, whose weights training starts from
     log_every: int = 10
     checkpoint_every: int = 200
     keep_last: int = 2  # plus the best, by expected tau on the held-out conversations

@@ -41,7 +41,9 @@ from drafttrain.treesize import best_nodes
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained on what. options: the family's own, for the checkpoint. nodes: a tree's budget; None: as many as pay."""
+    """What is trained on what. options: the family's own, for the checkpoint. nodes: a tree's budget; None: as many as pay.
+    start: weights to begin with instead of the family's own.
+    """
 
     loaded: LoadedTarget
     drafter: Drafter
@@ -52,6 +54,7 @@ class Job:
     deepspeed: DeepSpeedOptions
     loss: LossOptions
     nodes: int | None
+    start: dict[str, Tensor] | None = None
 
 
 @dataclass
@@ -76,6 +79,8 @@ class Trainer:
         self.device = job.loaded.target.device
         job.drafter.to(self.device)
         job.drafter.prepare(lambda: token_counts(job.data.train, job.loaded.target.shape.vocab_size))
+        if job.start is not None:  # after the family has prepared itself from the data: the start has what it needs
+            job.drafter.load_state_dict(job.start)
         self.online = Online(job.loaded.target, job.drafter.taps)
         objective = Objective(job.drafter, job.loaded.target, job.loss)
         self.engine = Engine(objective, job.train, job.deepspeed, world)

@@ -102,14 +102,13 @@ def steps_for(asked: Asked) -> int:
 
 def row(asked: Asked, folder: Path) -> dict[str, Any]:
     """That of `benchmarks/families.py`; and by batch size, and what the drafter computes in."""
-    from benchmarks.families import figures
+    from benchmarks.families import best_of, figures, report_of
 
-    found = figures(asked.recipe, folder)
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    entry = next(e for e in report["checkpoints"] if e["name"] == found["checkpoint"])
+    report = report_of(folder)
+    found, entry = figures(asked.recipe, report), best_of(report)
     keys = ("speedup", "tau", "draft_cost", "verify_cost", "host_ms", "plain_step_ms", "tokens_per_s", "baseline_tokens_per_s")
     batches = {str(s["value"]): {k: s[k] for k in keys} for s in entry["slices"] if s["by"] == "batch_size"}
-    drafter, _ = load_drafter(folder / "checkpoints" / found["checkpoint"], load_target(asked.target).target)
+    drafter, _ = load_drafter(folder / "checkpoints" / entry["name"], load_target(asked.target).target)
     types = {str(p.dtype).removeprefix("torch.") for p in drafter.parameters()}
     precision = next(o.split("=")[1] for o in reversed(asked.overrides) if o.startswith("train.precision="))
     more = {"loops": entry["monitors"]["loops"], "unexplained": entry["unexplained"], "graphs": entry["graphs"]}

@@ -10,7 +10,8 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kernels.bench.machine import Machine
 
 END = "<|endoftext|>"
 RECORD = "record.json"
+PACKAGES = ("deepspeed", "hydra", "jinja2", "matplotlib", "omegaconf", "rich")  # that `drafttrain fit` needs beside torch
 # the reply goes on where the prompt ends: records of both keep their boundary, and a prompt alone is plain text
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
@@ -32,7 +34,8 @@ class Scale:
 
     text, taught: characters of sources at most, and of those that the tokenizer learns from. length, rows, micro: of a
     pretraining step. prompt: characters at least. asked, measured: prompts to distil from at most, and to measure by.
-    seconds: of gpu-real-1 in all; pretraining gets what the rest leaves. distilled: training of each drafter.
+    seconds: of gpu-real-1 in all; pretraining gets what the rest leaves. distilled: training of each drafter. distil: the
+    settings that all drafters share.
     """
 
     text: int
@@ -52,7 +55,7 @@ class Scale:
     most_pretraining: float
     answering: float
     distilled: float
-    distil: tuple[str, ...] = field(default=())
+    distil: tuple[str, ...]
 
 
 def shape(hidden: int, blocks: int, inner: int, heads: int, kv_heads: int) -> dict[str, int]:
@@ -79,6 +82,10 @@ TINY = Scale(
         "measure.repeats=1",
     ),
 )  # fmt: skip
+
+
+def lacking() -> list[str]:
+    return [name for name in PACKAGES if find_spec(name) is None]
 
 
 def scale_of(machine: Machine) -> Scale:

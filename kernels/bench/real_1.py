@@ -29,7 +29,7 @@ from kernels.bench import check, report
 from kernels.bench.corpus import collect
 from kernels.bench.machine import Machine
 from kernels.bench.pretrain import pretrain
-from kernels.bench.real import Folder, Part, Scale, scale_of, there
+from kernels.bench.real import Folder, Part, Scale, lacking, scale_of, there
 from kernels.bench.suite import Job, RedError, Suite
 
 SECTION = "real-1"
@@ -130,8 +130,10 @@ def main() -> int:
     maker = Maker(Folder(suite.arguments.real, suite.machine), suite.machine)
     print(f"folder: {maker.folder.path}; operators: {library.state_on(suite.machine.device).text}", flush=True)
     undone = suite.undone(check.SECTION, check.jobs(suite.machine))
-    if undone and not suite.machine.rehearsal:
-        print(f"note: gpu-real-2 will refuse: {len(undone)} checks of gpu-check have not passed here", flush=True)
+    reasons = [f"{len(undone)} checks of gpu-check have not passed here"] if undone and not suite.machine.rehearsal else []
+    reasons += [f"{', '.join(missing)} cannot be imported"] if (missing := lacking()) else []
+    if reasons:
+        print(f"note: gpu-real-2 will refuse: {'; '.join(reasons)}", flush=True)
     code = suite.run(jobs(maker))
     if not suite.machine.rehearsal:
         print("\n".join(report.material(suite.results.known.get(SECTION, {}))), flush=True)

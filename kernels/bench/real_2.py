@@ -20,7 +20,7 @@ from kernels.bench import report
 from kernels.bench.bench import refused
 from kernels.bench.distil import Asked, distil
 from kernels.bench.machine import Machine
-from kernels.bench.real import Folder, MissingError, Part, Scale, scale_of, there
+from kernels.bench.real import Folder, MissingError, Part, Scale, lacking, scale_of, there
 from kernels.bench.suite import Job, RedError, Suite
 
 SECTION = "real-2"
@@ -102,6 +102,9 @@ def kept(row: Part, asked: Asked, worker: Worker) -> dict[str, Any]:
 def main() -> int:
     suite, worker = Suite(SECTION, __doc__.splitlines()[0]), Worker()
     folder = Folder(suite.arguments.real, suite.machine)
+    if missing := lacking():
+        print(f"gpu-{SECTION}: {', '.join(missing)} cannot be imported; install what drafttrain depends on", file=sys.stderr)
+        return 1
     try:
         _ = folder.data.figures
     except MissingError as error:

@@ -94,6 +94,23 @@ def test_stop_tokens_inside_an_accepted_run_cut_exactly_there(name: str) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_proposal_carries_the_law_it_was_drawn_from_and_no_other(name: str) -> None:
+    """The verifier's rule, and what is expected of acceptance, depend on it."""
+    target = tiny_target()
+    drafter = build(name, target, noise=0.5)
+    for sampling in (Sampling(), Sampling(0.8, seed=3)):
+        seen: list[DraftTree] = []
+        propose = drafter.propose
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(drafter, "propose", lambda *a, p=propose, s=seen: s.append(p(*a)) or s[-1])
+            decode(target, drafter, prompts(2, seed=4), 2, tokens=8, sampling=sampling)
+        laws = {tree.q_BNV is not None for tree in seen}
+        assert laws == {drafter.samples and not sampling.greedy}
+        if drafter.samples:
+            assert all(set(path) == {0} for path in drafter.paths())
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_trained_is_what_is_drafted(name: str) -> None:
     """`predict` at the last committed position, given the drafts as text, names exactly the tokens `propose` drafted."""
     target = tiny_target()

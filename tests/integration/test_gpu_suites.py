@@ -86,6 +86,7 @@ def test_a_target_and_its_drafters_are_rehearsed(tmp_path: Path, monkeypatch: py
     first = run(checkout, "real_1", *given, "--results", str(results))
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
     folder = Folder(real, replace(GPU, rehearsal=True))
+    assert "gpu-real-2 will refuse: deepspeed, hydra," in first.stdout, "it runs without them"
     assert "rehearsed; no figures" in first.stdout and there(folder.data) and folder.conversations.stat().st_size < 1 << 20
     again = run(checkout, "real_1", *given)
     assert again.returncode == 0 and again.stdout.count(" is there\n") == 3

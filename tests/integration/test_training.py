@@ -96,7 +96,7 @@ def test_in_bfloat16_the_losses_are_nearly_those_of_float32(recipe: str, materia
     steps = (f"recipe={recipe}", "train.steps=6", "train.lr=1e-3")
     one = fit(material, tmp_path / "one", *steps)
     narrow = fit(material, tmp_path / "narrow", *steps, "train.precision=bfloat16")
-    assert losses(narrow) == pytest.approx(losses(one), rel=0.02) and losses(narrow) != losses(one)
+    assert losses(narrow) == pytest.approx(losses(one), rel=0.03) and losses(narrow) != losses(one)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from drafttrain.features.online import Online
 from drafttrain.losses import LossOptions, Objective, teacher_forced
 from drafttrain.ops.divergence import divergence
 from drafttrain.target import FINAL
+from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 
 
@@ -85,11 +86,61 @@ def test_chunks_change_neither_loss_nor_gradient(name: str, loss: str, chunk: in
         torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa"])
-def test_packed_documents_do_not_leak(name: str) -> None:
-    """A document's losses are the same alone and behind another one, when the target's states are (feature drafters)."""
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("name", sorted(families()))
+def test_the_end_to_end_loss_is_the_drafts_that_are_not_accepted(name: str, chunk: int) -> None:
+    """Against a loop over sources and depths, with the laws computed whole."""
     target = tiny_target()
     drafter = drafter_of(name, target).train()
+    if not drafter.trained:
+        pytest.skip("trains nothing: it has no loss")
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    total, counts = Objective(drafter, target, LossOptions("e2e_tv", chunk))(filled)
+    total.backward()
+    found = [p.grad.clone() for p in drafter.parameters()]
+    drafter.zero_grad()
+    naive, counted = naive_end_to_end(drafter, target, filled)
+    naive.backward()
+    torch.testing.assert_close(total, naive)
+    torch.testing.assert_close(float(counts.loss.sum()), counted)
+    for a, p in zip(found, drafter.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
+
+
+def naive_end_to_end(drafter: Drafter, target: HFTarget, filled: TrainBatch) -> tuple[torch.Tensor, float]:
+    """The loss with all its other parts, and what the log sums up of it."""
+    final, K = filled.hidden[FINAL].flatten(0, 1), drafter.draft_length
+    alpha: dict[tuple[int, int], torch.Tensor] = {}  # by source and depth
+    other = torch.zeros(())
+    whole = False
+    for prediction in drafter.predict(filled):
+        q, p = prediction.head(prediction.hidden_MH).softmax(-1), target.head(final[prediction.label_M - 1]).softmax(-1)
+        accepted = torch.minimum(q, p).sum(-1)
+        other = other if prediction.aux is None else other + prediction.aux
+        if not prediction.counted:
+            other = other + (prediction.weight * (1 - accepted)).sum()
+            continue
+        whole = whole or prediction.every_step
+        for i, (source, label) in enumerate(zip(prediction.source_M.tolist(), prediction.label_M.tolist(), strict=True)):
+            for depth in range(K) if prediction.every_step else [prediction.step]:
+                start = label - 2 - depth if prediction.every_step else source
+                if start >= 0 and start // 14 == label // 14:
+                    alpha[start, depth] = accepted[i]
+    parts = []
+    for start, depth in alpha:
+        parts.append(1 - torch.stack([alpha[start, d] for d in range(depth + 1) if (start, d) in alpha]).prod())
+    loss = torch.stack(parts).sum()
+    return other + loss / K, float(loss.detach()) * (K if whole else 1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral-sliding", "gpt2", "gemma3-sliding"])
+@pytest.mark.parametrize("name", sorted(families()))
+def test_packed_documents_do_not_leak(name: str, architecture: str) -> None:
+    """A document's losses are the same alone and behind another one; so are the target's states."""
+    target = tiny_target(architecture)
+    drafter = drafter_of(name, target).train(architecture != "gpt2")  # whose copies have dropout
+    if not drafter.trained:
+        pytest.skip("trains nothing: it has no loss")
     generator = torch.Generator().manual_seed(5)
     first, second = torch.randint(0, 64, (1, 6), generator=generator), torch.randint(0, 64, (1, 7), generator=generator)
     states = [Online(target, drafter.taps).fill(one_document(t)) for t in (first, second)]
@@ -98,8 +149,10 @@ def test_packed_documents_do_not_leak(name: str) -> None:
         torch.cat([torch.arange(6), torch.arange(7)])[None],
         torch.tensor([[0] * 6 + [1] * 7]),
         torch.ones(1, 13, dtype=torch.bool),
-        {k: torch.cat([s.hidden[k] for s in states], 1) for k in states[0].hidden},
     )
+    packed = Online(target, drafter.taps).fill(packed)
+    for key, state in packed.hidden.items():
+        torch.testing.assert_close(state, torch.cat([s.hidden[key] for s in states], 1), rtol=1e-4, atol=1e-4)
     objective = Objective(drafter, target, LossOptions())
     alone = sum(objective(s)[0] for s in states)
     torch.testing.assert_close(objective(packed)[0], alone)

@@ -10,7 +10,7 @@ import torch
 
 from drafttrain.losses import Hits
 from drafttrain.measure.acceptance import pooled, wilson
-from drafttrain.measure.expected import expected_tau, forced_batch, gap, is_chain
+from drafttrain.measure.expected import expected_tau, forced_batch, gap
 from drafttrain.request import Result
 
 
@@ -79,11 +79,6 @@ def test_expected_tau_without_samples_is_none() -> None:
     assert expected_tau([hits([])], CHAIN, sampled=False) is None
     assert gap(None, 2.0) is None
     assert gap(2.2, 2.0) == pytest.approx(0.1)
-
-
-def test_only_one_node_per_depth_is_a_chain() -> None:
-    assert is_chain(CHAIN)
-    assert not is_chain(TREE)
 
 
 def test_forced_batch_supervises_the_output() -> None:

@@ -1,0 +1,65 @@
+"""`train.init`: training that starts from another checkpoint's weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers import tiny_model
+from tests.integration.test_fit_errors import arguments, trained
+
+Command = Callable[..., int]
+STILL = ("train.lr=1e-30", "train.steps=1")
+
+
+@pytest.mark.parametrize(
+    "more", [("recipe=medusa",), ("recipe=eagle3", "drafter.draft_vocab=20")], ids=["medusa", "own vocabulary"]
+)
+def test_training_starts_from_the_weights_and_with_another_target(
+    more: tuple[str, ...], command: Command, material: Path, tmp_path: Path
+) -> None:
+    """The vocabulary chosen from the first data is kept, though the second has other frequencies and the target is another."""
+    first = load_file(trained(command, material, *more) / "drafter.safetensors")
+    (checkpoint,) = Path("outputs").glob("*/*/checkpoints/*")
+    (tmp_path / "z.jsonl").write_text(6 * (json.dumps({"text": "zyxwv" * 10}) + "\n"))
+    tuned = tmp_path / "tuned"
+    tuned.mkdir()
+    for file in (material / "target").glob("*token*.json"):
+        (tuned / file.name).write_text(file.read_text())
+    tiny_model(seed=5).save_pretrained(tuned)
+    data = (f"train.init={checkpoint}", f"data.path={tmp_path / 'z.jsonl'}", f"target.path={tuned}", *STILL)
+    second = load_file(trained(command, material, *more, *data, "name=second") / "drafter.safetensors")
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(second[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("recipe=eagle3",), "is of the family medusa, this drafter of eagle3"),
+        (("drafter.heads=2",), "give the options it was trained with"),
+        (("recipe=prompt_lookup",), "prompt_lookup trains nothing"),
+    ],
+)
+def test_a_start_that_does_not_fit_gets_one_line(
+    more: tuple[str, ...], words: str, command: Command, material: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = trained(command, material)
+    capsys.readouterr()
+    assert command(*arguments(material, *more, f"train.init={checkpoint}", "name=second")) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and words in lines[0], lines
+    assert not Path("outputs/second").exists()
+
+
+def test_it_is_written_down(command: Command, material: Path) -> None:
+    checkpoint = trained(command, material)
+    second = trained(command, material, f"train.init={checkpoint}", "name=second").parents[1]
+    assert str(checkpoint) in (second / "config.yaml").read_text()
+    assert json.loads((second / "run.json").read_text())["finished"]
