@@ -40,14 +40,15 @@ SAID = 20.0
 
 
 class Maker:
-    """Makes the parts one after the other, by one clock."""
+    """Makes the parts one after the other, by one clock. anew: those too that are there."""
 
-    def __init__(self, folder: Folder, machine: Machine) -> None:
-        self.folder, self.machine, self.scale, self.began = folder, machine, scale_of(machine), perf_counter()
+    def __init__(self, folder: Folder, machine: Machine, anew: bool) -> None:
+        self.folder, self.machine, self.scale, self.anew = folder, machine, scale_of(machine), anew
+        self.began = perf_counter()
 
     def text(self) -> dict[str, Any]:
         """Raises RedError where the tokenizer is another one when it is loaded again."""
-        found = made(self.folder.text, partial(collect, self.folder.text, self.scale))
+        found = self._made(self.folder.text, partial(collect, self.folder.text, self.scale))
         tokenizer = AutoTokenizer.from_pretrained(self.folder.text.path)
         sample = json.loads((self.folder.text.path / "asked.json").read_text(encoding="utf-8"))[0]
         if len(tokenizer) != found["vocabulary"] or tokenizer.decode(tokenizer(sample)["input_ids"]) != sample:
@@ -57,18 +58,17 @@ class Maker:
     def target(self) -> dict[str, Any]:
         rest = self.scale.seconds - (perf_counter() - self.began) - self.scale.answering - SAVING
         seconds = max(LEAST_PRETRAINING, min(self.scale.most_pretraining, rest))
-        return made(self.folder.target, lambda: pretrain(self.folder, self.scale, seconds, self.machine))
+        return self._made(self.folder.target, lambda: pretrain(self.folder, self.scale, seconds, self.machine))
 
     def data(self) -> dict[str, Any]:
-        return made(self.folder.data, lambda: answers(self.folder, self.scale, self.machine))
+        return self._made(self.folder.data, lambda: answers(self.folder, self.scale, self.machine))
 
-
-def made(part: Part, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The figures of what is there, or is made now."""
-    if part.record is None:
-        return make()
-    print(f"{part.path} is there", flush=True)
-    return part.figures
+    def _made(self, part: Part, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The figures of what is there, or is made now."""
+        if self.anew or part.record is None:
+            return make()
+        print(f"{part.path} is there", flush=True)
+        return part.figures
 
 
 def answers(folder: Folder, scale: Scale, machine: Machine) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def main() -> int:
     disable_progress_bar()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # before `quiet` says otherwise: all cores learn and tokenise
     suite = Suite(SECTION, __doc__.splitlines()[0])
-    maker = Maker(Folder(suite.arguments.real, suite.machine), suite.machine)
+    maker = Maker(Folder(suite.arguments.real, suite.machine), suite.machine, suite.arguments.force)
     print(f"folder: {maker.folder.path}; operators: {library.state_on(suite.machine.device).text}", flush=True)
     undone = suite.undone(check.SECTION, check.jobs(suite.machine))
     reasons = [f"{len(undone)} checks of gpu-check have not passed here"] if undone and not suite.machine.rehearsal else []
