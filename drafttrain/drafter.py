@@ -17,7 +17,7 @@ from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.kv import KVCache
 from drafttrain.ops.sample import sample
 from drafttrain.sampling import Lane, Sampling, law
-from drafttrain.target import Taps, Target
+from drafttrain.target import LoraSpec, Taps, Target
 from drafttrain.tree import DraftTree
 
 
@@ -41,6 +41,9 @@ class Drafter(nn.Module, ABC):
     taps: Taps
     draft_length: int  # K: depth of the deepest proposal
     captured: bool = True  # observe, absorb and propose neither ask the device nor change shape: a CUDA graph can hold them
+    adapts: LoraSpec | None = (
+        None  # the family also trains the target: drafts are for the adapted one, so are exactness and speed
+    )
     trained: bool = True  # False: nothing is learnt, `predict` says nothing, and `fit` goes straight to the measurement
 
     @abstractmethod

@@ -22,6 +22,7 @@ from drafttrain.errors import UserError
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.ops import library
 from drafttrain.ops.divergence import NAMES as DIVERGENCES
+from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget, device_of, load_target
 from drafttrain.train.engine import World, accumulation, join_world, leave_world, settings
 from drafttrain.train.logger import Logger
@@ -78,6 +79,7 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     torch.manual_seed(options.train.seed)
     loaded = load_target(options.target)
     drafter = _build(options, loaded)
+    adapter = _adapter(options, loaded, drafter)
     about, where = loaded.description, loaded.description["path"] or loaded.description["name"]
     size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
     console.say(f"target: {about['architecture']}, {size} ({where}, {about['runner']} runner)")
@@ -91,6 +93,8 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     if not operators.loaded:
         console.say(f"operators: {operators.text}")
     console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters")
+    if adapter is not None:
+        console.say(f"adapter of the target: rank {adapter.spec.rank}, {trainable(adapter):,} trainable parameters")
     data = Dataset([], [], {})
     if drafter.trained:
         data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
@@ -107,6 +111,7 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
         options.deepspeed,
         options.loss,
         options.decode.tree_nodes,
+        adapter,
     )
 
 
@@ -117,6 +122,15 @@ def _build(options: RunOptions, loaded: LoadedTarget) -> Drafter:
         raise
     except ValueError as error:  # a drafter's own checks of options against the target
         raise UserError(str(error)) from error
+
+
+def _adapter(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> Adapter | None:
+    """What the family trains of the target."""
+    if drafter.adapts is None:
+        return None
+    if options.deepspeed.zero_stage == 3:
+        raise UserError("deepspeed.zero_stage is 3, which an adapter of the target does not train under; set it to 0, 1 or 2")
+    return Adapter(loaded.target, drafter.adapts)
 
 
 def _limited(options: RunOptions, loaded: LoadedTarget) -> Any:
@@ -148,7 +162,7 @@ def _finish(
     best = checkpoints[-1].name
     if options.measure.enabled:
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
-        report = measure_run(loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl")
+        report = measure_run(loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out)
         best = report["best"]
         files = [run.path / "report.json", run.path / "report.md"]
         logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)

@@ -19,7 +19,7 @@ from drafttrain.errors import UserError
 from drafttrain.layers import ResidualBlock
 from drafttrain.ops.residual_heads import ResidualHeads, ranked, residual
 from drafttrain.sampling import Sampling
-from drafttrain.target import FINAL, Taps, Target
+from drafttrain.target import FINAL, LoraSpec, Taps, Target
 from drafttrain.tree import DraftTree, Path, TreeShape, tuned_paths
 
 
@@ -33,6 +33,7 @@ class MedusaOptions:
     init: str = "copy"  # copy: own output matrices, from the target's. share: the target's own, frozen
     head_decay: float = 0.8  # head k (from 1) weighs head_decay ** k in the loss
     tree: list[list[int]] | None = None  # rank paths; None: searched on held-out text after training
+    adapter: LoraSpec | None = None  # Medusa-2: the target is trained too; None: it stays as it is
 
 
 class MedusaHead(nn.Module):
@@ -104,6 +105,8 @@ class Medusa(Drafter):
         if options.init not in ("copy", "share"):
             raise UserError(f"drafter.init is {options.init!r}; choose copy or share")
         self.taps, self.draft_length, self.decay = Taps(final=True), options.heads, options.head_decay
+        # a checkpoint has plain data
+        self.adapts = LoraSpec(**options.adapter) if isinstance(options.adapter, dict) else options.adapter
         own = options.init == "copy"
         heads = [MedusaHead(shape.hidden_size, shape.vocab_size, options.layers, own) for _ in range(options.heads)]
         for head in heads:
