@@ -22,7 +22,7 @@ from drafttrain.targets.load import LoadedTarget
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """The original target, the plain outputs it gave to the first of the prompts, and conversations that were not trained on."""
+    """The original target, the plain outputs it gave to the first of the prompts, and conversations not trained on."""
 
     loaded: LoadedTarget
     prompts: Sequence[list[int]]

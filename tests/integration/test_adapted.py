@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -100,6 +102,33 @@ def test_what_was_trained_is_what_is_loaded(tmp_path: Path) -> None:
         )
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(found, before, atol=1e-2)
+
+
+def test_the_commands_load_target_and_drafter_together(
+    command: Callable[..., int], material: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """fit, which measures; measure by itself; generate; and what fit refuses before it writes anything."""
+    where = ("target=hf", f"target.path={material / 'target'}")
+    short = ("measure.minutes=0", "measure.limit=2", "measure.batch_sizes=[1]", "decode.max_new_tokens=6")
+    steps = ("train.steps=2", "train.checkpoint_every=1", "train.global_batch=2", "train.micro_batch=2", "data.held_out=2")
+    small = ("recipe=medusa2", f"data.path={material / 'data.jsonl'}", *where, *steps, *short, "logger=none")
+    (material / "two.jsonl").write_text('{"question_id": 1, "turns": ["abc"]}\n{"question_id": 2, "turns": ["hello"]}\n')
+    ask = f"prompts={material / 'two.jsonl'}"
+    assert command("fit", *small, ask, "deepspeed=zero3") == 2
+    assert "deepspeed.zero_stage is 3, which an adapter" in capsys.readouterr().err
+    assert not list(Path("outputs").glob("*/*/checkpoints"))
+    assert command("fit", *small, ask) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "adapter of the target: rank 32" in said and "NOT the original's" in said
+    (run,) = [path.parent for path in Path("outputs").glob("medusa2/*/report.json")]
+    entries = json.loads((run / "report.json").read_text())["checkpoints"]
+    assert [e["name"] for e in entries] == ["step-00001", "step-00002"]
+    assert all(e["exact_matches"] == 2 and e["target_change"]["perplexity"]["adapted"] for e in entries)
+    checkpoint = f"checkpoint={run / 'checkpoints' / 'step-00002'}"
+    assert command("measure", checkpoint, *short, ask) == 0
+    assert "NOT the original's" in " ".join(capsys.readouterr().out.split())
+    assert command("generate", checkpoint, "prompt=abc", "decode.max_new_tokens=5") == 0
+    assert "the adapted target's, not the original's" in capsys.readouterr().err
 
 
 @pytest.mark.slow

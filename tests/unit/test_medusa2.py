@@ -16,6 +16,7 @@ from drafttrain.batch import TrainBatch
 from drafttrain.checkpoint import CheckpointMeta, TargetRecord, adapter_state, load_checkpoint, load_drafter, save_drafter
 from drafttrain.commands.measure import measure_run
 from drafttrain.commands.run import RunOptions
+from drafttrain.drafters.cascade import Cascade, CascadeOptions
 from drafttrain.drafters.medusa import Medusa, MedusaOptions
 from drafttrain.errors import UserError
 from drafttrain.features.online import Online
@@ -30,6 +31,7 @@ from drafttrain.targets.adapt import Adapter, own_bytes
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.parallel import Part
 from tests.helpers import prompts, tiny_model, tiny_target
 from tests.unit.test_measure_runner import SCHEMA, Letters, check
 from tests.unit.test_measure_runner import prompts as prompt_file
@@ -245,3 +247,14 @@ def test_what_does_not_fit_is_said_in_one_line(change: dict[str, object], messag
     with pytest.raises(UserError, match=message) as raised:
         Adapter(tiny_target(), replace(SPEC, **change))  # type: ignore[arg-type]
     assert "\n" not in str(raised.value)
+
+
+def test_who_cannot_adapt_a_target_says_so() -> None:
+    target = tiny_target()
+    inner = {"family": "medusa", "heads": 2, "adapter": asdict(SPEC)}
+    options = CascadeOptions(middle={"family": "draft_model", "blocks": 2}, inner=inner)
+    with pytest.raises(UserError, match=r"drafter\.inner trains the target too"):
+        Cascade(options, target)
+    target.part = Part(0, 2)
+    with pytest.raises(UserError, match=r"target\.tensor_parallel is 2; leave it out"):
+        Adapter(target, SPEC)
