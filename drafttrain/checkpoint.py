@@ -129,7 +129,7 @@ def load_checkpoint(directory: Path, loaded: LoadedTarget) -> Restored:
     check_target(directory, meta.target, loaded.target)
     state = _read_weights(directory, meta)
     matrices = {name: state.pop(name) for name in list(state) if name.startswith(ADAPTER)}
-    adapter = Adapter(loaded.target, LoraSpec(**meta.adapter))
+    adapter = Adapter(loaded.target, LoraSpec.of(meta.adapter))
     _check_state(directory, adapter_state(adapter), matrices)
     adapter.load_state_dict({name.removeprefix(ADAPTER): tensor for name, tensor in matrices.items()})
     own = adapted(loaded, adapter)

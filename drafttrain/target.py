@@ -5,8 +5,9 @@ Shapes: B rows, N nodes or positions, R logit rows, H hidden, V vocabulary, P ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,17 @@ class LoraSpec:
     ramp: bool = True  # drafter_weight grows from 0 as sin(pi / 2 * share of the steps)
     start: float = 0.0  # share of the steps in which the drafter learns alone, at the whole drafter_weight
     lr_scale: float = 0.25  # the matrices' learning rate / train.lr
+
+    @staticmethod
+    def of(given: LoraSpec | Mapping[str, Any]) -> LoraSpec:
+        """From plain data too, as a checkpoint has it. Raises UserError for a setting that there is not."""
+        if isinstance(given, LoraSpec):
+            return given
+        known = [f.name for f in fields(LoraSpec)]
+        unknown = sorted(given.keys() - set(known))
+        if unknown:
+            raise UserError(f"drafter.adapter has no setting {', '.join(unknown)}; it has {', '.join(known)}")
+        return LoraSpec(**given)
 
     def check(self) -> None:
         """Raise UserError for values outside their range."""

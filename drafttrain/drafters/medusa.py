@@ -105,8 +105,7 @@ class Medusa(Drafter):
         if options.init not in ("copy", "share"):
             raise UserError(f"drafter.init is {options.init!r}; choose copy or share")
         self.taps, self.draft_length, self.decay = Taps(final=True), options.heads, options.head_decay
-        # a checkpoint has plain data
-        self.adapts = LoraSpec(**options.adapter) if isinstance(options.adapter, dict) else options.adapter
+        self.adapts = None if options.adapter is None else LoraSpec.of(options.adapter)
         own = options.init == "copy"
         heads = [MedusaHead(shape.hidden_size, shape.vocab_size, options.layers, own) for _ in range(options.heads)]
         for head in heads:

@@ -27,6 +27,7 @@ from drafttrain.measure.plan import Budget
 from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.measure.speed import Race
 from drafttrain.request import Result
+from drafttrain.targets.adapt import check_whole
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.verify import POLICIES
 
@@ -64,6 +65,7 @@ def measure_checkpoints(
     bench = Bench(loaded, decode, options, Budget(share, notes=notes), watch)
     original = None
     if alone:
+        check_whole(loaded.target)
         plain = bench.decode_all("original target", None, cases, passes=2)
         original = Original(loaded, [c.tokens for c in cases], [r.tokens for r in plain], held_out)
     found: dict[str, Keys] = {}

@@ -36,11 +36,7 @@ class Adapter(nn.Module):
     def __init__(self, original: HFTarget, spec: LoraSpec) -> None:
         super().__init__()
         spec.check()
-        if original.part.size > 1:
-            raise UserError(
-                f"a drafter that comes with an adapter of its target needs the whole target, target.tensor_parallel is "
-                f"{original.part.size}; leave it out"
-            )
+        check_whole(original)
         self.spec, model = spec, shadow(original.model)
         config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=_modules(model, original.shape.blocks, spec))  # type: ignore[arg-type]
         with warnings.catch_warnings():  # that GPT-2 keeps its weights transposed
@@ -68,6 +64,15 @@ class Adapter(nn.Module):
             weight = linear.weight.float() + layer.get_delta_weight(NAME).float()
             linear.weight = nn.Parameter(weight.to(linear.weight.dtype), requires_grad=False)
         return type(original)(model, original.stop_ids)
+
+
+def check_whole(original: HFTarget) -> None:
+    """Raise UserError for a target that several processes share."""
+    if original.part.size > 1:
+        raise UserError(
+            "a drafter that comes with an adapter of its target needs the whole target, target.tensor_parallel is "
+            f"{original.part.size}; leave it out"
+        )
 
 
 def adapted(loaded: LoadedTarget, adapter: Adapter) -> LoadedTarget:
