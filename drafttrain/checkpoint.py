@@ -124,12 +124,13 @@ def load_checkpoint(directory: Path, loaded: LoadedTarget) -> Restored:
     The copy has weights of its own where the adapter changes them, and shares all others.
     """
     meta = read_meta(directory)
-    if meta.adapter is None:
+    spec = None if meta.adapter is None else LoraSpec.of(meta.adapter)
+    if spec is None:
         return Restored(loaded, load_drafter(directory, loaded.target)[0], meta)
     check_target(directory, meta.target, loaded.target)
     state = _read_weights(directory, meta)
     matrices = {name: state.pop(name) for name in list(state) if name.startswith(ADAPTER)}
-    adapter = Adapter(loaded.target, LoraSpec.of(meta.adapter))
+    adapter = Adapter(loaded.target, spec)
     _check_state(directory, adapter_state(adapter), matrices)
     adapter.load_state_dict({name.removeprefix(ADAPTER): tensor for name, tensor in matrices.items()})
     own = adapted(loaded, adapter)

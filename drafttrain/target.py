@@ -45,7 +45,7 @@ class LoraSpec:
     """How a family also trains the target: low-rank matrices beside its linear maps (arXiv 2106.09685), and what holds it in
     place meanwhile. The defaults are those of self-distillation (arXiv 2401.10774, section 2.3.2)."""
 
-    rank: int = 32
+    rank: int = 32  # 0: the target is not trained
     alpha: float = 16.0  # the matrices' product counts alpha / rank times
     modules: list[str] = field(default_factory=list)  # last names of the blocks' linear maps, such as q_proj; none: all of them
     hold: str = "distil"  # distil: KL(original || adapted) at every supervised token. text: cross-entropy of the token itself
@@ -55,20 +55,22 @@ class LoraSpec:
     lr_scale: float = 0.25  # the matrices' learning rate / train.lr
 
     @staticmethod
-    def of(given: LoraSpec | Mapping[str, Any]) -> LoraSpec:
-        """From plain data too, as a checkpoint has it. Raises UserError for a setting that there is not."""
+    def of(given: LoraSpec | Mapping[str, Any]) -> LoraSpec | None:
+        """From plain data too, as a checkpoint has it; None for rank 0. Raises UserError for a setting that there is not."""
         if isinstance(given, LoraSpec):
-            return given
+            return given if given.rank else None
         known = [f.name for f in fields(LoraSpec)]
         unknown = sorted(given.keys() - set(known))
         if unknown:
             raise UserError(f"drafter.adapter has no setting {', '.join(unknown)}; it has {', '.join(known)}")
-        return LoraSpec(**given)
+        return LoraSpec.of(LoraSpec(**given))
 
     def check(self) -> None:
         """Raise UserError for values outside their range."""
         if self.rank < 1 or self.alpha <= 0:
-            raise UserError(f"drafter.adapter.rank is {self.rank}, alpha {self.alpha:g}; set both above 0")
+            raise UserError(
+                f"drafter.adapter.rank is {self.rank}, alpha {self.alpha:g}; set both above 0, or rank to 0 for no adapter"
+            )
         if self.hold not in ("distil", "text"):
             raise UserError(f"drafter.adapter.hold is {self.hold!r}; choose distil or text")
         if not 0.0 <= self.start < 1.0:

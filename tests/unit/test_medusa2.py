@@ -236,7 +236,7 @@ def test_each_checkpoint_is_measured_against_its_own_target(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 0}, "drafter.adapter.rank is 0"),
+        ({"rank": -1}, "drafter.adapter.rank is -1"),
         ({"hold": "fast"}, "drafter.adapter.hold is 'fast'; choose distil or text"),
         ({"start": 1.0}, "drafter.adapter.start is 1"),
         ({"lr_scale": 0.0}, "drafter.adapter.lr_scale is 0"),
