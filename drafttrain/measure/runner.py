@@ -84,8 +84,12 @@ def _group(
     restored = {c.name: load_checkpoint(c.path, bench.loaded) for c in checkpoints}
     first = checkpoints[0].name
     if original is not None:
-        said = bench.watch
-        bench = replace(bench, loaded=restored[first].loaded, watch=lambda stage, *counts: said(f"{first}, {stage}", *counts))
+        said, label = bench.watch, f"{first}: "
+        bench = replace(
+            bench,
+            loaded=restored[first].loaded,
+            watch=lambda stage, *counts: said(label + stage.removeprefix(label), *counts),  # a bar of its own
+        )
     drafters = {name: r.drafter for name, r in restored.items()}
     plain, reference = _baseline(bench, cases, passes=len(checkpoints) + 1)
     cases = cases[: len(plain)]

@@ -152,6 +152,20 @@ def test_the_drafters_loss_is_against_the_adapted_targets_law() -> None:
     assert torch.equal(counts.packed(), same.packed())
 
 
+def test_a_bfloat16_target_is_adapted_in_float32_and_rounded_once() -> None:
+    target = HFTarget(tiny_model().bfloat16())
+    drafter, adapter = built(target)
+    objective = AdaptedObjective(drafter, target, LossOptions(), shaken(adapter, by=0.02))
+    objective(text(), 0.5)[0].backward()
+    assert all(p.dtype == torch.float32 and p.grad is not None and p.grad.any() for p in adapter.parameters())
+    merged = adapter.merged()
+    name = "layers.1.mlp.down_proj"
+    linear, layer = merged.model.base_model.get_submodule(name), adapter.target.model.base_model.get_submodule(name)
+    wanted = layer.base_layer.weight.float() + layer.get_delta_weight("default")
+    assert linear.weight.dtype == torch.bfloat16 and torch.equal(linear.weight, wanted.bfloat16())
+    assert not torch.equal(linear.weight, layer.base_layer.weight)
+
+
 def test_while_the_drafter_learns_alone_the_target_stands_still() -> None:
     target, batch = tiny_target(), text()
     drafter, adapter = built(target, replace(SPEC, start=0.5))
