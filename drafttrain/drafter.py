@@ -42,7 +42,7 @@ class Drafter(nn.Module, ABC):
     draft_length: int  # K: depth of the deepest proposal
     captured: bool = True  # observe, absorb and propose neither ask the device nor change shape: a CUDA graph can hold them
     adapts: LoraSpec | None = (
-        None  # the family also trains the target: drafts are for the adapted one, so are exactness and speed
+        None  # the family also trains the target: it drafts for the adapted one, the baseline of all figures
     )
     trained: bool = True  # False: nothing is learnt, `predict` says nothing, and `fit` goes straight to the measurement
 
