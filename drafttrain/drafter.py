@@ -41,9 +41,7 @@ class Drafter(nn.Module, ABC):
     taps: Taps
     draft_length: int  # K: depth of the deepest proposal
     captured: bool = True  # observe, absorb and propose neither ask the device nor change shape: a CUDA graph can hold them
-    adapts: LoraSpec | None = (
-        None  # the family also trains the target: it drafts for the adapted one, the baseline of all figures
-    )
+    adapts: LoraSpec | None = None  # the family also trains the target: it drafts for the adapted one, the baseline of all
     trained: bool = True  # False: nothing is learnt, `predict` says nothing, and `fit` goes straight to the measurement
 
     @abstractmethod
