@@ -1,4 +1,7 @@
-"""Floor 3: a drafter on disk. `step-00400/` holds `drafter.safetensors` (its own tensors) and `drafter.json` (all else)."""
+"""Floor 3: a drafter on disk. `step-00400/` holds `drafter.safetensors` (its own tensors) and `drafter.json` (all else).
+
+Where the target was trained too, `drafter.safetensors` also holds the matrices of its adapter, under `adapter.`.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,21 @@ from drafttrain.atomic import atomic_write_json, remove_directory, remove_leftov
 from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
 from drafttrain.errors import UserError
-from drafttrain.target import Target
+from drafttrain.target import LoraSpec, Target
+from drafttrain.targets.adapt import Adapter, adapted
+from drafttrain.targets.load import LoadedTarget
 
 SCHEMA_VERSION = 1
 WEIGHTS = "drafter.safetensors"
 META = "drafter.json"
+ADAPTER = "adapter."
 NAME = re.compile(r"step-(\d+)")
 ANOTHER = "use another checkpoint of the run, or train it again"
 
 
 @dataclass(frozen=True, slots=True)
 class TargetRecord:
-    """The target a drafter was trained for."""
+    """The target a drafter was trained for; the original one, where it was trained too."""
 
     name: str
     path: str | None
@@ -47,13 +53,16 @@ class TargetRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMeta:
-    """What stands in `drafter.json`. The last three are filled in by `save_drafter`."""
+    """What stands in `drafter.json`. adapter: the `LoraSpec` of a target that was trained too, as plain data; left out where
+    it was not. The last three are filled in by `save_drafter`.
+    """
 
     family: str
     options: dict[str, Any]
     decode: dict[str, Any]
     target: TargetRecord
     step: int
+    adapter: dict[str, Any] | None = None
     schema_version: int = SCHEMA_VERSION
     version: str = __version__
     sha256: str = ""
@@ -65,34 +74,85 @@ def checkpoint_name(step: int) -> str:
 
 
 def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointMeta) -> CheckpointMeta:
-    """Write both files into an existing directory (`atomic_directory` makes it appear whole) and give the completed meta."""
+    """Write both files into an existing directory (`atomic_directory` makes it appear whole) and give the completed meta.
+
+    state: the drafter's tensors, and its adapter's (`adapter_state`).
+    """
     # clones, because safetensors refuses tensors that share memory
     weights = save({name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()})
     done = dataclasses.replace(
         meta, sha256=hashlib.sha256(weights).hexdigest(), version=__version__, schema_version=SCHEMA_VERSION
     )
     (directory / WEIGHTS).write_bytes(weights)
-    atomic_write_json(directory / META, dataclasses.asdict(done))
+    content = dataclasses.asdict(done)
+    atomic_write_json(directory / META, {k: v for k, v in content.items() if k != "adapter" or v is not None})
     return done
 
 
 def load_drafter(directory: Path, target: Target) -> tuple[Drafter, CheckpointMeta]:
     """Build the drafter for this target and fill every tensor, in evaluation mode, where the target is.
 
-    Raises UserError for a damaged or incomplete checkpoint, an unknown family, and another target than it was trained for.
+    Raises UserError for a damaged or incomplete checkpoint, an unknown family, another target than it was trained for, and
+    where the target was trained too (`load_checkpoint` loads both).
     """
     meta = read_meta(directory)
+    if meta.adapter is not None:
+        raise UserError(
+            f"{directory}: its drafts are for an adapted target, and the original alone is loaded here; measure it with "
+            f"drafttrain measure checkpoint={directory}, or take a checkpoint without an adapter"
+        )
     check_target(directory, meta.target, target)
+    return _filled(directory, meta, target, _read_weights(directory, meta)), meta
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint's drafter and the target that it drafts for: the one that was given, or an adapted copy of it.
+
+    matrices: parameters of the adapter.
+    """
+
+    loaded: LoadedTarget
+    drafter: Drafter
+    meta: CheckpointMeta
+    matrices: int = 0
+
+
+def load_checkpoint(directory: Path, loaded: LoadedTarget) -> Restored:
+    """As `load_drafter`, with the adapted target where the checkpoint holds an adapter. loaded: the original, left as it is.
+
+    The copy has weights of its own where the adapter changes them, and shares all others.
+    """
+    meta = read_meta(directory)
+    spec = None if meta.adapter is None else LoraSpec.of(meta.adapter)
+    if spec is None:
+        return Restored(loaded, load_drafter(directory, loaded.target)[0], meta)
+    check_target(directory, meta.target, loaded.target)
     state = _read_weights(directory, meta)
+    matrices = {name: state.pop(name) for name in list(state) if name.startswith(ADAPTER)}
+    adapter = Adapter(loaded.target, spec)
+    _check_state(directory, adapter_state(adapter), matrices)
+    adapter.load_state_dict({name.removeprefix(ADAPTER): tensor for name, tensor in matrices.items()})
+    own = adapted(loaded, adapter)
+    return Restored(own, _filled(directory, meta, own.target, state), meta, sum(m.numel() for m in matrices.values()))
+
+
+def adapter_state(adapter: Adapter | None) -> dict[str, Tensor]:
+    """Its matrices under the names they have in a checkpoint; nothing without one."""
+    return {} if adapter is None else {f"{ADAPTER}{name}": tensor for name, tensor in adapter.state_dict().items()}
+
+
+def _filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping[str, Tensor]) -> Drafter:
     drafter = _build(directory, meta, target)
     _check_state(directory, drafter.state_dict(), state)
     drafter.load_state_dict(state, strict=True)
     drafter.use_decode_settings(meta.decode)
-    return drafter.to(target.device).eval(), meta
+    return drafter.to(target.device).eval()
 
 
-def start_weights(directory: Path, family: str, drafter: Drafter) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that this drafter, of whichever target, can start its training from.
+def start_weights(directory: Path, family: str, drafter: Drafter, adapter: Adapter | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that this drafter, of whichever target, can start its training from; the adapter takes up its
+    own at once, where the checkpoint has any.
 
     Raises UserError for a damaged checkpoint, another family, and tensors that do not fill this drafter.
     """
@@ -101,13 +161,17 @@ def start_weights(directory: Path, family: str, drafter: Drafter) -> dict[str, T
         raise UserError(
             f"train.init {directory} is of the family {meta.family}, this drafter of {family}; give one of {family}"
         )
-    state = _read_weights(directory, meta)
-    _check_state(directory, drafter.state_dict(), state, "give the options it was trained with, or leave out train.init")
+    state, way_out = _read_weights(directory, meta), "give the options it was trained with, or leave out train.init"
+    if adapter is not None and meta.adapter is not None:
+        matrices = {name: state.pop(name) for name in list(state) if name.startswith(ADAPTER)}
+        _check_state(directory, adapter_state(adapter), matrices, way_out)
+        adapter.load_state_dict({name.removeprefix(ADAPTER): tensor for name, tensor in matrices.items()})
+    _check_state(directory, drafter.state_dict(), state, way_out)
     return state
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """The drafter's own tensors as they were saved. Raises UserError for a damaged file."""
+    """The drafter's own tensors, and its adapter's, as they were saved. Raises UserError for a damaged file."""
     return _read_weights(directory, read_meta(directory))
 
 

@@ -17,7 +17,7 @@ from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.kv import KVCache
 from drafttrain.ops.sample import sample
 from drafttrain.sampling import Lane, Sampling, law
-from drafttrain.target import Taps, Target
+from drafttrain.target import LoraSpec, Taps, Target
 from drafttrain.tree import DraftTree
 
 
@@ -41,9 +41,8 @@ class Drafter(nn.Module, ABC):
     taps: Taps
     draft_length: int  # K: depth of the deepest proposal
     captured: bool = True  # observe, absorb and propose neither ask the device nor change shape: a CUDA graph can hold them
-    samples: bool = (
-        False  # at a temperature above 0 the proposals are chains drawn from the drafter's own law, which they carry
-    )
+    samples: bool = False  # at a temperature above 0 proposals are chains drawn from the drafter's own law, which they carry
+    adapts: LoraSpec | None = None  # the family also trains the target: it drafts for the adapted one, the baseline of all
     trained: bool = True  # False: nothing is learnt, `predict` says nothing, and `fit` goes straight to the measurement
 
     @abstractmethod

@@ -142,8 +142,11 @@ class Objective(nn.Module):
         self.drafter, self.options = drafter, options
         self._target = [target]  # in a list: frozen, and not the engine's to shard or save
 
-    def forward(self, batch: TrainBatch) -> tuple[Tensor, StepCounts]:
-        """(the sum of all weighted losses over this batch's predictions, their counts). The caller normalises."""
+    def forward(self, batch: TrainBatch, progress: float = 1.0) -> tuple[Tensor, StepCounts]:
+        """(the sum of all weighted losses over this batch's predictions, their counts). The caller normalises.
+
+        progress: the share of the steps done when this one is; for objectives that change on the way.
+        """
         final_PH = batch.hidden[FINAL].flatten(0, 1)
         token_P = batch.token_BT.flatten()
         alive_P = torch.ones_like(token_P, dtype=torch.bool)

@@ -5,12 +5,14 @@ Shapes: B rows, N nodes or positions, R logit rows, H hidden, V vocabulary, P ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
 
 FINAL = -1  # key of the post-norm output in `hidden`, beside block numbers from 0
@@ -36,6 +38,46 @@ class Taps:
 
     def __or__(self, other: Taps) -> Taps:
         return Taps(tuple(sorted({*self.blocks, *other.blocks})), self.final or other.final)
+
+
+@dataclass
+class LoraSpec:
+    """How a family also trains the target: low-rank matrices beside its linear maps (arXiv 2106.09685), and what holds it in
+    place meanwhile. The defaults are those of self-distillation (arXiv 2401.10774, section 2.3.2)."""
+
+    rank: int = 32  # 0: the target is not trained
+    alpha: float = 16.0  # the matrices' product counts alpha / rank times
+    modules: list[str] = field(default_factory=list)  # last names of the blocks' linear maps, such as q_proj; none: all of them
+    hold: str = "distil"  # distil: KL(original || adapted) at every supervised token. text: cross-entropy of the token itself
+    drafter_weight: float = 0.01  # of the drafter's loss beside that one
+    ramp: bool = True  # drafter_weight grows from 0 as sin(pi / 2 * share of the steps)
+    start: float = 0.0  # share of the steps in which the drafter learns alone, at the whole drafter_weight
+    lr_scale: float = 0.25  # the matrices' learning rate / train.lr
+
+    @staticmethod
+    def of(given: LoraSpec | Mapping[str, Any]) -> LoraSpec | None:
+        """From plain data too, as a checkpoint has it; None for rank 0. Raises UserError for a setting that there is not."""
+        if isinstance(given, LoraSpec):
+            return given if given.rank else None
+        known = [f.name for f in fields(LoraSpec)]
+        unknown = sorted(given.keys() - set(known))
+        if unknown:
+            raise UserError(f"drafter.adapter has no setting {', '.join(unknown)}; it has {', '.join(known)}")
+        return LoraSpec.of(LoraSpec(**given))
+
+    def check(self) -> None:
+        """Raise UserError for values outside their range."""
+        if self.rank < 1 or self.alpha <= 0:
+            raise UserError(
+                f"drafter.adapter.rank is {self.rank}, alpha {self.alpha:g}; set both above 0, or rank to 0 for no adapter"
+            )
+        if self.hold not in ("distil", "text"):
+            raise UserError(f"drafter.adapter.hold is {self.hold!r}; choose distil or text")
+        if not 0.0 <= self.start < 1.0:
+            raise UserError(f"drafter.adapter.start is {self.start:g}; set it to 0 or more and below 1, a share of the steps")
+        for name in ("drafter_weight", "lr_scale"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"drafter.adapter.{name} is {getattr(self, name):g}; set it above 0")
 
 
 @dataclass(frozen=True, slots=True)

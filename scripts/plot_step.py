@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from drafttrain import speculate
-from drafttrain.checkpoint import load_drafter
+from drafttrain.checkpoint import load_checkpoint
 from drafttrain.commands.quiet import quiet
 from drafttrain.data.prompts import load_prompts
 from drafttrain.drafter import Drafter
@@ -104,7 +104,8 @@ def main() -> None:
     given = dict(word.split("=", 1) for word in sys.argv[1:])
     torch.manual_seed(0)
     loaded = load_target(TargetOptions())
-    drafter = load_drafter(Path(given["checkpoint"]), loaded.target)[0].requires_grad_(False)
+    restored = load_checkpoint(Path(given["checkpoint"]), loaded)
+    loaded, drafter = restored.loaded, restored.drafter.requires_grad_(False)
     rows = {"plain decoding": timeline(loaded, None), "with a drafter": timeline(loaded, drafter)}
     figure = Figure(figsize=(9, 2.9), layout="constrained", dpi=150)
     axes = figure.add_subplot()

@@ -23,6 +23,7 @@ from drafttrain.errors import UserError
 from drafttrain.losses import NAMES as LOSSES
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.ops import library
+from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget, device_of, load_target
 from drafttrain.train.engine import World, accumulation, join_world, leave_world, settings
 from drafttrain.train.logger import Logger
@@ -79,7 +80,8 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     torch.manual_seed(options.train.seed)
     loaded = load_target(options.target)
     drafter = _build(options, loaded)
-    start = _start(options, drafter)
+    adapter = _adapter(options, loaded, drafter)
+    start = _start(options, drafter, adapter)
     about, where = loaded.description, loaded.description["path"] or loaded.description["name"]
     size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
     console.say(f"target: {about['architecture']}, {size} ({where}, {about['runner']} runner)")
@@ -92,10 +94,10 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     operators = library.state_on(loaded.target.device)
     if not operators.loaded:
         console.say(f"operators: {operators.text}")
-    console.say(
-        f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters"
-        + (f", from {options.train.init}" if start else "")
-    )
+    begun = f", from {options.train.init}" if start else ""
+    console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters{begun}")
+    if adapter is not None:
+        console.say(f"adapter of the target: rank {adapter.spec.rank}, {trainable(adapter):,} trainable parameters")
     data = Dataset([], [], {})
     if drafter.trained:
         data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
@@ -111,17 +113,18 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
         options.deepspeed,
         options.loss,
         options.decode.tree_nodes,
+        adapter,
         start,
     )
 
 
-def _start(options: RunOptions, drafter: Drafter) -> dict[str, Tensor] | None:
+def _start(options: RunOptions, drafter: Drafter, adapter: Adapter | None) -> dict[str, Tensor] | None:
     init = options.train.init
     if init is None:
         return None
     if not drafter.trained:
         raise UserError(f"train.init is {init!r}; {options.drafter.family} trains nothing, leave it out")
-    return start_weights(Path(init).expanduser(), options.drafter.family, drafter)
+    return start_weights(Path(init).expanduser(), options.drafter.family, drafter, adapter)
 
 
 def _build(options: RunOptions, loaded: LoadedTarget) -> Drafter:
@@ -131,6 +134,15 @@ def _build(options: RunOptions, loaded: LoadedTarget) -> Drafter:
         raise
     except ValueError as error:  # a drafter's own checks of options against the target
         raise UserError(str(error)) from error
+
+
+def _adapter(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> Adapter | None:
+    """What the family trains of the target."""
+    if drafter.adapts is None:
+        return None
+    if options.deepspeed.zero_stage == 3:
+        raise UserError("deepspeed.zero_stage is 3, which an adapter of the target does not train under; set it to 0, 1 or 2")
+    return Adapter(loaded.target, drafter.adapts)
 
 
 def _limited(options: RunOptions, loaded: LoadedTarget) -> Any:
@@ -162,7 +174,7 @@ def _finish(
     best = checkpoints[-1].name
     if options.measure.enabled:
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
-        report = measure_run(loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl")
+        report = measure_run(loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out)
         best = report["best"]
         files = [run.path / "report.json", run.path / "report.md"]
         logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)

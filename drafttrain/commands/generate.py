@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from drafttrain.checkpoint import load_drafter, read_meta
+from drafttrain.checkpoint import load_checkpoint, read_meta
 from drafttrain.commands.measure import target_of
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
@@ -43,8 +43,13 @@ def _generate(options: RunOptions, part: Part) -> None:
     directory = None if options.checkpoint is None else Path(options.checkpoint).expanduser()
     wanted = options.target if directory is None else target_of(options.target, read_meta(directory).target)
     loaded = load_target(wanted, part)
-    drafter = None if directory is None else load_drafter(directory, loaded.target)[0].requires_grad_(False)
+    drafter = None
+    if directory is not None:
+        restored = load_checkpoint(directory, loaded)
+        loaded, drafter = restored.loaded, restored.drafter.requires_grad_(False)
     writer = Writer(loaded, decoder_of(loaded, options.decode, drafter), Console(), chat=options.chat)
+    if drafter is not None and drafter.adapts is not None:
+        writer.note("the target was trained with this drafter: the text is the adapted target's, not the original's")
     if drafter is None:
         writer.note("no checkpoint: plain decoding; add checkpoint=DIR to draft")
     if options.prompt is not None or not sys.stdin.isatty():

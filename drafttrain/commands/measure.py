@@ -15,6 +15,7 @@ from drafttrain.commands.environment import environment
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
 from drafttrain.commands.watch import watching
+from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import load_prompts
 from drafttrain.errors import UserError
 from drafttrain.measure.report import Report, report_of, write_report
@@ -48,14 +49,16 @@ def measure_run(
     console: Console,
     training: dict[str, Any] | None = None,
     metrics: Path | None = None,
+    held_out: Sequence[Encoded] = (),
 ) -> Report:
     """Measure checkpoints of one target, write the report into `folder`, print the table, and return the report.
 
-    training: the report's `training` key; metrics: the run's metrics.jsonl, for the training curves.
+    training: the report's `training` key; metrics: the run's metrics.jsonl, for the training curves; held_out: conversations
+    for the perplexity of targets that were trained too.
     """
     prompts = load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
     with watching(console) as watch:
-        body = measure_checkpoints(loaded, checkpoints, prompts, options.decode, options.measure, watch)
+        body = measure_checkpoints(loaded, checkpoints, prompts, options.decode, options.measure, watch, held_out)
     record = read_meta(checkpoints[-1].path)
     drafter = {"family": record.family, "parameters": body["checkpoints"][-1]["parameters"], "options": record.options}
     body["measure"]["prompts"] = options.prompts or options.measure.prompts

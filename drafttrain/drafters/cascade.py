@@ -253,7 +253,10 @@ def built(options: Any, target: Target, key: str) -> Drafter:
     """A family's drafter for this target, from its options or from plain data, as a checkpoint has them."""
     if isinstance(options, Mapping):
         options = _parsed(options, key)
-    return families()[options.family].build(options, target)
+    drafter = families()[options.family].build(options, target)
+    if drafter.adapts is not None:
+        raise UserError(f"{key} trains the target too, which a cascade leaves as it is; give one that does not")
+    return drafter
 
 
 def _parsed(values: Mapping[str, Any], key: str) -> Any:

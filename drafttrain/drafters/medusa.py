@@ -6,7 +6,7 @@ Shapes: B rows, N tree nodes, K heads, R ranks, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from drafttrain.errors import UserError
 from drafttrain.layers import ResidualBlock
 from drafttrain.ops.residual_heads import ResidualHeads, ranked, residual
 from drafttrain.sampling import Sampling
-from drafttrain.target import FINAL, Taps, Target
+from drafttrain.target import FINAL, LoraSpec, Taps, Target
 from drafttrain.tree import DraftTree, Path, TreeShape, tuned_paths
 
 
@@ -33,6 +33,7 @@ class MedusaOptions:
     init: str = "copy"  # copy: own output matrices, from the target's. share: the target's own, frozen
     head_decay: float = 0.8  # head k (from 1) weighs head_decay ** k in the loss
     tree: list[list[int]] | None = None  # rank paths; None: searched on held-out text after training
+    adapter: LoraSpec = field(default_factory=lambda: LoraSpec(rank=0))  # Medusa-2, from rank 1: the target is trained too
 
 
 class MedusaHead(nn.Module):
@@ -104,6 +105,7 @@ class Medusa(Drafter):
         if options.init not in ("copy", "share"):
             raise UserError(f"drafter.init is {options.init!r}; choose copy or share")
         self.taps, self.draft_length, self.decay = Taps(final=True), options.heads, options.head_decay
+        self.adapts = LoraSpec.of(options.adapter)
         own = options.init == "copy"
         heads = [MedusaHead(shape.hidden_size, shape.vocab_size, options.layers, own) for _ in range(options.heads)]
         for head in heads:

@@ -12,6 +12,11 @@ UNLIKELY = 0.001  # p-value below which a lossless policy's samples are called d
 def flags(entry: dict[str, Any]) -> list[str]:
     """Warnings on one checkpoint's figures; an empty list is good news."""
     found, prompts = [], entry["prompts"]
+    if (change := entry.get("target_change")) is not None:
+        found.append(
+            f"the target was trained too: output is the adapted target's, NOT the original's "
+            f"({change['changed']} of {change['prompts']} plain outputs differ)"
+        )
     if entry["expected_gap_flagged"]:
         found.append(
             f"expected tau {entry['expected_tau']:.2f} is {abs(entry['expected_gap']):.0%} "

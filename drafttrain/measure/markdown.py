@@ -19,6 +19,7 @@ def markdown(report: Report, figures: Sequence[str]) -> str:
         _headline(report),
         _checkpoints(report),
         _flags(report),
+        _change(report),
         *(f"![{_ALT.get(name, name)}]({name})" for name in figures),
         _costs(report),
         _slices(report),
@@ -42,7 +43,8 @@ def _headline(report: Report) -> str:
     text += f"\n\nBest checkpoint **{entry['name']}**: {cells.number(entry['tau'])} tokens per target forward"
     text += f" over {entry['prompts']} prompts (policy {entry['policy']}, temperature {entry['temperature']:g})"
     if entry["exact_matches"] is not None:
-        text += f"; greedy output identical to plain decoding for {cells.exact(entry)} of them"
+        whose = " of the adapted target" if entry.get("target_change") else ""
+        text += f"; greedy output identical to plain decoding{whose} for {cells.exact(entry)} of them"
     return text + ". Every term is defined in docs/metrics.md."
 
 
@@ -62,6 +64,28 @@ def _flags(report: Report) -> str:
     lines = [f"- **{e['name']}**: {flag}" for e in report["checkpoints"] for flag in e["flags"]]
     lines += [f"- {note}" for note in report["measure"]["notes"]]
     return "## To note\n\n" + "\n".join(lines) if lines else ""
+
+
+def _change(report: Report) -> str:
+    """What became of targets that were trained too."""
+    header = ["checkpoint", "plain outputs changed", "original's outputs: original / adapted"]
+    header += ["adapted's outputs: original / adapted", "perplexity: original / adapted", "matrices", "MiB beside the original"]
+    body = []
+    for e in report["checkpoints"]:
+        if (c := e.get("target_change")) is None:
+            continue
+        line = [e["name"], f"{c['changed']}/{c['prompts']}"]
+        for key in ("original_outputs", "adapted_outputs", "perplexity"):
+            line.append(" / ".join(cells.number(c[key][whose], 3) for whose in ("original", "adapted")))
+        body.append([*line, f"{c['parameters']:,}", cells.number(c["mib"], 1)])
+    if not body:
+        return ""
+    said = (
+        "The target was trained too: drafts are verified by an adapted target, and **output is not that of the original one**. "
+    )
+    said += "Speed, tau and exactness are against the adapted target's own plain decoding. Outputs: mean log-likelihood per "
+    said += "token of greedy text, in nats; perplexity: of held-out replies."
+    return f"## Change of the target\n\n{said}\n\n" + rows(header, body)
 
 
 def _costs(report: Report) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-from drafttrain.checkpoint import load_drafter
+from drafttrain.checkpoint import load_checkpoint, read_meta
+from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import Prompt
 from drafttrain.drafter import Drafter, trainable
 from drafttrain.errors import UserError
@@ -15,6 +17,7 @@ from drafttrain.losses import Hits
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench, Watch
 from drafttrain.measure.cases import Case, encode_cases
+from drafttrain.measure.change import Original
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, whole
 from drafttrain.measure.expected import forced_hits
@@ -24,6 +27,7 @@ from drafttrain.measure.plan import Budget
 from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.measure.speed import Race
 from drafttrain.request import Result
+from drafttrain.targets.adapt import check_whole
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.verify import POLICIES
 
@@ -44,14 +48,49 @@ def measure_checkpoints(
     decode: DecodeOptions,
     options: MeasureOptions,
     watch: Watch,
+    held_out: Sequence[Encoded] = (),
 ) -> dict[str, Any]:
-    """The report's keys `checkpoints` and `measure`. Raises UserError for settings or prompts that cannot be measured."""
+    """The report's keys `checkpoints` and `measure`. Raises UserError for settings or prompts that cannot be measured.
+
+    Checkpoints of one target are measured together. One whose target was trained too is measured by itself, against that
+    target's own plain decoding, in its share of the budget; held_out: conversations for the perplexity of such targets.
+    """
     _check(loaded, checkpoints, decode, options)
-    bench = Bench(loaded, decode, options, Budget(60 * options.minutes), watch)
     cases, left_out = encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - decode.max_new_tokens)
-    if left_out:
-        bench.budget.notes.append(f"{left_out} of {len(prompts)} prompts are too long for the target and were left out")
-    drafters = {c.name: load_drafter(c.path, loaded.target)[0] for c in checkpoints}
+    notes = [f"{left_out} of {len(prompts)} prompts are too long for the target and were left out"] if left_out else []
+    began = monotonic()
+    alone = [c for c in checkpoints if read_meta(c.path).adapter is not None]
+    groups = [group for group in ([c for c in checkpoints if c not in alone], *([c] for c in alone)) if group]
+    share = 60 * options.minutes / (len(groups) + bool(alone))
+    bench = Bench(loaded, decode, options, Budget(share, notes=notes), watch)
+    original = None
+    if alone:
+        check_whole(loaded.target)
+        plain = bench.decode_all("original target", None, cases, passes=2)
+        original = Original(loaded, [c.tokens for c in cases], [r.tokens for r in plain], held_out)
+    found: dict[str, Keys] = {}
+    for group in groups:
+        found |= _group(
+            replace(bench, budget=Budget(share, notes=notes)), group, cases, None if group[0] not in alone else original
+        )
+    used = {"seconds": monotonic() - began, "notes": list(dict.fromkeys(notes)), "decode": asdict(decode)}
+    return {"checkpoints": [found[c.name] for c in checkpoints], "measure": asdict(options) | used}
+
+
+def _group(
+    bench: Bench, checkpoints: Sequence[CheckpointRef], cases: Sequence[Case], original: Original | None
+) -> dict[str, Keys]:
+    """The report's entries of checkpoints that share a target. original: what theirs, an adapted one, is compared with."""
+    restored = {c.name: load_checkpoint(c.path, bench.loaded) for c in checkpoints}
+    first = checkpoints[0].name
+    if original is not None:
+        said, label = bench.watch, f"{first}: "
+        bench = replace(
+            bench,
+            loaded=restored[first].loaded,
+            watch=lambda stage, *counts: said(label + stage.removeprefix(label), *counts),  # a bar of its own
+        )
+    drafters = {name: r.drafter for name, r in restored.items()}
     plain, reference = _baseline(bench, cases, passes=len(checkpoints) + 1)
     cases = cases[: len(plain)]
     parameters = {name: trainable(drafter) for name, drafter in drafters.items()}
@@ -61,10 +100,12 @@ def measure_checkpoints(
     extras = {name: _extras(bench, drafter, found[name]) for name, drafter in drafters.items()}
     races = bench.races(drafters, cases)
     entries = [_entry(bench, c, drafters[c.name], found[c.name], races) | extras[c.name] for c in checkpoints]
+    change = None if original is None else original.change(restored[first], [r.tokens for r in plain])
     for entry in entries:
-        entry["parameters"], entry["flags"] = parameters[entry["name"]], flags(entry)
-    used = {"seconds": bench.budget.used, "notes": bench.budget.notes, "decode": asdict(decode)}
-    return {"checkpoints": entries, "measure": asdict(options) | used}
+        entry["parameters"] = parameters[entry["name"]]
+        entry["target_change"] = change
+        entry["flags"] = flags(entry)
+    return {entry["name"]: entry for entry in entries}
 
 
 def _check(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef], decode: DecodeOptions, options: MeasureOptions) -> None:

@@ -71,7 +71,7 @@ class HFTarget(PrunedTarget):
         self.backbone: list[Any] = [model.base_model]  # in a list: already registered below `model`
         self._captured: dict[int, Tensor] = {}
         self._wanted: frozenset[int] = frozenset()
-        blocks = _find_blocks(model, self.shape.blocks)
+        blocks = find_blocks(model, self.shape.blocks)
         for number, block in enumerate(blocks if self.hooked else ()):
             block.register_forward_hook(self._hook(number))
         self._layer_types = set(getattr(config, "layer_types", None) or ())
@@ -193,7 +193,7 @@ class HFTarget(PrunedTarget):
         return type(self)(model.to(self.device, torch.float32), self.stop_ids, frozen=False)
 
 
-def _find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:
+def find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == blocks:
             return module

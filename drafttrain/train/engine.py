@@ -102,12 +102,25 @@ class Engine:
     steps by DeepSpeed, which `backward` undoes: the caller's divisor alone normalises the loss.
     """
 
-    def __init__(self, objective: nn.Module, options: TrainOptions, deepspeed: DeepSpeedOptions, world: World) -> None:
+    def __init__(
+        self,
+        objective: nn.Module,
+        options: TrainOptions,
+        deepspeed: DeepSpeedOptions,
+        world: World,
+        apart: nn.Module | None = None,
+    ) -> None:
+        """apart: a part of the objective whose learning rate is another one."""
         self.world, self.stage = world, deepspeed.zero_stage
         self.accumulation = accumulation(options, world)
         trained = [p for p in objective.parameters() if p.requires_grad]
+        other = set() if apart is None else set(apart.parameters())
+        groups = [[p for p in trained if p not in other], [p for p in trained if p in other]]
         self._optimizer = torch.optim.AdamW(
-            trained, lr=options.lr, betas=(options.betas[0], options.betas[1]), weight_decay=options.weight_decay
+            [{"params": group} for group in groups if group],
+            lr=options.lr,
+            betas=(options.betas[0], options.betas[1]),
+            weight_decay=options.weight_decay,
         )
         library = _deepspeed()
         with _hushed():
@@ -123,13 +136,13 @@ class Engine:
         """Accumulate the gradient of loss / divisor, where loss is this micro-batch's sum on this process."""
         self.engine.backward(loss * (self.world.size * self.accumulation / divisor))
 
-    def forward(self, batch: Any) -> Any:
-        return self.engine(batch)
+    def forward(self, batch: Any, progress: float) -> Any:
+        return self.engine(batch, progress)
 
-    def step(self, lr: float) -> float:
-        """One optimiser step at this rate; the norm of the gradient before clipping."""
-        for group in self._wrapped.param_groups:
-            group["lr"] = lr
+    def step(self, lr: float, scale: float = 1.0) -> float:
+        """One optimiser step at this rate, what stands apart at `scale` times it; the norm of the gradient before clipping."""
+        for number, group in enumerate(self._wrapped.param_groups):
+            group["lr"] = lr * scale if number else lr
         before = self._norm() if self.stage == 0 else 0.0
         self.engine.step()
         known = self.engine.get_global_grad_norm()

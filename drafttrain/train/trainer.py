@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafttrain.adapted import AdaptedObjective, rate_scale
 from drafttrain.atomic import atomic_directory, atomic_write_json
 from drafttrain.batch import TrainBatch
 from drafttrain.checkpoint import (
+    ADAPTER,
     CheckpointMeta,
     TargetRecord,
+    adapter_state,
     checkpoint_name,
     list_checkpoints,
     newest_valid,
@@ -29,6 +32,7 @@ from drafttrain.data.dataset import Dataset, check_supervised, collate, shard, t
 from drafttrain.drafter import Drafter
 from drafttrain.features.online import Online
 from drafttrain.losses import LossOptions, Objective, StepCounts, teacher_forced
+from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import Engine, World
@@ -42,7 +46,7 @@ from drafttrain.treesize import best_nodes
 @dataclass(frozen=True, slots=True)
 class Job:
     """What is trained on what. options: the family's own, for the checkpoint. nodes: a tree's budget; None: as many as pay.
-    start: weights to begin with instead of the family's own.
+    adapter: of a target that is trained too. start: weights to begin with instead of the family's own.
     """
 
     loaded: LoadedTarget
@@ -54,6 +58,7 @@ class Job:
     deepspeed: DeepSpeedOptions
     loss: LossOptions
     nodes: int | None
+    adapter: Adapter | None = None
     start: dict[str, Tensor] | None = None
 
 
@@ -81,9 +86,8 @@ class Trainer:
         job.drafter.prepare(lambda: token_counts(job.data.train, job.loaded.target.shape.vocab_size))
         if job.start is not None:  # after the family has prepared itself from the data: the start has what it needs
             job.drafter.load_state_dict(job.start)
-        self.online = Online(job.loaded.target, job.drafter.taps)
-        objective = Objective(job.drafter, job.loaded.target, job.loss)
-        self.engine = Engine(objective, job.train, job.deepspeed, world)
+        self.online = Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
+        self.engine = Engine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
         self.progress = Progress()
         self._resume()
 
@@ -107,7 +111,7 @@ class Trainer:
 
     def _step(self, step: int) -> tuple[dict[str, Any], int]:
         """One optimiser step; its figures over all processes, and the number of tokens it read."""
-        options = self.job.train
+        options, progress = self.job.train, (step + 1) / self.job.train.steps
         rows = self.job.data.global_batch(step, options.global_batch)
         micro = [self._batch(part) for part in shard(rows, self.world.rank, self.world.size, options.micro_batch)]
         own = torch.tensor([sum(b.supervised() for b in micro)], device=self.device)
@@ -115,14 +119,16 @@ class Trainer:
         check_supervised(supervised, step + 1)
         total, counted = torch.zeros(1, dtype=torch.float64, device=self.device), None
         for i, batch in enumerate(micro):
-            loss, counts = self.engine.forward(self.online.fill(batch))
+            filled = batch if self.job.adapter else self.online.fill(batch)  # an adapted target's states need gradients
+            loss, counts = self.engine.forward(filled, progress)
             self.engine.backward(loss, supervised)
             total += loss.detach().double()
             counted = counts.packed() if counted is None else counted + counts.packed()
             if i + 1 < len(micro):
                 self.engine.micro_done()
         rate = learning_rate(options, step)
-        norm = self.engine.step(rate)
+        adapter = self.job.adapter
+        norm = self.engine.step(rate, rate_scale(adapter.spec, progress, options.warmup) if adapter else 1.0)
         assert counted is not None
         values = {"loss": float(self.world.sum(total)) / supervised} | figures(StepCounts.unpacked(self.world.sum(counted)))
         values |= {"lr": rate, "grad_norm": norm, "supervised_tokens": supervised}
@@ -169,7 +175,8 @@ class Trainer:
             self.engine.save_state(aside)
             with self.engine.whole():
                 if self.world.first:
-                    save_drafter(aside, self.job.drafter.state_dict(), meta_of(self.job, self.progress.step))
+                    state = self.job.drafter.state_dict() | adapter_state(self.job.adapter)
+                    save_drafter(aside, state, meta_of(self.job, self.progress.step))
                     atomic_write_json(aside / "trainer.json", asdict(self.progress))
             self.world.wait()
         if self.world.first:
@@ -181,8 +188,16 @@ class Trainer:
         if newest is None:
             return
         self.progress = Progress(**json.loads((newest / "trainer.json").read_text(encoding="utf-8")))
-        weights = {f"drafter.{name}": tensor for name, tensor in read_weights(newest).items()}
+        prefix = (ADAPTER,) if self.job.adapter else ()
+        saved = read_weights(newest)
+        weights = {name if name.startswith(prefix) else f"drafter.{name}": tensor for name, tensor in saved.items()}
         self.engine.load_state(newest, weights)
+
+
+def objective_of(job: Job) -> Objective:
+    if job.adapter is not None:
+        return AdaptedObjective(job.drafter, job.loaded.target, job.loss, job.adapter)
+    return Objective(job.drafter, job.loaded.target, job.loss)
 
 
 def without_training(job: Job, world: World, run_dir: Path) -> Progress:
@@ -208,7 +223,8 @@ def meta_of(job: Job, step: int) -> CheckpointMeta:
         blocks=shape.blocks,
         fingerprint=job.loaded.target.fingerprint,
     )
-    return CheckpointMeta(job.family, job.options, job.drafter.decode_settings(), target, step)
+    adapter = None if job.adapter is None else asdict(job.adapter.spec)
+    return CheckpointMeta(job.family, job.options, job.drafter.decode_settings(), target, step, adapter)
 
 
 def best_checkpoint(folder: Path) -> Path:

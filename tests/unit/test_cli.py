@@ -38,7 +38,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         (["fot"], "unknown command 'fot'; did you mean fit?"),
         (["xyz"], "unknown command 'xyz'; use one of fit, measure, generate, doctor"),
         ([], "no command given; use one of fit, measure, generate, doctor"),
-        (["fit", "recipe=medsa"], "unknown recipe 'medsa'; did you mean medusa?"),
+        (["fit", "recipe=medsa"], "unknown recipe 'medsa'; did you mean medusa or medusa2?"),
         (["fit", "drafter=medsa"], "unknown drafter 'medsa'; did you mean medusa?"),
         (["fit", "train.stepz=3"], "unknown key 'train.stepz'; did you mean train.steps?"),
         (["fit", "trian.steps=3"], "unknown key 'trian.steps'; did you mean train.steps"),
@@ -53,7 +53,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         (["fit", "recipe=medusa,eagle3"], "Ambiguous value for argument 'recipe=medusa,eagle3'; add -m"),
         (["fit", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["fit", "--config-dir", "nowhere"], "--config-dir nowhere is no directory"),
-        (["fit", "-m", "recipe=medusa,medsa"], "unknown recipe 'medsa'; did you mean medusa?"),
+        (["fit", "-m", "recipe=medusa,medsa"], "unknown recipe 'medsa'; did you mean medusa or medusa2?"),
         (["fit", "-m", "train.lrr=1,2"], "unknown key 'train.lrr'; did you mean train.lr?"),
         (["fit", "-m", "train.steps=1,x"], "train.steps: Value 'x'"),
         (["fit", "launcher.nproc=0"], "launcher.nproc is 0; set it to 1 or more"),
@@ -200,7 +200,7 @@ def test_cfg_prints_the_configuration(command: Command, runs: list[Any], capsys:
     ("line", "words"),
     [
         ("drafttrain fi", {"fit"}),
-        ("drafttrain fit recipe=med", {"recipe=medusa"}),
+        ("drafttrain fit recipe=hyd", {"recipe=hydra"}),
         ("drafttrain measure train.ste", {"train.steps="}),
     ],
 )

@@ -16,7 +16,7 @@ FLOORS = [
         *("block_drafter", "dynamic", "proposal", "recurrent"),
     ),
     ("verify", "rounds", "ahead", "speculate", "treesize"),
-    ("drafters", "targets", "data", "features", "losses", "checkpoint"),
+    ("drafters", "targets", "data", "features", "losses", "adapted", "checkpoint"),
     ("train", "measure", "export"),
     ("commands",),
     ("config", "complaints", "cli", "__main__"),

@@ -1,0 +1,116 @@
+"""A target with low-rank matrices beside its linear maps (LoRA, arXiv 2106.09685): trained, and merged for decoding.
+
+The original is never written to. Its copies are other modules over the same memory: the trained one adds the matrices alone,
+the merged one the weights that they change.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from drafttrain.errors import UserError
+from drafttrain.target import LoraSpec
+from drafttrain.targets.hf import HFTarget, find_blocks
+from drafttrain.targets.load import LoadedTarget
+
+NAME = "default"  # peft's own, of the one adapter
+
+
+class Adapter(nn.Module):
+    """The matrices of one target, named as peft does but for the adapter's name: `...q_proj.lora_A.weight`.
+
+    target: computes with them, through transformers' modules; gradients reach the matrices alone. A fresh adapter changes
+    nothing: B is zero. Raises UserError for a specification that does not fit the target.
+    """
+
+    def __init__(self, original: HFTarget, spec: LoraSpec) -> None:
+        super().__init__()
+        spec.check()
+        check_whole(original)
+        self.spec, model = spec, shadow(original.model)
+        config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=_modules(model, original.shape.blocks, spec))  # type: ignore[arg-type]
+        with warnings.catch_warnings():  # that GPT-2 keeps its weights transposed
+            warnings.simplefilter("ignore")
+            inject_adapter_in_model(config, model, NAME)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+                _plant(self, name.replace(f".{NAME}.", "."), parameter)
+        # in lists: the frozen weights are neither ours to move nor the engine's to shard or save
+        self._original, self._target = [original], [HFTarget(model.eval(), original.stop_ids, frozen=False)]
+
+    @property
+    def target(self) -> HFTarget:
+        return self._target[0]
+
+    @torch.no_grad()
+    def merged(self) -> HFTarget:
+        """A frozen target of the original's runner whose weights hold the matrices' products, added in float32."""
+        original = self._original[0]
+        model = shadow(original.model)
+        layers: list[tuple[str, Any]] = [(n, m) for n, m in self.target.model.named_modules() if isinstance(m, LoraLayer)]
+        for name, layer in layers:
+            linear: Any = model.get_submodule(name)
+            weight = linear.weight.float() + layer.get_delta_weight(NAME).float()
+            linear.weight = nn.Parameter(weight.to(linear.weight.dtype), requires_grad=False)
+        return type(original)(model, original.stop_ids)
+
+
+def check_whole(original: HFTarget) -> None:
+    """Raise UserError for a target that several processes share."""
+    if original.part.size > 1:
+        raise UserError(
+            "a drafter that comes with an adapter of its target needs the whole target, target.tensor_parallel is "
+            f"{original.part.size}; leave it out"
+        )
+
+
+def adapted(loaded: LoadedTarget, adapter: Adapter) -> LoadedTarget:
+    """The same with the merged target; the description stays the original's."""
+    return replace(loaded, target=adapter.merged())
+
+
+def own_bytes(target: HFTarget, original: HFTarget) -> int:
+    """Bytes of the target's weights that lie outside the original's memory."""
+    held = {p.untyped_storage().data_ptr() for p in original.model.parameters()}
+    own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in target.model.parameters()}
+    return sum(size for place, size in own.items() if place not in held)
+
+
+def shadow(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the modules whose parameters are new objects over the same memory; tied ones stay tied."""
+    memo: dict[int, Tensor] = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, memo | {id(b): b for b in model.buffers()})
+
+
+def _modules(model: nn.Module, blocks: int, spec: LoraSpec) -> list[str]:
+    """Last names of the blocks' linear maps that are adapted."""
+    inside = find_blocks(model, blocks).named_modules()
+    known = sorted({name.rsplit(".", 1)[-1] for name, module in inside if isinstance(module, nn.Linear | Conv1D)})
+    unknown = [name for name in spec.modules if name not in known]
+    if unknown or not known:
+        raise UserError(
+            f"drafter.adapter.modules has {', '.join(unknown) or 'nothing to adapt'}; "
+            f"the blocks' linear maps are {', '.join(known) or 'none'}"
+        )
+    return list(spec.modules) or known
+
+
+def _plant(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register a parameter under a dotted name."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in dict(root.named_children()):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.register_parameter(last, parameter)
