@@ -6,7 +6,7 @@ Shapes: B rows, N nodes or positions, R logit rows, H hidden, V vocabulary, P ca
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,14 @@ class Target(Protocol):
 
     def pruned(self, blocks: int) -> PrunedTarget:
         """A trainable copy of the first `blocks` blocks with norm and head."""
+        ...
+
+    def scratch(self, blocks: int, width: int | None) -> PrunedTarget:
+        """A trainable model of the same architecture, freshly initialised."""
+        ...
+
+    def companion(self, path: str, revision: str | None) -> Any:
+        """Another causal LM and its tokenizer, from a directory or hub id."""
         ...
 
 

@@ -18,7 +18,7 @@ from drafttrain.measure.cases import Case, encode_cases
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, whole
 from drafttrain.measure.expected import forced_hits, is_chain
-from drafttrain.measure.flags import flags
+from drafttrain.measure.flags import distillation, flags
 from drafttrain.measure.floor import step_floor
 from drafttrain.measure.plan import Budget
 from drafttrain.measure.quality import mean_log_likelihood
@@ -63,6 +63,7 @@ def measure_checkpoints(
     entries = [_entry(bench, c, drafters[c.name], found[c.name], races) | extras[c.name] for c in checkpoints]
     for entry in entries:
         entry["parameters"], entry["flags"] = parameters[entry["name"]], flags(entry)
+    bench.budget.notes.extend(distillation(entries))
     used = {"seconds": bench.budget.used, "notes": bench.budget.notes, "decode": asdict(decode)}
     return {"checkpoints": entries, "measure": asdict(options) | used}
 

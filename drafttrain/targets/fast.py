@@ -19,6 +19,7 @@ from drafttrain.ops.gated import gated
 from drafttrain.ops.linear import linear, pack
 from drafttrain.ops.rms_norm import norm
 from drafttrain.target import Taps, TargetOut
+from drafttrain.targets.adapted import merged
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.parallel import Part
 
@@ -63,7 +64,7 @@ class Joint:
 
     def join(self, share: bool, packed: bool) -> None:
         """share: the parts become views of the joined weight, so that it takes no memory of its own."""
-        weights = [part.weight.detach() for part in self.parts]
+        weights = [merged(part) for part in self.parts]
         self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         biases = [part.bias.detach() for part in self.parts if part.bias is not None]
         self.bias = torch.cat(biases) if biases else None
@@ -134,6 +135,7 @@ class FastTarget(HFTarget):
     name = "fast"
     hooked = False  # transformers' own forward is left as it is: the baseline beside us
     captured = True
+    joins = True
 
     def _prepare(self) -> None:
         config, backbone = self.model.config, self.backbone[0]
@@ -183,11 +185,12 @@ class FastTarget(HFTarget):
     def _table(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of all positions, [max_positions, D], by transformers' own rotary module."""
         if self._angles is None or self._angles[0].device != like.device or self._angles[0].dtype != like.dtype:
-            position_1P = torch.arange(self.shape.max_positions, device=like.device)[None]
-            cos_1PD, sin_1PD = self.backbone[0].rotary_emb(like, position_1P)
-            sin_PD = sin_1PD[0].clone()
-            sin_PD[:, : sin_PD.shape[-1] // 2] *= -1
-            self._angles = (cos_1PD[0].clone(), sin_PD)
+            with torch.inference_mode(False), torch.no_grad():  # a model may decode first and be trained then
+                position_1P = torch.arange(self.shape.max_positions, device=like.device)[None]
+                cos_1PD, sin_1PD = self.backbone[0].rotary_emb(like, position_1P)
+                sin_PD = sin_1PD[0].clone()
+                sin_PD[:, : sin_PD.shape[-1] // 2] *= -1
+                self._angles = (cos_1PD[0].clone(), sin_PD)
         return self._angles
 
     def forward(

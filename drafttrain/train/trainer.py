@@ -85,6 +85,8 @@ class Trainer:
     def train(self, logger: Logger | None, console: Console) -> Progress:
         """All steps that are left. logger: on rank 0 alone."""
         options = self.job.train
+        if self.job.drafter.starts_usable and self.progress.step == 0 and not (self.folder / checkpoint_name(0)).exists():
+            self._checkpoint()  # what distillation is to be compared with
         with console.bar(options.steps, self.progress.step) as bar:
             for step in range(self.progress.step, options.steps):
                 began = perf_counter()
@@ -168,7 +170,7 @@ class Trainer:
                     atomic_write_json(aside / "trainer.json", asdict(self.progress))
             self.world.wait()
         if self.world.first:
-            prune(self.folder, self.job.train.keep_last, keep={best_checkpoint(self.folder).name})
+            prune(self.folder, self.job.train.keep_last, keep={best_checkpoint(self.folder).name, checkpoint_name(0)})
         self.world.wait()
 
     def _resume(self) -> None:
