@@ -25,6 +25,7 @@ from drafttrain.ops.divergence import NAMES as DIVERGENCES
 from drafttrain.targets.load import LoadedTarget, device_of, load_target
 from drafttrain.train.engine import World, accumulation, join_world, leave_world, settings
 from drafttrain.train.logger import Logger
+from drafttrain.train.onpolicy import check_on_policy
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
 from drafttrain.train.trainer import Job, Progress, Trainer, without_training
@@ -78,6 +79,7 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     torch.manual_seed(options.train.seed)
     loaded = load_target(options.target)
     drafter = _build(options, loaded)
+    check_on_policy(drafter, options.train, options.deepspeed)
     about, where = loaded.description, loaded.description["path"] or loaded.description["name"]
     size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
     console.say(f"target: {about['architecture']}, {size} ({where}, {about['runner']} runner)")

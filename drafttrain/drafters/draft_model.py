@@ -28,15 +28,13 @@ class DraftModelOptions:
     """Where the draft model comes from, which of its weights are trained, and how far it drafts."""
 
     family: str = "draft_model"
-    source: str = (
-        "pruned"  # pruned: the target's first blocks. scratch: its architecture, fresh weights. hf: the model at `path`
-    )
+    source: str = "pruned"  # pruned: the target's first blocks. scratch: its architecture, fresh weights. hf: `path`
     path: str | None = None  # hf: directory or hub id of a causal LM, safetensors
     revision: str | None = None
     blocks: int = 3  # pruned, scratch
     width: int | None = None  # scratch: hidden size; null: the target's
     lora_rank: int = 0  # of adapters on every linear map but the head (arXiv 2106.09685); 0: all weights are trained
-    lora_alpha: float = 16.0  # adapters count alpha / rank
+    lora_alpha: int = 16  # adapters count alpha / rank
     draft_length: int = 4
 
 
@@ -63,7 +61,7 @@ def _check(options: DraftModelOptions) -> None:
         raise UserError(f"drafter.width is {options.width}, and drafter.source={options.source} keeps its own; leave it out")
     if options.lora_rank < 0 or options.lora_alpha <= 0:
         raise UserError(
-            f"drafter.lora_rank is {options.lora_rank}, lora_alpha {options.lora_alpha:g}; "
+            f"drafter.lora_rank is {options.lora_rank}, lora_alpha {options.lora_alpha}; "
             "set the rank to 1 or more (0: no adapters) and alpha above 0"
         )
     if options.lora_rank and options.source == "scratch":

@@ -38,8 +38,8 @@ def best(entries: Sequence[dict[str, Any]]) -> str:
     Timings of checkpoints of one run often overlap; tau, a count, then decides, and speedup breaks its ties. One of step 0,
     from before any training, must have the higher tau.
     """
-    trained = [e for e in entries if e["step"] != 0] or list(entries)
-    untrained = [e for e in entries if e["step"] == 0 and all((e["tau"] or 0.0) > (t["tau"] or 0.0) for t in trained)]
+    trained = [e for e in entries if e.get("step") != 0] or list(entries)
+    untrained = [e for e in entries if e.get("step") == 0 and all((e["tau"] or 0.0) > (t["tau"] or 0.0) for t in trained)]
     candidates = trained + untrained
     if all(e["speedup"] is not None for e in candidates):
         fastest = max(candidates, key=lambda e: e["speedup"])
@@ -50,8 +50,8 @@ def best(entries: Sequence[dict[str, Any]]) -> str:
 
 def distillation(entries: Sequence[dict[str, Any]]) -> list[str]:
     """A sentence on what training gave a drafter that was measured before it too; none where there is nothing to compare."""
-    before = next((e for e in entries if e["step"] == 0 and e["tau"] is not None), None)
-    after = max((e for e in entries if e["step"] and e["tau"] is not None), key=lambda e: e["tau"], default=None)
+    before = next((e for e in entries if e.get("step") == 0 and e["tau"] is not None), None)
+    after = max((e for e in entries if e.get("step") and e["tau"] is not None), key=lambda e: e["tau"], default=None)
     if before is None or after is None:
         return []
     first, last = f"({before['name']})", f"({after['name']})"

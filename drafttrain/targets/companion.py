@@ -59,7 +59,7 @@ def companion(target: HFTarget, path: str, revision: str | None) -> Companion:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"drafter.path {path!r} has no usable config.json, which its checkpoints need: {_short(error)}"
+            f"drafter.path {path!r} has no usable config.json, which checkpoints need too: {_short(error)}"
         ) from error
     tokenizer = _tokenizer(where, revision)
     model, missing = _load(where, revision, config)

@@ -212,7 +212,7 @@ class HFTarget(PrunedTarget):
 
         return companion(self, path, revision)
 
-    def adapt(self, rank: int, alpha: float) -> None:
+    def adapt(self, rank: int, alpha: int) -> None:
         """Add low-rank adapters to all linear maps but the head; from here on they alone are trained (arXiv 2106.09685)."""
         from peft import LoraConfig, inject_adapter_in_model
 

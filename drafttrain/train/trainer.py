@@ -33,6 +33,7 @@ from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import Engine, World
 from drafttrain.train.logger import Logger
+from drafttrain.train.onpolicy import OnPolicy
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
 from drafttrain.tree import expected_nodes
@@ -79,6 +80,7 @@ class Trainer:
         self.online = Online(job.loaded.target, job.drafter.taps)
         objective = Objective(job.drafter, job.loaded.target, job.loss)
         self.engine = Engine(objective, job.train, job.deepspeed, world)
+        self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
         self.progress = Progress()
         self._resume()
 
@@ -105,7 +107,7 @@ class Trainer:
     def _step(self, step: int) -> tuple[dict[str, Any], int]:
         """One optimiser step; its figures over all processes, and the number of tokens it read."""
         options = self.job.train
-        rows = self.job.data.global_batch(step, options.global_batch)
+        rows = self.on_policy.rows(self.job.data.global_batch(step, options.global_batch), step)
         micro = [self._batch(part) for part in shard(rows, self.world.rank, self.world.size, options.micro_batch)]
         own = torch.tensor([sum(b.supervised() for b in micro)], device=self.device)
         supervised = int(self.world.sum(own))
