@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -217,7 +218,9 @@ class HFTarget(PrunedTarget):
         from peft import LoraConfig, inject_adapter_in_model
 
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-        inject_adapter_in_model(config, self.model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # it finds out by itself which way round a weight lies, and says so
+            inject_adapter_in_model(config, self.model)
         self._prepare()
 
     def train(self, mode: bool = True) -> HFTarget:
