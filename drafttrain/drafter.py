@@ -42,6 +42,7 @@ class Drafter(nn.Module, ABC):
     draft_length: int  # K: depth of the deepest proposal
     captured: bool = True  # observe, absorb and propose neither ask the device nor change shape: a CUDA graph can hold them
     starts_usable: bool = False  # worth measuring before it is trained: it begins as a model that can draft
+    remark: str = ""  # what a user should know of this drafter before it is run, in one line
     trained: bool = True  # False: nothing is learnt, `predict` says nothing, and `fit` goes straight to the measurement
 
     @abstractmethod

@@ -69,6 +69,7 @@ class Target(Protocol):
     fingerprint: str
     trees: bool  # False: this architecture cannot be given a tree mask; chains only
     captured: bool  # a call with the cache's lengths bounded asks the device nothing: a CUDA graph can hold it
+    tokenizer: Any  # transformers', where it was loaded with one; else None
 
     @property
     def device(self) -> torch.device: ...

@@ -93,6 +93,8 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     if not operators.loaded:
         console.say(f"operators: {operators.text}")
     console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters")
+    if drafter.remark:
+        console.say(drafter.remark)
     data = Dataset([], [], {})
     if drafter.trained:
         data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)

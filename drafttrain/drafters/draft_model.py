@@ -20,6 +20,7 @@ from drafttrain.kv import KVCache
 from drafttrain.sampling import Sampling
 from drafttrain.staged import CachedDrafter, OwnCache, Staged, with_root
 from drafttrain.target import FINAL, Taps, Target
+from drafttrain.translation import TranslatedDraft, Translation
 from drafttrain.tree import DraftTree
 
 
@@ -46,7 +47,17 @@ def build(options: DraftModelOptions, target: Target) -> Drafter:
     if options.source == "scratch":
         return DraftModel(options, target.scratch(options.blocks, options.width))
     found = target.companion(str(options.path), options.revision)
-    return DraftModel(options, found.model, found.missing)
+    if found.same_tokens:
+        return DraftModel(options, found.model, found.missing)
+    if found.missing is not None:
+        raise UserError(
+            f"drafter.path {options.path!r} has no weights, which a model of another tokenizer needs: {found.missing}"
+        )
+    if options.lora_rank:
+        raise UserError(
+            "drafter.lora_rank adapts what is trained, a model of another tokenizer is not; set drafter.lora_rank=0"
+        )
+    return TranslatedDraft(found.model, Translation(target.tokenizer, found.tokenizer), options.draft_length)
 
 
 def _check(options: DraftModelOptions) -> None:

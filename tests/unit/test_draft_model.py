@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -182,9 +181,9 @@ def chats(count: int) -> list[Encoded]:
     return [Encoded(np.arange(i, i + 11, dtype=np.int32), mask) for i in range(count)]
 
 
-def on_policy(rows: list[Encoded], step: int = 3, seed: int = 0, world: World = World(0, 1), **options: Any) -> list[Encoded]:
+def on_policy(rows: list[Encoded], step: int = 3, rank: int = 0, size: int = 1, **options: Any) -> list[Encoded]:
     drafter = build(DraftModelOptions(blocks=2), fast_target())
-    policy = OnPolicy(drafter, frozenset({7, 11}), TrainOptions(seed=seed, **options), world)
+    policy = OnPolicy(drafter, frozenset({7, 11}), TrainOptions(**options), World(rank, size))
     found = policy.rows(rows, step)
     assert drafter.training or not options.get("on_policy")
     return found
@@ -207,7 +206,7 @@ def test_replies_are_the_drafters_own_and_the_same_when_a_run_is_resumed() -> No
             and first[i].mask[7:].all()
             and first[i].mask[:7].tolist() == [0, 0, 1, 1, 0, 0, 0]
         )
-    shares = [on_policy(rows, world=World(rank, 2), on_policy=0.5) for rank in (0, 1)]
+    shares = [on_policy(rows, rank=rank, size=2, on_policy=0.5) for rank in (0, 1)]
     for i in range(8):
         assert shares[i % 2][i].token_ids.tolist() == first[i].token_ids.tolist()
 
