@@ -84,6 +84,10 @@ class Drafter(nn.Module, ABC):
     def rewinds(self) -> bool:
         return type(self).rewind is not Drafter.rewind
 
+    def variants(self) -> dict[str, Drafter]:
+        """The same drafter decoding in other ways, by name, to be measured beside it. Before it has decoded anything."""
+        return {}
+
     def language_model(self) -> Target | None:
         """The causal model whose own next tokens are the drafts, where there is one: it can verify a cheaper drafter's."""
         return None

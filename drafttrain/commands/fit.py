@@ -153,7 +153,7 @@ def _finish(
     if options.measure.enabled:
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
         report = measure_run(loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl")
-        best = report["best"]
+        best = report["best"].split()[0]  # a variant's row is its checkpoint's
         files = [run.path / "report.json", run.path / "report.md"]
         logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)
     run.finish()

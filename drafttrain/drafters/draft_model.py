@@ -5,6 +5,7 @@ Shapes: B rows, N tree nodes, A staged positions, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from drafttrain.drafter import Commit, Drafter, draft_chain
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
+from drafttrain.ops.quantised import BITS
 from drafttrain.sampling import Sampling
 from drafttrain.staged import CachedDrafter, OwnCache, Staged, with_root
 from drafttrain.target import FINAL, Taps, Target
@@ -36,6 +38,7 @@ class DraftModelOptions:
     width: int | None = None  # scratch: hidden size; null: the target's
     lora_rank: int = 0  # of adapters on every linear map but the head (arXiv 2106.09685); 0: all weights are trained
     lora_alpha: int = 16  # adapters count alpha / rank
+    quantize: str | None = None  # int8, int4: of the weights that it decodes with; measured beside those as they are
     draft_length: int = 4
 
 
@@ -57,6 +60,8 @@ def build(options: DraftModelOptions, target: Target) -> Drafter:
         raise UserError(
             "drafter.lora_rank adapts what is trained, a model of another tokenizer is not; set drafter.lora_rank=0"
         )
+    if options.quantize is not None:
+        raise UserError("drafter.quantize needs a draft model of the target's tokenizer; set drafter.quantize=null")
     return TranslatedDraft(found.model, Translation(target.tokenizer, found.tokenizer), options.draft_length)
 
 
@@ -68,6 +73,8 @@ def _check(options: DraftModelOptions) -> None:
     if (options.source == "hf") != bool(options.path):
         needs = "needs drafter.path, a model directory or a hub id" if options.source == "hf" else "reads no drafter.path"
         raise UserError(f"drafter.source={options.source} {needs}; drafter.source=hf and drafter.path go together")
+    if options.quantize not in (None, *BITS):
+        raise UserError(f"drafter.quantize is {options.quantize!r}; choose {' or '.join(BITS)}, or null")
     if options.width is not None and options.source != "scratch":
         raise UserError(f"drafter.width is {options.width}, and drafter.source={options.source} keeps its own; leave it out")
     if options.lora_rank < 0 or options.lora_alpha <= 0:
@@ -90,12 +97,21 @@ class DraftModel(CachedDrafter):
         self.taps, self.draft_length = Taps(), options.draft_length
         self.lm, self.missing, self.path = lm, missing, options.path
         self.starts_usable = options.source != "scratch"
+        self.quantize = options.quantize
+        lm.bits = BITS[options.quantize] if options.quantize else None
         if options.lora_rank:
             lm.adapt(options.lora_rank, options.lora_alpha)
 
     def prepare(self, counts: Callable[[], Tensor]) -> None:
         if self.missing is not None:
             raise UserError(f"drafter.path {self.path!r} has a configuration but no weights to train: {self.missing}")
+
+    def variants(self) -> dict[str, Drafter]:
+        if self.quantize is None:
+            return {}
+        plain = copy.deepcopy(self)
+        plain.quantize = plain.lm.bits = None
+        return {"unquantised": plain}
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Teacher-forced next tokens: the same model drafts every depth, so one prediction stands for all."""

@@ -51,7 +51,7 @@ def measure_checkpoints(
     cases, left_out = encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - decode.max_new_tokens)
     if left_out:
         bench.budget.notes.append(f"{left_out} of {len(prompts)} prompts are too long for the target and were left out")
-    drafters = {c.name: load_drafter(c.path, loaded.target)[0] for c in checkpoints}
+    checkpoints, drafters = _loaded(loaded, checkpoints)
     plain, reference = _baseline(bench, cases, passes=len(checkpoints) + 1)
     cases = cases[: len(plain)]
     parameters = {name: trainable(drafter) for name, drafter in drafters.items()}
@@ -66,6 +66,17 @@ def measure_checkpoints(
     bench.budget.notes.extend(distillation(entries))
     used = {"seconds": bench.budget.used, "notes": bench.budget.notes, "decode": asdict(decode)}
     return {"checkpoints": entries, "measure": asdict(options) | used}
+
+
+def _loaded(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef]) -> tuple[list[CheckpointRef], dict[str, Drafter]]:
+    """Every checkpoint's drafter, and behind each its variants, as rows of their own."""
+    refs, drafters = [], {}
+    for checkpoint in checkpoints:
+        drafter = load_drafter(checkpoint.path, loaded.target)[0]
+        for name, row in {"": drafter, **drafter.variants()}.items():
+            refs.append(replace(checkpoint, name=f"{checkpoint.name} {name}".strip()))
+            drafters[refs[-1].name] = row
+    return refs, drafters
 
 
 def _check(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef], decode: DecodeOptions, options: MeasureOptions) -> None:

@@ -65,6 +65,7 @@ class HFTarget(PrunedTarget):
     name = "hf"
     hooked = True  # taps are taken by hooks on the blocks
     captured = False  # transformers' own forward is not ours to vouch for
+    bits: int | None = None  # of the weights that a trainable copy decodes with; None: as they are
     joins = False  # decodes with joined copies of its weights
     part: Part = WHOLE  # that this process holds
     tokenizer: Any = None  # the one the model was loaded with
@@ -184,7 +185,7 @@ class HFTarget(PrunedTarget):
 
     def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
         if not self.frozen and not self.training and not self.joins:
-            substitute(self.model)
+            substitute(self.model, self.bits)
         return KVCache(self.shape.blocks, slots, max_len, self.device, pages)
 
     def pruned(self, blocks: int) -> HFTarget:

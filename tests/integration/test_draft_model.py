@@ -27,7 +27,13 @@ def test_an_existing_model_is_measured_before_and_after(
             f"target.path={material / 'target'}",
             f"data.path={material / 'data.jsonl'}",
         ),
-        *("drafter.source=hf", f"drafter.path={tmp_path / 'small'}", "drafter.lora_rank=2", "train.lr=1e-3"),
+        *(
+            "drafter.source=hf",
+            f"drafter.path={tmp_path / 'small'}",
+            "drafter.lora_rank=2",
+            "drafter.quantize=int8",
+            "train.lr=1e-3",
+        ),
         *("train.steps=6", "train.checkpoint_every=2", "train.keep_last=1", "train.on_policy=0.5", "data.held_out=4", *SMALL),
         *("train.global_batch=4", "train.micro_batch=4", f"prompts={prompt_file(tmp_path)}"),
     )
@@ -35,7 +41,7 @@ def test_an_existing_model_is_measured_before_and_after(
     (run,) = Path("outputs/draft_model").iterdir()
     report = json.loads((run / "report.json").read_text())
     names = [e["name"] for e in report["checkpoints"]]
-    assert names[0] == "step-00000" and names[-1] == "step-00006" and len(names) <= 3
+    assert names[:2] == ["step-00000", "step-00000 unquantised"] and names[-1] == "step-00006 unquantised" and len(names) <= 6
     assert any(note.startswith("distillation") for note in report["measure"]["notes"])
     assert "distillation" in capsys.readouterr().out
     assert all(e["exact_matches"] == 3 for e in report["checkpoints"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from drafttrain.batch import TrainBatch
 from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
@@ -259,3 +259,38 @@ def test_an_undistilled_draft_is_best_only_with_the_higher_tau() -> None:
     (note,) = distillation([entry(0, 2.0, 1.0), entry(4, 1.5, 1.0)])
     assert "did not help" in note and "2.00 before it (step-0)" in note
     assert not distillation([entry(2, 2.0, 1.0), entry(4, 1.5, 1.0)])
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("make", [fast_target, tiny_target, lambda: tiny_target("gpt2")])
+def test_a_quantised_draft_is_nearly_the_same_and_its_checkpoint_whole(make: Any, quantize: str, tmp_path: Path) -> None:
+    target = make()
+    options = DraftModelOptions(blocks=3, lora_rank=2, quantize=quantize)
+    drafter = shaken(build(options, target)).eval()
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    again, _ = load_drafter(saved(drafter, options, target, tmp_path / "step"), target)
+    ((name, plain),) = again.variants().items()
+    assert name == "unquantised" and not plain.variants() and not build(DraftModelOptions(), target).variants()
+    text = torch.tensor([[3, 9, 4, 1, 7]])
+    batch = TrainBatch(text, torch.arange(5)[None], torch.zeros_like(text), torch.ones_like(text, dtype=torch.bool))
+    states = []
+    for model in (plain, again):
+        found = decoded(target, model)
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in decoded(target, None)]
+        with torch.no_grad():
+            states.append(next(iter(model.predict(batch))).hidden_MH)
+    apart = float((states[0] - states[1]).norm() / states[0].norm())
+    assert apart < (0.1 if quantize == "int8" else 0.6)
+    assert apart > 0.0 or isinstance(target.model, GPT2LMHeadModel)  # whose maps are no linear layers
+    assert all(torch.equal(tensor, before[name]) for name, tensor in again.state_dict().items())
+    with torch.no_grad():
+        trained = next(iter(again.train().eval().predict(batch))).hidden_MH
+    torch.testing.assert_close(trained, states[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_quantised_draft_drafts_what_it_was_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(contract.SHAPES, "draft_model", {"blocks": 2, "quantize": "int8"})
+    contract.test_greedy_output_is_plain_decodings("draft_model", 0.2, 4)
+    contract.test_sampling_follows_the_targets_law_through_the_whole_loop("draft_model")
+    with pytest.raises(UserError, match="choose int8 or int4"):
+        build(DraftModelOptions(quantize="int2"), fast_target())
