@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from drafttrain.drafters.draft_model import DraftModelOptions, build
+from drafttrain.sampling import Sampling
+from drafttrain.speculate import Decoder
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import load_target
 from tests.helpers import tiny_model
 
+DATA = Path(os.environ.get("DRAFTTRAIN_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
 Command = Callable[..., int]
 SMALL = ("logger=none", "measure.limit=3", "measure.minutes=0.05", "measure.transformers=false", "decode.max_new_tokens=12")
 
@@ -64,3 +71,19 @@ def test_a_drafter_without_a_language_model_writes_no_replies(command: Command, 
     assert command("fit", "recipe=medusa", "train.on_policy=0.5", "logger=none") == 2
     assert "no language model" in capsys.readouterr().err
     assert not Path("outputs").exists()
+
+
+@pytest.mark.skipif(not (DATA / "models").is_dir(), reason=f"no public models at {DATA}")
+@pytest.mark.parametrize(("small", "least"), [("babyllama-105in361", 3.5), ("stories260K", 1.8)])
+def test_a_published_draft_is_exact_and_worth_something(small: str, least: float) -> None:
+    """One of the same tokens, which agrees with its target in nine of ten; and one of other tokens."""
+    loaded = load_target(TargetOptions(name="hf", path=str(DATA / "models" / "babyllama-361")))
+    drafter = build(DraftModelOptions(source="hf", path=str(DATA / "models" / small)), loaded.target).eval()
+    lines = (DATA / "prompts" / "tinystories_prompts.jsonl").read_text(encoding="utf-8").splitlines()[:6]
+    asked = [[1, *loaded.tokenizer(json.loads(line)["turns"][0], add_special_tokens=False)["input_ids"]][:60] for line in lines]
+    plain, ours = (
+        Decoder(loaded.target, d, "greedy", Sampling(), loaded.target.stop_ids, 60).run(asked, n).results
+        for d, n in ((None, 6), (drafter, 3))
+    )
+    assert [r.tokens for r in ours] == [r.tokens for r in plain]
+    assert sum(r.emitted for r in ours) / sum(r.verifications for r in ours) > least
