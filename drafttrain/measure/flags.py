@@ -50,8 +50,10 @@ def best(entries: Sequence[dict[str, Any]]) -> str:
 
 def distillation(entries: Sequence[dict[str, Any]]) -> list[str]:
     """A sentence on what training gave a drafter that was measured before it too; none where there is nothing to compare."""
-    before = next((e for e in entries if e.get("step") == 0 and e["tau"] is not None), None)
-    after = max((e for e in entries if e.get("step") and e["tau"] is not None), key=lambda e: e["tau"], default=None)
+    known = [e for e in entries if e["tau"] is not None and e.get("step") is not None]
+    before, after = (
+        max((e for e in known if bool(e["step"]) is t), key=lambda e: e["tau"], default=None) for t in (False, True)
+    )
     if before is None or after is None:
         return []
     first, last = f"({before['name']})", f"({after['name']})"
