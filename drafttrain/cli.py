@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from drafttrain.config import Run
 
-PATH_KEYS = ("target.path", "data.path", "checkpoint", "prompts", "measure.prompts", "output", "resume")
+PATH_KEYS = ("target.path", "drafter.path", "data.path", "checkpoint", "prompts", "measure.prompts", "output", "resume")
 TEXT_KEYS = ("prompt",)
 
 

@@ -43,6 +43,8 @@ class Drafter(nn.Module, ABC):
     captured: bool = True  # observe, absorb and propose neither ask the device nor change shape: a CUDA graph can hold them
     samples: bool = False  # at a temperature above 0 proposals are chains drawn from the drafter's own law, which they carry
     adapts: LoraSpec | None = None  # the family also trains the target: it drafts for the adapted one, the baseline of all
+    starts_usable: bool = False  # worth measuring before it is trained: it begins as a model that can draft
+    remark: str = ""  # what a user should know of this drafter before it is run, in one line
     trained: bool = True  # False: nothing is learnt, `predict` says nothing, and `fit` goes straight to the measurement
 
     @abstractmethod
@@ -83,6 +85,10 @@ class Drafter(nn.Module, ABC):
     @property
     def rewinds(self) -> bool:
         return type(self).rewind is not Drafter.rewind
+
+    def variants(self) -> dict[str, Drafter]:
+        """The same drafter decoding in other ways, by name, to be measured beside it. Before it has decoded anything."""
+        return {}
 
     def language_model(self) -> Target | None:
         """The causal model whose own next tokens are the drafts, where there is one: it can verify a cheaper drafter's."""

@@ -58,7 +58,7 @@ class Controls:
     """draft_length: no deeper proposals than this; None: as trained. window: drafts of a path offered to one verification,
     whatever was drafted. threshold: of the policy of that name. fallback: draft only while it pays (`Fallback`).
     read_every: rounds launched before the host looks at the results of those before; None: 1 on a GPU, where rounds are
-    captured as CUDA graphs, and elsewhere each is run and looked at by itself.
+    captured as CUDA graphs, and elsewhere each is run and looked at by itself. capture: False for weights that soon change.
     """
 
     draft_length: int | None = None
@@ -66,6 +66,7 @@ class Controls:
     threshold: float = LEAST
     fallback: bool = False
     read_every: int | None = None
+    capture: bool = True
 
     def __post_init__(self) -> None:
         if self.read_every is not None and not 1 <= self.read_every <= RING:
@@ -104,7 +105,7 @@ class Decoder:
         self.prefill_chunk = prefill_chunk
         self._text: dict[str, Any] = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens}
         self._text |= {"min_new_tokens": min_new_tokens, "stop_text": stop_text}
-        able = target.captured and (drafter is None or drafter.captured)
+        able = controls.capture and target.captured and (drafter is None or drafter.captured)
         self.captures = target.device.type == "cuda" and able
         self.read_every = controls.read_every or (1 if self.captures else None)
         self.reach = 1 + (drafter.draft_length if drafter else 0)  # tokens of one round at most

@@ -111,6 +111,7 @@ class Target(Protocol):
     fingerprint: str
     trees: bool  # False: this architecture cannot be given a tree mask; chains only
     captured: bool  # a call with the cache's lengths bounded asks the device nothing: a CUDA graph can hold it
+    tokenizer: Any  # transformers', where it was loaded with one; else None
 
     @property
     def device(self) -> torch.device: ...
@@ -146,6 +147,14 @@ class Target(Protocol):
 
     def pruned(self, blocks: int) -> PrunedTarget:
         """A trainable copy of the first `blocks` blocks with norm and head."""
+        ...
+
+    def scratch(self, blocks: int, width: int | None) -> PrunedTarget:
+        """A trainable model of the same architecture, freshly initialised."""
+        ...
+
+    def companion(self, path: str, revision: str | None) -> Any:
+        """Another causal LM and its tokenizer, from a directory or hub id."""
         ...
 
 

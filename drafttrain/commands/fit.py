@@ -27,6 +27,7 @@ from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget, device_of, load_target
 from drafttrain.train.engine import World, accumulation, join_world, leave_world, settings
 from drafttrain.train.logger import Logger
+from drafttrain.train.onpolicy import check_on_policy
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
 from drafttrain.train.trainer import Job, Progress, Trainer, without_training
@@ -82,6 +83,7 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     drafter = _build(options, loaded)
     adapter = _adapter(options, loaded, drafter)
     start = _start(options, drafter, adapter)
+    check_on_policy(drafter, options.train, options.deepspeed)
     about, where = loaded.description, loaded.description["path"] or loaded.description["name"]
     size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
     console.say(f"target: {about['architecture']}, {size} ({where}, {about['runner']} runner)")
@@ -98,6 +100,8 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
     console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters{begun}")
     if adapter is not None:
         console.say(f"adapter of the target: rank {adapter.spec.rank}, {trainable(adapter):,} trainable parameters")
+    if drafter.remark:
+        console.say(drafter.remark)
     data = Dataset([], [], {})
     if drafter.trained:
         data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
@@ -175,7 +179,7 @@ def _finish(
     if options.measure.enabled:
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
         report = measure_run(loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out)
-        best = report["best"]
+        best = report["best"].split()[0]  # a variant's row is its checkpoint's
         files = [run.path / "report.json", run.path / "report.md"]
         logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)
     run.finish()

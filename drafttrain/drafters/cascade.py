@@ -70,6 +70,7 @@ class Cascade(CachedDrafter):
         if not target.trees and any(set(path) != {0} for path in self.inner.paths()):
             raise UserError("drafter.inner proposes trees; this target's architecture is exact for chains only: draft a chain")
         self.taps, self.draft_length, self.trained = self.middle.taps, self.middle.draft_length, self.middle.trained
+        self.starts_usable = self.middle.starts_usable
         self._model = [model]  # in a list: registered below the middle
 
     @property

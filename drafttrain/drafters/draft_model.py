@@ -1,11 +1,12 @@
-"""A separate draft model: a small causal LM, here the target's first blocks, trained further (arXiv 2211.17192, 2310.08461).
+"""A separate draft model: a small causal LM with a cache of its own, distilled (arXiv 2211.17192, 2302.01318, 2310.08461).
 
 Shapes: B rows, N tree nodes, A staged positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,41 +14,112 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Commit, draft_chain
+from drafttrain.drafter import Commit, Drafter, draft_chain
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
+from drafttrain.ops.quantised import BITS
 from drafttrain.sampling import Sampling
 from drafttrain.staged import CachedDrafter, OwnCache, Staged, with_root
 from drafttrain.target import FINAL, Taps, Target
+from drafttrain.translation import TranslatedDraft, Translation
 from drafttrain.tree import DraftTree
 
 
 @dataclass
 class DraftModelOptions:
-    """A layer-pruned copy of the target as the draft."""
+    """Where the draft model comes from, which of its weights are trained, and how far it drafts."""
 
     family: str = "draft_model"
-    blocks: int = 3  # of the target's, from the first
+    source: str = "pruned"  # pruned: the target's first blocks. scratch: its architecture, fresh weights. hf: `path`
+    path: str | None = None  # hf: directory or hub id of a causal LM, safetensors
+    revision: str | None = None
+    blocks: int = 3  # pruned, scratch
+    width: int | None = None  # scratch: hidden size; null: the target's
+    lora_rank: int = 0  # of adapters on every linear map but the head (arXiv 2106.09685); 0: all weights are trained
+    lora_alpha: int = 16  # adapters count alpha / rank
+    quantize: str | None = None  # int8, int4: of the weights that it decodes with; measured beside those as they are
     draft_length: int = 4
 
 
+def build(options: DraftModelOptions, target: Target) -> Drafter:
+    """Raises UserError for options that contradict each other, and for a model that cannot be loaded or cannot draft."""
+    _check(options)
+    if options.source == "pruned":
+        return DraftModel(options, target.pruned(options.blocks))
+    if options.source == "scratch":
+        return DraftModel(options, target.scratch(options.blocks, options.width))
+    found = target.companion(str(options.path), options.revision)
+    if found.same_tokens:
+        return DraftModel(options, found.model, found.missing)
+    if found.missing is not None:
+        raise UserError(
+            f"drafter.path {options.path!r} has no weights, which a model of another tokenizer needs: {found.missing}"
+        )
+    if options.lora_rank:
+        raise UserError(
+            "drafter.lora_rank adapts what is trained, a model of another tokenizer is not; set drafter.lora_rank=0"
+        )
+    if options.quantize is not None:
+        raise UserError("drafter.quantize needs a draft model of the target's tokenizer; set drafter.quantize=null")
+    return TranslatedDraft(found.model, Translation(target.tokenizer, found.tokenizer), options.draft_length)
+
+
+def _check(options: DraftModelOptions) -> None:
+    if options.draft_length < 1:
+        raise UserError(f"drafter.draft_length is {options.draft_length}; set it to 1 or more")
+    if options.source not in ("pruned", "scratch", "hf"):
+        raise UserError(f"drafter.source is {options.source!r}; choose pruned, scratch or hf")
+    if (options.source == "hf") != bool(options.path):
+        needs = "needs drafter.path, a model directory or a hub id" if options.source == "hf" else "reads no drafter.path"
+        raise UserError(f"drafter.source={options.source} {needs}; drafter.source=hf and drafter.path go together")
+    if options.quantize not in (None, *BITS):
+        raise UserError(f"drafter.quantize is {options.quantize!r}; choose {' or '.join(BITS)}, or null")
+    if options.width is not None and options.source != "scratch":
+        raise UserError(f"drafter.width is {options.width}, and drafter.source={options.source} keeps its own; leave it out")
+    if options.lora_rank < 0 or options.lora_alpha <= 0:
+        raise UserError(
+            f"drafter.lora_rank is {options.lora_rank}, lora_alpha {options.lora_alpha}; "
+            "set the rank to 1 or more (0: no adapters) and alpha above 0"
+        )
+    if options.lora_rank and options.source == "scratch":
+        raise UserError("drafter.lora_rank adapts trained weights, drafter.source=scratch has none; set lora_rank=0")
+
+
 class DraftModel(CachedDrafter):
-    """Chain drafter with its own cache; at temperature above 0 it samples and reports the law q of every draft."""
+    """Chain drafter with its own cache; at temperature above 0 it samples and reports the law q of every draft.
+
+    missing: why the model's own weights are not there; it can then be filled from a checkpoint, and not be trained.
+    """
 
     samples = True
 
-    def __init__(self, options: DraftModelOptions, target: Target) -> None:
+    def __init__(self, options: DraftModelOptions, lm: Any, missing: str | None = None) -> None:
         super().__init__()
-        if options.draft_length < 1:
-            raise UserError(f"drafter.draft_length is {options.draft_length}; set it to 1 or more")
         self.taps, self.draft_length = Taps(), options.draft_length
-        self.lm: Any = target.pruned(options.blocks)
+        self.lm, self.missing, self.path = lm, missing, options.path
+        self.starts_usable = options.source != "scratch"
+        self.quantize = options.quantize
+        lm.bits = BITS[options.quantize] if options.quantize else None
+        if options.lora_rank:
+            lm.adapt(options.lora_rank, options.lora_alpha)
+
+    def prepare(self, counts: Callable[[], Tensor]) -> None:
+        if self.missing is not None:
+            raise UserError(f"drafter.path {self.path!r} has a configuration but no weights to train: {self.missing}")
+
+    def variants(self) -> dict[str, Drafter]:
+        if self.quantize is None:
+            return {}
+        plain = copy.deepcopy(self)
+        plain.quantize = plain.lm.bits = None
+        return {"unquantised": plain}
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Teacher-forced next tokens: the same model drafts every depth, so one prediction stands for all."""
         no_rows_B0 = batch.token_BT[:, :0]
-        final_BTH = self.lm(batch.token_BT, None, batch.sees(), batch.position_BT, Taps(final=True), no_rows_B0).hidden[FINAL]
+        position_BT = batch.position_BT.clamp_max(self.lm.shape.max_positions - 1)
+        final_BTH = self.lm(batch.token_BT, None, batch.sees(), position_BT, Taps(final=True), no_rows_B0).hidden[FINAL]
         pairs = batch.future(1)
         hidden_MH = final_BTH.flatten(0, 1)[pairs.source_M]
         yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.lm.head, every_step=True)
@@ -90,4 +162,4 @@ class DraftModel(CachedDrafter):
         return logits_BRV[:, 0] if row_BR.shape[1] else row_BR
 
 
-FAMILY = Family("draft_model", DraftModelOptions, DraftModel)
+FAMILY = Family("draft_model", DraftModelOptions, build)

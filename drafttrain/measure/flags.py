@@ -40,10 +40,28 @@ def flags(entry: dict[str, Any]) -> list[str]:
 def best(entries: Sequence[dict[str, Any]]) -> str:
     """The name of the best checkpoint: by speedup where one stands clear of every other's range, else by tau.
 
-    Timings of checkpoints of one run often overlap; tau, a count, then decides, and speedup breaks its ties.
+    Timings of checkpoints of one run often overlap; tau, a count, then decides, and speedup breaks its ties. One of step 0,
+    from before any training, must have the higher tau.
     """
-    if all(e["speedup"] is not None for e in entries):
-        fastest = max(entries, key=lambda e: e["speedup"])
-        if all(fastest["speedup_min"] > e["speedup_max"] for e in entries if e is not fastest):
+    trained = [e for e in entries if e.get("step") != 0] or list(entries)
+    untrained = [e for e in entries if e.get("step") == 0 and all((e["tau"] or 0.0) > (t["tau"] or 0.0) for t in trained)]
+    candidates = trained + untrained
+    if all(e["speedup"] is not None for e in candidates):
+        fastest = max(candidates, key=lambda e: e["speedup"])
+        if all(fastest["speedup_min"] > e["speedup_max"] for e in candidates if e is not fastest):
             return str(fastest["name"])
-    return str(max(entries, key=lambda e: (e["tau"] or 0.0, e["speedup"] or 0.0))["name"])
+    return str(max(candidates, key=lambda e: (e["tau"] or 0.0, e["speedup"] or 0.0))["name"])
+
+
+def distillation(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence on what training gave a drafter that was measured before it too; none where there is nothing to compare."""
+    known = [e for e in entries if e["tau"] is not None and e.get("step") is not None]
+    before, after = (
+        max((e for e in known if bool(e["step"]) is t), key=lambda e: e["tau"], default=None) for t in (False, True)
+    )
+    if before is None or after is None:
+        return []
+    first, last = f"({before['name']})", f"({after['name']})"
+    if after["tau"] > before["tau"]:
+        return [f"distillation raised tau from {before['tau']:.2f} {first} to {after['tau']:.2f} {last}"]
+    return [f"distillation did not help: tau {before['tau']:.2f} before it {first}, {after['tau']:.2f} after {last}"]

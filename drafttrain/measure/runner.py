@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -21,7 +21,7 @@ from drafttrain.measure.change import Original
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, whole
 from drafttrain.measure.expected import forced_hits
-from drafttrain.measure.flags import flags
+from drafttrain.measure.flags import distillation, flags
 from drafttrain.measure.floor import step_floor
 from drafttrain.measure.plan import Budget
 from drafttrain.measure.quality import mean_log_likelihood
@@ -73,14 +73,20 @@ def measure_checkpoints(
         found |= _group(
             replace(bench, budget=Budget(share, notes=notes)), group, cases, None if group[0] not in alone else original
         )
+    order = [c.name for c in checkpoints]
+    entries = sorted(found.values(), key=lambda entry: order.index(entry["name"].split()[0]))
+    notes.extend(distillation(entries))
     used = {"seconds": monotonic() - began, "notes": list(dict.fromkeys(notes)), "decode": asdict(decode)}
-    return {"checkpoints": [found[c.name] for c in checkpoints], "measure": asdict(options) | used}
+    return {"checkpoints": entries, "measure": asdict(options) | used}
 
 
 def _group(
     bench: Bench, checkpoints: Sequence[CheckpointRef], cases: Sequence[Case], original: Original | None
 ) -> dict[str, Keys]:
-    """The report's entries of checkpoints that share a target. original: what theirs, an adapted one, is compared with."""
+    """The report's entries of checkpoints that share a target, and of their variants, by name.
+
+    original: what theirs, an adapted one, is compared with.
+    """
     restored = {c.name: load_checkpoint(c.path, bench.loaded) for c in checkpoints}
     first = checkpoints[0].name
     if original is not None:
@@ -90,7 +96,7 @@ def _group(
             loaded=restored[first].loaded,
             watch=lambda stage, *counts: said(label + stage.removeprefix(label), *counts),  # a bar of its own
         )
-    drafters = {name: r.drafter for name, r in restored.items()}
+    checkpoints, drafters = _rows(checkpoints, {name: r.drafter for name, r in restored.items()})
     plain, reference = _baseline(bench, cases, passes=len(checkpoints) + 1)
     cases = cases[: len(plain)]
     parameters = {name: trainable(drafter) for name, drafter in drafters.items()}
@@ -106,6 +112,19 @@ def _group(
         entry["target_change"] = change
         entry["flags"] = flags(entry)
     return {entry["name"]: entry for entry in entries}
+
+
+def _rows(
+    checkpoints: Sequence[CheckpointRef], drafters: Mapping[str, Drafter]
+) -> tuple[list[CheckpointRef], dict[str, Drafter]]:
+    """Every checkpoint's drafter, and behind each its variants, as rows of their own."""
+    refs, rows = [], {}
+    for checkpoint in checkpoints:
+        drafter = drafters[checkpoint.name]
+        for name, row in {"": drafter, **drafter.variants()}.items():
+            refs.append(replace(checkpoint, name=f"{checkpoint.name} {name}".strip()))
+            rows[refs[-1].name] = row
+    return refs, rows
 
 
 def _check(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef], decode: DecodeOptions, options: MeasureOptions) -> None:

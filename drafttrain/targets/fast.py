@@ -17,10 +17,12 @@ from drafttrain.ops.attend import Heads, Step, attend
 from drafttrain.ops.blocks import Blocks, BlockWeights
 from drafttrain.ops.gated import gated
 from drafttrain.ops.linear import linear, pack
+from drafttrain.ops.quantised import Quantised
 from drafttrain.ops.rms_norm import norm
 from drafttrain.target import Taps, TargetOut
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.parallel import Part
+from drafttrain.targets.substitute import merged
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PACKED_BYTES = 2**31  # of weights at most: packing doubles them
@@ -55,18 +57,24 @@ class Joint:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.packed: Tensor | None = None
+        self.quantised: Quantised | None = None
 
     def __call__(self, x_H: Tensor) -> Tensor:
+        if self.quantised is not None:
+            return self.quantised(x_H) if self.bias is None else self.quantised(x_H) + self.bias
         if self.weight is None:
             return self.parts[0](x_H) if len(self.parts) == 1 else torch.cat([part(x_H) for part in self.parts], -1)
         return linear(x_H, self.weight, self.bias, self.packed)
 
-    def join(self, share: bool, packed: bool) -> None:
-        """share: the parts become views of the joined weight, so that it takes no memory of its own."""
-        weights = [part.weight.detach() for part in self.parts]
-        self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    def join(self, share: bool, packed: bool, bits: int | None = None) -> None:
+        """share: the parts become views of the joined weight, so that it takes no memory of its own. bits: it is quantised."""
+        weights = [merged(part) for part in self.parts]
         biases = [part.bias.detach() for part in self.parts if part.bias is not None]
         self.bias = torch.cat(biases) if biases else None
+        if bits is not None:
+            self.quantised = Quantised(torch.cat(weights), bits)
+            return
+        self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if share and len(weights) > 1:
             for part, rows in zip(self.parts, self.weight.split([p.out_features for p in self.parts]), strict=True):
                 part.weight.data = rows
@@ -134,6 +142,7 @@ class FastTarget(HFTarget):
     name = "fast"
     hooked = False  # transformers' own forward is left as it is: the baseline beside us
     captured = True
+    joins = True
 
     def _prepare(self) -> None:
         config, backbone = self.model.config, self.backbone[0]
@@ -152,7 +161,7 @@ class FastTarget(HFTarget):
     def _join(self, share: bool) -> None:
         size = sum(p.numel() * p.element_size() for p in self.model.parameters())
         for joint in self._joints:
-            joint.join(share, size <= PACKED_BYTES)
+            joint.join(share, size <= PACKED_BYTES, self.bits)
         weights = [block.weights() for block in self._chain]
         whole = [w for w in weights if w is not None]
         if len(whole) == len(weights) and library.has_product() and self.part.size == 1:
@@ -183,11 +192,12 @@ class FastTarget(HFTarget):
     def _table(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of all positions, [max_positions, D], by transformers' own rotary module."""
         if self._angles is None or self._angles[0].device != like.device or self._angles[0].dtype != like.dtype:
-            position_1P = torch.arange(self.shape.max_positions, device=like.device)[None]
-            cos_1PD, sin_1PD = self.backbone[0].rotary_emb(like, position_1P)
-            sin_PD = sin_1PD[0].clone()
-            sin_PD[:, : sin_PD.shape[-1] // 2] *= -1
-            self._angles = (cos_1PD[0].clone(), sin_PD)
+            with torch.inference_mode(False), torch.no_grad():  # a model may decode first and be trained then
+                position_1P = torch.arange(self.shape.max_positions, device=like.device)[None]
+                cos_1PD, sin_1PD = self.backbone[0].rotary_emb(like, position_1P)
+                sin_PD = sin_1PD[0].clone()
+                sin_PD[:, : sin_PD.shape[-1] // 2] *= -1
+                self._angles = (cos_1PD[0].clone(), sin_PD)
         return self._angles
 
     def forward(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,10 @@ from drafttrain.fingerprint import fingerprint_of
 from drafttrain.kv import KVCache, additive, seen
 from drafttrain.target import FINAL, PrunedTarget, Taps, TargetOut, TargetShape
 from drafttrain.targets.parallel import WHOLE, Part
+from drafttrain.targets.substitute import restore, substitute
+
+if TYPE_CHECKING:
+    from drafttrain.targets.companion import Companion
 
 
 class SlotCache(Cache):
@@ -60,7 +65,10 @@ class HFTarget(PrunedTarget):
     name = "hf"
     hooked = True  # taps are taken by hooks on the blocks
     captured = False  # transformers' own forward is not ours to vouch for
+    bits: int | None = None  # of the weights that a trainable copy decodes with; None: as they are
+    joins = False  # decodes with joined copies of its weights
     part: Part = WHOLE  # that this process holds
+    tokenizer: Any = None  # the one the model was loaded with
 
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int] = frozenset(), frozen: bool = True) -> None:
         super().__init__()
@@ -176,6 +184,8 @@ class HFTarget(PrunedTarget):
         return {"full_attention": full, "sliding_attention": sliding} if self._layer_types else sliding
 
     def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
+        if not self.frozen and not self.training and not self.joins:
+            substitute(self.model, self.bits)
         return KVCache(self.shape.blocks, slots, max_len, self.device, pages)
 
     def pruned(self, blocks: int) -> HFTarget:
@@ -191,6 +201,34 @@ class HFTarget(PrunedTarget):
         missing = model.load_state_dict(self.model.state_dict(), strict=False).missing_keys
         assert not missing, f"a pruned copy lacks {missing}"
         return type(self)(model.to(self.device, torch.float32), self.stop_ids, frozen=False)
+
+    def scratch(self, blocks: int, width: int | None) -> HFTarget:
+        """A trainable model of this architecture, freshly initialised."""
+        from drafttrain.targets.companion import scratch
+
+        return scratch(self, blocks, width)
+
+    def companion(self, path: str, revision: str | None) -> Companion:
+        """Another causal LM, to draft for this one."""
+        from drafttrain.targets.companion import companion
+
+        return companion(self, path, revision)
+
+    def adapt(self, rank: int, alpha: int) -> None:
+        """Add low-rank adapters to all linear maps but the head; from here on they alone are trained (arXiv 2106.09685)."""
+        from peft import LoraConfig, inject_adapter_in_model
+
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # it finds out by itself which way round a weight lies, and says so
+            inject_adapter_in_model(config, self.model)
+        self._prepare()
+
+    def train(self, mode: bool = True) -> HFTarget:
+        super().train(mode)
+        if mode:
+            restore(self.model)
+        return self
 
 
 def find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:

@@ -63,6 +63,7 @@ def load_target(options: TargetOptions, part: Part = WHOLE) -> LoadedTarget:
         raise UserError(
             f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
         )
+    target.tokenizer = tokenizer
     return LoadedTarget(target, tokenizer, path, _description(options, target, parameters))
 
 

@@ -22,6 +22,8 @@ class TrainOptions:
     decay: float = 0.2  # wsd: share of the steps at the end
     min_lr: float = 0.0  # share of lr at the end
     precision: str = "float32"  # of the drafter: float32 | bfloat16
+    on_policy: float = 0.0  # share of a batch's conversations that get a reply by the drafter's own model (arXiv 2306.13649)
+    on_policy_temperature: float = 1.0
     seed: int = 0
     init: str | None = None  # a checkpoint directory of the same family, whose weights training starts from
     log_every: int = 10

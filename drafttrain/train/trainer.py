@@ -37,6 +37,7 @@ from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import Engine, World
 from drafttrain.train.logger import Logger
+from drafttrain.train.onpolicy import OnPolicy
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
 from drafttrain.tree import expected_nodes
@@ -88,12 +89,15 @@ class Trainer:
             job.drafter.load_state_dict(job.start)
         self.online = Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
         self.engine = Engine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
+        self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
         self.progress = Progress()
         self._resume()
 
     def train(self, logger: Logger | None, console: Console) -> Progress:
         """All steps that are left. logger: on rank 0 alone."""
         options = self.job.train
+        if self.job.drafter.starts_usable and self.progress.step == 0 and not (self.folder / checkpoint_name(0)).exists():
+            self._checkpoint()  # what distillation is to be compared with
         with console.bar(options.steps, self.progress.step) as bar:
             for step in range(self.progress.step, options.steps):
                 began = perf_counter()
@@ -112,7 +116,7 @@ class Trainer:
     def _step(self, step: int) -> tuple[dict[str, Any], int]:
         """One optimiser step; its figures over all processes, and the number of tokens it read."""
         options, progress = self.job.train, (step + 1) / self.job.train.steps
-        rows = self.job.data.global_batch(step, options.global_batch)
+        rows = self.on_policy.rows(self.job.data.global_batch(step, options.global_batch), step)
         micro = [self._batch(part) for part in shard(rows, self.world.rank, self.world.size, options.micro_batch)]
         own = torch.tensor([sum(b.supervised() for b in micro)], device=self.device)
         supervised = int(self.world.sum(own))
@@ -180,7 +184,7 @@ class Trainer:
                     atomic_write_json(aside / "trainer.json", asdict(self.progress))
             self.world.wait()
         if self.world.first:
-            prune(self.folder, self.job.train.keep_last, keep={best_checkpoint(self.folder).name})
+            prune(self.folder, self.job.train.keep_last, keep={best_checkpoint(self.folder).name, checkpoint_name(0)})
         self.world.wait()
 
     def _resume(self) -> None:

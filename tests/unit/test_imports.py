@@ -13,7 +13,7 @@ FLOORS = [
     ("errors", "atomic", "fingerprint", "tree", "kv", "sampling", "batch", "ops"),
     (
         *("target", "layers", "drafter", "staged", "request", "processors", "fallback"),
-        *("block_drafter", "dynamic", "proposal", "recurrent"),
+        *("block_drafter", "dynamic", "proposal", "recurrent", "translation"),
     ),
     ("verify", "rounds", "ahead", "speculate", "treesize"),
     ("drafters", "targets", "data", "features", "losses", "adapted", "checkpoint"),

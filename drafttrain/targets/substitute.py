@@ -1,0 +1,55 @@
+"""Weights as decoding uses them: low-rank adapters (peft's) merged, or quantised, while the parameters stay as they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.ops.quantised import Quantised
+
+
+@torch.no_grad()
+def merged(linear: Any) -> Tensor:
+    """A linear map's weight, with its adapter's product if it has one."""
+    weight: Tensor = linear.weight.detach()
+    delta = getattr(linear, "get_delta_weight", None)
+    return weight if delta is None else weight + delta("default").to(weight.dtype)
+
+
+def substitute(model: nn.Module, bits: int | None = None) -> None:
+    """Until `restore`, adapted layers compute with merged copies of their weights, and with `bits` all linear maps with
+    quantised ones; what they hold stays as it is."""
+    for layer in _layers(model):
+        base = getattr(layer, "base_layer", layer)
+        if bits is not None and isinstance(base, nn.Linear):
+            layer.forward = _product(Quantised(merged(layer), bits), base.bias)  # of this instance alone
+        elif base is not layer:
+            copied = copy.deepcopy(base)
+            copied.weight = nn.Parameter(merged(layer), requires_grad=False)
+            layer.forward = copied.forward
+
+
+def restore(model: nn.Module) -> None:
+    for layer in _layers(model):
+        layer.__dict__.pop("forward", None)
+
+
+def _product(weight: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    return lambda x: weight(x) if bias is None else weight(x) + bias
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    """Linear maps, those with an adapter as one."""
+    found, adapted = [], ""
+    for name, module in model.named_modules():
+        if adapted and name.startswith(adapted):
+            continue
+        if hasattr(module, "get_delta_weight"):
+            adapted = f"{name}."
+        if adapted == f"{name}." or isinstance(module, nn.Linear):
+            found.append(module)
+    return found

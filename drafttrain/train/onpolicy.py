@@ -1,0 +1,96 @@
+"""On-policy distillation: some replies of a batch are written by the drafter's own language model, as it is at that step
+(GKD, arXiv 2306.13649; DistillSpec, arXiv 2310.08461). The target then says what it would have written there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from drafttrain.data.chat import Encoded
+from drafttrain.drafter import Drafter
+from drafttrain.errors import UserError
+from drafttrain.request import Request
+from drafttrain.sampling import Sampling
+from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.train import DeepSpeedOptions, TrainOptions
+from drafttrain.train.engine import World
+
+STREAM = 0x6F6E706F  # apart from the seeds of the data and of measurements
+
+
+@dataclass(frozen=True, slots=True)
+class OnPolicy:
+    """Which replies of a step's batch are replaced, and what by, is a function of (seed, step) and the weights."""
+
+    drafter: Drafter
+    stop_ids: frozenset[int]
+    options: TrainOptions
+    world: World
+
+    def rows(self, rows: list[Encoded], step: int) -> list[Encoded]:
+        """The batch with `on_policy` of its conversations' last replies rewritten, of those that this process trains on."""
+        if not self.options.on_policy:
+            return rows
+        chosen = np.random.default_rng([STREAM, self.options.seed % 2**64, step]).random(len(rows)) < self.options.on_policy
+        own = [i for i in range(self.world.rank, len(rows), self.world.size) if chosen[i]]
+        self.drafter.eval()
+        written = self._written([rows[i] for i in own], [step * len(rows) + i for i in own])
+        self.drafter.train()
+        replaced = dict(zip(own, written, strict=True))
+        return [replaced.get(i, row) for i, row in enumerate(rows)]
+
+    def _written(self, rows: list[Encoded], keys: list[int]) -> list[Encoded]:
+        """Their last replies anew, no longer than they were; a key names a reply's noise."""
+        lm = self.drafter.language_model()
+        assert lm is not None, "checked before training"
+        sampling = Sampling(self.options.on_policy_temperature, seed=self.options.seed + STREAM)
+        policy = "greedy" if sampling.greedy else "lossless"
+        decoder = Decoder(lm, None, policy, sampling, self.stop_ids, controls=Controls(capture=False))
+        starts = [last_reply(row) for row in rows]
+        longest = [min(len(row.token_ids), lm.shape.max_positions) for row in rows]
+        asked = {
+            i: Request(row.token_ids[: starts[i]].tolist(), keys[i], longest[i] - starts[i], stop_ids=self.stop_ids)
+            for i, row in enumerate(rows)
+            if longest[i] > starts[i]  # else its prompt fills the model's context
+        }
+        if not asked:
+            return rows
+        session = Session(decoder, len(asked), max(map(decoder.positions, asked.values())))
+        results = {i: session.submit(request)[0] for i, request in asked.items()}
+        for _ in session:
+            pass
+        return [with_reply(row, starts[i], results[i].tokens) if i in results else row for i, row in enumerate(rows)]
+
+
+def check_on_policy(drafter: Drafter, options: TrainOptions, deepspeed: DeepSpeedOptions) -> None:
+    """Raise UserError for a share or temperature out of range, for a drafter that cannot write, and for sharded weights."""
+    if not 0.0 <= options.on_policy <= 1.0 or options.on_policy_temperature < 0.0:
+        raise UserError(
+            f"train.on_policy is {options.on_policy:g}, on_policy_temperature {options.on_policy_temperature:g}; "
+            "set the share within 0 and 1 and the temperature to 0 or more"
+        )
+    if options.on_policy and (not drafter.trained or drafter.language_model() is None):
+        raise UserError(
+            f"train.on_policy is {options.on_policy:g}, and this drafter has no language model to write replies with; "
+            "set train.on_policy=0, or choose a family that has one"
+        )
+    if options.on_policy and deepspeed.zero_stage == 3:
+        raise UserError(
+            "train.on_policy writes with whole weights, ZeRO stage 3 shards them; set a lower stage, or on_policy=0"
+        )
+
+
+def last_reply(row: Encoded) -> int:
+    """Where the last supervised stretch begins: in a mask 0 1 1 0 0 1 1 1 at 5."""
+    mask = row.mask
+    starts = np.flatnonzero(mask[1:] & ~mask[:-1]) + 1  # a first token is never supervised
+    return int(starts[-1])
+
+
+def with_reply(row: Encoded, start: int, reply: list[int]) -> Encoded:
+    """The conversation up to `start`, then the reply, supervised whole."""
+    token_ids = np.concatenate([row.token_ids[:start], np.array(reply, np.int32)])
+    mask = np.concatenate([row.mask[:start], np.ones(len(reply), np.bool_)])
+    return Encoded(token_ids, mask)
