@@ -23,7 +23,7 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from drafttrain.checkpoint import load_drafter
+from drafttrain.checkpoint import load_checkpoint
 from drafttrain.commands.quiet import quiet
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import collate, load_dataset
@@ -113,14 +113,15 @@ def tau_of(entry: dict[str, Any], chosen: set[int]) -> float | None:
 
 def flops(folder: Path, loaded: LoadedTarget, data: str | None) -> float | None:
     """Of the drafter's forward and backward pass, by supervised token; the target's own forward is not in it."""
-    drafter, _ = load_drafter(folder, loaded.target)
+    restored = load_checkpoint(folder, loaded)
+    drafter, target = restored.drafter, restored.loaded.target
     if not drafter.trained:
         return None
     length = min(DataOptions.max_length, loaded.target.shape.max_positions)
     options = DataOptions(path=data or DataOptions.path, limit=100, max_length=length)
     rows = load_dataset(options, loaded.tokenizer, progress=False).train[:ROWS]
-    batch = Online(loaded.target, drafter.taps).fill(collate(rows, 0).to(loaded.target.device))
-    objective = Objective(drafter.train(), loaded.target, LossOptions())
+    batch = Online(target, drafter.taps).fill(collate(rows, 0).to(target.device))
+    objective = Objective(drafter.train().requires_grad_(), target, LossOptions())
     with FlopCounterMode(display=False) as counter:
         total, _ = objective(batch)
         total.backward()
@@ -137,15 +138,21 @@ def best_of(report: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def row(name: str, folder: Path, loaded: LoadedTarget, data: str | None, chosen: set[int]) -> dict[str, Any]:
+def rows_of(name: str, folder: Path, loaded: LoadedTarget, data: str | None, chosen: set[int]) -> list[dict[str, Any]]:
+    """Of the checkpoint after training, and of one from before."""
     report = report_of(folder)
-    spent = flops(folder / "checkpoints" / report["best"], loaded, data)
-    return figures(name, report) | {"fresh": tau_of(best_of(report), chosen), "flops": spent}
+    last = max(entry["step"] for entry in report["checkpoints"])
+    rows = []
+    for entry in report["checkpoints"]:
+        said = " ".join([name, *entry["name"].split()[1:], *(["untrained"] if entry["step"] == 0 < last else [])])
+        spent = flops(folder / "checkpoints" / entry["name"].split()[0], loaded, data)
+        rows.append(figures(said, report, entry) | {"fresh": tau_of(entry, chosen), "flops": spent})
+    return rows
 
 
-def figures(name: str, report: dict[str, Any]) -> dict[str, Any]:
-    """What the report alone tells."""
-    entry, training = best_of(report), report["training"] or {}
+def figures(name: str, report: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    """What the report alone tells of one checkpoint."""
+    training = (report["training"] or {}) if entry["step"] else {}
     return {
         "family": name,
         **{key: entry[key] for key in ("tau", "expected_tau", "draft_cost", "verify_cost", "verify_nodes", "speedup")},
@@ -219,7 +226,7 @@ def main() -> int:
     target = TargetOptions() if given.target is None else TargetOptions(name="hf", path=given.target)
     loaded = load_target(target)
     chosen = fresh(report_of(next(iter(folders.values()))), loaded)
-    rows = [row(name, folder, loaded, budget.data, chosen) for name, folder in folders.items()]
+    rows = [row for name, folder in folders.items() for row in rows_of(name, folder, loaded, budget.data, chosen)]
     text = table(rows)
     print(text)
     (given.out / "families.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")

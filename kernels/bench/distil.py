@@ -105,10 +105,11 @@ def row(asked: Asked, folder: Path) -> dict[str, Any]:
     from benchmarks.families import best_of, figures, report_of
 
     report = report_of(folder)
-    found, entry = figures(asked.recipe, report), best_of(report)
+    entry = best_of(report)
+    found = figures(asked.recipe, report, entry)
     keys = ("speedup", "tau", "draft_cost", "verify_cost", "host_ms", "plain_step_ms", "tokens_per_s", "baseline_tokens_per_s")
     batches = {str(s["value"]): {k: s[k] for k in keys} for s in entry["slices"] if s["by"] == "batch_size"}
-    drafter, _ = load_drafter(folder / "checkpoints" / entry["name"], load_target(asked.target).target)
+    drafter, _ = load_drafter(folder / "checkpoints" / entry["name"].split()[0], load_target(asked.target).target)
     types = {str(p.dtype).removeprefix("torch.") for p in drafter.parameters()}
     precision = next(o.split("=")[1] for o in reversed(asked.overrides) if o.startswith("train.precision="))
     more = {"loops": entry["monitors"]["loops"], "unexplained": entry["unexplained"], "graphs": entry["graphs"]}
