@@ -53,7 +53,7 @@ checks: install  ## ruff, mypy, clang-format and the fast tests
 	$(BIN)/python -m pytest
 
 families: install  ## all families with one budget, side by side: an hour on two CPU cores (STEPS=1200 NODES=18 FLAGS=...)
-	$(BIN)/python benchmarks/families.py --steps $(STEPS) --nodes $(NODES) --doc docs/families/README.md $(FLAGS)
+	$(BIN)/python benchmarks/families.py --steps $(STEPS) --nodes $(NODES) $(FLAGS)
 
 kernels: install  ## compile the operators now rather than at their first use
 	$(BIN)/python -m drafttrain.ops.build

@@ -37,6 +37,7 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "families" / "README.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 COPIED = 0.25  # the share from which on a prompt counts as copying
 ROWS = 4  # conversations that training FLOPs are counted on
@@ -217,27 +218,38 @@ def main() -> int:
     parser.add_argument("--data")
     parser.add_argument("--prompts")
     parser.add_argument("--out", type=Path, default=Path("outputs/families"))
-    parser.add_argument("--doc", type=Path)
+    parser.add_argument("--doc", type=Path, help="the page with the table; of the embedded target docs/families/README.md")
     given = parser.parse_args()
+    doc = given.doc or (PAGE if given.target is None and given.only is None else None)
     quiet()
     budget = Budget(given.steps, given.nodes, given.batch, given.minutes, given.target, given.data, given.prompts)
     names = given.only or recipes()
-    folders = {name: run(name, budget, given.out) for name in names}
+    folders, failed = {}, []
+    for name in names:
+        try:
+            folders[name] = run(name, budget, given.out)
+        except subprocess.CalledProcessError:  # it has said why; the others' work is not lost
+            failed.append(name)
+    if not folders:
+        return 1
     target = TargetOptions() if given.target is None else TargetOptions(name="hf", path=given.target)
     loaded = load_target(target)
     chosen = fresh(report_of(next(iter(folders.values()))), loaded)
     rows = [row for name, folder in folders.items() for row in rows_of(name, folder, loaded, budget.data, chosen)]
     text = table(rows)
     print(text)
+    (given.out / "families.md").write_text(text + "\n", encoding="utf-8")
     (given.out / "families.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     plot(rows, given.out / "families.png")
-    if given.doc is not None:
+    if doc is not None:
         spent = f"{budget.steps} steps of {budget.batch} conversations, trees of {budget.nodes} nodes"
-        plot(rows, given.doc.parent / "families.png")
+        plot(rows, doc.parent / "families.png")
         command = f"make families STEPS={budget.steps} NODES={budget.nodes}"
         note = f"{spent}, {len(chosen)} prompts without copying, {torch.get_num_threads()} CPU threads; `{command}`"
-        write(given.doc, f"{note}\n\n{text}\n\n![tau and speedup by recipe](families.png)")
-    return 0
+        write(doc, f"{note}\n\n{text}\n\n![tau and speedup by recipe](families.png)")
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
