@@ -80,4 +80,4 @@ def rate_scale(spec: LoraSpec, progress: float, warmup: float) -> float:
 
 
 def _states(target: Target, batch: TrainBatch, taps: Taps) -> dict[int, Tensor]:
-    return target(batch.token_BT, None, None, batch.position_BT, taps, batch.token_BT[:, :0]).hidden
+    return target(batch.token_BT, None, batch.sees(), batch.position_BT, taps, batch.token_BT[:, :0]).hidden
