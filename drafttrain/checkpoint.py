@@ -90,7 +90,7 @@ def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointM
 
 
 def load_drafter(directory: Path, target: Target) -> tuple[Drafter, CheckpointMeta]:
-    """Build the drafter for this target and fill every tensor, in evaluation mode, where the target is.
+    """Build the drafter for this target and fill every tensor, in evaluation mode, where the target is and in its precision.
 
     Raises UserError for a damaged or incomplete checkpoint, an unknown family, another target than it was trained for, and
     where the target was trained too (`load_checkpoint` loads both).
@@ -147,7 +147,7 @@ def _filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mappin
     _check_state(directory, drafter.state_dict(), state)
     drafter.load_state_dict(state, strict=True)
     drafter.use_decode_settings(meta.decode)
-    return drafter.to(target.device).eval()
+    return drafter.to(target.device, target.dtype).eval()
 
 
 def start_weights(directory: Path, family: str, drafter: Drafter, adapter: Adapter | None = None) -> dict[str, Tensor]:

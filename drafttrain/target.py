@@ -116,6 +116,9 @@ class Target(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
     def __call__(
         self,
         token_BN: Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from drafttrain.features.online import Online
 from drafttrain.request import Request
 from drafttrain.sampling import Sampling
 from drafttrain.speculate import Decoder, Session
+from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.tree import DraftTree
-from tests.helpers import prompts, tiny_target
+from tests.helpers import prompts, tiny_model, tiny_target
 
 NAMES = sorted(families())
 SHAPES: dict[str, dict[str, Any]] = {
@@ -255,17 +257,33 @@ def pair_law(target: HFTarget, prompt: list[int], sampling: Sampling) -> dict[tu
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_saved_and_loaded_it_drafts_the_same(name: str, tmp_path) -> None:
+def test_saved_and_loaded_it_drafts_the_same(name: str, tmp_path: Path) -> None:
     target = tiny_target()
     drafter = build(name, target, 0.5)
+    again = reloaded(name, drafter, target, tmp_path)
+    asked = prompts(2, seed=6)
+    a, b = decode(target, drafter, asked, 2), decode(target, again, asked, 2)
+    assert [(r.tokens, r.verifications, r.accepted) for r in a] == [(r.tokens, r.verifications, r.accepted) for r in b]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_decodes_in_the_targets_precision(name: str, tmp_path: Path) -> None:
+    """A bfloat16 target's drafter costs bfloat16's bytes; its texts are the target's, and it drafts about as well."""
+    target, asked = FastTarget(tiny_model().to(torch.bfloat16)), prompts(4, seed=6)
+    drafter = build(name, target, 0.3)
+    again = reloaded(name, drafter, target, tmp_path)
+    assert {p.dtype for p in again.parameters()} <= {torch.bfloat16}
+    plain, whole, half = (decode(target, d, asked, 2) for d in (None, drafter.requires_grad_(False), again))
+    assert [r.tokens for r in half] == [r.tokens for r in whole] == [r.tokens for r in plain]
+    assert abs(sum(r.verifications for r in half) - sum(r.verifications for r in whole)) <= 8
+
+
+def reloaded(name: str, drafter: Drafter, target: HFTarget, tmp_path: Path) -> Drafter:
     shape = target.shape
     record = TargetRecord("hf", "x", None, "float32", shape.vocab_size, shape.hidden_size, shape.blocks, target.fingerprint)
     options = {"family": name, **SHAPES.get(name, {})}
     save_drafter(tmp_path, drafter.state_dict(), CheckpointMeta(name, options, drafter.decode_settings(), record, 3))
-    again, _ = load_drafter(tmp_path, target)
-    asked = prompts(2, seed=6)
-    a, b = decode(target, drafter, asked, 2), decode(target, again, asked, 2)
-    assert [(r.tokens, r.verifications, r.accepted) for r in a] == [(r.tokens, r.verifications, r.accepted) for r in b]
+    return load_drafter(tmp_path, target)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -49,6 +49,7 @@ class ToyTarget:
     shape: TargetShape
     fingerprint: str = "f" * 64
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
 
 
 SHAPE = TargetShape(11, 8, 2, 2, 1, 4, 16, 64, 10000.0, 1e-5)
