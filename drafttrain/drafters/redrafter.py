@@ -42,7 +42,7 @@ class ReDrafterOptions:
     width: int = 10  # beams
     length: int = 4  # drafts in a beam; the official length counts the root too
     nodes: int | None = None  # most drafts of a proposal, the likeliest first; None: decode.tree_nodes, set after training
-    dropped: bool = False  # offer also the states that the search had among its beams once and left
+    dropped: bool = True  # offer also the states that the search had among its beams once and left; officially not
 
 
 @dataclass(frozen=True, slots=True)

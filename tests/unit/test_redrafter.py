@@ -256,7 +256,7 @@ CONTRACT: list[Callable[..., None]] = [
 @pytest.fixture
 def pruned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The contract's drafter of this name proposes what its final beams share, and nothing else: ragged trees."""
-    monkeypatch.setitem(contract.SHAPES, "redrafter", {"width": 4, "length": 3, "nodes": 9})
+    monkeypatch.setitem(contract.SHAPES, "redrafter", {"width": 4, "length": 3, "nodes": 9, "dropped": False})
     assert rounds.build is contract.build
 
 
