@@ -148,10 +148,12 @@ def test_what_is_trained_is_what_is_drafted(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
     """With the verifier's noise for its own samples too, so that it draws what the verifier will."""
-    target, asked, sampling = tiny_target(), prompts(5, seed=3), Sampling(0.8, top_p=0.95, seed=2)
-    plain = Decoder(target, None, "lossless", sampling, max_new_tokens=30).run(asked, 2).results
-    ours = Decoder(target, build(name, target, 0.1), "coupled", sampling, max_new_tokens=30).run(asked, 3).results
-    assert [r.tokens for r in ours] == [r.tokens for r in plain]
+    target, asked = tiny_target(), prompts(5, seed=3)
+    for sampling in (Sampling(0.7, top_p=0.95, seed=2), Sampling(1.5, seed=2)):
+        plain = Decoder(target, None, "lossless", sampling, max_new_tokens=30).run(asked, 2).results
+        for batch in (1, 3):
+            ours = Decoder(target, build(name, target, 0.1), "coupled", sampling, max_new_tokens=30).run(asked, batch).results
+            assert [r.tokens for r in ours] == [r.tokens for r in plain]
 
 
 @pytest.mark.parametrize("name", NAMES)
