@@ -26,9 +26,9 @@ def padded_batch(vocab: int = 64) -> TrainBatch:
     return TrainBatch(token, torch.arange(14).expand(3, 14), document, mask & (document >= 0))
 
 
-def drafter_of(name: str, target: object) -> Drafter:
+def drafter_of(name: str, target: object, **options: int) -> Drafter:
     family = families()[name]
-    drafter = family.build(family.options(), target)
+    drafter = family.build(family.options(**options), target)
     torch.manual_seed(2)
     for parameter in drafter.parameters():
         parameter.data.add_(0.05 * torch.randn_like(parameter))
@@ -107,6 +107,20 @@ def test_the_end_to_end_loss_is_the_drafts_that_are_not_accepted(name: str, chun
         torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [7, 4096])
+def test_the_end_to_end_loss_of_a_part_of_the_vocabulary_is_of_the_whole_one(chunk: int) -> None:
+    """What the drafter has no token for counts as not accepted: nothing is renormalised, nothing left out."""
+    target = tiny_target()
+    drafter = drafter_of("eagle3", target, draft_vocab=20).train()
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    total, _ = Objective(drafter, target, LossOptions("e2e_tv", chunk))(filled)
+    naive, _ = naive_end_to_end(drafter, target, filled)
+    torch.testing.assert_close(total, naive)
+    parameters = list(drafter.parameters())
+    for a, b in zip(torch.autograd.grad(total, parameters), torch.autograd.grad(naive, parameters), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
 def naive_end_to_end(drafter: Drafter, target: HFTarget, filled: TrainBatch) -> tuple[torch.Tensor, float]:
     """The loss with all its other parts, and what the log sums up of it."""
     final, K = filled.hidden[FINAL].flatten(0, 1), drafter.draft_length
@@ -114,7 +128,8 @@ def naive_end_to_end(drafter: Drafter, target: HFTarget, filled: TrainBatch) -> 
     other = torch.zeros(())
     whole = False
     for prediction in drafter.predict(filled):
-        q, p = prediction.head(prediction.hidden_MH).softmax(-1), target.head(final[prediction.label_M - 1]).softmax(-1)
+        q = prediction.whole(prediction.head(prediction.hidden_MH), target.shape.vocab_size).softmax(-1)
+        p = target.head(final[prediction.label_M - 1]).softmax(-1)
         accepted = torch.minimum(q, p).sum(-1)
         other = other if prediction.aux is None else other + prediction.aux
         if not prediction.counted:
