@@ -129,17 +129,22 @@ def load_checkpoint(directory: Path, loaded: LoadedTarget) -> Restored:
         return Restored(loaded, load_drafter(directory, loaded.target)[0], meta)
     check_target(directory, meta.target, loaded.target)
     state = _read_weights(directory, meta)
-    matrices = {name: state.pop(name) for name in list(state) if name.startswith(ADAPTER)}
     adapter = Adapter(loaded.target, spec)
-    _check_state(directory, adapter_state(adapter), matrices)
-    adapter.load_state_dict({name.removeprefix(ADAPTER): tensor for name, tensor in matrices.items()})
-    own = adapted(loaded, adapter)
-    return Restored(own, _filled(directory, meta, own.target, state), meta, sum(m.numel() for m in matrices.values()))
+    count, own = _take_matrices(directory, state, adapter), adapted(loaded, adapter)
+    return Restored(own, _filled(directory, meta, own.target, state), meta, count)
 
 
 def adapter_state(adapter: Adapter | None) -> dict[str, Tensor]:
     """Its matrices under the names they have in a checkpoint; nothing without one."""
     return {} if adapter is None else {f"{ADAPTER}{name}": tensor for name, tensor in adapter.state_dict().items()}
+
+
+def _take_matrices(directory: Path, state: dict[str, Tensor], adapter: Adapter, way_out: str = ANOTHER) -> int:
+    """Move the adapter's matrices out of a checkpoint's tensors into it; how many parameters they are."""
+    matrices = {name: state.pop(name) for name in list(state) if name.startswith(ADAPTER)}
+    _check_state(directory, adapter_state(adapter), matrices, way_out)
+    adapter.load_state_dict({name.removeprefix(ADAPTER): tensor for name, tensor in matrices.items()})
+    return sum(m.numel() for m in matrices.values())
 
 
 def _filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping[str, Tensor]) -> Drafter:
@@ -163,9 +168,7 @@ def start_weights(directory: Path, family: str, drafter: Drafter, adapter: Adapt
         )
     state, way_out = _read_weights(directory, meta), "give the options it was trained with, or leave out train.init"
     if adapter is not None and meta.adapter is not None:
-        matrices = {name: state.pop(name) for name in list(state) if name.startswith(ADAPTER)}
-        _check_state(directory, adapter_state(adapter), matrices, way_out)
-        adapter.load_state_dict({name.removeprefix(ADAPTER): tensor for name, tensor in matrices.items()})
+        _take_matrices(directory, state, adapter, way_out)
     _check_state(directory, drafter.state_dict(), state, way_out)
     return state
 
