@@ -73,8 +73,8 @@ def measure_checkpoints(
         found |= _group(
             replace(bench, budget=Budget(share, notes=notes)), group, cases, None if group[0] not in alone else original
         )
-    order = [c.name for c in checkpoints]
-    entries = sorted(found.values(), key=lambda entry: order.index(entry["name"].split()[0]))
+    order = [str(c.path) for c in checkpoints]
+    entries = sorted(found.values(), key=lambda entry: order.index(entry["path"]))
     notes.extend(distillation(entries))
     used = {"seconds": monotonic() - began, "notes": list(dict.fromkeys(notes)), "decode": asdict(decode)}
     return {"checkpoints": entries, "measure": asdict(options) | used}
