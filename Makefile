@@ -15,7 +15,7 @@ STEPS ?= 1200
 NODES ?= 18
 FLAGS ?=
 
-.PHONY: help install quickstart test test-all checks kernels gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families clean
+.PHONY: help install quickstart test test-all test-slow checks kernels gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families export-matrix clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -45,6 +45,9 @@ test: install  ## the fast tests
 test-all: install  ## the slow tests too
 	$(BIN)/python -m pytest -m ""
 
+test-slow: install  ## the slow tests alone
+	$(BIN)/python -m pytest -m slow
+
 checks: install  ## ruff, mypy, clang-format and the fast tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,6 +58,9 @@ checks: install  ## ruff, mypy, clang-format and the fast tests
 families: install  ## all families with one budget, side by side: an hour on two CPU cores (STEPS=1200 NODES=18 FLAGS=...)
 	$(BIN)/python benchmarks/families.py --steps $(STEPS) --nodes $(NODES) $(FLAGS)
 
+export-matrix: install  ## renew the support matrix of docs/export.md
+	$(BIN)/python -m drafttrain.export.matrix docs/export.md
+
 kernels: install  ## compile the operators now rather than at their first use
 	$(BIN)/python -m drafttrain.ops.build
 
@@ -64,7 +70,7 @@ gpu-check:  ## are all kernels and captured steps right on this GPU? (REHEARSE=1
 gpu-bench:  ## how fast they are there, against what its memory allows; after gpu-check
 	$(GPU_PYTHON) -m kernels.bench.bench $(GPU_FLAGS)
 
-gpu-train:  ## what the fused training loss saves there, and whether drafters learn; after gpu-check
+gpu-train:  ## how fast training steps are there for a target of 8B, what the fused loss saves, whether drafters learn; after gpu-check
 	$(GPU_PYTHON) -m kernels.bench.train $(GPU_FLAGS)
 
 gpu-real-1:  ## pretrain a target of 300M parameters there, and let it write data to distil from (REAL=DIR: where; default outputs/real)

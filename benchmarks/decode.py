@@ -1,6 +1,6 @@
 """The decoder against named alternatives, as ratios taken in one run: interleaved, median of repeats.
 
-    python benchmarks/decode.py [--checkpoint DIR] [--repeats 5] [--only NAME ...] [--json FILE]
+    python -m benchmarks.decode [--checkpoint DIR] [--repeats 5] [--only NAME ...] [--json FILE]
 
 On the embedded target. Before anything is timed, what is compared must give the same tokens; if not, nothing is printed but
 that, and the exit code is 1. Each line names the ratio, its goal, and the two figures behind it.
@@ -11,11 +11,8 @@ that, and the exit code is 1. Each line names the ratio, its goal, and the two f
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -23,9 +20,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import GenerationConfig
 
+from benchmarks.common import WIDTH, Line, Run, interleaved, lines_table, plain, ratio, write_record
 from drafttrain.checkpoint import load_drafter
 from drafttrain.commands.quiet import quiet
 from drafttrain.data.prompts import load_prompts
@@ -45,24 +42,6 @@ from drafttrain.targets.load import load_target
 from drafttrain.treesize import best_nodes
 
 NEW, CONTEXT = 128, 128
-Run = Callable[[], float]  # one repeat -> a figure
-
-
-@dataclass(frozen=True)
-class Line:
-    """value: the ratio. at_least / at_most: its goal. figures: what it is made of, with units."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-    at_least: float | None
-    at_most: float | None
-    figures: str
-
-    @property
-    def reached(self) -> bool:
-        return (self.at_least is None or self.value >= self.at_least) and (self.at_most is None or self.value <= self.at_most)
 
 
 class Bench:
@@ -86,17 +65,10 @@ class Bench:
     def decoder(self, drafter: Drafter | None = None, new: int = NEW, **controls: Any) -> Decoder:
         return Decoder(self.target, drafter, "greedy", Sampling(), frozenset(), new, controls=Controls(**controls))
 
-    def ratios(self, top: Run, bottom: Run) -> tuple[list[float], float, float]:
-        """top / bottom of each repeat, interleaved after one warm-up, and both medians."""
-        top(), bottom()
-        pairs = [(top(), bottom()) for _ in range(self.repeats)]
-        return [a / b for a, b in pairs], median(a for a, _ in pairs), median(b for _, b in pairs)
-
     def line(
         self, name: str, top: Run, bottom: Run, units: str, at_least: float | None = None, at_most: float | None = None
     ) -> Line:
-        ratios, a, b = self.ratios(top, bottom)
-        return Line(name, median(ratios), min(ratios), max(ratios), at_least, at_most, units.format(a, b))
+        return ratio(name, *interleaved(self.repeats, top, bottom), units, at_least, at_most)
 
     def assisted(self, prompt: list[int]) -> Any:
         """transformers' assisted generation with the same pair and the same draft length."""
@@ -286,32 +258,20 @@ def main() -> int:
     arguments = parser.parse_args()
     quiet()
     torch.manual_seed(0)
-    console, bench = Console(width=150), Bench(arguments.checkpoint, arguments.repeats)
+    console, bench = Console(width=WIDTH), Bench(arguments.checkpoint, arguments.repeats)
     console.print(f"operators: {library.state().text}", soft_wrap=True)
     if (difference := bench.same_tokens()) is not None:
         console.print(f"not timed: {difference}", style="red")
         return 1
     lines = []
-    table = Table("ratio", "value", "of repeats", "goal", "figures", box=None, width=140)
     for name, measure in bench.lines():
         if arguments.only and name not in arguments.only:
             continue
-        line = measure()
-        lines.append(line)
-        goal = f">= {line.at_least}" if line.at_least is not None else f"<= {line.at_most}"
-        table.add_row(
-            line.name,
-            f"{line.value:.2f}",
-            f"{line.low:.2f}-{line.high:.2f}",
-            f"{goal} {'' if line.reached else 'MISSED'}",
-            line.figures,
-        )
-        console.print(f"{line.name}: {line.value:.2f}", style="dim", soft_wrap=True)
-    console.print(table)
+        lines.append(measure())
+        console.print(f"{lines[-1].name}: {lines[-1].value:.2f}", style="dim", soft_wrap=True)
+    console.print(lines_table(lines))
     if arguments.json:
-        record = {"machine": platform.machine(), "cores": torch.get_num_threads(), "torch": torch.__version__}
-        record |= {"command": " ".join(sys.argv), "lines": [asdict(line) for line in lines]}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_record(arguments.json, torch.device("cpu"), lines=plain(lines))
     return 0
 
 

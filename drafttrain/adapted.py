@@ -59,7 +59,7 @@ class AdaptedObjective(Objective):
             return loss_C.sum()
 
         each = (final_BTH.flatten(0, 1)[place_M], law_BTH.flatten(0, 1)[place_M], batch.token_BT.flatten()[pairs.label_M])
-        chunks = list(zip(*(t.split(self.options.chunk) for t in each), strict=True))
+        chunks = list(zip(*(t.split(self.at_once) for t in each), strict=True))
         if len(chunks) == 1:
             return chunk(*chunks[0])
         return torch.stack([checkpoint(chunk, *pieces, use_reentrant=False) for pieces in chunks]).sum()

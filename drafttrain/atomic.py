@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from drafttrain.errors import UserError
 
@@ -17,13 +17,14 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def atomic_directory(final: Path) -> Iterator[Path]:
+def atomic_directory(final: Path, full: str | None = None) -> Iterator[Path]:
     """Give an empty directory beside `final`; on leaving, make it durable and move it to `final`, replacing what is there.
 
-    An exception inside removes the directory aside and leaves `final` as it was. Raises UserError on a full disk.
+    An exception inside removes the directory aside and leaves `final` as it was. Raises UserError on a full disk; full: as for
+    `atomic_write_bytes`.
     """
     aside = _aside(final)
-    with _full_disk(final):
+    with _full_disk(final, full):
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
@@ -37,13 +38,36 @@ def atomic_directory(final: Path) -> Iterator[Path]:
             shutil.rmtree(aside, ignore_errors=True)
 
 
+@contextmanager
+def atomic_file(final: Path, full: str) -> Iterator[BinaryIO]:
+    """Give a file beside `final` to be written in pieces, which replaces it on leaving; an exception inside removes it.
+
+    full: what to do where the disk is full. Raises UserError then.
+    """
+    aside = _aside(final)
+    with _full_disk(final, full):
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with aside.open("wb") as file:
+                yield file
+            _fsync(aside)
+            aside.replace(final)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
 def atomic_write_text(path: Path, text: str) -> None:
     """Replace a file's contents by this text in UTF-8. Raises UserError on a full disk."""
+    atomic_write_bytes(path, text.encode())
+
+
+def atomic_write_bytes(path: Path, content: bytes, full: str | None = None) -> None:
+    """Replace a file's contents. Raises UserError on a full disk; full: what is kept then and what to do, if not the usual."""
     aside = _aside(path)
-    with _full_disk(path):
+    with _full_disk(path, full):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(text, encoding="utf-8")
+            aside.write_bytes(content)
             _fsync(aside)
             aside.replace(path)
             _fsync(path.parent)
@@ -54,6 +78,12 @@ def atomic_write_text(path: Path, text: str) -> None:
 def atomic_write_json(path: Path, value: Any) -> None:
     """Replace a file's contents by this value as indented JSON. NaN and infinity are refused: JSON has none."""
     atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether a writer failed for want of space. Those that are no Python code (safetensors, torch) say so in words alone."""
+    causes = (error, error.__cause__)
+    return any((isinstance(c, OSError) and c.errno in FULL) or "No space left on device" in str(c) for c in causes)
 
 
 def remove_directory(path: Path) -> None:
@@ -93,13 +123,11 @@ def _fsync(path: Path) -> None:
 
 
 @contextmanager
-def _full_disk(path: Path) -> Iterator[None]:
+def _full_disk(path: Path, full: str | None = None) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        if error.errno not in FULL:
+    except Exception as error:  # of whichever library writes
+        if isinstance(error, UserError) or not disk_full(error):
             raise
-        raise UserError(
-            f"disk full while writing {path}: nothing of it was kept, previous checkpoints are; "
-            f"free space under {path.parent}, or set output= to a directory on another disk"
-        ) from error
+        usual = f"previous checkpoints are; free space under {path.parent}, or set output= to a directory on another disk"
+        raise UserError(f"disk full while writing {path}: nothing of it was kept, {full or usual}") from error

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drafttrain.batch import Anchors, Pairs, TrainBatch
+from drafttrain.batch import Anchors, Context, Pairs, TrainBatch
 from drafttrain.drafter import Commit
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
-from drafttrain.layers import Attention, AttentionShape, GatedMLP, RMSNorm
+from drafttrain.layers import Attention, AttentionShape, GatedMLP, RMSNorm, recomputed
 from drafttrain.ops.tree_attention import MOST_NODES
+from drafttrain.span import Span
 from drafttrain.staged import CachedDrafter, OwnCache, Staged
 from drafttrain.target import Taps, Target, TargetShape
 
@@ -96,13 +97,24 @@ class BlockLayer(nn.Module):
         whole_BSS = torch.ones(B, S, S, dtype=torch.bool, device=x_BSH.device)
         return self.rest(x_BSH, self.self_attn.cached(self.input_layernorm(x_BSH), position_BS, kv, number, whole_BSS))
 
-    def beside(self, x_BASH: Tensor, position_BAS: Tensor, context: tuple[Tensor, Tensor], seen_BAT: Tensor) -> Tensor:
-        """Many blocks a row, each with its own part of one context, whose keys and values [B, h_kv, T, D] are given."""
+    def beside(
+        self, x_BASH: Tensor, position_BAS: Tensor, context: tuple[Tensor, Tensor], seen: Context, span: Span | None = None
+    ) -> Tensor:
+        """Many blocks a row, each with its own part of one context, whose keys and values [B, h_kv, T, D] are given.
+
+        seen: where the rows are held together (`span`), by the blocks of all processes.
+        """
         B, A, S, _ = x_BASH.shape
         own = self.self_attn.qkv(self.input_layernorm(x_BASH).flatten(1, 2), position_BAS.flatten(1))
-        q_BhASD, k_BhASD, v_BhASD = (x.unflatten(2, (A, S)) for x in own)
-        mixed_BhASD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, *context, seen_BAT)
-        return self.rest(x_BASH, self.self_attn.out(mixed_BhASD.flatten(2, 3)).unflatten(1, (A, S)))
+        if span is None:
+            q_BhASD, k_BhASD, v_BhASD = (x.unflatten(2, (A, S)) for x in own)
+            mixed_BhXD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, *context, seen).flatten(2, 3)
+        else:
+            q_BhASD, k_BhASD, v_BhASD = (span.heads(x).unflatten(2, (-1, S)) for x in own)
+            all_keys, all_values = (span.gather(x) for x in context)
+            mixed_BhASD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, all_keys, all_values, seen)
+            mixed_BhXD = span.positions(mixed_BhASD.flatten(2, 3))
+        return self.rest(x_BASH, self.self_attn.out(mixed_BhXD).unflatten(1, (A, S)))
 
 
 class BlockDrafter(CachedDrafter):
@@ -123,6 +135,9 @@ class BlockDrafter(CachedDrafter):
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
         self._target = [target]  # in a list: read, never trained or saved with the drafter
 
+    def fed(self, length: int) -> int:
+        return length + min(length, self.shape.anchors) * self.shape.size
+
     def head(self, state_H: Tensor) -> Tensor:
         """[..., V] logits by the target's own head, which works in the target's dtype."""
         target = self._target[0]
@@ -130,13 +145,15 @@ class BlockDrafter(CachedDrafter):
 
     def states(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
         """[B, A, S, H] every slot's final state, for training and for expected acceptance."""
-        context_BTH, seen_BAT = self._context(batch.hidden), batch.context(anchors)
+        context_BTH, sees = self._context(batch.hidden), batch.context(anchors)
         x_BASH, position_BAS = self._block(anchors.token_BA), self._positions(anchors.position_BA)
-        at_once = x_BASH.shape[1] if torch.is_grad_enabled() else max(1, EVALUATED // self.shape.size)
+        whole = torch.is_grad_enabled() or batch.span is not None
+        at_once = sees.last_BA.shape[1] if whole else max(1, EVALUATED // self.shape.size)
         for layer in self._layers():
             context = layer.self_attn.kv(context_BTH, batch.position_BT)
-            parts = zip(*(x.split(at_once, 1) for x in (x_BASH, position_BAS, seen_BAT)), strict=True)
-            x_BASH = torch.cat([layer.beside(x, position, context, seen) for x, position, seen in parts], 1)
+            parts = zip(x_BASH.split(at_once, 1), position_BAS.split(at_once, 1), sees.split(at_once), strict=True)
+            done = [recomputed(self.recomputes, layer.beside, x, p, context, seen, batch.span) for x, p, seen in parts]
+            x_BASH = torch.cat(done, 1)
         state_BASH: Tensor = self.norm(x_BASH)
         return state_BASH
 
@@ -146,7 +163,8 @@ class BlockDrafter(CachedDrafter):
             yield self.shape.first + step, *batch.ahead(anchors, 2 + step)
 
     def open(self, slots: int, max_len: int) -> OwnCache:
-        kv = KVCache(self.shape.layers, slots, max_len, self.fc.weight.device)
+        """The block lies behind the context, however few of its drafts become nodes."""
+        kv = KVCache(self.shape.layers, slots, max_len + self.shape.size, self.fc.weight.device)
         return OwnCache(kv, Staged(slots, self.draft_length, kv.length_S.device))
 
     def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
@@ -188,7 +206,7 @@ class BlockDrafter(CachedDrafter):
 
 
 def blockwise_attention(
-    q_BhASD: Tensor, k_BhASD: Tensor, v_BhASD: Tensor, context_k_BhTD: Tensor, context_v_BhTD: Tensor, seen_BAT: Tensor
+    q_BhASD: Tensor, k_BhASD: Tensor, v_BhASD: Tensor, context_k_BhTD: Tensor, context_v_BhTD: Tensor, seen: Context
 ) -> Tensor:
     """[B, h, A, S, D]: every slot attends to all slots of its own block, and to what its anchor sees of the context.
 
@@ -199,24 +217,31 @@ def blockwise_attention(
     slots = min(max(context_k_BhTD.shape[2] // 2, LEAST_TILE), MOST_TILE)  # a tile's blocks are keys to each other, in vain
     blocks = max(1, slots // S)
     again, mixed = torch.is_grad_enabled() and blocks < A, []
-    for own in zip(*(x.split(blocks, 2) for x in (q_BhASD, k_BhASD, v_BhASD)), seen_BAT.split(blocks, 1), strict=True):
+    for own in zip(*(x.split(blocks, 2) for x in (q_BhASD, k_BhASD, v_BhASD)), seen.split(blocks), strict=True):
         inputs = (*own, context_k_BhTD, context_v_BhTD)
         mixed.append(checkpoint(_tile, *inputs, use_reentrant=False) if again else _tile(*inputs))
     return torch.cat(mixed, 2)
 
 
 def _tile(
-    q_BhCSD: Tensor, k_BhCSD: Tensor, v_BhCSD: Tensor, seen_BCT: Tensor, context_k_BhTD: Tensor, context_v_BhTD: Tensor
+    q_BhCSD: Tensor, k_BhCSD: Tensor, v_BhCSD: Tensor, seen: Context, context_k_BhTD: Tensor, context_v_BhTD: Tensor
 ) -> Tensor:
     B, h, C, S, _ = q_BhCSD.shape
     groups = h // k_BhCSD.shape[1]
     own_RR = torch.eye(C, dtype=torch.bool, device=q_BhCSD.device).repeat_interleave(S, 0).repeat_interleave(S, 1)
-    mask_B1RP = torch.cat([seen_BCT.repeat_interleave(S, 1), own_RR.expand(B, -1, -1)], 2)[:, None]
+    mask_B1RP = torch.cat([seen.seen(context_k_BhTD.shape[2]).repeat_interleave(S, 1), own_RR.expand(B, -1, -1)], 2)[:, None]
     keys, values = (
-        torch.cat([context, own.flatten(2, 3)], 2).repeat_interleave(groups, 1)
+        torch.cat([context, _apart(own.flatten(2, 3))], 2).repeat_interleave(groups, 1)
         for context, own in ((context_k_BhTD, k_BhCSD), (context_v_BhTD, v_BhCSD))
     )
     return F.scaled_dot_product_attention(q_BhCSD.flatten(2, 3), keys, values, mask_B1RP).unflatten(2, (C, S))
+
+
+def _apart(own_BhRD: Tensor) -> Tensor:
+    """Its gradient is copied: as a part of the joined keys' gradient it would hold all of that until the last tile is done."""
+    if own_BhRD.requires_grad:
+        own_BhRD.register_hook(torch.clone)
+    return own_BhRD
 
 
 def spread_taps(blocks: int, count: int = 5) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from drafttrain.errors import UserError
 from drafttrain.target import LoraSpec, Target
 from drafttrain.targets.adapt import Adapter, adapted
 from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.quantised import whole_fingerprint
 
 SCHEMA_VERSION = 1
 WEIGHTS = "drafter.safetensors"
@@ -49,6 +50,7 @@ class TargetRecord:
     hidden_size: int
     blocks: int
     fingerprint: str
+    weights: str | None = None  # int8, int4: they were quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def load_drafter(directory: Path, target: Target) -> tuple[Drafter, CheckpointMe
             f"drafttrain measure checkpoint={directory}, or take a checkpoint without an adapter"
         )
     check_target(directory, meta.target, target)
-    return _filled(directory, meta, target, _read_weights(directory, meta)), meta
+    return filled(directory, meta, target, _read_weights(directory, meta)), meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ def load_checkpoint(directory: Path, loaded: LoadedTarget) -> Restored:
     state = _read_weights(directory, meta)
     adapter = Adapter(loaded.target, spec)
     count, own = _take_matrices(directory, state, adapter), adapted(loaded, adapter)
-    return Restored(own, _filled(directory, meta, own.target, state), meta, count)
+    return Restored(own, filled(directory, meta, own.target, state), meta, count)
 
 
 def adapter_state(adapter: Adapter | None) -> dict[str, Tensor]:
@@ -147,7 +149,8 @@ def _take_matrices(directory: Path, state: dict[str, Tensor], adapter: Adapter, 
     return sum(m.numel() for m in matrices.values())
 
 
-def _filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping[str, Tensor]) -> Drafter:
+def filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping[str, Tensor]) -> Drafter:
+    """The checkpoint's drafter with these tensors, none of an adapter among them; otherwise as `load_drafter` gives it."""
     drafter = _build(directory, meta, target)
     _check_state(directory, drafter.state_dict(), state)
     drafter.load_state_dict(state, strict=True)
@@ -196,12 +199,12 @@ def read_meta(directory: Path) -> CheckpointMeta:
 
 
 def check_target(directory: Path, trained: TargetRecord, target: Target) -> None:
-    """Raise UserError unless this is the target that the checkpoint was trained for."""
+    """Raise UserError unless this is the target that the checkpoint was trained for, or the same with quantised weights."""
     pairs = {
         "vocabulary": (trained.vocab_size, target.shape.vocab_size),
         "hidden size": (trained.hidden_size, target.shape.hidden_size),
         "number of blocks": (trained.blocks, target.shape.blocks),
-        "weight fingerprint": (trained.fingerprint, target.fingerprint),
+        "weight fingerprint": (whole_fingerprint(trained.fingerprint), whole_fingerprint(target.fingerprint)),
     }
     for what, (expected, got) in pairs.items():
         if expected != got:
@@ -215,20 +218,6 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     """The `step-*` directories by step; those being written or removed are not among them."""
     found = {path: NAME.fullmatch(path.name) for path in run_dir.glob("step-*") if path.is_dir()}
     return sorted((path for path, match in found.items() if match), key=lambda path: int(path.name.split("-")[1]))
-
-
-def newest_valid(run_dir: Path) -> Path | None:
-    """The last checkpoint whose files are all there and whose weights have their recorded sha256."""
-    return next((path for path in reversed(list_checkpoints(run_dir)) if is_valid(path)), None)
-
-
-def is_valid(directory: Path) -> bool:
-    """Whether `drafter.json` reads and the weights are the bytes that were saved."""
-    try:
-        _read_bytes(directory, read_meta(directory))
-    except UserError:
-        return False
-    return True
 
 
 def prune(run_dir: Path, keep_last: int, keep: set[str]) -> list[Path]:

@@ -20,23 +20,42 @@ from drafttrain import __version__
 from drafttrain.commands.overview import COMMANDS, command_help, general_help
 from drafttrain.commands.quiet import quiet
 from drafttrain.complaints import explain, nearest
-from drafttrain.errors import UserError
+from drafttrain.errors import Interrupted, ParityError, UserError, WorkerError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from drafttrain.config import Run
 
-PATH_KEYS = ("target.path", "drafter.path", "data.path", "checkpoint", "prompts", "measure.prompts", "output", "resume")
+PATH_KEYS = (
+    "target.path",
+    "drafter.path",
+    "data.path",
+    "data.template",
+    "data.cache",
+    "checkpoint",
+    "prompts",
+    "measure.prompts",
+    "output",
+    "out",
+    "resume",
+)
 TEXT_KEYS = ("prompt",)
 
 
 class Stop(BaseException):
-    """A user's mistake on its way out. No Exception: Hydra would print it, and a sweep would run its other jobs first."""
+    """A user's mistake, or a failed check, on its way out. No Exception: Hydra would print it, and a sweep would run its other
+    jobs first.
+    """
+
+    def __init__(self, line: str, code: int = 2) -> None:
+        super().__init__(line)
+        self.code = code
 
 
 def main() -> NoReturn:
-    """The `drafttrain` command: sys.argv in, exit code out (0 done, 2 user's mistake, 130 interrupted)."""
+    """The `drafttrain` command: sys.argv in, exit code out (0 done, 1 bug, 2 user's mistake, 3 an export that
+    drafts otherwise than its checkpoint, 75 to be resumed, 130 Ctrl-C)."""
     sys.exit(run(sys.argv[1:]))
 
 
@@ -45,16 +64,22 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _dispatch(list(arguments))
     except Stop as stop:
-        line: str | None = str(stop)
+        print(f"drafttrain: {stop}", file=sys.stderr)
+        return stop.code
+    except Interrupted as interrupted:
+        print(f"drafttrain: interrupted {interrupted}", file=sys.stderr)
+        return Interrupted.CODE
     except KeyboardInterrupt:
         print("drafttrain: interrupted", file=sys.stderr)
         return 130
+    except WorkerError:
+        return 1
     except Exception as error:
         line = explain(error)
         if line is None:
             raise
-    print(f"drafttrain: {line}", file=sys.stderr)
-    return 2
+        print(f"drafttrain: {line}", file=sys.stderr)
+        return 2
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -140,19 +165,28 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
     def task(composed: DictConfig) -> None:
         try:
             with explained():
-                _execute(command, to_run(composed))
+                _execute(command, to_run(composed), config_dir)
         except UserError as error:
             raise Stop(str(error)) from error
+        except ParityError as error:
+            raise Stop(str(error), ParityError.CODE) from error
 
     sys.argv[1:] = arguments
     hydra.main(version_base="1.3", config_path="pkg://drafttrain.conf", config_name="config")(task)()
 
 
-def _execute(command: str, run: Run) -> None:
+def _execute(command: str, run: Run, config_dir: Path | None) -> None:
     function = getattr(import_module(f"drafttrain.commands.{command}"), command)
     if command == "doctor":
         function(Path(run.options.output))
         return
+    launcher = run.options.launcher
+    if launcher.name == "slurm":
+        own = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
+        import_module("drafttrain.commands.slurm").submit(command, [*own, *run.overrides], launcher)
+        return
+    if launcher.name != "local":
+        raise UserError(f"launcher.name is {launcher.name!r}; choose local or slurm")
     launch = import_module("drafttrain.commands.launch").launch
     launch(partial(_run_explained, function), run.options, run.resolved)
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING
 
+from drafttrain.atomic import disk_full
 from drafttrain.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf.errors import OmegaConfBaseException
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -36,9 +41,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _disk_full(error: BaseException) -> str | None:
-    """Writers that are no Python code (safetensors, torch) tell of a full disk in their message alone."""
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if not full and "No space left on device" not in str(error):
+    if not disk_full(error):
         return None
     where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
     return f"no space left on the disk{where}; free some, or write elsewhere with output=DIR"
@@ -60,8 +63,10 @@ def _configuration(chain: Sequence[BaseException]) -> str | None:
             )
     for link in chain:
         if isinstance(link, (ConfigKeyError, AttributeError)) and isinstance(link, OmegaConfBaseException):
-            free = str(link.ref_type_str).startswith("Dict")
-            return _unknown_key(_overridden(chain) or link.full_key or str(link.key), free)
+            free, overridden = str(link.ref_type_str).startswith("Dict"), _overridden(chain)
+            if overridden and (inner := _unknown_inner(overridden, link)):
+                return inner
+            return _unknown_key(overridden or link.full_key or str(link.key), free)
         if isinstance(link, OmegaConfBaseException) and link.full_key:
             return f"{link.full_key}: {str(link).splitlines()[0]}; drafttrain fit --cfg job prints each key with its value"
     for link in chain:
@@ -85,6 +90,8 @@ def _unknown_key(key: str, free: bool) -> str:
         return f"unknown key {key!r}; +{key}=... adds it"
     keys = known_keys()
     parent, _, leaf = key.rpartition(".")
+    if key in keys:
+        return f"{key!r} is a key of another choice of {parent}; drafttrain fit --cfg job prints the keys of this one"
     siblings = [known for known in keys if known.rpartition(".")[0] == parent]
     while parent and not siblings:
         parent = parent.rpartition(".")[0]
@@ -93,6 +100,15 @@ def _unknown_key(key: str, free: bool) -> str:
         if close := difflib.get_close_matches(name, pool, n=3, cutoff=0.6):
             return f"unknown key {key!r}; did you mean {' or '.join(pool[match] for match in close)}?"
     return f"unknown key {key!r}; use one of {', '.join(siblings)}"
+
+
+def _unknown_inner(key: str, error: OmegaConfBaseException) -> str | None:
+    """Of a key that takes a list of mappings, whose own keys are known."""
+    from drafttrain.config import known_keys
+
+    if key not in known_keys() or not is_dataclass(error.object_type) or str(error.key) == key.rpartition(".")[2]:
+        return None
+    return f"unknown key {error.key!r} in {key}; {nearest(str(error.key), [f.name for f in fields(error.object_type)])}"
 
 
 def _by_leaf(keys: Iterable[str]) -> dict[str, str]:

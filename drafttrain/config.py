@@ -23,10 +23,13 @@ from drafttrain.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One composed configuration: as typed objects for the code, and as plain data for the record."""
+    """One composed configuration: as typed objects for the code, as plain data for the record, and the overrides that made it,
+    of a sweep's one job.
+    """
 
     options: RunOptions
     resolved: dict[str, Any]
+    overrides: list[str]
 
 
 def register(config_dir: Path | None = None) -> None:
@@ -58,7 +61,7 @@ def to_run(composed: DictConfig) -> Run:
         raise UserError(f"unknown key {strays[0]!r}; + adds keys to deepspeed.extra only")
     resolved = OmegaConf.to_container(with_choice, resolve=True, throw_on_missing=True)
     assert isinstance(resolved, dict)
-    return Run(options, {str(key): value for key, value in resolved.items()})
+    return Run(options, {str(key): value for key, value in resolved.items()}, list(HydraConfig.get().overrides.task))
 
 
 def known_keys() -> list[str]:

@@ -17,7 +17,7 @@ from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.kv import KVCache
 from drafttrain.ops.sample import sample
 from drafttrain.sampling import Lane, Sampling, law
-from drafttrain.target import LoraSpec, Taps, Target
+from drafttrain.target import LoraSpec, PrunedTarget, Taps, Target
 from drafttrain.tree import DraftTree
 
 
@@ -45,11 +45,28 @@ class Drafter(nn.Module, ABC):
     adapts: LoraSpec | None = None  # the family also trains the target: it drafts for the adapted one, the baseline of all
     starts_usable: bool = False  # worth measuring before it is trained: it begins as a model that can draft
     remark: str = ""  # what a user should know of this drafter before it is run, in one line
+    recomputes: bool = False  # in training, layers keep their inputs alone and compute the rest again for the gradient
     trained: bool = True  # False: nothing is learnt, `predict` says nothing, and `fit` goes straight to the measurement
 
     @abstractmethod
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """What is predicted for which label, one step (or head) at a time, in drafting order."""
+
+    def recompute(self) -> None:
+        """From here on `recomputes`, and what is inside does too."""
+        self.recomputes = True
+        for module in self.children():
+            if isinstance(module, Drafter | PrunedTarget):
+                module.recompute()
+
+    def fed(self, length: int) -> int:
+        """How many positions a sequence of this length sends through the drafter's layers in training, at most."""
+        return length
+
+    @property
+    def ahead(self) -> int:
+        """How many positions after its source a label lies, at most."""
+        return self.draft_length + 1
 
     def prepare(self, counts: Callable[[], Tensor]) -> None:
         """Once before training. counts: how often each of the target's tokens is supervised in the training data, [V]."""
@@ -101,6 +118,11 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def propose(self, state: Any, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         """A tree per slot, no deeper than `depth` (from 1) where one is given. Its first pass consumes the staged positions."""
+
+    @property
+    def foretold(self) -> int:
+        """How many depths, from the first, `predict` speaks of in figures: those of `paths()`."""
+        return self.draft_length
 
     def decode_settings(self) -> dict[str, Any]:
         """What decoding needs beyond weights and configuration (a searched tree, say); JSON values only."""

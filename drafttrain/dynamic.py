@@ -44,7 +44,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The logits of what follows each node, over the drafter's vocabulary, and the states that nodes below are scored from."""
+    """The logits of what follows each node, over the drafter's vocabulary, and the states that nodes below are scored from.
+
+    W = 1: the same for all nodes of the generation. The states of the next generation may be wider.
+    """
 
     logits_BWV: Tensor
     state_BWH: Tensor
@@ -130,11 +133,12 @@ class StaticTree:
         ranks = self.shapes[-1].max_rank + 1
         scored, tokens = first, [root_B[:, None]]
         for number, level in enumerate(self.levels[:steps]):
-            choice_BWR = _choices(scored.logits_BWV, ranks, ids)[1]
-            token_BW = choice_BWR[:, level.above_W, level.rank_W]
+            choice_BWR, alike = _choices(scored.logits_BWV, ranks, ids)[1], scored.logits_BWV.shape[1] == 1
+            token_BW = choice_BWR[:, 0 if alike else level.above_W, level.rank_W]
             tokens.append(token_BW)
             if number + 1 < steps:
-                state_BFH = scored.state_BWH[:, level.above_W[level.fed_F]]
+                above_F = level.above_W[level.fed_F]
+                state_BFH = scored.state_BWH[:, torch.zeros_like(above_F) if scored.state_BWH.shape[1] == 1 else above_F]
                 bits_BF = level.bits_F.expand(len(root_B), -1)
                 scored = feed(Generation(token_BW[:, level.fed_F], state_BFH, number + 1, bits_BF))
         return DraftTree.static(torch.cat(tokens, 1), self.shapes[steps - 1])
@@ -177,7 +181,7 @@ class DynamicTree:
         node_BW, bits_BW, held = (1 + slot_W).expand(B, W), (1 << slot_W).expand(B, W), 1 + W
         for step in range(1, steps):
             scored = feed(Generation(token_BW, state_BWH, step, bits_BW))
-            gain_BWW, choice_BWW = _choices(scored.logits_BWV, W, ids)
+            gain_BWW, choice_BWW = (x.expand(B, W, W) for x in _choices(scored.logits_BWV, W, ids))
             total_BC, choice_BC = (score_BW[..., None] + gain_BWW).flatten(1), choice_BWW.flatten(1)
             tokens.append(choice_BC)
             scores.append(total_BC)
@@ -186,7 +190,8 @@ class DynamicTree:
                 break
             score_BW, best_BW = top(total_BC, W)
             above_BW, token_BW = best_BW // W, choice_BC.gather(1, best_BW)
-            state_BWH = scored.state_BWH.gather(1, above_BW[..., None].expand(-1, -1, scored.state_BWH.shape[-1]))
+            held_BWH = scored.state_BWH.expand(B, W, scored.state_BWH.shape[-1])
+            state_BWH = held_BWH.gather(1, above_BW[..., None].expand_as(held_BWH))
             bits_BW = bits_BW.gather(1, above_BW) | 1 << (step * W + slot_W)
             node_BW, held = held + best_BW, held + W * W
         count = 1 + min(self.nodes, self.candidates(steps))

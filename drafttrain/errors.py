@@ -3,3 +3,35 @@
 
 class UserError(ValueError):
     """Bad input: the message says what was expected, what was got, and the way out. The command line exits with 2."""
+
+
+class Interrupted(BaseException):
+    """SIGTERM or SIGUSR1 ended a run that `resume=auto` goes on with. The command line exits with `Interrupted.CODE`.
+
+    together: all processes end at the same step. No Exception, as KeyboardInterrupt is none: nothing on its way out may take
+    it for a failure.
+    """
+
+    CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+    def __init__(self, when: str, together: bool = False) -> None:
+        super().__init__(when)
+        self.together = together
+
+
+class WorkerError(RuntimeError):
+    """A process that was started for a command has failed, and what it said is on stderr. The command line exits with 1."""
+
+
+class ParityError(RuntimeError):
+    """What was exported does not draft as its checkpoint does, and is gone again. The command line exits with
+    `ParityError.CODE`.
+
+    name: what differs (layer ids, d2t, tensors, ...).
+    """
+
+    CODE = 3
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(f"Parity: {name}: {text}")
+        self.name = name

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +14,18 @@ SAMPLES = 64  # values read per parameter: cheap at 70B, and any training step m
 SMALLEST = 2.0**-14  # float16's smallest normal number: below it a float16 copy has other digits
 
 
-def fingerprint_of(model: nn.Module) -> str:
+def fingerprint_of(model: nn.Module, whole: Callable[[nn.Parameter], AbstractContextManager[Any]] = nullcontext) -> str:
     """sha256 over parameter names, shapes and an evenly strided sample of their values; hexadecimal.
 
     Samples are taken in bfloat16 with tiny ones as zero, so that one set of weights has one name however it is loaded:
     float32 and bfloat16 always agree, and float16 agrees unless the weights were stored in float32.
+    whole: within it a parameter has all its values, where the process holds a part of them otherwise.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
-        digest.update(_sample(parameter.detach()))
+        with whole(parameter):
+            digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
+            digest.update(_sample(parameter.detach()))
     return digest.hexdigest()
 
 

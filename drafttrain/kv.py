@@ -11,10 +11,14 @@ prefix lies in page 7 and the first position of page 2; node 0 goes to the secon
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from drafttrain.ops.kv_keep import flat, kv_keep
+from drafttrain.span import Span
 
 PAGE = 32  # positions
 
@@ -232,12 +236,36 @@ def visible(length_B: Tensor, longest: int, ancestor_BNN: Tensor) -> Tensor:
     return (node_BP < 0)[:, None] | (scratch_BNP & inside_BP[:, None])
 
 
-def seen(kv: KVCache | None, ancestor_BNN: Tensor | None, position_BN: Tensor, window: int | None) -> Tensor:
+@dataclass(frozen=True)
+class Documents:
+    """Whole sequences that hold several documents each: causal within each, and nothing between them.
+
+    span: the part of them that this process has; the numbers are those of all positions.
+    """
+
+    number_BT: Tensor  # -1 on padding; a document's positions are neighbours
+    span: Span | None = None
+
+    def dense(self) -> Tensor:
+        """[B, T, T] what each position sees."""
+        assert self.span is None, "only the parts of attention that exchange heads know sequences held together"
+        column_T = torch.arange(self.number_BT.shape[1], device=self.number_BT.device)
+        return (self.number_BT[:, None] == self.number_BT[..., None]) & (column_T <= column_T[:, None])
+
+    @cached_property
+    def lengths(self) -> list[list[int]]:
+        """Of each row's documents and its padding, in order."""
+        return [row_T.unique_consecutive(return_counts=True)[1].tolist() for row_T in self.number_BT.cpu()]
+
+
+def seen(kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor, window: int | None) -> Tensor:
     """[B, N, P] bool: what each new position attends to: the prefix and its ancestors, within the window by position.
 
     kv None: there is no prefix.
     """
     B, N = position_BN.shape
+    if isinstance(ancestor_BNN, Documents):
+        ancestor_BNN = ancestor_BNN.dense()
     if ancestor_BNN is None:
         ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=position_BN.device).tril().expand(B, N, N)
     seen_BNP = ancestor_BNN if kv is None else visible(kv.length_B, kv.longest, ancestor_BNN)

@@ -5,11 +5,14 @@ Shapes: B rows, N positions, P key positions, h heads, D head width, H hidden, I
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from drafttrain.kv import KVCache, visible
 from drafttrain.ops.attend import paged
@@ -124,6 +127,14 @@ class Attention(nn.Module):
             q_BhND, self.grouped(keys_BhPD), self.grouped(values_BhPD), attn_mask=seen_BNP[:, None]
         )
         return self.out(mixed_BhND)
+
+
+def recomputed(again: bool, function: Callable[..., Any], *inputs: Any) -> Any:
+    """function(*inputs). again: where a gradient is wanted, of all that it computes only the outcome is kept, and the rest is
+    computed again in the backward pass (arXiv 1604.06174)."""
+    if again and torch.is_grad_enabled():
+        return checkpoint(function, *inputs, use_reentrant=False)
+    return function(*inputs)
 
 
 def rotary(position_BN: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

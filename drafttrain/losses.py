@@ -14,11 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Drafter
+from drafttrain.law import Law, law_of
 from drafttrain.ops import divergence
-from drafttrain.target import FINAL, Target
+from drafttrain.target import Target
 
 END_TO_END = "e2e_tv"
 NAMES = (*divergence.NAMES, END_TO_END)
+EVALUATED = 1024  # predictions whose logits are in memory at once where nothing is trained
+LOGITS = 1 << 27  # of one model that are in memory at once at most: 1,024 predictions over 131,072 tokens
 
 
 @dataclass
@@ -26,7 +29,11 @@ class LossOptions:
     """The divergence between the drafter's law q and the target's law p."""
 
     name: str = "kl"  # ce: the token itself. kl: KL(p || q). rkl: KL(q || p). jsd, tvd. lk: -log sum min(p, q). e2e_tv
-    chunk: int = 1024  # predictions whose logits are in memory at once
+    chunk: int = 1024  # predictions whose logits are in memory at once; fewer where the target has more than 131,072 tokens
+
+    def at_once(self, vocab: int) -> int:
+        """Predictions of a chunk: its memory has a bound that no vocabulary moves."""
+        return max(1, min(self.chunk, LOGITS // vocab))
 
 
 class Outcome(torch.autograd.Function):
@@ -134,32 +141,38 @@ class Objective(nn.Module):
     """Drafter and loss in one module, so that the engine wraps all that is trained.
 
     Memory: the first chunk of predictions keeps one tensor of logits' size for the backward pass; every later chunk's
-    logits are recomputed there, so that one more chunk exists at a time.
+    logits are recomputed there, so that one more chunk exists at a time. at_once: predictions of a chunk.
     """
 
     def __init__(self, drafter: Drafter, target: Target, options: LossOptions) -> None:
         super().__init__()
         self.drafter, self.options = drafter, options
+        self.at_once = options.at_once(target.shape.vocab_size)
         self._target = [target]  # in a list: frozen, and not the engine's to shard or save
+
+    @property
+    def vocabularies(self) -> set[int]:
+        """Rows of heads and embeddings: the target's tokens, and the part of them that the drafter has."""
+        own = getattr(self.drafter, "ids", None)
+        return {self._target[0].shape.vocab_size} | (set() if own is None else {len(own)})
 
     def forward(self, batch: TrainBatch, progress: float = 1.0) -> tuple[Tensor, StepCounts]:
         """(the sum of all weighted losses over this batch's predictions, their counts). The caller normalises.
 
         progress: the share of the steps done when this one is; for objectives that change on the way.
         """
-        final_PH = batch.hidden[FINAL].flatten(0, 1)
-        token_P = batch.token_BT.flatten()
+        law, token_P = law_of(batch, self._target[0]), batch.token_BT.flatten()
         alive_P = torch.ones_like(token_P, dtype=torch.bool)
-        total, rows, held = final_PH.new_zeros((), dtype=torch.float32), [], 0
-        reach = Reach(batch, self.drafter.draft_length) if self.options.name == END_TO_END else None
+        total, rows, held = token_P.new_zeros((), dtype=torch.float32), [], 0
+        reach = Reach(batch, self.drafter.foretold) if self.options.name == END_TO_END else None
         own = next(self.drafter.parameters()).dtype
         for prediction in self.drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
-            law_MH = final_PH[batch.law_at(prediction.label_M)]
-            held += len(prediction.label_M)
-            step = self._step(prediction, law_MH, token_P[prediction.label_M], whole=held <= self.options.chunk)
+            place_M, label_M = batch.law_at(prediction.label_M), token_P[prediction.label_M]
+            held += len(label_M)
+            step = self._step(prediction, law, place_M, label_M, whole=held <= self.at_once)
             weight = prediction.weight
             if reach is not None and prediction.counted:
-                weight, step = 1.0 / self.drafter.draft_length, replace(step, loss_M=reach.missed(prediction, step.loss_M))
+                weight, step = 1.0 / self.drafter.foretold, replace(step, loss_M=reach.missed(prediction, step.loss_M))
             total = total + ((weight * step.loss_M).sum() if isinstance(weight, Tensor) else weight * step.loss_M.sum())
             if prediction.aux is not None:
                 total = total + prediction.aux
@@ -176,14 +189,14 @@ class Objective(nn.Module):
                 (alive_M & hit_M).sum(),
             )
             row = torch.stack([torch.as_tensor(c, dtype=torch.float64, device=token_P.device) for c in counts])
-            rows += [row] * (self.drafter.draft_length if prediction.every_step else 1)
+            rows += [row] * (self.drafter.foretold if prediction.every_step else 1)
         return total, StepCounts.stack(rows)
 
-    def _step(self, prediction: Prediction, law_MH: Tensor, label_M: Tensor, whole: bool) -> StepOutcome:
-        def chunk(hidden_CH: Tensor, law_CH: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            with torch.no_grad():
-                law_logits_CV = self._target[0].head(law_CH)
+    def _step(self, prediction: Prediction, law: Law, place_M: Tensor, label_M: Tensor, whole: bool) -> StepOutcome:
+        def chunk(hidden_CH: Tensor, place_C: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits_CV, end_to_end = prediction.head(hidden_CH), self.options.name == END_TO_END
+            with torch.no_grad():
+                law_logits_CV = law.logits(place_C, prediction, logits_CV)
             name = "tvd" if end_to_end else self.options.name
             if prediction.vocab_D is not None:
                 return restricted(logits_CV, law_logits_CV, label_C, name, prediction.vocab_D, whole=end_to_end)
@@ -191,10 +204,10 @@ class Objective(nn.Module):
             return found
 
         if whole:
-            return StepOutcome(*chunk(prediction.hidden_MH, law_MH, label_M))
+            return StepOutcome(*chunk(prediction.hidden_MH, place_M, label_M))
         parts = [
             checkpoint(chunk, *pieces, use_reentrant=False)
-            for pieces in zip(*(t.split(self.options.chunk) for t in (prediction.hidden_MH, law_MH, label_M)), strict=True)
+            for pieces in zip(*(t.split(self.at_once) for t in (prediction.hidden_MH, place_M, label_M)), strict=True)
         ]
         return StepOutcome(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
@@ -222,21 +235,17 @@ class Hits:
 def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: int = 10) -> Hits:
     """What the drafter would offer at every position of a text the target wrote, given the true tokens above each depth.
 
-    Only sources whose root and whole future of K tokens are supervised count; the batch must carry hidden states.
+    Only sources whose root and whole future of K tokens are supervised count; the batch must carry the target's states or law.
     """
-    final_PH, token_P = batch.hidden[FINAL].flatten(0, 1), batch.token_BT.flatten()
-    K = drafter.draft_length
+    law, token_P = law_of(batch, target), batch.token_BT.flatten()
+    K = drafter.foretold
     rank_PK = torch.full((len(token_P), K), -1, device=token_P.device)
     mass_PK = torch.zeros(len(token_P), K, device=token_P.device)
     own = next(drafter.parameters()).dtype
     for prediction in drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
-        p_MV = target.head(final_PH[batch.law_at(prediction.label_M)])
-        q_MV = prediction.whole(prediction.head(prediction.hidden_MH), p_MV.shape[-1])
-        label_M1 = token_P[prediction.label_M][:, None]
-        best = q_MV.topk(min(width, q_MV.shape[-1]), -1).indices
-        hit_MR = best == label_M1
-        rank_M = hit_MR.int().argmax(-1).masked_fill(~hit_MR.any(-1), width)
-        mass_M = torch.minimum(q_MV.float().softmax(-1), p_MV.float().softmax(-1)).sum(-1)
+        pieces = zip(prediction.hidden_MH.split(EVALUATED), prediction.label_M.split(EVALUATED), strict=True)
+        found = [_offered(prediction, law, hidden_CH, label_C, batch, width) for hidden_CH, label_C in pieces]
+        rank_M, mass_M = (torch.cat(column) for column in zip(*found, strict=True))
         if not prediction.every_step:
             if prediction.step < K:
                 rank_PK[prediction.source_M, prediction.step] = rank_M
@@ -256,3 +265,16 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     ).flatten()
     length_D = document_P[whole_P].unique_consecutive(return_counts=True)[1].tolist()
     return Hits(rank_PK[whole_P].cpu(), mass_PK[whole_P].cpu(), length_D)
+
+
+def _offered(
+    prediction: Prediction, law: Law, hidden_CH: Tensor, label_C: Tensor, batch: TrainBatch, width: int
+) -> tuple[Tensor, Tensor]:
+    """[C] the true token's rank among the choices, `width` if beyond, and sum min(p, q)."""
+    draft_CD = prediction.head(hidden_CH)
+    p_CV = law.logits(batch.law_at(label_C), prediction, draft_CD)
+    q_CV = prediction.whole(draft_CD, p_CV.shape[-1])
+    best_CR = q_CV.topk(min(width, q_CV.shape[-1]), -1).indices
+    hit_CR = best_CR == batch.token_BT.flatten()[label_C][:, None]
+    rank_C = hit_CR.int().argmax(-1).masked_fill(~hit_CR.any(-1), width)
+    return rank_C, torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)

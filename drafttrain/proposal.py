@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from drafttrain.drafter import Drafter
 from drafttrain.dynamic import DynamicTree, StaticTree
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import MOST_NODES
@@ -18,16 +20,23 @@ KINDS = ("chain", "static", "dynamic")
 NODES = 24  # of a dynamic tree that was neither given a number nor tuned
 
 
-class Proposal:
-    """kind: of `KINDS`. draft_length: the greatest depth. paths: of a static tree; None: searched on held-out text.
+@dataclass
+class TreeOptions:
+    """What every family is asked whose drafts can be a tree: how trees grow is told in docs/families/eagle.md."""
 
-    width, nodes: of a dynamic tree, as in `DynamicTree`; nodes None: the budget that `tune` brings. Raises UserError for a
-    shape that cannot be.
+    tree: str = "static"  # chain | static | dynamic
+    paths: list[list[int]] | None = None  # of a static tree, by rank; None: searched on held-out text after training
+    width: int = 10  # dynamic: paths fed at each depth, and candidates of each
+    nodes: int | None = None  # dynamic: of the proposal, root excluded; None: decode.tree_nodes
+
+
+class Proposal:
+    """draft_length: the greatest depth. A static tree without paths is searched, a dynamic one without a node count gets the
+    budget that `tune` brings. Raises UserError for a shape that cannot be.
     """
 
-    def __init__(
-        self, kind: str, draft_length: int, paths: Sequence[Sequence[int]] | None, width: int, nodes: int | None, target: Target
-    ) -> None:
+    def __init__(self, options: TreeOptions, draft_length: int, target: Target) -> None:
+        kind, paths, nodes = options.tree, options.paths, options.nodes
         if kind not in KINDS:
             raise UserError(f"drafter.tree is {kind!r}; choose one of {', '.join(KINDS)}")
         if not 1 <= draft_length < MOST_NODES:
@@ -41,10 +50,10 @@ class Proposal:
         self.kind, self.draft_length, self.given = kind, draft_length, paths
         chain: list[Path] = [(0,) * d for d in range(1, draft_length + 1)]
         self.paths = self._checked(paths) if paths is not None else chain
-        self.dynamic, self._sized = DynamicTree(draft_length, width, nodes or NODES), nodes is not None
+        self.dynamic, self._sized = DynamicTree(draft_length, options.width, nodes or NODES), nodes is not None
         if kind == "dynamic":
             self._check_dynamic()
-            self.paths = [*chain, (1,)] if width > 1 else chain  # of some tree, until `tune` has seen text
+            self.paths = [*chain, (1,)] if options.width > 1 else chain  # of some tree, until `tune` has seen text
 
     def _checked(self, paths: Sequence[Sequence[int]]) -> list[Path]:
         try:
@@ -54,7 +63,7 @@ class Proposal:
         if not 1 <= shape.max_depth <= self.draft_length or len(paths) >= MOST_NODES:
             raise UserError(
                 f"drafter.paths has {len(paths)} nodes down to depth {shape.max_depth}; 1 to {MOST_NODES - 1} nodes and "
-                f"drafter.draft_length={self.draft_length} levels are allowed"
+                f"{self.draft_length} levels, the draft length, are allowed"
             )
         return list(shape.paths)
 
@@ -64,11 +73,9 @@ class Proposal:
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    def grower(self, device: torch.device) -> StaticTree | DynamicTree | None:
-        """What grows the proposals; None: they are chains."""
-        if self.kind == "dynamic":
-            return self.dynamic
-        return StaticTree.of(self.paths, device) if self.kind == "static" else None
+    def grower(self, device: torch.device) -> StaticTree | DynamicTree:
+        """What grows the proposals; a chain is the static tree of one path."""
+        return self.dynamic if self.kind == "dynamic" else StaticTree.of(self.paths, device)
 
     @property
     def fed(self) -> int:
@@ -114,3 +121,29 @@ class Proposal:
             self.paths = self._checked(settings["paths"])
         if self.kind == "dynamic" and "nodes" in settings:
             self._resize(settings["nodes"])
+
+
+class Proposing(Drafter):
+    """A drafter whose drafts have the shape of `proposal`."""
+
+    proposal: Proposal
+
+    def paths(self) -> list[Path]:
+        return list(self.proposal.paths)
+
+    @property
+    def max_nodes(self) -> int:
+        return self.proposal.max_nodes
+
+    @property
+    def tunable(self) -> bool:
+        return self.proposal.tunable
+
+    def tune(self, texts: Sequence[Tensor], nodes: int) -> None:
+        self.proposal.tune(texts, nodes)
+
+    def decode_settings(self) -> dict[str, Any]:
+        return self.proposal.settings()
+
+    def use_decode_settings(self, settings: dict[str, Any]) -> None:
+        self.proposal.use(settings)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +21,14 @@ from drafttrain.batch import Pairs, TrainBatch
 from drafttrain.drafter import Commit, draft_chain
 from drafttrain.dynamic import DynamicTree, Generation, Scored, Scratch, StaticTree
 from drafttrain.kv import KVCache
-from drafttrain.layers import Attention
+from drafttrain.layers import Attention, recomputed
 from drafttrain.ops.remap import remap_logits
 from drafttrain.ops.unrolled import unrolled
-from drafttrain.proposal import Proposal
+from drafttrain.proposal import Proposal, Proposing
 from drafttrain.sampling import Sampling
 from drafttrain.staged import CachedDrafter, OwnCache, Staged
 from drafttrain.target import Target
-from drafttrain.tree import DraftTree, Path
+from drafttrain.tree import DraftTree
 
 
 @dataclass
@@ -39,7 +38,7 @@ class RecurrentState(OwnCache):
     grower: StaticTree | DynamicTree | None
 
 
-class Recurrent(CachedDrafter):
+class Recurrent(CachedDrafter, Proposing):
     """A family gives the layer in parts. After each verification the accepted positions are read again with the target's
     states: what was drafted leaves nothing behind.
     """
@@ -82,13 +81,23 @@ class Recurrent(CachedDrafter):
         self, batch: TrainBatch, state_BTH: Tensor, steps: int, detach: bool = False
     ) -> Iterator[tuple[int, Pairs, Tensor]]:
         """(step, pairs, new state [M, H] at their sources) of each step. detach: no gradient flows from step to step."""
-        attention = UnrolledAttention(self.attention, batch)
+        attention, keys, values = UnrolledAttention(self.attention, batch), list[Tensor](), list[Tensor]()
+
+        def advance(token_BT: Tensor, state_BTH: Tensor, *past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            residual_BTH, read_BTI = self.enter(token_BT, state_BTH)
+            attended_BTH, key_BhTD, value_BhTD = attention.step(read_BTI, past)
+            return self.leave(residual_BTH, attended_BTH), key_BhTD, value_BhTD
+
         for step in range(steps):
-            residual_BTH, read_BTI = self.enter(batch.after(1 + step), state_BTH)
-            state_BTH = self.leave(residual_BTH, attention.step(read_BTI, step))
+            inputs = (batch.after(1 + step), state_BTH, *keys, *values)
+            state_BTH, key_BhTD, value_BhTD = recomputed(self.recomputes, advance, *inputs)
+            keys, values = [*keys, key_BhTD], [*values, value_BhTD]
             pairs = batch.future(2 + step)
             yield step, pairs, state_BTH.flatten(0, 1)[pairs.source_M]
             state_BTH = state_BTH.detach() if detach else state_BTH
+
+    def fed(self, length: int) -> int:
+        return length * self.draft_length
 
     def steps_of(self, trained: int) -> int:
         """In evaluation as deep as decoding proposes, so that every depth is foretold."""
@@ -97,7 +106,8 @@ class Recurrent(CachedDrafter):
     def open(self, slots: int, max_len: int) -> RecurrentState:
         device = self.attention.o_proj.weight.device
         kv = KVCache(1, slots, max_len + self.proposal.fed, device)
-        return RecurrentState(kv, Staged(slots, self.draft_length, device), self.proposal.grower(device))
+        grower = None if self.proposal.kind == "chain" else self.proposal.grower(device)
+        return RecurrentState(kv, Staged(slots, self.draft_length, device), grower)
 
     def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
         state.kv.rows(slot_B)
@@ -147,40 +157,25 @@ class Recurrent(CachedDrafter):
         logits_BV = scored.logits_BWV[:, 0]
         return logits_BV if self.ids is None else remap_logits(logits_BV, self.ids, self._target[0].shape.vocab_size)
 
-    def paths(self) -> list[Path]:
-        return list(self.proposal.paths)
-
-    @property
-    def max_nodes(self) -> int:
-        return self.proposal.max_nodes
-
-    @property
-    def tunable(self) -> bool:
-        return self.proposal.tunable
-
-    def tune(self, texts: Sequence[Tensor], nodes: int) -> None:
-        self.proposal.tune(texts, nodes)
-
-    def decode_settings(self) -> dict[str, Any]:
-        return self.proposal.settings()
-
-    def use_decode_settings(self, settings: dict[str, Any]) -> None:
-        self.proposal.use(settings)
-
 
 class UnrolledAttention:
     """Attention of training on own outputs: step i at index t sees step 0 over 0..t, and index t alone of steps 1..i."""
 
     def __init__(self, attention: Attention, batch: TrainBatch) -> None:
         self.attention, self.position_BT = attention, batch.position_BT
-        document_BT = batch.document_BT
-        same_BT = (document_BT[:, 1:] == document_BT[:, :-1]) | (document_BT[:, 1:] < 0)
-        self.document_BT = None if bool(same_BT.all()) else document_BT  # padding behind a lone document is seen by none
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.documents = batch.sees()
+        self.span = batch.span
 
-    def step(self, read_BTI: Tensor, step: int) -> Tensor:
-        q_BhTD, k_BhTD, v_BhTD = self.attention.qkv(read_BTI, self.position_BT + step)
-        self.keys.append(self.attention.grouped(k_BhTD))
-        self.values.append(self.attention.grouped(v_BhTD))
-        return self.attention.out(unrolled(q_BhTD, self.keys, self.values, self.document_BT))
+    def step(self, read_BTI: Tensor, past: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """(what comes out, [B, T, H]; this step's keys and values). past: those of the earlier steps, all keys first.
+
+        Keys and values of sequences held together are those of all positions, for this process's heads.
+        """
+        steps = len(past) // 2
+        q_BhTD, k_BhTD, v_BhTD = self.attention.qkv(read_BTI, self.position_BT + steps)
+        k_BhTD, v_BhTD = self.attention.grouped(k_BhTD), self.attention.grouped(v_BhTD)
+        if self.span is not None:
+            q_BhTD, k_BhTD, v_BhTD = (self.span.gather(x) for x in (q_BhTD, k_BhTD, v_BhTD))
+        keys, values = [*past[:steps], k_BhTD], [*past[steps:], v_BhTD]
+        mixed_BhTD = unrolled(q_BhTD, keys, values, self.documents)
+        return self.attention.out(mixed_BhTD if self.span is None else self.span.scatter(mixed_BhTD)), k_BhTD, v_BhTD

@@ -61,6 +61,46 @@ class Result:
         """Tokens per verification; NaN before the first."""
         return self.emitted / self.verifications if self.verifications else float("nan")
 
+    def begin(self, request: Request, token: int, now: float) -> None:
+        """The first token, of the prefill."""
+        self.tokens, self.first, self.ended = [token], now, now
+        self._cut(request, 1)
+
+    def take(self, request: Request, tokens: list[int], nodes: int, open: bool, now: float) -> Chunk:
+        """A round's tokens, all but the last of them accepted drafts, cut where the text ends.
+
+        open: whether the last accepted node had children, so that one more draft was offered than accepted.
+        """
+        self.tokens += tokens
+        kept = self._cut(request, len(tokens))
+        drafts = min(kept, len(tokens) - 1)
+        _add(self.offered, drafts + (1 if kept == len(tokens) and open else 0))
+        _add(self.accepted, drafts)
+        self.emitted += kept
+        self.verifications += 1
+        self.nodes += nodes
+        self.ended = now
+        return Chunk(self, tokens[:kept], drafts)
+
+    def _cut(self, request: Request, new: int) -> int:
+        """End the text, if it does within its `new` last tokens; how many of them stay."""
+        tokens, before = self.tokens, len(self.tokens) - new
+        ends = [(i + 1, "stop") for i in range(before, len(tokens)) if tokens[i] in request.stop_ids][:1]
+        if request.stop_text is not None and (end := request.stop_text.end(tokens, new)) is not None:
+            ends.append((end, "text"))
+        if len(tokens) >= request.max_new_tokens:
+            ends.append((request.max_new_tokens, "length"))
+        if ends:
+            end, self.ended_by = min(ends, key=lambda e: e[0])
+            del tokens[end:]
+        return len(tokens) - before
+
+
+def _add(counts: list[int], depth_reached: int) -> None:
+    counts.extend([0] * (depth_reached - len(counts)))
+    for i in range(depth_reached):
+        counts[i] += 1
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

@@ -1,6 +1,6 @@
 """Floor 2: the one decode loop. It knows no drafter by name; without a drafter it is plain decoding, the baseline.
 
-Shapes: S slots, B active rows, T prompt positions, V vocabulary.
+Shapes: S slots, B active rows.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from drafttrain.ahead import LEAST_BOUND, RING, Ahead, Captures, Launched, Shares, widest
-from drafttrain.drafter import Commit, Drafter
+from drafttrain.drafter import Drafter
 from drafttrain.errors import UserError
 from drafttrain.fallback import Fallback
 from drafttrain.kv import pages_for
-from drafttrain.ops.sample import sample
+from drafttrain.prefill import Prefill
 from drafttrain.processors import Processors
 from drafttrain.request import Chunk, Request, Result, StopText
 from drafttrain.rounds import Round, Row, SlotState
-from drafttrain.sampling import Lane, Sampling
+from drafttrain.sampling import Sampling
 from drafttrain.target import Target
 from drafttrain.verify import LEAST, policy_for
 
@@ -189,6 +188,7 @@ class Session:
             self.kv, self.state, self.slots, self.processors,
         )  # fmt: skip
         self.ahead = Ahead(self.round, decoder.captures) if decoder.read_every else None
+        self.prefill = Prefill(self.round, decoder.prefill_chunk, self.ahead is not None)
         self._under_way: _UnderWay | None = None
         self._looked = 0.0
         self.queue: deque[_Waiting] = deque()
@@ -322,61 +322,20 @@ class Session:
         return self._prefill(entering) if entering else []
 
     def _prefill(self, entering: list[tuple[_Waiting, list[int]]]) -> list[Chunk]:
-        """A prompt is a chain that is accepted whole: causal passes over chunks, each read by the drafter for all samples."""
-        decoder, device, drafter = self.decoder, self.slot_B.device, self.decoder.drafter
-        prompts = [torch.tensor(w.request.prompt, device=device) for w, _ in entering]
-        lengths = [len(p) for p in prompts]
-        token_BT, length_B = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), torch.tensor(lengths, device=device)
-        row_S = torch.tensor([row for row, (_, slots) in enumerate(entering) for _ in slots], device=device)
-        slot_S = torch.tensor([slot for _, slots in entering for slot in slots], device=device)
         entered = {s: (w.request, r) for w, slots in entering for s, r in zip(slots, w.results, strict=True)}
         self.active = dict(sorted((self.active | entered).items()))  # rows in slot order: a full cache is read in place
-        self.kv.bound = None
-        self.kv.rows(torch.tensor([slots[0] for _, slots in entering], device=device))
-        self.kv.reset(self.kv.slot_B)
-        if drafter:
-            drafter.reset(self.state, slot_S)
-        last_BV: Tensor | None = None
-        root_S = torch.zeros_like(slot_S)
-        for start in range(0, token_BT.shape[1], decoder.prefill_chunk):
-            chunk_BT = token_BT[:, start : start + decoder.prefill_chunk]
-            stop = start + chunk_BT.shape[1]
-            count_B = (length_B - start).clamp(0, chunk_BT.shape[1])
-            column_T = torch.arange(chunk_BT.shape[1], device=device)
-            position_BT = self.kv.length_B[:, None] + column_T
-            out = decoder.target(chunk_BT, self.kv, None, position_BT, self.round.taps, (count_B - 1).clamp_min(0)[:, None])
-            assert out.logits_BRV is not None
-            ends_B1 = ((count_B > 0) & (start + count_B == length_B))[:, None]
-            last_BV = out.logits_BRV[:, 0] if last_BV is None else torch.where(ends_B1, out.logits_BRV[:, 0], last_BV)
-            self.kv.keep(column_T.expand_as(chunk_BT), count_B)
-            if any(start < length <= stop for length in lengths):
-                root_S = self._first(last_BV[row_S], slot_S, token_BT.gather(1, length_B[:, None] - 1)[row_S], length_B[row_S])
-            if drafter:
-                known_ST = torch.cat([token_BT, token_BT[:, :1]], 1)[row_S].scatter(1, length_B[row_S, None], root_S[:, None])
-                states = {key: state[row_S] for key, state in out.hidden.items()}
-                commit = Commit(known_ST[:, start:stop], known_ST[:, start + 1 : stop + 1], states, count_B[row_S])
-                for kv in drafter.caches(self.state) if self.ahead else ():
-                    kv.bound = start
-                drafter.read(self.state, commit, slot_S)
+        slot_S, root_S = self.prefill([w.request.prompt for w, _ in entering], [slots for _, slots in entering])
         self._share(entering)
         self.slots.begin(slot_S, root_S)
         if not self.processors.idle:
             self.processors.add(slot_S, root_S, root_S[:, None], torch.ones_like(root_S))
         return self._entered(slot_S.tolist(), root_S.tolist())
 
-    def _first(self, last_SV: Tensor, slot_S: Tensor, token_S1: Tensor, length_S: Tensor) -> Tensor:
-        """The first token of every text, from the logits at its prompt's last token."""
-        if not self.processors.idle:
-            one_S11 = torch.ones(len(slot_S), 1, 1, dtype=torch.bool, device=slot_S.device)
-            last_SV = self.processors(last_SV[:, None], token_S1, one_S11, slot_S, torch.zeros_like(slot_S))[:, 0]
-        return sample(last_SV, self.slots.sampling(self.decoder.sampling, slot_S), length_S, Lane.TARGET)
-
     def _entered(self, slots: list[int], roots: list[int]) -> list[Chunk]:
         now, chunks = perf_counter(), []
         for slot, token in zip(slots, roots, strict=True):
             request, result = self.active[slot]
-            result.tokens, result.first, result.ended = [token], now, now
-            self._end(request, result, 1)
+            result.begin(request, token, now)
             chunks.append(Chunk(result, [token], 0))
         self._retire(entered=True)
         return chunks
@@ -391,35 +350,12 @@ class Session:
                     self.kv.copy(first, slot)
 
     def _record(self, texts: list[tuple[Request, Result]], rows: list[Row]) -> list[Chunk]:
-        """Count the round per request, cut where the text ends; rounds of a text that has ended count for nothing."""
+        """Count the round per request; rounds of a text that has ended count for nothing."""
         now, chunks = perf_counter(), []
         for (request, result), row in zip(texts, rows, strict=True):
-            if result.ended_by or not row.count:
-                continue
-            result.tokens += row.tokens[: row.count]
-            kept = self._end(request, result, row.count)
-            drafts = min(kept, row.count - 1)
-            _add(result.offered, drafts + (1 if kept == row.count and row.open else 0))
-            _add(result.accepted, drafts)
-            result.emitted += kept
-            result.verifications += 1
-            result.nodes += row.nodes - 1
-            result.ended = now
-            chunks.append(Chunk(result, row.tokens[:kept], drafts))
+            if not result.ended_by and row.count:
+                chunks.append(result.take(request, row.tokens[: row.count], row.nodes - 1, row.open, now))
         return chunks
-
-    def _end(self, request: Request, result: Result, new: int) -> int:
-        """Cut the result where its text ends, if within its `new` last tokens; how many of them stay."""
-        tokens, before = result.tokens, len(result.tokens) - new
-        ends = [(i + 1, "stop") for i in range(before, len(tokens)) if tokens[i] in request.stop_ids][:1]
-        if request.stop_text is not None and (end := request.stop_text.end(tokens, new)) is not None:
-            ends.append((end, "text"))
-        if len(tokens) >= request.max_new_tokens:
-            ends.append((request.max_new_tokens, "length"))
-        if ends:
-            end, result.ended_by = min(ends, key=lambda e: e[0])
-            del tokens[end:]
-        return len(tokens) - before
 
     def _retire(self, entered: bool = False) -> None:
         """Free what finished requests held, and tell the cache which slots go on."""
@@ -433,9 +369,3 @@ class Session:
             self.slot_B = torch.tensor(list(self.active), dtype=torch.long, device=self.slot_B.device)
             if self.ahead is None:
                 self.kv.rows(self.slot_B)
-
-
-def _add(counts: list[int], depth_reached: int) -> None:
-    counts.extend([0] * (depth_reached - len(counts)))
-    for i in range(depth_reached):
-        counts[i] += 1

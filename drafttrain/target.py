@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.errors import UserError
-from drafttrain.kv import KVCache
+from drafttrain.kv import Documents, KVCache
 
 FINAL = -1  # key of the post-norm output in `hidden`, beside block numbers from 0
 
@@ -123,14 +123,15 @@ class Target(Protocol):
         self,
         token_BN: Tensor,
         kv: KVCache | None,
-        ancestor_BNN: Tensor | None,
+        ancestor_BNN: Tensor | Documents | None,
         position_BN: Tensor,
         taps: Taps,
         logit_row_BR: Tensor | None = None,
     ) -> TargetOut:
         """Run N new positions per row after the cached prefix.
 
-        kv None: a pass over whole sequences. ancestor_BNN, what sees what among the new positions; None: causal.
+        kv None: a pass over whole sequences, of several documents each where ancestor_BNN is `Documents`. ancestor_BNN, what
+        sees what among the new positions; None: causal.
         logit_row_BR: the positions to give logits for; None gives all, an empty R none.
         """
         ...
@@ -167,4 +168,8 @@ class PrunedTarget(nn.Module):
     shape: TargetShape
 
     def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
+        raise AssertionError("overridden by every runner")
+
+    def recompute(self) -> None:
+        """From here on training keeps of every block its input alone, and computes the rest again for the gradient."""
         raise AssertionError("overridden by every runner")

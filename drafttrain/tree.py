@@ -87,6 +87,29 @@ class DraftTree:
         sampled_BM = None if self.sampled_BN is None else self.sampled_BN[rows_BM, order_BM]
         return DraftTree(self.token_BN.gather(1, order_BM), parent_BM, count_B, q_BMV, sampled_BM)
 
+    def joined(self, other: DraftTree) -> DraftTree:
+        """Both proposals as one tree: its token paths are those of either, each once; this one's nodes first, in their order.
+
+        Of fixed shape, N + M - 1 nodes. Both have the same roots, no siblings of the same token, and carry no law. The example
+        and r with a chain b d give r, a, b, c, d, where d hangs from b.
+        """
+        assert self.q_BNV is None and other.q_BNV is None, "a node of one may stand where the other drew without it"
+        N, M = self.token_BN.shape[1], other.token_BN.shape[1]
+        column = torch.arange(N + M, device=self.token_BN.device)
+        real_BN, real_BM = column[:N] < self.count_B[:, None], column[:M] < other.count_B[:, None]
+        known_BMN = _same_paths(self, other, real_BM[:, :, None] & real_BN[:, None])
+        known_BM, at_BM = known_BMN.long().max(-1)
+        new_BM = real_BM & (known_BM == 0)
+        at_BM = torch.where(new_BM, self.count_B[:, None] + new_BM.cumsum(-1) - 1, at_BM)
+        above_BM = at_BM.gather(1, other.parent_BN.clamp_min(0))
+        column_BM = torch.where(new_BM, at_BM, N + M - 1)  # the last one takes what is not new
+        behind_BM = torch.zeros_like(at_BM)
+        token_BX = torch.cat([self.token_BN, behind_BM], 1).scatter(1, column_BM, other.token_BN)[:, :-1]
+        parent_BX = torch.cat([self.parent_BN, behind_BM], 1).scatter(1, column_BM, above_BM)[:, :-1]
+        count_B = self.count_B + new_BM.sum(-1)
+        parent_BX = torch.where(column[:-1] < count_B[:, None], parent_BX, 0)
+        return DraftTree(token_BX, parent_BX, count_B)
+
     def trimmed(self) -> DraftTree:
         """Without the columns that are padding in every row; asks the device how many there are."""
         N = max(self.count_B.tolist())
@@ -95,6 +118,20 @@ class DraftTree:
         q_BNV, sampled_BN = (None if x is None else x[:, :N] for x in (self.q_BNV, self.sampled_BN))
         known_BNN = None if self.known_BNN is None else self.known_BNN[:, :N, :N]
         return DraftTree(self.token_BN[:, :N], self.parent_BN[:, :N], self.count_B, q_BNV, sampled_BN, known_BNN)
+
+
+def _same_paths(first: DraftTree, second: DraftTree, real_BMN: Tensor) -> Tensor:
+    """[B, M, N] bool: whether node m of the second has the token path of node n of the first. real_BMN: neither is padding."""
+    B, M, N = real_BMN.shape
+    same_BMN = real_BMN & (second.token_BN[:, :, None] == first.token_BN[:, None])
+    same_BMN[:, 0], same_BMN[:, :, 0] = False, False
+    same_BMN[:, 0, 0] = True
+    up_BM, up_BN = second.parent_BN.clamp_min(0), first.parent_BN.clamp_min(0)
+    for _ in range(min(M, N).bit_length()):  # each round doubles the length of the paths compared
+        above_BMN = same_BMN.gather(1, up_BM[..., None].expand(B, M, N)).gather(2, up_BN[:, None].expand(B, M, N))
+        same_BMN = same_BMN & above_BMN
+        up_BM, up_BN = up_BM.gather(1, up_BM), up_BN.gather(1, up_BN)
+    return same_BMN
 
 
 def ancestors(parent_BN: Tensor) -> Tensor:

@@ -35,6 +35,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from drafttrain.data import InspectOptions
+from drafttrain.data.contamination import copies
+from drafttrain.data.prompts import load_prompts
+from drafttrain.data.sources import Conversation
 from drafttrain.measure.monitors import ends_in_loop
 
 SEED = 20261121
@@ -539,11 +543,21 @@ def data(work: Path, conversations: int, questions: int) -> None:
         if answer.strip() and len(reply) >= 16 and not ends_in_loop(reply):
             kept.append(conversation(task[0], task[1], answer))
     rng.shuffle(kept)
+    asked_later = questions_from(work, tokenizer, model, questions)
+    written = len(kept)
+    kept = unlike(kept, work / "prompts.jsonl")
     # mtime 0: the same conversations give the same bytes
     with (work / "train.jsonl.gz").open("wb") as file, gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as packed:
         packed.write("".join(json.dumps({"messages": c}) + "\n" for c in kept).encode())
-    facts = {"conversations": len(kept), "looping_or_short_replies_left_out": len(replies) - len(kept)}
-    (work / "data.json").write_text(json.dumps(facts | questions_from(work, tokenizer, model, questions), indent=1))
+    facts = {"conversations": len(kept), "looping_or_short_replies_left_out": len(replies) - written}
+    facts |= {"like_an_evaluation_prompt_left_out": written - len(kept)}
+    (work / "data.json").write_text(json.dumps(facts | asked_later, indent=1))
+
+
+def unlike(conversations: list[list[dict[str, str]]], prompts: Path) -> list[list[dict[str, str]]]:
+    """Those in which no evaluation prompt is found, as `drafttrain inspect` looks for them: packages copy each other's code."""
+    asked, how = load_prompts(str(prompts), None), InspectOptions()
+    return [c for c in conversations if not copies(asked, [Conversation("", tuple(c))], how.ngram, how.overlap)]
 
 
 def questions_from(
@@ -603,7 +617,7 @@ was trained first ({shallow:,} steps of 8,192 tokens) and grown to full depth ({
 
 Files are split by a hash of their name. Beside the model lie `train.jsonl.gz`, {conversations:,} conversations whose questions come
 from {drafter_files} files that the model never saw and whose replies are the model's own (four of five greedy, the others at temperature 0.8), and `prompts.jsonl`, {prompts} questions from {prompt_files} held-out files that neither model nor drafters saw, those first whose greedy answer
-uses all 128 tokens ({full} of them), and loops no more often than over all held-out prompts.
+uses all 128 tokens ({full} of them), and loops no more often than over all held-out prompts. Conversations that hold half of an evaluation prompt are left out.
 
 Weights, tokenizer and replies: Apache-2.0. The questions quote the standard library (PSF-2.0, (c) Python Software Foundation) and
 {packages}.

@@ -8,68 +8,78 @@ Medians over the steps of four prompts, batch size 1, after a warm-up: plain dec
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from drafttrain import speculate
+from drafttrain import rounds
 from drafttrain.checkpoint import load_checkpoint
 from drafttrain.commands.quiet import quiet
 from drafttrain.data.prompts import load_prompts
 from drafttrain.drafter import Drafter
+from drafttrain.kv import KVCache
 from drafttrain.measure.cases import encode_cases, spread
 from drafttrain.measure.plots import COLOURS
 from drafttrain.sampling import Sampling
 from drafttrain.speculate import Decoder, Session
+from drafttrain.target import Target
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 
 PARTS = ("propose", "target", "verify", "keep", "commit", "observe", "record")
 
 
+class Timed:
+    """Another object, of which some methods are timed."""
+
+    def __init__(self, of: Any, methods: dict[str, Callable[..., Any]]) -> None:
+        self._of, self._methods = of, methods
+
+    def __getattr__(self, name: str) -> Any:
+        return self._methods.get(name) or getattr(self._of, name)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self._methods["__call__"](*inputs, **named)
+
+
 class Clock:
     """Wraps a session's parts; one list of (part, start, end) per step, in seconds from the step's beginning."""
 
     def __init__(self, session: Session) -> None:
-        self.session, self.steps, self.spans = session, [], []
-        decoder = session.decoder
-        self.began = 0.0
-        if decoder.drafter is not None:
-            session_drafter: Any = decoder.drafter
-            self._wrap(session_drafter, "propose", "propose")
-            self._wrap(session_drafter, "observe", "observe")
-        self._wrap(decoder, "target", "target")
-        self._wrap(session.kv, "keep", "keep")
-        self._wrap(session, "_record", "record")
-        self._wrap(speculate, "commit_of", "commit")
-        policy = decoder.policy
-        timed = self._timed(policy.verify, "verify")
-        decoder.policy = type(policy)(policy.name, policy.lossless, timed)
+        self.session, self.began = session, 0.0
+        self.steps: list[tuple[list[tuple[str, float, float]], float]] = []
+        self.spans: list[tuple[str, float, float]] = []
+        round = session.round
+        if round.drafter is not None:
+            own = {name: self._timed(getattr(round.drafter, name), name) for name in ("propose", "observe")}
+            round.drafter = cast(Drafter, Timed(round.drafter, own))
+        round.target = cast(Target, Timed(round.target, {"__call__": self._timed(round.target, "target")}))
+        round.kv = cast(KVCache, Timed(round.kv, {"keep": self._timed(round.kv.keep, "keep")}))
+        round.policy = replace(round.policy, verify=self._timed(round.policy.verify, "verify"))
+        session._record = self._timed(session._record, "record")  # type: ignore[method-assign]
 
-    def _timed(self, original: Any, part: str) -> Any:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def _timed(self, original: Any, part: str) -> Callable[..., Any]:
+        def timed(*inputs: Any, **named: Any) -> Any:
             start = perf_counter()
-            result = original(*args, **kwargs)
+            result = original(*inputs, **named)
             self.spans.append((part, start - self.began, perf_counter() - self.began))
             return result
 
         return timed
 
-    def _wrap(self, owner: Any, name: str, part: str) -> None:
-        original = getattr(owner, name)
-        timed = self._timed(original, part)
-        if name == "target":  # a module: its attributes are asked for too
-            timed = type("Timed", (), {"__call__": staticmethod(timed), "__getattr__": lambda _, key: getattr(original, key)})()
-        object.__setattr__(owner, name, timed) if owner is not speculate else setattr(owner, name, timed)
-
     def step(self) -> None:
+        """One step of the session; laying out the accepted path, a function of its module, is timed while it lasts."""
         self.spans, self.began = [], perf_counter()
-        self.session.step()
+        with patch.object(rounds, "commit_of", self._timed(rounds.commit_of, "commit")):
+            self.session.step()
         self.steps.append((self.spans, perf_counter() - self.began))
 
 
@@ -77,7 +87,6 @@ def timeline(loaded: LoadedTarget, drafter: Drafter | None) -> tuple[list[tuple[
     """Median start and end of each part, and of the whole step, in milliseconds."""
     cases, _ = encode_cases(load_prompts("embedded", None), loaded.tokenizer, 512)
     steps: list[Any] = []
-    original = speculate.commit_of
     for case in spread(cases)[:4]:
         decoder = Decoder(loaded.target, drafter, "greedy", Sampling(), max_new_tokens=96)
         request = decoder.request(case.tokens)
@@ -88,9 +97,6 @@ def timeline(loaded: LoadedTarget, drafter: Drafter | None) -> tuple[list[tuple[
         while session.busy:
             clock.step()
         steps += clock.steps[3:]
-        speculate.commit_of = original
-        if drafter is not None:
-            del drafter.__dict__["propose"], drafter.__dict__["observe"]
     whole = [spans for spans, _ in steps if len(spans) == max(len(s) for s, _ in steps)]
     middle = [
         (whole[0][i][0], 1e3 * median(s[i][1] for s in whole), 1e3 * median(s[i][2] for s in whole))
@@ -101,7 +107,9 @@ def timeline(loaded: LoadedTarget, drafter: Drafter | None) -> tuple[list[tuple[
 
 def main() -> None:
     quiet()
-    given = dict(word.split("=", 1) for word in sys.argv[1:])
+    given = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    if "checkpoint" not in given or not set(given) <= {"checkpoint", "out"}:
+        raise SystemExit("usage: python scripts/plot_step.py checkpoint=DIR [out=FILE]")
     torch.manual_seed(0)
     loaded = load_target(TargetOptions())
     restored = load_checkpoint(Path(given["checkpoint"]), loaded)

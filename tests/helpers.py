@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -50,7 +51,7 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
 def tiny_model(name: str = "llama", seed: int = 0) -> torch.nn.Module:
     """A random model with weights large enough that its greedy text is no constant."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name], attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(ARCHITECTURES[name]), attn_implementation="sdpa")
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.ndim == 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,65 +10,102 @@ import torch
 from rich.console import Console as RichConsole
 from torch import Tensor
 
-from drafttrain.checkpoint import list_checkpoints, start_weights
+from drafttrain.checkpoint import list_checkpoints, read_meta, start_weights
+from drafttrain.commands.data import data_report, say_counts, say_vocabulary, training_data, write_rejected
 from drafttrain.commands.measure import measure_run
+from drafttrain.commands.origin import origin_of
+from drafttrain.commands.place import Place, built, check_placement, load_placed, measurable, place
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.rundir import RunDirectory
-from drafttrain.data.dataset import Dataset, load_dataset
+from drafttrain.data.dataset import Dataset
 from drafttrain.data.prompts import load_prompts
 from drafttrain.drafter import Drafter, trainable
-from drafttrain.drafters import families
-from drafttrain.errors import UserError
+from drafttrain.errors import Interrupted, UserError
+from drafttrain.export import golden
+from drafttrain.export.opened import Opened
+from drafttrain.export.table import loads
 from drafttrain.losses import NAMES as LOSSES
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.ops import library
 from drafttrain.targets.adapt import Adapter
-from drafttrain.targets.load import LoadedTarget, device_of, load_target
-from drafttrain.train.engine import World, accumulation, join_world, leave_world, settings
+from drafttrain.targets.load import LoadedTarget, device_of
+from drafttrain.train import TrainOptions
+from drafttrain.train.caching import Caching, check_features
+from drafttrain.train.engine import World, divided, join_world, settings
+from drafttrain.train.interrupt import Interrupt
+from drafttrain.train.keeper import Progress
 from drafttrain.train.logger import Logger
 from drafttrain.train.onpolicy import check_on_policy
+from drafttrain.train.profile import window
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
-from drafttrain.train.trainer import Job, Progress, Trainer, without_training
+from drafttrain.train.trainer import Job, Trainer, without_training
+from drafttrain.train.ulysses import check_sequence_parallel
 
 
 def fit(options: RunOptions, resolved: dict[str, Any]) -> Path:
-    """Train and measure; returns the run directory. Raises UserError before anything is written when the input is bad."""
-    if options.target.tensor_parallel != 1:
-        raise UserError(
-            f"target.tensor_parallel is {options.target.tensor_parallel}; fit needs the whole target in every process, "
-            "leave it out (measure and generate can share one)"
-        )
-    device = device_of(options.target.device)
-    world = join_world(device)
+    """Train and measure; returns the run directory. Raises UserError before anything is written when the input is bad, and
+    Interrupted when a signal has ended the run, which then goes on with `resume=auto`.
+    """
+    check_placement(options)
+    try:
+        with Interrupt() as interrupt:
+            return _fit(options, resolved, interrupt)
+    except Interrupted as stopped:
+        raise Interrupted(f"{stopped}; resume=auto goes on", stopped.together) from stopped
+
+
+def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt) -> Path:
+    world = join_world(device_of(options.target.device), options.train.hang_timeout)
     console = Console(RichConsole() if world.first else None)
-    job = _prepare(options, world, console)
-    run = RunDirectory.open(options, resolved, world)
+    options = replace(options, train=_divided(options.train, world, console))
+    _check(options)
+    where = place(options, world, console.say)
+    job = _with_features(_prepare(options, world, where, console), options, world, console)
+    run = RunDirectory.open(options, resolved, world, console.say)
     console.say(f"run: {run.path}" + (f" (resumed at step {run.resumed_step})" if run.resumed_step else ""))
     logger = Logger(options.logger, run.path, resolved, run.resumed_step) if world.first else None
     try:
         if job.drafter.trained:
-            progress = Trainer(job, world, run.path).train(logger, console)
+            trainer = Trainer(job, world, run.path, run.resumed)
+            with interrupt.held():
+                progress = trainer.train(logger, console, interrupt)
+            del trainer
         else:
             progress = without_training(job, world, run.path)
-        leave_world(world)
-        gc.collect()
-        if logger is not None and console.rich is not None:
-            _finish(options, job.loaded, run, progress, job.data, logger, console.rich)
+        loaded, data = job.loaded, job.data
+        data.close()  # nothing beside the measurement
+        del job  # with the drafter and its engine, before a target is loaded for the measurement
+        with measurable(options, where, loaded, world) as measured:
+            interrupt.check()
+            if measured is not None:
+                if options.measure.enabled or not where.shared:  # else it is still in pieces
+                    _keep_golden(list_checkpoints(run.path / "checkpoints"), measured, console.rich or RichConsole())
+                _finish(options, measured, run, progress, data, logger, console.rich or RichConsole())
     finally:
         if logger is not None:
             logger.close()
     return run.path
 
 
-def _prepare(options: RunOptions, world: World, console: Console) -> Job:
-    """Load and check everything that can be wrong, the cheap things first."""
-    accumulation(options.train, world)
+def _divided(train: TrainOptions, world: World, console: Console) -> TrainOptions:
+    fitted = divided(train, world)
+    if fitted.micro_batch != min(train.micro_batch, train.global_batch):
+        share = f"{train.global_batch} sequences a step among {world.size // train.sequence_parallel} processes"
+        console.say(f"micro-batches: {fitted.micro_batch} instead of {train.micro_batch} sequences, {share}")
+    return fitted
+
+
+def _check(options: RunOptions) -> None:
+    """Raise UserError for what is wrong whatever the target and the data are."""
     settings(options.train, options.deepspeed, 1)
     learning_rate(options.train, 0)
     for name in ("steps", "checkpoint_every", "keep_last", "log_every"):
         if getattr(options.train, name) < 1:
             raise UserError(f"train.{name} is {getattr(options.train, name)}; set it to 1 or more")
+    window(options.train.profile, 0, options.train.steps)
+    if options.train.hang_timeout < 0:
+        raise UserError(f"train.hang_timeout is {options.train.hang_timeout:g}; set it to seconds, or 0: never")
     if options.decode.tree_nodes is not None and options.decode.tree_nodes < 1:
         raise UserError(f"decode.tree_nodes is {options.decode.tree_nodes}; set it to 1 or more, or null: as many as pay")
     if options.loss.chunk < 1 or options.loss.name not in LOSSES:
@@ -78,15 +114,25 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
         raise UserError(f"loss.name is {loss.name!r}, loss.chunk {loss.chunk}; {choice}")
     if options.measure.enabled:
         load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
+
+
+def _prepare(options: RunOptions, world: World, where: Place, console: Console) -> Job:
+    """Load everything; what can be wrong with it comes before anything is written."""
     torch.manual_seed(options.train.seed)
-    loaded = load_target(options.target)
-    drafter = _build(options, loaded)
+    loaded = load_placed(options, where)
+    drafter = built(options, loaded.target)
     adapter = _adapter(options, loaded, drafter)
     start = _start(options, drafter, adapter)
     check_on_policy(drafter, options.train, options.deepspeed)
-    about, where = loaded.description, loaded.description["path"] or loaded.description["name"]
+    check_sequence_parallel(options.train, options.loss, loaded.target, drafter, adapter)
+    if options.data.pack and options.train.on_policy:
+        raise UserError(
+            "train.on_policy writes replies to whole rows, data.pack puts several conversations in one; leave one out"
+        )
+    check_features(options.features, drafter, options.train, loaded.target.shape.vocab_size)
+    about, path = loaded.description, loaded.description["path"] or loaded.description["name"]
     size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
-    console.say(f"target: {about['architecture']}, {size} ({where}, {about['runner']} runner)")
+    console.say(f"target: {about['architecture']}, {size} ({path}, {about['runner']} runner)")
     if options.decode.tree_nodes is None and drafter.tunable and options.deepspeed.zero_stage == 3:
         raise UserError(
             "decode.tree_nodes=null times whole weights, ZeRO stage 3 shards them; set decode.tree_nodes or a lower stage"
@@ -104,9 +150,10 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
         console.say(drafter.remark)
     data = Dataset([], [], {})
     if drafter.trained:
-        data = load_dataset(_limited(options, loaded), loaded.tokenizer, progress=world.first)
-        counts = f"{data.summary['conversations']:,} conversations, {data.summary['supervised_tokens']:,} supervised tokens"
-        console.say(f"data: {counts} ({options.data.path})")
+        data = training_data(options.data, loaded, world, console.say)
+        say_vocabulary(data, loaded.target.shape.vocab_size, getattr(options.drafter, "draft_vocab", None), console.say)
+        if world.first:
+            data = _with_origin(data, options, loaded, where, console)
     return Job(
         loaded,
         drafter,
@@ -119,7 +166,25 @@ def _prepare(options: RunOptions, world: World, console: Console) -> Job:
         options.decode.tree_nodes,
         adapter,
         start,
+        options.target.prefetch,
     )
+
+
+def _with_origin(data: Dataset, options: RunOptions, loaded: LoadedTarget, where: Place, console: Console) -> Dataset:
+    """Say whose words the data is, and note it for the report."""
+    origin = origin_of(options, loaded, data, where.shared)
+    for line in origin.lines(options):
+        console.say(line)
+    return replace(data, summary=data.summary | {"origin": origin.summary})
+
+
+def _with_features(job: Job, options: RunOptions, world: World, console: Console) -> Job:
+    """The target's states on disk, where they are to be read from there."""
+    if options.features.name == "online":
+        return job
+    root = Path(options.features.dir or Path(options.output) / "features").expanduser()
+    caching = Caching(options.features, job.loaded, job.drafter.taps, root, options.train.micro_batch)
+    return replace(job, features=caching.features(job.data, world, console))
 
 
 def _start(options: RunOptions, drafter: Drafter, adapter: Adapter | None) -> dict[str, Tensor] | None:
@@ -131,15 +196,6 @@ def _start(options: RunOptions, drafter: Drafter, adapter: Adapter | None) -> di
     return start_weights(Path(init).expanduser(), options.drafter.family, drafter, adapter)
 
 
-def _build(options: RunOptions, loaded: LoadedTarget) -> Drafter:
-    try:
-        return families()[options.drafter.family].build(options.drafter, loaded.target)
-    except UserError:
-        raise
-    except ValueError as error:  # a drafter's own checks of options against the target
-        raise UserError(str(error)) from error
-
-
 def _adapter(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> Adapter | None:
     """What the family trains of the target."""
     if drafter.adapts is None:
@@ -149,22 +205,16 @@ def _adapter(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> Ada
     return Adapter(loaded.target, drafter.adapts)
 
 
-def _limited(options: RunOptions, loaded: LoadedTarget) -> Any:
-    """Conversations no longer than the target's context."""
-    limit = loaded.target.shape.max_positions
-    return replace(options.data, max_length=min(options.data.max_length, limit))
-
-
 def _finish(
     options: RunOptions,
     loaded: LoadedTarget,
     run: RunDirectory,
     progress: Progress,
     data: Dataset,
-    logger: Logger,
+    logger: Logger | None,
     console: RichConsole,
 ) -> None:
-    """Measure the kept checkpoints, log, mark the run finished, and say what comes next."""
+    """Measure the kept checkpoints, log, mark the run finished, and say what comes next. logger: on the first process."""
     training: dict[str, Any] | None = None
     if data.train:
         training = {
@@ -172,7 +222,7 @@ def _finish(
             "tokens": progress.tokens,
             "tokens_per_s": progress.tokens / progress.seconds if progress.seconds else None,
             "final_loss": progress.loss,
-            "data": data.summary | {"path": options.data.path},
+            "data": _data_report(data, options, loaded, run, console),
         }
     checkpoints = list_checkpoints(run.path / "checkpoints")
     best = checkpoints[-1].name
@@ -181,9 +231,36 @@ def _finish(
         report = measure_run(loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out)
         best = report["best"].split()[0]  # a variant's row is its checkpoint's
         files = [run.path / "report.json", run.path / "report.md"]
-        logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)
-    run.finish()
+        if logger is not None:
+            logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)
+    if logger is not None:
+        run.finish()
     _next_steps(run.path / "checkpoints" / best, options, console)
+
+
+def _keep_golden(checkpoints: list[Path], loaded: LoadedTarget, console: RichConsole) -> None:
+    """What an export must draft, beside each checkpoint; where this fails, `export` makes it later, and says why it cannot."""
+    if loaded.target.part.size > 1:
+        return
+    for directory in checkpoints:
+        try:
+            if loads(read_meta(directory).family) and golden.stored(directory) is None:
+                opened = Opened.of(directory, loaded)
+                if opened.drafter.trained:
+                    golden.store(directory, golden.made(opened, golden.texts_for(loaded)))
+        except UserError as error:
+            console.print(f"note: no golden drafts with {directory.name}: {error}", style="yellow", soft_wrap=True)
+
+
+def _data_report(
+    data: Dataset, options: RunOptions, loaded: LoadedTarget, run: RunDirectory, console: RichConsole
+) -> dict[str, Any]:
+    """What was trained on; said again where training had begun before it was known."""
+    report = data_report(data, loaded.target.shape.vocab_size)
+    if report["prepared"] > data.summary["prepared"]:
+        say_counts(report, options.data, lambda text: console.print(text, highlight=False, soft_wrap=True))
+    write_rejected(data, run.path)
+    return report
 
 
 def _next_steps(best: Path, options: RunOptions, console: RichConsole) -> None:
@@ -192,6 +269,7 @@ def _next_steps(best: Path, options: RunOptions, console: RichConsole) -> None:
     for command, why in (
         (f"drafttrain measure checkpoint={best}{target} prompts=FILE", "measure it on your own prompts (MT-bench format)"),
         (f"drafttrain measure checkpoint={best}{target} decode=sampling", "measure lossless sampling at temperature 1"),
+        (f"drafttrain export checkpoint={best}{target} format=all out=DIR", "write it for the serving stacks that load it"),
         ("drafttrain fit recipe=NAME target=hf target.path=DIR data.path=FILE", "distil a drafter for your own target"),
     ):
         console.print(f"  {command}\n      {why}", highlight=False, soft_wrap=True)

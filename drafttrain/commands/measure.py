@@ -76,4 +76,5 @@ def target_of(options: TargetOptions, trained: TargetRecord) -> TargetOptions:
     """The target the user names, else the one that the checkpoint records."""
     if options.name != "embedded" or trained.name == "embedded":
         return options
-    return replace(options, name=trained.name, path=trained.path, revision=trained.revision, dtype=trained.dtype)
+    recorded = {name: getattr(trained, name) for name in ("name", "path", "revision", "dtype", "weights")}
+    return replace(options, **recorded)

@@ -43,6 +43,32 @@ COMMANDS = {
             "drafttrain generate checkpoint=DIR chat=false < FILE",
         ),
     ),
+    "prepare": Command(
+        "have the target answer a data set's prompts again, so that drafters learn what it says",
+        (
+            "drafttrain prepare target=hf target.path=DIR data.path=FILE out=DIR",
+            "drafttrain prepare target=hf target.path=DIR data.path=FILE out=DIR launcher.nproc=8",
+            "drafttrain prepare prepare.server=http://HOST:8000/v1 data.path=FILE out=DIR",
+            "drafttrain prepare data.path=FILE out=DIR prepare.temperatures=[0,0.8] prepare.weights=[4,1] prepare.samples=2",
+            "drafttrain fit recipe=NAME target=hf target.path=DIR data.path=DIR",
+        ),
+    ),
+    "inspect": Command(
+        "look at training data as the drafter will see it: supervised tokens, statistics, copies of the evaluation prompts",
+        (
+            "drafttrain inspect",
+            "drafttrain inspect target=hf target.path=DIR data.path=FILE",
+            "drafttrain inspect data.path=FILE prompts=FILE out=PAGE.html",
+        ),
+    ),
+    "export": Command(
+        "write a checkpoint for a serving stack, and check that it drafts there as it does here",
+        (
+            "drafttrain export checkpoint=DIR format=vllm out=DIR",
+            "drafttrain export checkpoint=DIR format=all out=DIR dtype=bfloat16",
+            "drafttrain export checkpoint=DIR format=sglang out=DIR overwrite=true",
+        ),
+    ),
     "doctor": Command(
         "print versions, devices, compilers, kernel backend, writable paths and W&B state",
         ("drafttrain doctor",),

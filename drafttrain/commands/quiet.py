@@ -9,6 +9,8 @@ from pathlib import Path
 
 SETTINGS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "KINETO_LOG_LEVEL": "99",  # of the profiler
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafttrain.data import DataOptions
+from drafttrain.data import DataOptions, InspectOptions, PrepareOptions
+from drafttrain.features import FeatureOptions
 from drafttrain.losses import LossOptions
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.targets import TargetOptions
@@ -13,20 +14,43 @@ from drafttrain.train import DeepSpeedOptions, LoggerOptions, TrainOptions
 
 
 @dataclass
-class LauncherOptions:
-    """name local: this process, or `nproc` of them started here when above 1. Under torchrun `nproc` stays 1."""
+class SlurmOptions:
+    """What `sbatch` is asked for by launcher=slurm; null leaves it to the cluster."""
 
-    name: str = "local"
-    nproc: int = 1
+    partition: str | None = None
+    account: str | None = None
+    minutes: int = 60  # the job's time limit
+    gpus_per_node: int | None = None  # null: launcher.nproc; 0: none
+    cpus_per_task: int | None = None
+    save_before: int = 120  # seconds before the limit at which the run saves, ends and is queued again
+    requeues: int = 100  # times at most
+    port: int = 29400  # of the first node, where processes meet
+    folder: str = "outputs/slurm"  # scripts and output of jobs
+    extra: dict[str, Any] = field(default_factory=dict)  # more of sbatch's options, as they are: {constraint: h100}
+
+
+@dataclass
+class LauncherOptions:
+    """name local: this process, or `nproc` on each of `nodes` machines, where the same command is started on each with the same
+    `rendezvous`. name slurm: a job that does so. Under torchrun all stay as they are.
+    """
+
+    name: str = "local"  # local | slurm
+    nproc: int = 1  # processes per machine
+    nodes: int = 1
+    rendezvous: str | None = None  # HOST:PORT, with nodes above 1
+    restarts: int = 0  # times that all processes start again from the last checkpoint after one has failed
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
 
 
 @dataclass
 class RunOptions:
-    """The whole configuration of `fit` and `measure`, resolved. `drafter` is the family's own options object."""
+    """The whole configuration of every command, resolved. `drafter` is the family's own options object."""
 
     target: TargetOptions = field(default_factory=TargetOptions)
     drafter: Any = None
     data: DataOptions = field(default_factory=DataOptions)
+    features: FeatureOptions = field(default_factory=FeatureOptions)
     loss: LossOptions = field(default_factory=LossOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     deepspeed: DeepSpeedOptions = field(default_factory=DeepSpeedOptions)
@@ -34,11 +58,20 @@ class RunOptions:
     measure: MeasureOptions = field(default_factory=MeasureOptions)
     logger: LoggerOptions = field(default_factory=LoggerOptions)
     launcher: LauncherOptions = field(default_factory=LauncherOptions)
+    prepare: PrepareOptions = field(default_factory=PrepareOptions)
+    inspect: InspectOptions = field(default_factory=InspectOptions)
     name: str = "default"  # the recipe's name; runs land in <output>/<name>/<time>/
     output: str = "outputs"
+    # prepare: the new data set's directory; inspect: the page, an .html file; export: the directory, with format=all one for
+    # each stack in it
+    out: str | None = None
     resume: str | None = None  # auto: the newest unfinished run of this configuration; or a run directory
-    checkpoint: str | None = None  # measure, generate: a checkpoint directory
-    prompts: str | None = None  # measure: a prompt file instead of measure.prompts
+    checkpoint: str | None = None  # measure, generate, export: a checkpoint directory
+    prompts: str | None = None  # measure, inspect: a prompt file instead of measure.prompts
     prompt: str | None = None  # generate: the text; null: standard input, or a chat on a terminal
     chat: bool = True  # generate: apply the chat template and remember turns; false continues the text as it is
+    format: str | None = None  # export: vllm | sglang | trtllm | speculators | transformers | openvino | tgi | ... | all
+    dtype: str | None = None  # export: of the weights: float32 | bfloat16 | float16; null: as the target was loaded in training
+    overwrite: bool = False  # export: replace an earlier export in `out`
+    max_shard_size: str = "5GB"  # export: of one weights file
     recipe: str | None = None

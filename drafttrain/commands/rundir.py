@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,31 +16,42 @@ import torch
 import yaml
 
 from drafttrain.atomic import atomic_write_json, atomic_write_text
-from drafttrain.checkpoint import newest_valid
 from drafttrain.commands.environment import environment
 from drafttrain.commands.run import RunOptions
 from drafttrain.errors import UserError
 from drafttrain.train.engine import World
+from drafttrain.train.sealed import newest_valid
 
-NOT_HASHED = ("output", "resume", "measure", "logger", "launcher", "checkpoint", "prompts", "recipe")
+NOT_HASHED = (
+    *("output", "resume", "measure", "logger", "launcher", "checkpoint", "prompts", "recipe", "out", "prepare", "inspect"),
+    *("format", "dtype", "overwrite", "max_shard_size"),
+    *("deepspeed.zero_stage", "deepspeed.offload_optimizer", "deepspeed.offload_parameters"),
+    *(f"train.{key}" for key in ("micro_batch", "sequence_parallel", "log_every", "checkpoint_every", "keep_last")),
+    *(f"train.{key}" for key in ("per_rank", "profile", "hang_timeout", "activation_checkpointing")),
+    *(f"data.{key}" for key in ("workers", "cache")),
+    *(f"target.{key}" for key in ("placement", "tensor_parallel", "prefetch")),
+)
 
 
 @dataclass
 class RunDirectory:
-    """`<output>/<name>/<time>/`. run.json says whether the run has finished; resumed_step is 0 for a new run."""
+    """`<output>/<name>/<time>/`. run.json says whether the run has finished. resumed: the checkpoint to go on from."""
 
     path: Path
-    resumed_step: int
+    resumed: Path | None
+
+    @property
+    def resumed_step(self) -> int:
+        return int(self.resumed.name.split("-")[1]) if self.resumed else 0
 
     @staticmethod
-    def open(options: RunOptions, resolved: dict[str, Any], world: World) -> RunDirectory:
-        """Make a new one, or find the one that `resume` names; rank 0 decides for all processes."""
-        found = _find(options, config_hash(resolved)) if world.first else None
-        if world.first and found is None:
-            found = _make(options, resolved)
-        path = world.share(found)
-        newest = newest_valid(path / "checkpoints")
-        return RunDirectory(path, int(newest.name.split("-")[1]) if newest else 0)
+    def open(options: RunOptions, resolved: dict[str, Any], world: World, say: Callable[[str], None]) -> RunDirectory:
+        """Make a new one, or find the one that `resume` names; rank 0 decides for all. say: of damaged checkpoints."""
+        path = resumed = None
+        if world.first:
+            path = _find(options, config_hash(resolved)) or _make(options, resolved)
+            resumed = newest_valid(path / "checkpoints", say)
+        return RunDirectory(*world.share((path, resumed)))
 
     def finish(self) -> None:
         state = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
@@ -47,9 +59,14 @@ class RunDirectory:
 
 
 def config_hash(resolved: dict[str, Any]) -> str:
-    """Of what decides the trained weights and the decode settings; where a run lands and how it is logged does not count."""
-    kept = {key: value for key, value in resolved.items() if key not in NOT_HASHED}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    """Of what decides the trained weights and the decode settings, but for the order in which numbers are added up; where a run
+    lands, how it is logged and what shares its work do not count."""
+    return hashlib.sha256(json.dumps(_hashed(resolved), sort_keys=True).encode()).hexdigest()
+
+
+def _hashed(node: dict[str, Any], above: str = "") -> dict[str, Any]:
+    kept = {key: value for key, value in node.items() if above + key not in NOT_HASHED}
+    return {key: _hashed(value, f"{above}{key}.") if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def _find(options: RunOptions, digest: str) -> Path | None:

@@ -32,12 +32,19 @@ def together(options: RunOptions, command: str) -> Iterator[Part]:
             "set target.device=auto or cpu"
         )
     part = join(size, device_of(options.target.device))
+    with first_speaks(part):
+        yield part
+    leave(part)
+
+
+@contextmanager
+def first_speaks(part: Part) -> Iterator[None]:
+    """All processes but the first are silent."""
     with ExitStack() as silence:
         if not part.first:
             silence.enter_context(redirect_stdout(io.StringIO()))
             silence.enter_context(redirect_stderr(io.StringIO()))
-        yield part
-    leave(part)
+        yield
 
 
 def _check(size: int, processes: int, command: str) -> None:

@@ -2,16 +2,86 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SourceOptions:
+    """One source of conversations."""
+
+    path: str = "embedded"  # embedded: replies of the embedded target. Else a file, a pattern, a folder of files, or a hub id
+    split: str = "train"  # of a folder or hub data set
+    config: str | None = None  # of a hub data set with several configurations
+    form: str = "auto"  # of its records: auto | messages | conversations | prompt | alpaca | turns | text
+    limit: int | None = None  # at most so many of its records, the first
+    weight: float | None = None  # in data.mix: its share of an epoch, relative to the other sources; null for all: by size
 
 
 @dataclass
 class DataOptions:
-    """Where the training conversations come from."""
+    """Where the training conversations come from, and how they become rows of tokens."""
 
-    path: str = "embedded"  # embedded: replies of the embedded target. Else a .jsonl, .json, .parquet ... file or a hub id
-    split: str = "train"  # of a hub data set
-    max_length: int = 1024  # tokens; longer conversations are cut
-    limit: int | None = None  # at most so many conversations
+    path: str = "embedded"  # embedded: replies of the embedded target. Else a file, a pattern, a folder of files, or a hub id
+    split: str = "train"  # of a folder or hub data set
+    config: str | None = None  # of a hub data set with several configurations
+    form: str = "auto"  # of its records: auto | messages | conversations | prompt | alpaca | turns | text
+    limit: int | None = None  # at most so many of its records, the first
+    mix: list[SourceOptions] = field(default_factory=list)  # several sources instead of one
+    template: str | None = None  # a Jinja file instead of the tokenizer's own chat template
+    thinking: str = "keep"  # keep: thoughts go to the template as they are. drop: none, and the template is told so
+    date: str = "2026-01-01"  # what templates are told that print today's: a run that goes on tomorrow needs the same tokens
+    max_length: int = 1024  # tokens; of longer conversations the turns are kept that fit
+    bad_records: int = 0  # records that cannot be used are left out, listed in rejected.txt, up to so many; more are an error
     held_out: int = 64  # conversations set apart for tuning the draft's shape and for expected tau
     seed: int = 0
+    group_by_length: bool = True  # batches of like lengths, so that little of them is padding; false: in random order
+    pack: bool = False  # rows of max_length tokens hold several conversations, each by itself; train.*_batch count rows
+    workers: int | None = None  # processes that prepare large data; null: one for each core but one, at most 16
+    cache: str | None = None  # folder of prepared data; null: drafttrain/data in ~/.cache, or in $XDG_CACHE_HOME
+
+    @property
+    def paths(self) -> list[str]:
+        """Of all sources."""
+        return [source.path for source in self.mix] or [self.path]
+
+    @property
+    def named(self) -> str:
+        """The sources as a user would name them."""
+        return f"data.mix with {', '.join(self.paths)}" if self.mix else f"data.path={self.path}"
+
+
+@dataclass
+class PrepareOptions:
+    """How `prepare` has the target answer the prompts of data.path. A text's noise depends on its prompt, its number and the
+    seed alone.
+    """
+
+    samples: int = 1  # texts of each prompt
+    temperatures: list[float] = field(default_factory=lambda: [0.0])  # each text is written at one of these
+    weights: list[float] = field(default_factory=list)  # how often each of them is drawn; none: all alike
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    max_new_tokens: int = 1024  # of one reply
+    max_length: int = 4096  # tokens of a conversation; a turn that leaves no room for max_new_tokens is not asked
+    batch_size: int = 32  # texts decoded together, in each process
+    drop: list[str] = field(default_factory=lambda: ["empty", "truncated", "loop"])  # of data/rules.py: also refusal
+    failures: int = 100  # prompts that may fail; one more ends the command
+    format: str = "jsonl"  # jsonl | parquet
+    shard: int = 50_000  # conversations in a file
+    server: str | None = None  # http://HOST:PORT/v1 of an OpenAI-compatible server that answers instead
+    model: str | None = None  # its name there; null: the only one that the server has
+    key_env: str = "OPENAI_API_KEY"  # the environment variable that holds the server's key, where it wants one
+    concurrency: int = 64  # requests under way at the server, from each process
+    timeout: float = 600.0  # seconds for one reply
+    patience: float = 600.0  # seconds that a request is sent again while the server is down, busy or limits its rate
+
+
+@dataclass
+class InspectOptions:
+    """What `inspect` shows of the data."""
+
+    samples: int = 3  # conversations printed
+    page_samples: int = 24  # conversations on the page
+    ngram: int = 8  # words that must agree in a row to count as copied
+    overlap: float = 0.5  # share of a prompt's n-grams in one training text from which it is reported

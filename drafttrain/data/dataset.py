@@ -6,108 +6,225 @@ batch and takes its rows of it. Shapes: B sequences, T positions.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.batch import TrainBatch
 from drafttrain.data import DataOptions
-from drafttrain.data.chat import Encoded, encode
-from drafttrain.data.sources import Conversation, read_conversations
+from drafttrain.data.chat import Encoded, Encoder
+from drafttrain.data.order import Alone, Mixture, Order, generator
+from drafttrain.data.packing import pack
+from drafttrain.data.pool import Conversations, Rows, Workers
+from drafttrain.data.progress import bar
+from drafttrain.data.sources import Source, cache_folder, open_sources
+from drafttrain.data.summary import summarise
+from drafttrain.data.templates import TemplateOptions, read_template
+from drafttrain.data.workers import spare_cores
 from drafttrain.errors import UserError
 
-WINDOW = 16  # batches that are sorted by length together
-BAR_FROM = 2000  # conversations: fewer are tokenised before a bar would be read
+__all__ = ["Dataset", "Encoded", "check_supervised", "collate", "encoder_of", "load_dataset", "pack", "shard", "token_counts"]
+
+LARGE = 8192  # records from which on several processes prepare them, and training does not wait for all
+FIRST = 2048  # records that training waits for, besides the held-out ones
+COUNTED = 1024  # rows whose tokens are counted together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """train and held_out never share a conversation. summary: what the report says of the data (`summarise`)."""
+    """train and held_out never share a conversation; a row of train may be several of them, packed. summary: what the report
+    says of the data, of what is prepared so far (`summarise`).
 
-    train: list[Encoded]
+    conversations: those that rows come from; None where there are rows alone.
+    """
+
+    train: Sequence[Encoded]
     held_out: list[Encoded]
     summary: dict[str, Any]
     seed: int = 0
-    _orders: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)  # of the epochs in use
+    group_by_length: bool = True
+    conversations: Conversations | None = None
+    mixture: Mixture | None = None
+    _order: list[Order] = field(default_factory=list, repr=False)
+
+    @property
+    def preparing(self) -> bool:
+        """Whether some conversations are not prepared yet."""
+        return self.conversations is not None and not self.conversations.complete
+
+    def report(self) -> dict[str, Any]:
+        """The summary, of what is prepared by now."""
+        return self.summary if self.conversations is None else self.summary | summarise(self.conversations)
+
+    def close(self) -> None:
+        """Prepare no more."""
+        if self.conversations is not None:
+            self.conversations.close()
+
+    @property
+    def rows(self) -> Order:
+        """Which row of `train` is where."""
+        if not self._order:
+            groups = self.train if isinstance(self.train, Rows) else Alone(len(self.train))
+            lengths = self.train if self.group_by_length else None
+            self._order.append(Order(self.seed, self.mixture or Mixture((groups.size,)), groups, lengths))
+        return self._order[0]
 
     def order(self, epoch: int, size: int) -> list[int]:
-        """The training conversations' order in this epoch (from 0): shuffled, then batches of like lengths.
-
-        Each window of `WINDOW` batches is sorted by length and its batches shuffled, so that little of a batch is padding.
-        """
-        if (epoch, size) in self._orders:
-            return self._orders[epoch, size]
-        generator = _generator(self.seed, 1 + epoch)
-        shuffled, order = [int(i) for i in generator.permutation(len(self.train))], []
-        for start in range(0, len(shuffled), WINDOW * size):
-            window = sorted(shuffled[start : start + WINDOW * size], key=lambda i: len(self.train[i].token_ids))
-            batches = [window[i : i + size] for i in range(0, len(window), size)]
-            for b in generator.permutation(len(window) // size):
-                order += batches[b]
-            order += window[len(window) // size * size :]
-        while len(self._orders) > 1:  # a batch spans two epochs at most, unless the data is smaller than a batch
-            self._orders.pop(next(iter(self._orders)))
-        self._orders[epoch, size] = order
-        return order
+        """The training rows' order in this epoch (from 0), in batches of `size`. Waits for all of them to be prepared."""
+        return self.rows.epoch(epoch, size).all()
 
     def global_batch(self, step: int, size: int) -> list[Encoded]:
-        """The `size` conversations of this step (from 0), for all processes together. Batches run on across epochs."""
-        first, batch = step * size, []
-        for place in range(first, first + size):
-            epoch, index = divmod(place, len(self.train))
-            batch.append(self.train[self.order(epoch, size)[index]])
-        return batch
+        """The `size` rows of this step (from 0), for all processes together. Batches run on across epochs."""
+        return [self.train[self.rows.row(place, size)] for place in range(step * size, (step + 1) * size)]
 
 
-def load_dataset(options: DataOptions, tokenizer: PreTrainedTokenizerBase, progress: bool = True) -> Dataset:
-    """Read, tokenise and split. Raises UserError for unusable records, and when too few are left to train on."""
+def load_dataset(
+    options: DataOptions, tokenizer: PreTrainedTokenizerBase, progress: bool = True, leads: bool = True
+) -> Dataset:
+    """Read, tokenise and split. Raises UserError for unusable records, and when too few are left to train on.
+
+    Of large data no more than the beginning of the first epoch; the rest is prepared while training runs, until `close`.
+    Packing needs all of it. leads: this process prepares; others of its machine read what it writes.
+    """
     _check_options(options)
-    conversations = read_conversations(options)
-    encoded = [encode(c, tokenizer, options.max_length) for c in _with_bar(conversations, progress)]
-    kept = [e for e in encoded if e.supervised]
-    if not kept:
+    encoder, sources = encoder_of(options, tokenizer), open_sources(options)
+    conversations = Conversations(sources, encoder, _workers(options, sources, leads), options.bad_records)
+    try:
+        return _dataset(options, conversations, progress)
+    except BaseException:
+        conversations.close()
+        raise
+
+
+def encoder_of(options: DataOptions, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    """What makes rows of conversations, with the template that the options name."""
+    told = TemplateOptions(read_template(options.template), options.thinking, options.date)
+    return Encoder(tokenizer, options.max_length, told)
+
+
+def _dataset(options: DataOptions, conversations: Conversations, progress: bool) -> Dataset:
+    count, waits = conversations.count, options.pack or conversations.workers.folder is None
+    if not waits and count <= options.held_out:
+        raise _none_left(conversations, count, options.held_out)
+    with bar(
+        "tokenising", conversations.missing if waits else min(conversations.missing, options.held_out + FIRST), progress
+    ) as advance:
+        if waits:
+            conversations.wait(np.arange(count), advance)
+        apart = _set_apart(options, conversations, advance)
+        rows = Rows(conversations, np.setdiff1d(np.arange(count), apart))
+        mixture = _mixture(options, conversations, rows.numbers)
+        first = rows.numbers[mixture.epoch(0)[generator(options.seed, 1).permutation(rows.size)]]
+        conversations.ask(first)
+        conversations.wait(first[:FIRST], advance)
+        conversations.ask(rows.numbers)
+    if conversations.complete:
+        _check_enough(options, conversations, len(rows))
+    held_out = [row for number in apart.tolist() for row in conversations.rows(number)]
+    summary = summarise(conversations)
+    if not options.pack:
+        return Dataset(rows, held_out, summary, options.seed, options.group_by_length, conversations, mixture)
+    packed = pack(rows, options.max_length, [row for number in mixture.epoch(0).tolist() for row in rows.rows(number)])
+    room = len(packed) * options.max_length
+    summary["packing"] = {"rows": len(packed), "efficiency": packed.tokens / room}
+    return Dataset(packed, held_out, summary, options.seed, options.group_by_length, conversations)
+
+
+def _set_apart(options: DataOptions, conversations: Conversations, advance: Callable[[int], None]) -> NDArray[np.int64]:
+    """Numbers of the conversations that are held out, ascending: those that are usable first in a shuffle of all, or of each
+    source by its weight."""
+    shuffled = generator(options.seed, 0).permutation(conversations.count)
+    mixture = _mixture(options, conversations, np.arange(conversations.count))
+    if mixture.weights is None:
+        parts = [(shuffled, options.held_out)]
+    else:
+        source_of = np.searchsorted(conversations.first, shuffled, side="right") - 1
+        parts = [(shuffled[source_of == source], share) for source, share in enumerate(mixture.shares(options.held_out))]
+    apart: list[int] = []
+    for numbers, share in parts:
+        start, taken = 0, len(apart)
+        while (left := share - (len(apart) - taken)) and start < len(numbers):
+            asked = numbers[start : start + left]
+            conversations.ask(asked)
+            conversations.wait(asked, advance)
+            apart += [number for number in asked.tolist() if conversations.documents_C[number]]
+            start += left
+    return np.array(sorted(apart), np.int64)
+
+
+def _mixture(options: DataOptions, conversations: Conversations, numbers: NDArray[np.int64]) -> Mixture:
+    """Of these conversations. Raises UserError where a source has none left."""
+    sizes = np.diff(np.searchsorted(numbers, conversations.first)).tolist()
+    weights = tuple(source.weight for source in conversations.sources if source.weight is not None)
+    if weights and 0 in sizes:
+        name = conversations.sources[sizes.index(0)].name
+        raise UserError(f"data.held_out={options.held_out} takes all of {name}; lower it, or leave the source out")
+    return Mixture(tuple(sizes), weights or None, options.seed)
+
+
+def _workers(options: DataOptions, sources: Sequence[Source], leads: bool) -> Workers:
+    if options.workers is None and sum(len(source.records) for source in sources) < LARGE:
+        return Workers()
+    return Workers(cache_folder(options), options.workers or spare_cores(), leads)
+
+
+def _check_enough(options: DataOptions, conversations: Conversations, rows: int) -> None:
+    usable = int((conversations.documents_C > 0).sum())
+    if not usable:
         raise UserError(
-            f"data.path={options.path}: none of {len(encoded)} conversations has a supervised token within its first "
+            f"{conversations.name}: none of {conversations.count} conversations has a supervised token within its first "
             f"data.max_length={options.max_length}; raise data.max_length, or check that the replies are not empty"
         )
-    if len(kept) <= options.held_out:
-        raise UserError(
-            f"data.path={options.path}: {len(kept)} usable conversations with data.held_out={options.held_out} leave none "
-            f"to train on; set data.held_out below {len(kept)}"
-        )
-    order = [int(i) for i in _generator(options.seed, 0).permutation(len(kept))]
-    apart = set(order[: options.held_out])
-    train = [e for i, e in enumerate(kept) if i not in apart]
-    return Dataset(train, [kept[i] for i in sorted(apart)], summarise(conversations, encoded), options.seed)
+    if not rows:
+        raise _none_left(conversations, usable, options.held_out)
+
+
+def _none_left(conversations: Conversations, usable: int, held_out: int) -> UserError:
+    return UserError(
+        f"{conversations.name}: {usable} usable conversations with data.held_out={held_out} leave none to train on; set "
+        f"data.held_out below {usable}"
+    )
 
 
 def collate(rows: Sequence[Encoded], pad_id: int) -> TrainBatch:
-    """Right-pad to the longest row. Every row is one document, number 0; padding is document -1."""
+    """Right-pad to the longest row. A row's documents count from 0, and positions within each; padding is document -1.
+
+    Worked example, a row `a b c | d e` beside `f g`:
+
+        token      a b c d e     f g
+        document   0 0 0 1 1     0 0 -1 -1 -1
+        position   0 1 2 0 1     0 1  2  3  4
+    """
     B, T = len(rows), max(len(row.token_ids) for row in rows)
-    token_BT = torch.full((B, T), pad_id, dtype=torch.long)
-    document_BT = torch.full((B, T), -1, dtype=torch.long)
-    mask_BT = torch.zeros((B, T), dtype=torch.bool)
+    token_BT = np.full((B, T), pad_id, np.int64)
+    document_BT = np.full((B, T), -1, np.int64)
+    mask_BT = np.zeros((B, T), np.bool_)
+    position_BT = np.tile(np.arange(T), (B, 1))
     for b, row in enumerate(rows):
         length = len(row.token_ids)
-        token_BT[b, :length] = torch.from_numpy(row.token_ids)
-        document_BT[b, :length] = 0
-        mask_BT[b, :length] = torch.from_numpy(row.mask)
-    return TrainBatch(token_BT, torch.arange(T).expand(B, T).contiguous(), document_BT, mask_BT)
+        token_BT[b, :length] = row.token_ids
+        mask_BT[b, :length] = row.mask
+        for number, (start, stop) in enumerate(zip(row.starts, (*row.starts[1:], length), strict=True)):
+            document_BT[b, start:stop] = number
+            position_BT[b, start:stop] = np.arange(stop - start)
+    token, position, document, mask = map(torch.from_numpy, (token_BT, position_BT, document_BT, mask_BT))
+    return TrainBatch(token, position, document, mask)
 
 
 def token_counts(rows: Sequence[Encoded], vocab_size: int) -> torch.Tensor:
     """[V] how often each token is supervised."""
-    total = np.zeros(vocab_size, dtype=np.int64)
-    for row in rows:
-        total += np.bincount(row.token_ids[row.mask], minlength=vocab_size)
+    total, some = np.zeros(vocab_size, dtype=np.int64), []
+    for i, row in enumerate(rows, start=1):
+        some.append(row.token_ids[row.mask])
+        if i % COUNTED == 0 or i == len(rows):
+            total += np.bincount(np.concatenate(some), minlength=vocab_size)
+            some = []
     return torch.from_numpy(total)
 
 
@@ -131,45 +248,9 @@ def check_supervised(count: int, step: int) -> None:
         )
 
 
-def summarise(conversations: Sequence[Conversation], encoded: Sequence[Encoded]) -> dict[str, Any]:
-    """Counts for the report. Tokens, length and truncations are of the kept conversations; sha256 is of all the text read."""
-    kept = [e for e in encoded if e.supervised]
-    tokens = sum(len(e.token_ids) for e in kept)
-    return {
-        "conversations": len(kept),
-        "dropped": len(encoded) - len(kept),
-        "truncated": sum(e.truncated for e in kept),
-        "tokens": tokens,
-        "supervised_tokens": sum(e.supervised for e in kept),
-        "mean_length": tokens / max(1, len(kept)),
-        "sha256": _digest(conversations),
-    }
-
-
-def _digest(conversations: Sequence[Conversation]) -> str:
-    """Of the text alone, so that the same records in another file or format have the same digest."""
-    digest = hashlib.sha256()
-    for conversation in conversations:
-        content = (
-            conversation.text if conversation.text is not None else [[m["role"], m["content"]] for m in conversation.messages]
-        )
-        digest.update(json.dumps(content).encode() + b"\n")
-    return digest.hexdigest()
-
-
 def _check_options(options: DataOptions) -> None:
-    if options.max_length < 2:
-        raise UserError(f"data.max_length must be at least 2, got {options.max_length}; raise it")
-    if options.held_out < 0:
-        raise UserError(f"data.held_out must not be negative, got {options.held_out}; set it to 0 or more")
-
-
-def _with_bar(conversations: Sequence[Conversation], progress: bool) -> Iterable[Conversation]:
-    if not progress or len(conversations) < BAR_FROM:
-        return conversations
-    return track(conversations, "tokenising", console=Console(stderr=True))
-
-
-def _generator(seed: int, stream: int) -> np.random.Generator:
-    """Independent streams of one seed: 0 sets conversations apart, 1 + e orders epoch e."""
-    return np.random.default_rng([seed % 2**64, stream])
+    for name, least in {"max_length": 2, "held_out": 0, "bad_records": 0, "workers": 1}.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            floor = "must not be negative" if least == 0 else f"must be at least {least}"
+            raise UserError(f"data.{name} {floor}, got {value}; " + ("set it to 0 or more" if least == 0 else "raise it"))

@@ -7,9 +7,10 @@ import difflib
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import drafttrain
 from drafttrain.errors import UserError
@@ -17,7 +18,7 @@ from drafttrain.errors import UserError
 ASSETS = Path(drafttrain.__file__).parent / "assets"
 LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 TABLES = (".parquet", ".arrow", ".csv")
-TEXT_COLUMNS = ("prompt", "response", "text")  # of a CSV file: read as strings even where they look like numbers
+TEXT_COLUMNS = ("prompt", "response", "completion", "instruction", "input", "output", "system", "text")
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -29,11 +30,16 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     empty = True
     for origin, record in _read(path):
         empty = False
-        if not isinstance(record, dict):
-            raise UserError(f"{origin}: expected a JSON object, got {type(record).__name__}; write one {{...}} per record")
-        yield origin, record
+        yield origin, as_object(origin, record)
     if empty:
         raise UserError(f"{path}: expected at least one record, got an empty file; fill it, or point to another file")
+
+
+def as_object(origin: str, record: Any) -> dict[str, Any]:
+    """The record, which must be an object."""
+    if not isinstance(record, dict):
+        raise UserError(f"{origin}: expected a JSON object, got {type(record).__name__}; write one {{...}} per record")
+    return record
 
 
 def check_file(path: Path) -> None:
@@ -60,34 +66,60 @@ def _nearest(path: Path) -> str:
 def _read(path: Path) -> Iterator[tuple[str, Any]]:
     if path.name.endswith(TABLES):
         yield from _read_table(path)
-        return
+    elif is_array(path):
+        yield from ((f"{path}:record {number}", record) for number, record in enumerate(read_array(path), start=1))
+    else:
+        with damaged_gzip(path), open_plain(path) as file:
+            yield from _read_lines(path, file)
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """The file's bytes, decompressed."""
+    return cast(BinaryIO, gzip.open(path)) if path.name.endswith(".gz") else path.open("rb")
+
+
+@contextmanager
+def damaged_gzip(path: Path) -> Iterator[None]:
+    """Give what gzip raises inside as a UserError."""
     try:
-        with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
-            # many files called .json hold one object per line; only an array is one document
-            is_array = ".json" in path.suffixes and file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-            file.seek(0)
-            yield from _read_array(path, file) if is_array else _read_lines(path, file)
+        yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: expected gzip data, got a damaged file ({error}); download or compress it again") from error
 
 
-def _read_lines(path: Path, file: BinaryIO | gzip.GzipFile) -> Iterator[tuple[str, Any]]:
+def is_array(path: Path) -> bool:
+    """Whether a .json file is one array; many hold one object per line."""
+    if ".json" not in path.suffixes:
+        return False
+    with damaged_gzip(path), open_plain(path) as file:
+        return file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def read_array(path: Path) -> list[Any]:
+    """The elements of a JSON array."""
+    with damaged_gzip(path), open_plain(path) as file:
+        elements: list[Any] = read_json(file.read(), path, 1)
+        return elements
+
+
+def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
+    for number, line in filled_lines(path, file):
+        yield f"{path}:{number}", read_json(line.rstrip(), path, number)
+
+
+def filled_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Lines and their numbers, without blank ones at the end; others are refused."""
     blank = None
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             blank = blank or number  # an error only when something follows
             continue
         if blank:
             raise UserError(f"{path}:{blank}: expected a JSON object, got an empty line; remove it")
-        yield f"{path}:{number}", _parse(line.rstrip(), path, number)
+        yield number, line
 
 
-def _read_array(path: Path, file: BinaryIO | gzip.GzipFile) -> Iterator[tuple[str, Any]]:
-    for number, record in enumerate(_parse(file.read(), path, 1), start=1):
-        yield f"{path}:record {number}", record
-
-
-def _parse(content: bytes, path: Path, line: int) -> Any:
+def read_json(content: bytes, path: Path, line: int) -> Any:
     """JSON out of bytes that start at this line of the file."""
     try:
         return json.loads(content.removeprefix(codecs.BOM_UTF8).decode())
@@ -110,14 +142,20 @@ def _excerpt(text: str, position: int) -> str:
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
+    row = 0
+    for batch in read_batches(path):
+        for record in batch.to_pylist():
+            row += 1
+            yield f"{path}:row {row}", record
+
+
+def read_batches(path: Path) -> Iterator[Any]:
+    """Record batches of a Parquet, Arrow (file or stream) or CSV file; Arrow's are mapped. Raises UserError for a damaged
+    one."""
     import pyarrow  # slow to import, and most runs read JSON lines
 
     try:
-        row = 0
-        for batch in _batches(path):
-            for record in batch.to_pylist():
-                row += 1
-                yield f"{path}:row {row}", record
+        yield from _batches(path)
     except pyarrow.ArrowException as error:
         got = str(error).splitlines()[0]
         raise UserError(
@@ -126,7 +164,6 @@ def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _batches(path: Path) -> Iterator[Any]:
-    """Record batches of a Parquet, Arrow (file or stream) or CSV file."""
     import pyarrow
     from pyarrow import csv, ipc, parquet
 

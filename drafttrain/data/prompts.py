@@ -59,13 +59,18 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], repl
     With a chat template: rendered with its generation prompt. Without: the plain text, blank lines between turns.
     """
     said = [part for pair in zip(turns, replies, strict=False) for part in pair] + [turns[len(replies)]]
+    return encode_messages(tokenizer, [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)])
+
+
+def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation that ends in a user turn, ready to be continued; templates as in `encode_prompt`."""
     if not tokenizer.chat_template:
-        return list(tokenizer("\n\n".join(said), verbose=False)["input_ids"])
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+        return list(tokenizer("\n\n".join(m["content"] for m in messages), verbose=False)["input_ids"])
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise UserError(
-            f"the chat template refuses the prompt {said[0][:40]!r} ({error}); use a template that takes user turns"
+            f"the chat template refuses the prompt {messages[0]['content'][:40]!r} ({error}); use a template that takes user "
+            "turns"
         ) from error
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,51 +1,91 @@
-"""Conversations out of whatever file or data set the user names; the record's form is recognised, not configured."""
+"""What `data.path` and `data.mix` name: the embedded data, files, globs, folders and hub ids, opened as records by number."""
 
 from __future__ import annotations
 
-import itertools
+import glob
+import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data import DataOptions
-from drafttrain.data.files import ASSETS, LINES, TABLES, read_records
+from drafttrain.data import DataOptions, SourceOptions
+from drafttrain.data.files import ASSETS, LINES, TABLES, check_file
+from drafttrain.data.forms import ASSISTANT, Conversation, check_form, conversation
+from drafttrain.data.provenance import shards_of
+from drafttrain.data.records import Joined, Listed, Loaded, Records, open_records
 from drafttrain.errors import UserError
 
-ASSISTANT = "assistant"
-SHAREGPT_ROLES = {  # names that published ShareGPT-style sets use
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), ASSISTANT),
-    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
-    "system": "system",
-}
-FORMS = "`messages`, `conversations`, `prompt` with `response`, or `text`"
+__all__ = ["ASSISTANT", "Conversation", "Source", "cache_folder", "open_sources", "read_conversations"]
+
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """One training record: turns for the chat template ({role, content} each), or plain text that is supervised whole."""
+class Source:
+    """One component of the data. weight: None where every record counts once."""
 
-    origin: str  # file and line, for messages to the user
-    messages: tuple[dict[str, str], ...] = ()
-    text: str | None = None
+    name: str
+    records: Records
+    form: str
+    weight: float | None
 
-
-def read_conversations(options: DataOptions) -> list[Conversation]:
-    """Read the embedded data, a local file or a hub data set. Raises UserError naming the place of anything unusable."""
-    if options.limit is not None and options.limit < 1:
-        raise UserError(f"data.limit must be at least 1, got {options.limit}; raise it, or leave it out to read everything")
-    records = itertools.islice(_records(options), options.limit)
-    return [_conversation(origin, record) for origin, record in records]
+    def conversation(self, number: int, replies: bool = True) -> Conversation:
+        """Its record of this number (from 0). Raises UserError naming the record's place."""
+        origin, record = self.records[number]
+        return conversation(origin, record, self.form, replies)
 
 
-def _records(options: DataOptions) -> Iterator[tuple[str, dict[str, Any]]]:
-    if options.path == "embedded":
-        return read_records(ASSETS / "train.jsonl.gz")
-    path = Path(options.path).expanduser()
-    return read_records(path) if _is_local(path) else _hub_records(options)
+def open_sources(options: DataOptions) -> list[Source]:
+    """Everything that the options name, in order. Raises UserError for what is not there, or not readable as records."""
+    chosen = _chosen(options)
+    weights = [source.weight for source in chosen]
+    if any(w is None for w in weights) != all(w is None for w in weights):
+        raise UserError("data.mix: some sources have a weight and others have none; give one to all, or to none")
+    if any(w is not None and not 0 < w < float("inf") for w in weights):
+        raise UserError(f"data.mix: expected weights above 0, got {', '.join(map(str, weights))}; leave a source out instead")
+    spool = cache_folder(options) / "spool"
+    return [Source(source.path, _open(source, spool), source.form, source.weight) for source in chosen]
+
+
+def read_conversations(options: DataOptions, replies: bool = True) -> list[Conversation]:
+    """All conversations, in order. Raises UserError naming the place of anything unusable.
+
+    replies: those without an assistant's turn, which are only good to be answered, are refused.
+    """
+    return [source.conversation(i, replies) for source in open_sources(options) for i in range(len(source.records))]
+
+
+def cache_folder(options: DataOptions) -> Path:
+    """Where prepared data is kept."""
+    if options.cache is not None:
+        return Path(options.cache).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drafttrain" / "data"
+
+
+def _chosen(options: DataOptions) -> list[SourceOptions]:
+    if options.mix and options.path != "embedded":
+        raise UserError(f"data.path={options.path} and data.mix name the data both; move the path into data.mix")
+    alone = SourceOptions(**{f.name: getattr(options, f.name) for f in fields(SourceOptions) if f.name != "weight"})
+    if options.mix and (strays := [f.name for f in fields(alone) if getattr(alone, f.name) != f.default]):
+        raise UserError(f"data.{strays[0]} is for data.path alone; give each source of data.mix its own {strays[0]}")
+    chosen = list(options.mix) or [alone]
+    for source in chosen:
+        check_form(source.form)
+        if source.limit is not None and source.limit < 1:
+            raise UserError(f"data.limit must be at least 1, got {source.limit}; raise it, or leave it out to read everything")
+    return chosen
+
+
+def _open(source: SourceOptions, spool: Path) -> Records:
+    if source.path == "embedded":
+        return open_records(ASSETS / "train.jsonl.gz", source.limit, spool)
+    path = Path(source.path).expanduser()
+    if not _is_local(path):
+        return _hub(source)
+    return _joined(_files(source, path), source.limit, spool)
 
 
 def _is_local(path: Path) -> bool:
@@ -53,74 +93,68 @@ def _is_local(path: Path) -> bool:
     return path.exists() or path.name.endswith(LINES + TABLES) or not HUB_ID.fullmatch(str(path))
 
 
-def _hub_records(options: DataOptions) -> Iterator[tuple[str, dict[str, Any]]]:
+def _joined(files: Sequence[Path], limit: int | None, spool: Path) -> Records:
+    parts: list[Records] = []
+    for file in files:
+        check_file(file)
+        parts.append(open_records(file, limit, spool))
+        if limit is not None and (limit := limit - len(parts[-1])) == 0:
+            break
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def _files(source: SourceOptions, path: Path) -> list[Path]:
+    if path.is_dir():
+        return list(_folder_files(source, path))
+    if path.exists() or not glob.has_magic(str(path)):
+        return [path]
+    found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if name.endswith(LINES + TABLES)]
+    if not found:
+        raise UserError(f"data.path={source.path}: expected {', '.join(LINES + TABLES)} files, got none; correct the pattern")
+    return found
+
+
+def _folder_files(source: SourceOptions, folder: Path) -> Iterator[Path]:
+    """Those that `prepare` wrote; else the files of a split, by the hub's own rules: those of the data set's card, or by their
+    names and folders."""
+    from datasets import load_dataset_builder  # slow to import
+    from datasets.exceptions import DatasetsError
+
+    if shards := shards_of(folder):
+        yield from shards
+        return
+    try:
+        by_split = load_dataset_builder(str(folder), name=source.config).config.data_files or {}
+    except (OSError, ValueError, DatasetsError) as error:
+        raise UserError(f"data.path={source.path}: {_first_line(error)}; correct data.path or data.config") from error
+    if source.split not in by_split:
+        splits = ", ".join(map(str, by_split)) or "none"
+        raise UserError(
+            f"data.path={source.path}: it has no split '{source.split}' but {splits}; set data.split to one of them"
+        )
+    files = [Path(name) for name in by_split[source.split]]
+    # a .json file beside others describes them
+    others = [file for file in files if not file.name.endswith((".json", ".json.gz"))]
+    yield from others or files
+
+
+def _hub(source: SourceOptions) -> Records:
     from datasets import load_dataset  # slow to import
+    from datasets.exceptions import DatasetsError
 
     try:
         # a limited read streams, so that a few records of a large set do not download it
-        rows = load_dataset(options.path, split=options.split, streaming=options.limit is not None)
-    except (OSError, ValueError) as error:
-        got = (str(error).splitlines() or [type(error).__name__])[0]
+        streamed = source.limit is not None
+        rows: Any = load_dataset(source.path, name=source.config, split=source.split, streaming=streamed)
+        return Listed(source.path, islice(rows, source.limit)) if streamed else Loaded(source.path, rows)
+    except (OSError, ValueError, DatasetsError) as error:
+        config = f" of '{source.config}'" if source.config else ""
         raise UserError(
-            f"data.path={options.path}: no local file of this name, and no data set with split '{options.split}' "
-            f"from the hub ({got}); correct data.path or data.split, or download the set and name its file"
+            f"data.path={source.path}: no local file of this name, and no data set with split '{source.split}'{config} "
+            f"from the hub ({_first_line(error)}); correct data.path, data.config or data.split, or download the set and name "
+            "its folder"
         ) from error
-    for row, record in enumerate(rows, start=1):
-        yield f"{options.path}:row {row}", dict(record)
 
 
-def _conversation(origin: str, record: dict[str, Any]) -> Conversation:
-    """Tables hold every column in every row, so a form counts only where its value is not null."""
-    filled = {key for key, value in record.items() if value is not None}
-    if "messages" in filled:
-        return _chat(origin, _messages(origin, record["messages"], "messages", "role", "content"))
-    if "conversations" in filled:
-        turns = _messages(origin, record["conversations"], "conversations", "from", "value")
-        return _chat(origin, [_renamed(origin, turn) for turn in turns])
-    if {"prompt", "response"} <= filled:
-        prompt = {"role": "user", "content": _string(origin, "prompt", record["prompt"])}
-        return _chat(origin, [prompt, {"role": ASSISTANT, "content": _string(origin, "response", record["response"])}])
-    if "text" in filled:
-        return Conversation(origin, text=_string(origin, "text", record["text"]))
-    keys = ", ".join(sorted(map(str, record))) or "no key at all"
-    raise UserError(f"{origin}: expected {FORMS}, got {keys}; rename the fields to one of these forms")
-
-
-def _chat(origin: str, messages: list[dict[str, str]]) -> Conversation:
-    if not any(message["role"] == ASSISTANT for message in messages):
-        roles = ", ".join(message["role"] for message in messages) or "no turn"
-        raise UserError(f"{origin}: expected an assistant turn to learn from, got {roles}; add the reply, or remove the record")
-    return Conversation(origin, tuple(messages))
-
-
-def _messages(origin: str, turns: Any, name: str, role_key: str, content_key: str) -> list[dict[str, str]]:
-    if not isinstance(turns, list):
-        raise UserError(f"{origin}: expected a list in `{name}`, got {type(turns).__name__}; write one object per turn")
-    messages = []
-    for number, turn in enumerate(turns):
-        place = f"{name}[{number}]"
-        if not isinstance(turn, dict):
-            raise UserError(
-                f"{origin}: expected an object in {place}, got {type(turn).__name__}; write {role_key} and {content_key}"
-            )
-        role = _string(origin, f"{place}.{role_key}", turn.get(role_key))
-        messages.append({"role": role, "content": _string(origin, f"{place}.{content_key}", turn.get(content_key))})
-    return messages
-
-
-def _renamed(origin: str, turn: dict[str, str]) -> dict[str, str]:
-    if turn["role"] not in SHAREGPT_ROLES:
-        raise UserError(f"{origin}: expected a speaker among {', '.join(SHAREGPT_ROLES)}, got '{turn['role']}'; rename it")
-    return {"role": SHAREGPT_ROLES[turn["role"]], "content": turn["content"]}
-
-
-def _string(origin: str, name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        got = "nothing" if value is None else type(value).__name__
-        raise UserError(f"{origin}: expected a string in {name}, got {got}; write its text, or remove the record")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        got = f"an unpaired surrogate at character {error.start}"
-        raise UserError(f"{origin}: expected Unicode text in {name}, got {got}; remove it") from error
-    return value
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

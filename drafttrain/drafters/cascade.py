@@ -1,7 +1,8 @@
 """A cascade: the tokens of one drafter, the middle, are drafted by a cheaper one, the inner (arXiv 2312.11462).
 
-The middle has a language model; it decodes as the target does, by rounds of propose, verify and commit, and what it has
-written is the draft. Shapes: B rows, N tree nodes, A accepted nodes, K draft length, V vocabulary.
+A middle with a language model decodes as the target does, by rounds of propose, verify and commit, and what it has
+written is the draft. One without leaves it to the target to verify both (`Merged`).
+Shapes: B rows, N tree nodes, A accepted nodes, K draft length, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from drafttrain.drafter import Commit, Drafter
 from drafttrain.drafters import Family, families
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
+from drafttrain.merged import Merged
 from drafttrain.ops.sample import sample
 from drafttrain.rounds import commit_of
 from drafttrain.sampling import Lane, Sampling, law
@@ -32,8 +34,9 @@ class CascadeOptions:
     """Two families' own options, each with its `family`."""
 
     family: str = "cascade"
-    middle: Any = field(default_factory=lambda: {"family": "draft_model"})  # trained; verifies what the inner one drafts
-    inner: Any = field(default_factory=lambda: {"family": "prompt_lookup"})  # drafts for the middle one's language model
+    middle: Any = field(default_factory=lambda: {"family": "draft_model"})  # trained; the figures are its own
+    inner: Any = field(default_factory=lambda: {"family": "prompt_lookup"})  # drafts for the middle's model, or for the target
+    join: str = "auto"  # verify: the middle's model verifies the inner's drafts. merge: one tree. auto: verify where it has one
 
 
 @dataclass
@@ -53,14 +56,13 @@ class Cascade(CachedDrafter):
     captured = False  # how many rounds a draft takes is asked of the device
     samples = True
 
-    def __init__(self, options: CascadeOptions, target: Target) -> None:
+    def __init__(self, options: CascadeOptions, target: Target, middle: Drafter) -> None:
         super().__init__()
-        self.middle = built(options.middle, target, "drafter.middle")
-        model = self.middle.language_model()
+        self.middle, model = middle, middle.language_model()
         if model is None:
             raise UserError(
                 f"drafter.middle is {_name(options.middle)}, which has no language model of its own to verify drafts with; "
-                "choose a family that has one"
+                "set drafter.join=merge, or choose a family that has one"
             )
         self.inner = built(options.inner, model, "drafter.inner")
         if not self.inner.rewinds:
@@ -91,6 +93,10 @@ class Cascade(CachedDrafter):
                 hidden = self.model(batch.token_BT, None, batch.sees(), batch.position_BT, self.inner.taps, no_rows_B0).hidden
             for prediction in self.inner.predict(replace(batch, hidden=hidden)):
                 yield replace(prediction, counted=False)
+
+    @property
+    def ahead(self) -> int:
+        return max(self.middle.ahead, self.inner.ahead)
 
     def prepare(self, counts: Callable[[], Tensor]) -> None:
         self.middle.prepare(counts)
@@ -250,6 +256,18 @@ def policy_name(sampling: Sampling) -> str:
     return "coupled" if sampling.shared_noise else "lossless"
 
 
+JOINS = ("auto", "verify", "merge")
+
+
+def build(options: CascadeOptions, target: Target) -> Cascade | Merged:
+    if options.join not in JOINS:
+        raise UserError(f"drafter.join is {options.join!r}; choose one of {', '.join(JOINS)}")
+    middle = built(options.middle, target, "drafter.middle")
+    if options.join == "verify" or (options.join == "auto" and middle.language_model() is not None):
+        return Cascade(options, target, middle)
+    return Merged(middle, built(options.inner, target, "drafter.inner"), target)
+
+
 def built(options: Any, target: Target, key: str) -> Drafter:
     """A family's drafter for this target, from its options or from plain data, as a checkpoint has them."""
     if isinstance(options, Mapping):
@@ -280,4 +298,4 @@ def _keep_first(kv: KVCache, token_BN: Tensor, count_B: Tensor) -> None:
     kv.keep(torch.arange(token_BN.shape[1], device=token_BN.device).expand_as(token_BN), count_B)
 
 
-FAMILY = Family("cascade", CascadeOptions, Cascade)
+FAMILY = Family("cascade", CascadeOptions, build)

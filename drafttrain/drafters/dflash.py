@@ -15,8 +15,9 @@ from torch import Tensor
 from drafttrain.batch import Anchors, Prediction, TrainBatch
 from drafttrain.block_drafter import BlockDrafter, BlockShape, spread_taps
 from drafttrain.drafters import Family
+from drafttrain.dynamic import DynamicTree, Generation, Scored, StaticTree
 from drafttrain.errors import UserError
-from drafttrain.ops.top import top
+from drafttrain.proposal import Proposal, Proposing, TreeOptions
 from drafttrain.sampling import Sampling
 from drafttrain.staged import OwnCache
 from drafttrain.target import Target
@@ -26,10 +27,12 @@ CHUNK = 1024  # logits in memory at once where D-PACE asks for the drafter's con
 
 
 @dataclass
-class DFlashOptions:
-    """The block, and how its slots weigh in training."""
+class DFlashOptions(TreeOptions):
+    """The block, how its slots weigh in training, and what is drafted of their choices."""
 
     family: str = "dflash"
+    tree: str = "chain"
+    width: int = 4  # as wide as a block of 16 can be
     block_size: int = 16  # slots, the anchor's included
     slots: str = "in_place"  # in_place: slot k predicts the token k after the anchor. shifted: the one k + 1 after it
     layers: int = 5
@@ -41,8 +44,16 @@ class DFlashOptions:
     alpha: float = 0.5  # of dpace: 1 is no doubt in any draft, near 0 the drafter's own confidence
 
 
-class DFlash(BlockDrafter):
-    """Chains of argmax drafts; they are deterministic at any temperature, since slots do not know each other's tokens."""
+@dataclass
+class DFlashState(OwnCache):
+    """grower: of the proposals."""
+
+    grower: StaticTree | DynamicTree
+
+
+class DFlash(BlockDrafter, Proposing):
+    """Drafts are deterministic at any temperature, since slots do not know each other's tokens: a chain of argmaxes, or a tree
+    of their likeliest tokens."""
 
     def __init__(self, options: DFlashOptions, target: Target) -> None:
         of = target.shape
@@ -51,6 +62,7 @@ class DFlash(BlockDrafter):
         super().__init__(
             BlockShape(options.block_size, options.layers, taps, mask, options.slots, options.anchors), target
         )  # fmt: skip
+        self.proposal = Proposal(options, self.draft_length, target)
         if options.weights not in ("decay", "dpace"):
             raise UserError(f"drafter.weights is {options.weights!r}; choose decay or dpace")
         gamma = default_gamma(options.block_size) if options.gamma is None else options.gamma
@@ -91,11 +103,22 @@ class DFlash(BlockDrafter):
         reached_PK = ((1.0 - alpha) * confidence_PK + alpha).cumprod(1) * has_PK
         return reached_PK.flip(1).cumsum(1).flip(1)
 
-    def propose(self, state: OwnCache, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+    def open(self, slots: int, max_len: int) -> DFlashState:
+        cache = super().open(slots, max_len)
+        return DFlashState(cache.kv, cache.staged, self.proposal.grower(cache.kv.length_S.device))
+
+    def propose(self, state: DFlashState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         root_B, state_BSH = self.block(state, slot_B)
         first, drafts = self.shape.first, min(self.draft_length, depth or self.draft_length)
-        logits_MV = self.head(state_BSH[:, first : first + drafts]).flatten(0, 1)
-        return DraftTree.chain(torch.cat([root_B[:, None], top(logits_MV, 1)[1].view(-1, drafts)], 1))
+        logits_BKV = self.head(state_BSH[:, first : first + drafts])
+
+        def scored(draft: int) -> Scored:
+            return Scored(logits_BKV[:, draft, None], state_BSH[:, :1, :0])  # no node has a state of its own
+
+        def feed(nodes: Generation) -> Scored:
+            return scored(nodes.depth)
+
+        return state.grower.grow(root_B, scored(0), feed, None, depth)
 
 
 def default_gamma(size: int) -> float:

@@ -20,7 +20,7 @@ from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.layers import Attention, AttentionShape, GatedMLP, RMSNorm
-from drafttrain.proposal import Proposal
+from drafttrain.proposal import Proposal, TreeOptions
 from drafttrain.recurrent import Recurrent
 from drafttrain.target import FINAL, Taps, Target, TargetShape
 
@@ -28,21 +28,19 @@ CHUNK = 1024  # predictions whose logits the loss on the likeliest tokens holds 
 
 
 @dataclass
-class EagleOptions:
-    """The losses' weights are the official ones; how the tree grows: docs/families/eagle.md."""
+class EagleOptions(TreeOptions):
+    """The losses' weights are the official ones."""
 
     family: str = "eagle"
+    tree: str = "chain"
     steps: int = 1  # forwards of training: the first on the target's features, each further one on the drafter's own
     draft_length: int = 4
+    bias: bool = True  # of fc, as officially; not every serving stack has a place for one (docs/export.md)
     law_weight: float = 0.1  # of the divergence between the laws
     feature_weight: float = 1.0  # of the smooth L1 distance between the features
     noise: float = 0.0  # uniform in +- noise * 512 / length, added to the target's features in training; officially 0.1
     top_weight: float = 0.0  # of a cross-entropy over the target's likeliest tokens alone (HASS: 1)
     top_k: int = 10  # how many those are
-    tree: str = "chain"  # chain | static | dynamic
-    paths: list[list[int]] | None = None  # of a static tree, by rank; None: searched on held-out text after training
-    width: int = 10  # dynamic: paths fed at each depth, and candidates of each
-    nodes: int | None = None  # dynamic: of the proposal, root excluded; None: decode.tree_nodes
 
 
 class EagleLayer(nn.Module):
@@ -60,12 +58,11 @@ class Eagle(Recurrent):
     """The state is a feature: an approximation of the target's post-norm output one position on."""
 
     def __init__(self, options: EagleOptions, target: Target) -> None:
-        kind = (options.tree, options.draft_length, options.paths, options.width, options.nodes)
-        super().__init__(Proposal(*kind, target), target)
+        super().__init__(Proposal(options, options.draft_length, target), target)
         if options.steps < 1 or options.top_k < 1:
             raise UserError(f"drafter.steps is {options.steps}, drafter.top_k {options.top_k}; both must be 1 or more")
         shape, self.options, self.taps = target.shape, options, Taps(final=True)
-        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size)
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=options.bias)
         self.layers = nn.ModuleList([EagleLayer(shape)])
 
     @property
@@ -106,6 +103,10 @@ class Eagle(Recurrent):
                 aux = aux + options.top_weight * self._top_loss(hidden_MH, wanted_MH)
             yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, options.law_weight, aux=aux)
 
+    @property
+    def ahead(self) -> int:
+        return self.steps_of(self.options.steps) + 1
+
     def _noisy(self, state_BTH: Tensor, batch: TrainBatch) -> Tensor:
         """Noise that is a function of the batch alone: the same in a run that was resumed."""
         if not (self.training and self.options.noise):
@@ -113,7 +114,7 @@ class Eagle(Recurrent):
         place_T = torch.arange(1, batch.token_BT.shape[1] + 1, device=state_BTH.device)
         generator = torch.Generator(state_BTH.device).manual_seed(int((batch.token_BT * place_T).sum()))
         noise_BTH = torch.rand(state_BTH.shape, generator=generator, device=state_BTH.device, dtype=state_BTH.dtype)
-        return state_BTH + (2 * noise_BTH - 1) * (self.options.noise * 512 / state_BTH.shape[1])
+        return state_BTH + (2 * noise_BTH - 1) * (self.options.noise * 512 / batch.length)
 
     def _top_loss(self, hidden_MH: Tensor, wanted_MH: Tensor) -> Tensor:
         """The sum of - p log q over the target's likeliest tokens (arXiv 2408.15766, section 3.1)."""

@@ -20,16 +20,17 @@ from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.layers import Attention, AttentionShape, GatedMLP, RMSNorm
-from drafttrain.proposal import Proposal
+from drafttrain.proposal import Proposal, TreeOptions
 from drafttrain.recurrent import Recurrent
 from drafttrain.target import Taps, Target, TargetShape
 
 
 @dataclass
-class Eagle3Options:
-    """A chain over the target's whole vocabulary, unless asked for more; how trees grow: docs/families/eagle3.md."""
+class Eagle3Options(TreeOptions):
+    """A chain over the target's whole vocabulary, unless asked for more."""
 
     family: str = "eagle3"
+    tree: str = "chain"
     steps: int = 3  # of training-time test
     draft_length: int = 4
     taps: list[int] | None = None  # three block outputs, from 0; None: by the rule
@@ -38,10 +39,6 @@ class Eagle3Options:
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data; None: all
     fc_norm: bool = False  # EAGLE 3.1: an RMS norm of each tapped state
     norm_output: bool = False  # EAGLE 3.1: the normed state goes to the next step too
-    tree: str = "chain"  # chain | static | dynamic
-    paths: list[list[int]] | None = None  # of a static tree, by rank; None: searched on held-out text after training
-    width: int = 10  # dynamic: paths fed at each depth, and candidates of each
-    nodes: int | None = None  # dynamic: of the proposal, root excluded; None: decode.tree_nodes
 
 
 class Eagle3Layer(nn.Module):
@@ -67,8 +64,7 @@ class Eagle3(Recurrent):
     t2d: Tensor | None
 
     def __init__(self, options: Eagle3Options, target: Target) -> None:
-        kind = (options.tree, options.draft_length, options.paths, options.width, options.nodes)
-        super().__init__(Proposal(*kind, target), target)
+        super().__init__(Proposal(options, options.draft_length, target), target)
         shape, vocab = target.shape, options.draft_vocab
         if options.steps < 1:
             raise UserError(f"drafter.steps is {options.steps}; set it to 1 or more")
@@ -127,6 +123,10 @@ class Eagle3(Recurrent):
     def logits(self, state_H: Tensor) -> Tensor:
         logits_D: Tensor = self.lm_head(state_H if self.norm_output else self.norm(state_H))
         return logits_D
+
+    @property
+    def ahead(self) -> int:
+        return self.steps_of(self.steps) + 1
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Training-time test: each step's state feeds the next, at the same index, not detached."""

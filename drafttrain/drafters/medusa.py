@@ -7,32 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Commit, Drafter
 from drafttrain.drafters import Family
+from drafttrain.dynamic import DynamicTree, Generation, Scored
 from drafttrain.errors import UserError
-from drafttrain.layers import ResidualBlock
+from drafttrain.layers import ResidualBlock, recomputed
 from drafttrain.ops.residual_heads import ResidualHeads, ranked, residual
+from drafttrain.proposal import Proposal, Proposing, TreeOptions
 from drafttrain.sampling import Sampling
 from drafttrain.target import FINAL, LoraSpec, Taps, Target
-from drafttrain.tree import DraftTree, Path, TreeShape, tuned_paths
+from drafttrain.tip import Tip, TipDrafter, blank
+from drafttrain.tree import DraftTree, TreeShape
 
 
 @dataclass
-class MedusaOptions:
-    """K residual heads and how they start."""
+class MedusaOptions(TreeOptions):
+    """K residual heads, how they start, and the tree that their choices make."""
 
     family: str = "medusa"
     heads: int = 4
     layers: int = 1  # residual blocks per head
     init: str = "copy"  # copy: own output matrices, from the target's. share: the target's own, frozen
     head_decay: float = 0.8  # head k (from 1) weighs head_decay ** k in the loss
-    tree: list[list[int]] | None = None  # rank paths; None: searched on held-out text after training
     adapter: LoraSpec = field(default_factory=lambda: LoraSpec(rank=0))  # Medusa-2, from rank 1: the target is trained too
 
 
@@ -81,17 +81,15 @@ def joined(parameters: list[Tensor]) -> Tensor:
 
 
 @dataclass
-class MedusaState:
-    """The target's post-norm state at the last committed position, and the root token, per slot."""
+class MedusaState(Tip):
+    """What the heads read, and how their choices become a tree."""
 
-    hidden_SH: Tensor
-    root_S: Tensor
-    shapes: list[TreeShape]  # by depth - 1, on the drafter's device; the last is the whole tree
+    grower: DynamicTree | list[TreeShape]  # shapes: of a static tree by depth - 1, on the drafter's device; the last is whole
     stack: Stack
 
 
-class Medusa(Drafter):
-    """Static-tree drafter: every head reads the same state, so the tree's tokens cost one pass."""
+class Medusa(TipDrafter, Proposing):
+    """Every head reads the same state, so that all tokens of a tree, static or dynamic, cost one pass."""
 
     def __init__(self, options: MedusaOptions, target: Target) -> None:
         super().__init__()
@@ -114,17 +112,8 @@ class Medusa(Drafter):
         self.heads = nn.ModuleList(heads)
         self._width = shape.hidden_size
         self._target = [target]  # in a list: read, never trained or saved with the drafter
-        self._fixed = options.tree is not None
         self._stack: Stack | None = None
-        self.shape = self._checked(options.tree or [[0] * d for d in range(1, options.heads + 1)])
-
-    def _checked(self, paths: Sequence[Sequence[int]]) -> TreeShape:
-        shape = TreeShape.of(paths)
-        if shape.max_depth > self.draft_length:
-            raise UserError(
-                f"drafter.tree reaches depth {shape.max_depth}; {self.draft_length} heads allow {self.draft_length}"
-            )
-        return shape
+        self.proposal = Proposal(options, options.heads, target)
 
     def _output(self, k: int) -> Callable[[Tensor], Tensor]:
         """Head k's output matrix: its own, or the target's, which works in the target's dtype."""
@@ -144,61 +133,47 @@ class Medusa(Drafter):
                 step=k,
                 source_M=pairs.source_M,
                 label_M=pairs.label_M,
-                hidden_MH=head(hidden_MH[pairs.source_M]),
+                hidden_MH=recomputed(self.recomputes, head, hidden_MH[pairs.source_M]),
                 head=self._output(k),
                 weight=self.decay ** (k + 1),
             )
 
     def open(self, slots: int, max_len: int) -> MedusaState:
         like = next(self.heads.parameters())
-        root_S = torch.zeros(slots, dtype=torch.long, device=like.device)
         if self._stack is None or not self._stack.current:
             self._stack = Stack(list(self.heads))  # type: ignore[arg-type]
-        shapes = [
-            TreeShape.of([p for p in self.shape.paths if len(p) <= depth]).to(like.device)
-            for depth in range(1, self.shape.max_depth + 1)
-        ]
-        return MedusaState(like.new_zeros(slots, self._width), root_S, shapes, self._stack)
-
-    def reset(self, state: MedusaState, slot_R: Tensor) -> None:
-        state.hidden_SH[slot_R], state.root_S[slot_R] = 0.0, 0
-
-    def observe(self, state: MedusaState, commit: Commit, slot_B: Tensor) -> None:
-        last_B1, new_B1 = (commit.count_B - 1).clamp_min(0)[:, None], (commit.count_B > 0)[:, None]
-        state_B1H = commit.hidden[FINAL].gather(1, last_B1[..., None].expand(-1, -1, self._width))
-        held_BH, held_B = state.hidden_SH[slot_B], state.root_S[slot_B]  # of rows without a new position
-        state.hidden_SH[slot_B] = torch.where(new_B1, state_B1H[:, 0].to(held_BH.dtype), held_BH)
-        state.root_S[slot_B] = torch.where(new_B1[:, 0], commit.next_BA.gather(1, last_B1)[:, 0], held_B)
+        grower = self.proposal.grower(like.device)
+        kept = grower if isinstance(grower, DynamicTree) else grower.shapes
+        return MedusaState(*blank(slots, self._width, like), kept, self._stack)
 
     def propose(self, state: MedusaState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        shape = state.shapes[min(depth or len(state.shapes), len(state.shapes)) - 1]
-        state_BH, stack, ranks = state.hidden_SH[slot_B], state.stack, shape.max_rank + 1
+        state_BH, root_B = state.hidden_SH[slot_B], state.root_S[slot_B]
+        if isinstance(state.grower, DynamicTree):
+            return self._dynamic(state.grower, state.stack, state_BH, root_B, depth)
+        shape = state.grower[min(depth or len(state.grower), len(state.grower)) - 1]
+        stack, ranks = state.stack, shape.max_rank + 1
         if stack.fused is not None:
             top_KBR = stack.fused.top(state_BH, shape.max_depth, ranks)
         else:
             top_KBR = ranked(self._shared(residual(stack.blocks, state_BH, shape.max_depth)), ranks)
         draft_BN = top_KBR[shape.depth_N[1:] - 1, :, shape.rank_N[1:]].T
-        return DraftTree.static(torch.cat([state.root_S[slot_B][:, None], draft_BN], 1), shape)
+        return DraftTree.static(torch.cat([root_B[:, None], draft_BN], 1), shape)
 
-    def mark(self, state: MedusaState, slot_B: Tensor) -> tuple[Tensor, Tensor]:
-        return state.hidden_SH[slot_B], state.root_S[slot_B]
+    def _dynamic(self, grower: DynamicTree, stack: Stack, state_BH: Tensor, root_B: Tensor, depth: int | None) -> DraftTree:
+        """The likeliest paths by the product of the heads' probabilities: heads do not see each other's choices."""
+        x_KBH = residual(stack.blocks, state_BH, min(self.draft_length, depth or self.draft_length))
+        if stack.output_KVH is None:
+            logits_KBV = self._shared(x_KBH)
+        else:
+            logits_KBV = torch.bmm(x_KBH, stack.output_KVH[: len(x_KBH)].transpose(1, 2))
 
-    def rewind(self, state: MedusaState, slot_B: Tensor, mark: tuple[Tensor, Tensor]) -> None:
-        state.hidden_SH[slot_B], state.root_S[slot_B] = mark
+        def scored(head: int) -> Scored:
+            return Scored(logits_KBV[head][:, None], state_BH[:, None, :0])  # no node has a state of its own
 
-    def paths(self) -> list[Path]:
-        return list(self.shape.paths)
+        def feed(nodes: Generation) -> Scored:
+            return scored(nodes.depth)
 
-    def tune(self, texts: Sequence[Tensor], nodes: int) -> None:
-        if not self._fixed:
-            self.shape = self._checked(tuned_paths(texts, nodes) or [(0,)])
-
-    def decode_settings(self) -> dict[str, Any]:
-        return {"tree": [list(p) for p in self.shape.paths]}
-
-    def use_decode_settings(self, settings: dict[str, Any]) -> None:
-        if "tree" in settings:
-            self.shape = self._checked(settings["tree"])
+        return grower.grow(root_B, scored(0), feed, None, depth)
 
 
 FAMILY = Family("medusa", MedusaOptions, Medusa)

@@ -19,16 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Commit, Drafter
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
-from drafttrain.layers import ResidualBlock
+from drafttrain.layers import ResidualBlock, recomputed
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top
 from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of
 from drafttrain.sampling import Sampling
-from drafttrain.staged import split_last
 from drafttrain.target import FINAL, Taps, Target
+from drafttrain.tip import Tip, TipDrafter, blank
 from drafttrain.tree import DraftTree, Path, TreeShape, tuned_paths
 
 
@@ -59,15 +58,7 @@ class Search:
     final_BM: Tensor
 
 
-@dataclass
-class ReDrafterState:
-    """The target's post-norm state at the last committed position, and the root token, per slot."""
-
-    hidden_SH: Tensor
-    root_S: Tensor
-
-
-class ReDrafter(Drafter):
+class ReDrafter(TipDrafter):
     """Proposes the prefix tree of its beams: its shape changes from round to round, its node count does not."""
 
     def __init__(self, options: ReDrafterOptions, target: Target) -> None:
@@ -109,37 +100,33 @@ class ReDrafter(Drafter):
             x_2H = block(x_2H)
         return x_2H
 
+    def fed(self, length: int) -> int:
+        return length * self.steps
+
+    @property
+    def _unrolled(self) -> int:
+        return self.steps if self.training else max(self.steps, self.draft_length)
+
+    @property
+    def ahead(self) -> int:
+        return self._unrolled + 1
+
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """In evaluation it goes on to the draft length, so that every depth that decoding proposes is foretold."""
         hidden_PH = batch.hidden[FINAL].flatten(0, 1)
         recurrent_PH = torch.zeros_like(hidden_PH)
-        for step in range(self.steps if self.training else max(self.steps, self.draft_length)):
+        for step in range(self._unrolled):
             recurrent_PH = self._recur(batch.after(1 + step).flatten(), recurrent_PH)
             pairs = batch.future(2 + step)
-            joined_M = self._hidden(hidden_PH[pairs.source_M], recurrent_PH[pairs.source_M])
+            sources = (hidden_PH[pairs.source_M], recurrent_PH[pairs.source_M])
+            joined_M = recomputed(self.recomputes, self._hidden, *sources)
             yield Prediction(step, pairs.source_M, pairs.label_M, joined_M, self.lm_head[-1])
 
-    def open(self, slots: int, max_len: int) -> ReDrafterState:
+    def open(self, slots: int, max_len: int) -> Tip:
         like = self.rnn_u.weight
-        root_S = torch.zeros(slots, dtype=torch.long, device=like.device)
-        return ReDrafterState(like.new_zeros(slots, like.shape[0]), root_S)
+        return Tip(*blank(slots, like.shape[0], like))
 
-    def reset(self, state: ReDrafterState, slot_R: Tensor) -> None:
-        state.hidden_SH[slot_R], state.root_S[slot_R] = 0.0, 0
-
-    def observe(self, state: ReDrafterState, commit: Commit, slot_B: Tensor) -> None:
-        _, last = split_last(commit)
-        new_B, held_BH = last.count_B > 0, state.hidden_SH[slot_B]
-        state.hidden_SH[slot_B] = torch.where(new_B[:, None], last.hidden[FINAL][:, 0].to(held_BH.dtype), held_BH)
-        state.root_S[slot_B] = torch.where(new_B, last.next_BA[:, 0], state.root_S[slot_B])
-
-    def mark(self, state: ReDrafterState, slot_B: Tensor) -> tuple[Tensor, Tensor]:
-        return state.hidden_SH[slot_B], state.root_S[slot_B]
-
-    def rewind(self, state: ReDrafterState, slot_B: Tensor, mark: tuple[Tensor, Tensor]) -> None:
-        state.hidden_SH[slot_B], state.root_S[slot_B] = mark
-
-    def propose(self, state: ReDrafterState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+    def propose(self, state: Tip, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         steps = min(self.draft_length, depth or self.draft_length)
         found = self._search(state.hidden_SH[slot_B], state.root_S[slot_B], steps)
         return prefix_tree(found, 1 + min(self.nodes, found.token_BM.shape[1] - 1), self.dropped)

@@ -11,7 +11,7 @@ from drafttrain.target import Taps, Target
 
 
 class Online:
-    """Runs the frozen target over a batch and returns the batch with the tapped states."""
+    """Runs the frozen target over a batch and returns the batch, on the target's device, with the tapped states."""
 
     def __init__(self, target: Target, taps: Taps) -> None:
         self.target, self.taps = target, taps
@@ -19,6 +19,7 @@ class Online:
     @torch.no_grad()
     def fill(self, batch: TrainBatch) -> TrainBatch:
         """The objective needs the post-norm output beside the drafter's own taps: it is the target's law before the head."""
+        batch = batch.to(self.target.device)
         no_rows_B0 = batch.token_BT[:, :0]
         out = self.target(batch.token_BT, None, batch.sees(), batch.position_BT, self.taps | Taps(final=True), no_rows_B0)
         return replace(batch, hidden=out.hidden)

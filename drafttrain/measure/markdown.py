@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from drafttrain.measure import cells
+from drafttrain.measure.cells import rows
+from drafttrain.measure.data import data_section
 
 Report = dict[str, Any]
 
 _RATES = "tokens/s: speculative / plain / transformers"
-_ALT = {"acceptance.png": "Acceptance by position", "speedup.png": "Speedup by batch size", "training.png": "Training curves"}
+_ALT = {
+    "acceptance.png": "Acceptance by position",
+    "speedup.png": "Speedup by batch size",
+    "training.png": "Training curves",
+    "data.png": "Lengths of rows, and what a draft vocabulary covers",
+}
 
 
 def markdown(report: Report, figures: Sequence[str]) -> str:
@@ -27,12 +34,6 @@ def markdown(report: Report, figures: Sequence[str]) -> str:
         _setup(report),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def rows(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A markdown table."""
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _headline(report: Report) -> str:
@@ -132,8 +133,9 @@ def _quality(report: Report) -> str:
 
 
 def _setup(report: Report) -> str:
-    parts = []
-    for title, values in (("Target", report["target"]), ("Drafter", report["drafter"]), ("Training", report["training"])):
+    training = {key: value for key, value in (report["training"] or {}).items() if key != "data"}
+    parts = [data_section((report["training"] or {}).get("data"))]
+    for title, values in (("Target", report["target"]), ("Drafter", report["drafter"]), ("Training", training)):
         if values:
             lines = "\n".join(f"- {key}: {_plain(value)}" for key, value in values.items())
             parts.append(f"## {title}\n\n{lines}")
@@ -142,7 +144,7 @@ def _setup(report: Report) -> str:
     parts.append("## Settings\n\n" + "\n".join(f"- {key}: {_plain(value)}" for key, value in measure.items()))
     parts[-1] += f"\n- measured in {report['measure']['seconds']:.0f} s"
     lines = "\n".join(f"- {key}: {_plain(value)}" for key, value in report["environment"].items())
-    return "\n\n".join([*parts, f"## Environment\n\n{lines}"])
+    return "\n\n".join([*filter(None, parts), f"## Environment\n\n{lines}"])
 
 
 def _plain(value: Any) -> str:

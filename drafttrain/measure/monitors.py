@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from drafttrain.data.repetition import tail_run, whole_run
+
 LONGEST_PERIOD = 32  # n-grams up to this length are looked for
-LEAST_REPEATS = 3
 LEAST_TOKENS = 16  # shorter repetition is ordinary text
 
 
@@ -21,7 +22,7 @@ def ends_in_loop(tokens: Sequence[int], stop_ids: frozenset[int] = frozenset()) 
     """The output's tail repeats one n-gram at least three times, over at least 16 tokens. A stopped output never does."""
     if not tokens or tokens[-1] in stop_ids:
         return False
-    return any(_tail_run(tokens, n) >= LEAST_TOKENS for n in range(1, LONGEST_PERIOD + 1))
+    return any(tail_run(tokens, n) >= LEAST_TOKENS for n in range(1, LONGEST_PERIOD + 1))
 
 
 def missed_stop(tokens: Sequence[int], stop_ids: frozenset[int]) -> bool:
@@ -43,17 +44,4 @@ def _longest_run(tokens: Sequence[int], n: int) -> int:
     for i in range(n, len(tokens)):
         equal = equal + 1 if tokens[i] == tokens[i - n] else 0
         best = max(best, equal)
-    return _whole(best, n)
-
-
-def _tail_run(tokens: Sequence[int], n: int) -> int:
-    equal = 0
-    while equal + n < len(tokens) and tokens[-1 - equal] == tokens[-1 - equal - n]:
-        equal += 1
-    return _whole(equal, n)
-
-
-def _whole(equal: int, n: int) -> int:
-    """`equal` tokens that agree with those n earlier make a run of equal + n tokens, if it repeats often enough."""
-    run = equal + n
-    return run if equal and run // n >= LEAST_REPEATS else 0
+    return whole_run(best, n)

@@ -84,6 +84,29 @@ def training_plot(metrics: Path, path: Path) -> Path | None:
     return _save(figure, path)
 
 
+def data_plot(data: Entry | None, path: Path) -> Path | None:
+    """Lengths of the training texts, and what share of supervised tokens the commonest cover; None without either."""
+    if not data or not data.get("lengths"):
+        return None
+    vocabulary = data.get("vocabulary")
+    figure, every = _figure(2 if vocabulary else 1, 9.6 if vocabulary else 5.0)
+    edges, counts = zip(*data["lengths"], strict=True)
+    every[0].bar(range(len(edges)), counts, 0.88, color=_colour(0))
+    every[0].set_xticks(range(len(edges)), [f"{edge:,}" for edge in edges], rotation=45)
+    every[0].set(xlabel="at most so many tokens", ylabel="texts")
+    every[0].set_title("Lengths", loc="left", fontweight="bold")
+    every[0].grid(axis="x", visible=False)
+    if vocabulary:
+        size, share = vocabulary["recommended"], vocabulary["recommended_share"]
+        every[1].plot(*zip(*vocabulary["curve"], strict=True), marker="o", markersize=4, linewidth=1.6, color=_colour(0))
+        every[1].plot([size], [share], marker="o", markersize=8, color=_colour(1), linestyle="none")
+        every[1].annotate(f"{size:,}: {share:.1%}", (size, share), (8, -14), textcoords="offset points", color=_INK)
+        every[1].set_xscale("log", base=2)
+        every[1].set(xlabel="commonest tokens", ylabel="share of supervised tokens", ylim=(0, 1.04))
+        every[1].set_title("What a draft vocabulary covers", loc="left", fontweight="bold")
+    return _save(figure, path)
+
+
 Series = dict[str, list[tuple[float, float]]]
 
 

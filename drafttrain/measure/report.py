@@ -8,7 +8,7 @@ from typing import Any
 from drafttrain.atomic import atomic_write_json, atomic_write_text
 from drafttrain.measure.flags import best
 from drafttrain.measure.markdown import markdown
-from drafttrain.measure.plots import acceptance_plot, speedup_plot, training_plot
+from drafttrain.measure.plots import acceptance_plot, data_plot, speedup_plot, training_plot
 
 SCHEMA_VERSION = 1
 
@@ -45,6 +45,7 @@ def write_report(folder: Path, report: Report, metrics: Path | None = None) -> l
         acceptance_plot(report["checkpoints"], folder / "acceptance.png"),
         speedup_plot(report["checkpoints"], folder / "speedup.png"),
         training_plot(metrics, folder / "training.png") if metrics is not None else None,
+        data_plot((report["training"] or {}).get("data"), folder / "data.png"),
     ]
     figures = [path for path in drawn if path is not None]
     written = [*figures, folder / "report.md", folder / "report.json"]

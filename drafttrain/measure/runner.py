@@ -29,6 +29,7 @@ from drafttrain.measure.speed import Race
 from drafttrain.request import Result
 from drafttrain.targets.adapt import check_whole
 from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.quantised import weights_of
 from drafttrain.verify import POLICIES
 
 
@@ -58,6 +59,7 @@ def measure_checkpoints(
     _check(loaded, checkpoints, decode, options)
     cases, left_out = encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - decode.max_new_tokens)
     notes = [f"{left_out} of {len(prompts)} prompts are too long for the target and were left out"] if left_out else []
+    notes.extend(_other_weights(loaded, checkpoints))
     began = monotonic()
     alone = [c for c in checkpoints if read_meta(c.path).adapter is not None]
     groups = [group for group in ([c for c in checkpoints if c not in alone], *([c] for c in alone)) if group]
@@ -125,6 +127,18 @@ def _rows(
             refs.append(replace(checkpoint, name=f"{checkpoint.name} {name}".strip()))
             rows[refs[-1].name] = row
     return refs, rows
+
+
+def _other_weights(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef]) -> list[str]:
+    """Checkpoints that were trained for the same model with weights of another width."""
+    here, notes = weights_of(loaded.target.fingerprint), []
+    for checkpoint in checkpoints:
+        trained = weights_of(read_meta(checkpoint.path).target.fingerprint)
+        if trained != here:
+            notes.append(
+                f"{checkpoint.name} was trained for this target with {trained} weights, here it drafts for {here} ones"
+            )
+    return notes
 
 
 def _check(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef], decode: DecodeOptions, options: MeasureOptions) -> None:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.kv import KVCache, additive, seen
+from drafttrain.kv import Documents, KVCache, additive, seen
 from drafttrain.ops import library
 from drafttrain.ops.append import append
+from drafttrain.ops.causal import causal
 from drafttrain.ops.rms_norm import norm
 from drafttrain.ops.tree_attention import bits_of, tree_attention
 
@@ -43,14 +44,21 @@ def paged(kv: KVCache | None) -> bool:
 class Step:
     """What all layers of one forward share: positions, what sees what, rotary angles.
 
+    documents: where rows of whole sequences hold several; else None.
     cos_MD, sin_MD: of every position; the sines carry the sign of the half they meet. ancestor_BNN None: causal.
     """
 
     def __init__(
-        self, kv: KVCache | None, position_BN: Tensor, ancestor_BNN: Tensor | None, cos_MD: Tensor, sin_MD: Tensor
+        self,
+        kv: KVCache | None,
+        position_BN: Tensor,
+        ancestor_BNN: Tensor | Documents | None,
+        cos_MD: Tensor,
+        sin_MD: Tensor,
     ) -> None:
         self.kv, self.position_BN, self.cos_MD, self.sin_MD = kv, position_BN, cos_MD, sin_MD
-        self.ancestor_BNN = ancestor_BNN
+        self.documents = ancestor_BNN if isinstance(ancestor_BNN, Documents) else None
+        self.ancestor_BNN = None if isinstance(ancestor_BNN, Documents) else ancestor_BNN
         self._angles: tuple[Tensor, Tensor] | None = None
         self._bits_BN: Tensor | None = None
         self._masks: dict[tuple[int | None, int], Tensor | None] = {}
@@ -60,7 +68,7 @@ class Step:
         self.in_two = few and not self.compiled and paged(kv)
         if self.compiled:
             self.position_BN = position_BN.contiguous()
-            self.ancestor_BNN = None if ancestor_BNN is None else ancestor_BNN.contiguous()
+            self.ancestor_BNN = None if self.ancestor_BNN is None else self.ancestor_BNN.contiguous()
 
     def turn(self, x_BNhD: Tensor) -> Tensor:
         """Rotate each head's vector to its position (Su et al. 2021), halves paired as transformers pairs them."""
@@ -87,15 +95,8 @@ class Step:
         return self._masks[window, groups]
 
     def _mask(self, window: int | None, groups: int) -> Tensor | None:
-        kv, N, device = self.kv, self.position_BN.shape[1], self.position_BN.device
-        if kv is None:
-            if self.ancestor_BNN is not None:
-                return additive(seen(None, self.ancestor_BNN, self.position_BN, window), self.cos_MD.dtype)
-            if window is None or window >= N:
-                return None
-            apart_NN = torch.arange(N, device=device)[:, None] - torch.arange(N, device=device)
-            return additive(((apart_NN >= 0) & (apart_NN < window))[None], self.cos_MD.dtype)
-        if N == 1 and kv.even and (window is None or kv.longest < window):
+        kv, N = self.kv, self.position_BN.shape[1]
+        if kv is not None and N == 1 and kv.even and (window is None or kv.longest < window):
             return None
         return additive(seen(kv, self.ancestor_BNN, self.position_BN, window).repeat(1, groups, 1), self.cos_MD.dtype)
 
@@ -139,10 +140,7 @@ def reference(qkv_BNX: Tensor, step: Step, layer: int, shape: Heads) -> Tensor:
         k_BNhD = step.turn(norm(shape.k_norm, k_BNhD)[1])
     k_BhND, v_BhND = k_BNhD.transpose(1, 2), v_BNhD.transpose(1, 2)
     if step.kv is None:
-        mask = step.mask(shape.window, 1)
-        out_BhND = F.scaled_dot_product_attention(
-            q_BNhD.transpose(1, 2), k_BhND, v_BhND, mask, is_causal=mask is None, scale=shape.scale, enable_gqa=True
-        )
+        out_BhND = whole(q_BNhD.transpose(1, 2), k_BhND, v_BhND, step, shape)
         return out_BhND.transpose(1, 2).reshape(B, N, h * D)
     keys_BhPD, values_BhPD = step.kv.write(layer, k_BhND, v_BhND)
     # the query heads of one KV head become rows of one attention: no key is repeated in memory
@@ -152,3 +150,11 @@ def reference(qkv_BNX: Tensor, step: Step, layer: int, shape: Heads) -> Tensor:
         rows_BhRD, keys_BhPD, values_BhPD, step.mask(shape.window, groups), scale=shape.scale
     )
     return out_BhRD.view(B, k, groups, N, D).permute(0, 3, 1, 2, 4).reshape(B, N, h * D)
+
+
+def whole(q_BhND: Tensor, k_BhND: Tensor, v_BhND: Tensor, step: Step, shape: Heads) -> Tensor:
+    """[B, h, N, D] of whole sequences."""
+    if step.ancestor_BNN is None:
+        return causal(q_BhND, k_BhND, v_BhND, step.documents, shape.window, shape.scale)
+    mask = step.mask(shape.window, 1)
+    return F.scaled_dot_product_attention(q_BhND, k_BhND, v_BhND, mask, scale=shape.scale, enable_gqa=True)

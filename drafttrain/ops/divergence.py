@@ -15,6 +15,8 @@ from drafttrain.ops import jit
 
 NAMES = ("ce", "kl", "rkl", "jsd", "tvd", "lk")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+AT_ONCE = {"cpu": 1 << 20}  # logits that the twin works on at once, so that its intermediate results stay in the cache
+ELSEWHERE = 1 << 24  # on other devices: few launches, and still little beside a chunk
 
 
 class Outcome(NamedTuple):
@@ -41,10 +43,10 @@ def outcome(
     law_logits_CV may hold -inf. Ties of the likeliest token go to the lowest index. into: where the slope is written;
     logits_CV itself will do, and halves the memory.
     """
-    if not _serves(logits_CV, law_logits_CV, into):
-        return reference(logits_CV, law_logits_CV, label_C, name, want_slope, into)
     if want_slope and into is None:
         into = torch.empty_like(logits_CV)
+    if not _serves(logits_CV, law_logits_CV, into):
+        return _by_rows(logits_CV, law_logits_CV, label_C, name, into if want_slope else None)
     from drafttrain.kernels.triton import divergence as kernels
 
     found = Outcome(
@@ -61,6 +63,18 @@ def outcome(
 def _serves(logits_CV: Tensor, law_logits_CV: Tensor, into: Tensor | None) -> bool:
     given = [logits_CV, law_logits_CV] + ([] if into is None else [into])
     return all(x.dtype in DTYPES and x.stride(1) == 1 for x in given) and jit.serves(logits_CV)
+
+
+def _by_rows(logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str, into: Tensor | None) -> Outcome:
+    """`reference`, some rows at a time: what it has in memory meanwhile does not grow with their number."""
+    rows = max(1, AT_ONCE.get(logits_CV.device.type, ELSEWHERE) // logits_CV.shape[1])
+    parts: list[tuple[Tensor, ...]] = []
+    for start in range(0, max(len(label_C), 1), rows):
+        at = slice(start, start + rows)
+        slope_RV = None if into is None else into[at]
+        parts.append(reference(logits_CV[at], law_logits_CV[at], label_C[at], name, into is not None, slope_RV)[:3])
+    loss_C, hit_C, mass_C = (torch.cat([part[i] for part in parts]) for i in range(3))
+    return Outcome(loss_C, hit_C, mass_C, into)
 
 
 def reference(

@@ -16,21 +16,21 @@ GROUP = 32
 
 
 class Quantised:
-    """x W^T with a quantised W. Its twin is the product with `widened`."""
+    """x W^T with a quantised W. Its twin is the product with `widened`. packed: by torch's own kernels where they serve."""
 
-    def __init__(self, weight_OI: Tensor, bits: int) -> None:
+    def __init__(self, weight_OI: Tensor, bits: int, packed: bool = True) -> None:
         self.bits, self.inputs = bits, weight_OI.shape[1]
         # in whole groups: torch's int8 kernel reads past the end of rows of other lengths
         weight_OI = F.pad(weight_OI.detach().float(), (0, -self.inputs % GROUP))
         if bits == 8:
             self.scale = scales(weight_OI, 127)
             self.code = (weight_OI / self.scale[:, None]).round().to(torch.int8)
-            self.packed = weight_OI.device.type == "cpu"
+            self.packed = packed and weight_OI.device.type == "cpu"
             return
         grouped_OGI = weight_OI.reshape(len(weight_OI), -1, GROUP)
         self.scale = scales(grouped_OGI, 7)
         code_OI = (grouped_OGI / self.scale[..., None]).round().flatten(1).to(torch.int32) + 8
-        self.packed = weight_OI.device.type == "cpu" and weight_OI.shape[0] % 16 == 0
+        self.packed = packed and weight_OI.device.type == "cpu" and weight_OI.shape[0] % 16 == 0
         if self.packed:
             self.code = torch.ops.aten._convert_weight_to_int4pack_for_cpu(code_OI, 1)
             zero_GO2 = torch.stack([self.scale, torch.zeros_like(self.scale)], -1).transpose(0, 1)
@@ -54,6 +54,12 @@ class Quantised:
             return (self.code.to(dtype) * self.scale[:, None].to(dtype))[:, : self.inputs]
         code_OI = torch.stack([self.code & 15, self.code >> 4], -1).flatten(1).to(dtype) - 8
         return (code_OI.reshape(len(code_OI), -1, GROUP) * self.scale[..., None].to(dtype)).flatten(1)[:, : self.inputs]
+
+
+def stored_bytes(outputs: int, inputs: int, bits: int) -> int:
+    """Of the codes and scales of a weight."""
+    groups = -(-inputs // GROUP)
+    return outputs * (groups * GROUP * bits // 8 + 4 * (1 if bits == 8 else groups))
 
 
 def scales(weight: Tensor, largest: int) -> Tensor:

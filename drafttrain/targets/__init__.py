@@ -13,8 +13,11 @@ class TargetOptions:
     path: str | None = None  # directory or hub id, for hf
     revision: str | None = None
     dtype: str = "float32"  # float32 | bfloat16 | float16
+    weights: str | None = None  # int8, int4: of the blocks' linear maps, quantised as they are loaded; the target is that model
     device: str = "auto"  # auto | cpu | cuda | cuda:1 ...
     attention: str = "sdpa"  # transformers' attn_implementation: sdpa | eager
     runner: str = "auto"  # fast: our own forward, for the Llama family. hf: transformers'. auto: fast where it can
     trust_remote_code: bool = False
     tensor_parallel: int = 1  # processes, each with its own GPU, that share one target; as many as were started
+    prefetch: bool = False  # fit: its forward for the next batch is begun before the drafter's step, on a GPU beside it
+    placement: str = "auto"  # fit: replicated | zero3 | tensor_parallel. auto: from free memory (docs/scaling.md)

@@ -54,7 +54,7 @@ def companion(target: HFTarget, path: str, revision: str | None) -> Companion:
     Where its tokens are the target's, its vocabulary is brought to the target's size: models of one tokenizer are often
     padded to different sizes. Raises UserError for a path without a usable model, or a vocabulary that fits neither way.
     """
-    where = _path(path)
+    where = readable(path)
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -102,7 +102,9 @@ def _narrow(text: Any, target: HFTarget, width: int) -> None:
     shape = target.shape
     heads = width // shape.head_dim
     if width < shape.head_dim or width % shape.head_dim:
-        raise UserError(f"drafter.width is {width}; the target's heads are {shape.head_dim} wide, choose a multiple of that")
+        raise UserError(
+            f"drafter.hidden_size is {width}; the target's heads are {shape.head_dim} wide, choose a multiple of that"
+        )
     kv_heads = max(n for n in range(1, min(shape.kv_heads, heads) + 1) if heads % n == 0)
     for name in SIZES:
         if getattr(text, name, None) is not None:
@@ -137,7 +139,7 @@ def _load(where: str, revision: str | None, config: PreTrainedConfig) -> tuple[A
 def _check(lm: HFTarget, path: str) -> None:
     try:
         lm.eval()
-        probe(lm)
+        lm.trees = probe(lm)
         lm.train()
     except Exception as error:  # whatever a model raises that does not know this cache
         raise UserError(f"drafter.path {path!r} cannot draft with a KV cache of ours: {_short(error)}") from error
@@ -150,7 +152,8 @@ def _tokenizer(where: str, revision: str | None) -> Any:
         return None
 
 
-def _path(path: str) -> str:
+def readable(path: str) -> str:
+    """The directory or hub id to load from. Raises UserError where there is none."""
     folder = Path(path).expanduser()
     if folder.exists():
         if not (folder / "config.json").is_file():

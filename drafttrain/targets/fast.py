@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafttrain.kv import KVCache
+from drafttrain.kv import Documents, KVCache
+from drafttrain.layers import recomputed
 from drafttrain.ops import library
 from drafttrain.ops.attend import Heads, Step, attend
 from drafttrain.ops.blocks import Blocks, BlockWeights
@@ -142,6 +143,7 @@ class FastTarget(HFTarget):
     name = "fast"
     hooked = False  # transformers' own forward is left as it is: the baseline beside us
     captured = True
+    recomputes = False
     joins = True
 
     def _prepare(self) -> None:
@@ -158,6 +160,9 @@ class FastTarget(HFTarget):
         if self.frozen:
             self._join(share=True)
 
+    def _attends(self) -> bool:
+        return True
+
     def _join(self, share: bool) -> None:
         size = sum(p.numel() * p.element_size() for p in self.model.parameters())
         for joint in self._joints:
@@ -166,6 +171,15 @@ class FastTarget(HFTarget):
         whole = [w for w in weights if w is not None]
         if len(whole) == len(weights) and library.has_product() and self.part.size == 1:
             self._blocks = Blocks(whole, self._chain[0].before.variance_epsilon)
+
+    def recompute(self) -> None:
+        self.recomputes = True
+
+    def free(self) -> None:
+        self._blocks = None
+        for joint in self._joints:
+            joint.split()
+        super().free()
 
     def train(self, mode: bool = True) -> FastTarget:
         super().train(mode)
@@ -204,7 +218,7 @@ class FastTarget(HFTarget):
         self,
         token_BN: Tensor,
         kv: KVCache | None,
-        ancestor_BNN: Tensor | None,
+        ancestor_BNN: Tensor | Documents | None,
         position_BN: Tensor,
         taps: Taps,
         logit_row_BR: Tensor | None = None,
@@ -218,7 +232,7 @@ class FastTarget(HFTarget):
             x_BNH, delta_BNH, hidden = self._blocks.run(x_BNH, step, tuple(sorted(taps.blocks)))
             last = -1
         for number, block in enumerate(self._chain[: last + 1]):
-            x_BNH, delta_BNH = block.forward(x_BNH, delta_BNH, step, number)
+            x_BNH, delta_BNH = recomputed(self.recomputes, block.forward, x_BNH, delta_BNH, step, number)
             if number in taps.blocks:
                 x_BNH, delta_BNH = x_BNH + delta_BNH, None
                 hidden[number] = x_BNH

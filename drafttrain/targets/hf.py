@@ -16,8 +16,9 @@ from transformers import Cache, PreTrainedModel
 
 from drafttrain.errors import UserError
 from drafttrain.fingerprint import fingerprint_of
-from drafttrain.kv import KVCache, additive, seen
+from drafttrain.kv import Documents, KVCache, additive, seen
 from drafttrain.target import FINAL, PrunedTarget, Taps, TargetOut, TargetShape
+from drafttrain.targets.attention import take_over
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.substitute import restore, substitute
 
@@ -86,11 +87,13 @@ class HFTarget(PrunedTarget):
         self._window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._accepts = frozenset(inspect.signature(model.base_model.forward).parameters)
+        self.unmasked = False  # whole sequences need no mask, however long they are
         self.fingerprint = ""
         if frozen:
             model.requires_grad_(False).eval()
             self.fingerprint = self._fingerprint()
         self._prepare()
+        self.unmasked = self._attends()
         if frozen:
             try:
                 self.trees = probe(self)
@@ -104,6 +107,9 @@ class HFTarget(PrunedTarget):
 
     def _prepare(self) -> None:
         """What another runner of the same modules needs before its first forward."""
+
+    def _attends(self) -> bool:
+        return take_over(self)
 
     def _fingerprint(self) -> str:
         return fingerprint_of(self.model)
@@ -147,7 +153,7 @@ class HFTarget(PrunedTarget):
         self,
         token_BN: Tensor,
         kv: KVCache | None,
-        ancestor_BNN: Tensor | None,
+        ancestor_BNN: Tensor | Documents | None,
         position_BN: Tensor,
         taps: Taps,
         logit_row_BR: Tensor | None = None,
@@ -158,7 +164,10 @@ class HFTarget(PrunedTarget):
         inputs["use_cache"] = kv is not None
         if kv is not None:
             inputs["past_key_values"] = SlotCache(kv)
-        if kv is not None or ancestor_BNN is not None:
+        if kv is None and self.unmasked and not isinstance(ancestor_BNN, Tensor):
+            inputs |= {"whole": True, "documents": ancestor_BNN}
+            inputs["attention_mask"] = self._by_layer(token_BN.new_zeros(1, 1, 1, 1))  # one that is there: none is made
+        elif kv is not None or ancestor_BNN is not None:
             inputs["attention_mask"] = self._mask(kv, ancestor_BNN, position_BN)
         self._captured, self._wanted = {}, frozenset(taps.blocks)
         final_BNH = self.backbone[0](**inputs).last_hidden_state
@@ -175,12 +184,18 @@ class HFTarget(PrunedTarget):
         rows_BRH = final_BNH.gather(1, logit_row_BR[..., None].expand(-1, -1, final_BNH.shape[-1]))
         return TargetOut(self.head(rows_BRH), hidden)
 
-    def _mask(self, kv: KVCache | None, ancestor_BNN: Tensor | None, position_BN: Tensor) -> Any:
+    def _mask(self, kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor) -> Any:
         """Additive [B, 1, N, P]; for models that mix full and sliding layers, one per layer type."""
         full = additive(seen(kv, ancestor_BNN, position_BN, None), self.dtype)
         if self._window is None:
             return full
-        sliding = additive(seen(kv, ancestor_BNN, position_BN, self._window), self.dtype)
+        return self._by_layer(full, additive(seen(kv, ancestor_BNN, position_BN, self._window), self.dtype))
+
+    def _by_layer(self, full: Tensor, sliding: Tensor | None = None) -> Any:
+        """As the model takes masks: one for all layers, or one for each kind of them. sliding: of a window; None: the same."""
+        sliding = full if sliding is None else sliding
+        if self._window is None:
+            return full
         return {"full_attention": full, "sliding_attention": sliding} if self._layer_types else sliding
 
     def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
@@ -200,7 +215,10 @@ class HFTarget(PrunedTarget):
         model: Any = type(self.model)(config)
         missing = model.load_state_dict(self.model.state_dict(), strict=False).missing_keys
         assert not missing, f"a pruned copy lacks {missing}"
-        return type(self)(model.to(self.device, torch.float32), self.stop_ids, frozen=False)
+        return self._trainable(model.to(self.device, torch.float32))
+
+    def _trainable(self, model: PreTrainedModel) -> HFTarget:
+        return type(self)(model, self.stop_ids, frozen=False)
 
     def scratch(self, blocks: int, width: int | None) -> HFTarget:
         """A trainable model of this architecture, freshly initialised."""
@@ -223,6 +241,15 @@ class HFTarget(PrunedTarget):
             warnings.simplefilter("ignore", UserWarning)  # it finds out by itself which way round a weight lies, and says so
             inject_adapter_in_model(config, self.model)
         self._prepare()
+
+    def recompute(self) -> None:
+        model: Any = self.model
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # before 5.23
+        enable({"use_reentrant": False})
+
+    def free(self) -> None:
+        """Give the weights' memory back; nothing can be computed any more."""
+        self.model.to("meta")  # type: ignore[arg-type]
 
     def train(self, mode: bool = True) -> HFTarget:
         super().train(mode)

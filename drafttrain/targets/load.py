@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from drafttrain.errors import UserError
+from drafttrain.ops.quantised import BITS
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget, shape_of
 from drafttrain.targets.parallel import WHOLE, Part
-from drafttrain.targets.split import check_divides, split_target
+from drafttrain.targets.quantised import QuantisedTarget
+from drafttrain.targets.sharded import ShardedTarget, Shards
+from drafttrain.targets.split import SplitTarget, check_divides, split_target
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,23 +36,26 @@ class LoadedTarget:
     description: dict[str, Any]
 
 
-def load_target(options: TargetOptions, part: Part = WHOLE) -> LoadedTarget:
-    """part: of the target that this process is to hold, while others load the rest.
+def load_target(
+    options: TargetOptions, part: Part = WHOLE, shards: Shards | None = None, kind: type[SplitTarget] = SplitTarget
+) -> LoadedTarget:
+    """part: of the target that this process is to hold, while others load the rest, as a target of this kind. shards: they
+    hold the blocks together instead.
 
     Raises UserError for an unknown kind, a missing path, a directory without a usable model, one that cannot be split so.
     """
-    path = _path_of(options)
-    if options.dtype not in DTYPES:
-        raise UserError(f"target.dtype is {options.dtype!r}; choose one of {', '.join(DTYPES)}")
+    path = path_of(options)
+    check_options(options, shared=part.size > 1 or shards is not None)
     shared = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **shared)
         if part.size > 1:
             check_divides(shape_of(config.get_text_config()), part.size)
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[options.dtype], attn_implementation=options.attention, use_safetensors=True, **shared
-        )
+        with nullcontext() if shards is None else shards.loading():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=DTYPES[options.dtype], attn_implementation=options.attention, use_safetensors=True, **shared
+            )
     except UserError:
         raise
     except (OSError, ValueError, ImportError) as error:
@@ -57,8 +64,16 @@ def load_target(options: TargetOptions, part: Part = WHOLE) -> LoadedTarget:
     runner, device, stop_ids = _runner(options.runner, model, part), device_of(options.device), _stop_ids(model, tokenizer)
     if device.type == "cpu":
         keep_freed_memory()
-    parameters = sum(p.numel() for p in model.parameters())
-    target = runner(model.to(device), stop_ids) if part.size == 1 else split_target(model, part, device, stop_ids)
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    target: HFTarget
+    if shards is not None:
+        target = ShardedTarget(model, shards, stop_ids)
+    elif part.size > 1:
+        target = split_target(model, part, device, stop_ids, kind)
+    elif options.weights is not None:
+        target = QuantisedTarget(model, options.weights, device, stop_ids)
+    else:
+        target = runner(model.to(device), stop_ids)
     if len(tokenizer) > target.shape.vocab_size:
         raise UserError(
             f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
@@ -67,11 +82,35 @@ def load_target(options: TargetOptions, part: Part = WHOLE) -> LoadedTarget:
     return LoadedTarget(target, tokenizer, path, _description(options, target, parameters))
 
 
+def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
+    """The target's tokenizer alone. Raises UserError as `load_target` does."""
+    path = path_of(options)
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"target.path {path!r} has no tokenizer that transformers can load: {reason}") from error
+
+
+def check_options(options: TargetOptions, shared: bool = False) -> None:
+    """Raise UserError for settings that there are not, or that do not go together. shared: by several processes."""
+    if options.dtype not in DTYPES:
+        raise UserError(f"target.dtype is {options.dtype!r}; choose one of {', '.join(DTYPES)}")
+    if options.weights not in (None, *BITS):
+        raise UserError(f"target.weights is {options.weights!r}; choose {' or '.join(BITS)}, or null")
+    if options.weights is None:
+        return
+    if shared:
+        raise UserError(f"target.weights={options.weights} needs the whole target in every process; set target.weights=null")
+    if options.runner == "fast":
+        raise UserError(f"target.runner=fast reads whole weights, target.weights is {options.weights}; set target.runner=hf")
+
+
 def _description(options: TargetOptions, target: HFTarget, parameters: int) -> dict[str, Any]:
-    described = {name: getattr(options, name) for name in ("name", "path", "revision", "dtype", "tensor_parallel")}
+    described = {name: getattr(options, name) for name in ("name", "path", "revision", "dtype", "weights", "tensor_parallel")}
     described |= {
         "runner": target.name,
-        "runner_reason": why_not(target.model) if options.runner == "auto" else None,
+        "runner_reason": _why_slow(options, target),
         "architecture": type(target.model).__name__,
         "parameters": parameters,
         "fingerprint": target.fingerprint,
@@ -79,7 +118,16 @@ def _description(options: TargetOptions, target: HFTarget, parameters: int) -> d
     return described | asdict(target.shape)
 
 
-def _path_of(options: TargetOptions) -> str:
+def _why_slow(options: TargetOptions, target: HFTarget) -> str | None:
+    """Why `auto` did not choose the fast runner; None where it did."""
+    if options.runner != "auto" or target.name == "fast":
+        return None
+    if options.weights is not None:
+        return f"its weights are {options.weights}"
+    return why_not(target.model) or "its weights are spread over processes"
+
+
+def path_of(options: TargetOptions) -> str:
     if options.name == "embedded":
         return str(EMBEDDED)
     if options.name != "hf":

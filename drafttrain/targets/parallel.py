@@ -66,7 +66,7 @@ class Part:
         if self.size == 1:
             return value
         box = [value]
-        distributed.broadcast_object_list(box, src=0, group=self.group)
+        distributed.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
     def check(self, value: object) -> None:

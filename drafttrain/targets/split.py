@@ -39,6 +39,8 @@ class Whole:
 class SplitTarget(FastTarget):
     """One process's part of a FastTarget. All processes of its group make the same calls in the same order."""
 
+    splits_head = True
+
     def __init__(self, model: PreTrainedModel, whole: Whole, part: Part, stop_ids: frozenset[int] = frozenset()) -> None:
         self.part, self.whole = part, whole
         super().__init__(model, stop_ids)
@@ -55,19 +57,25 @@ class SplitTarget(FastTarget):
 
     def pruned(self, blocks: int) -> NoReturn:
         raise UserError(
-            f"this drafter copies whole blocks of the target, and each of target.tensor_parallel={self.part.size} processes "
+            f"this drafter copies whole blocks of the target, and each of {self.part.size} processes that share it "
             "holds a slice of them; choose a family with layers of its own, or a target that fits one device"
         )
 
 
 def split_target(
-    model: PreTrainedModel, part: Part, device: torch.device, stop_ids: frozenset[int] = frozenset()
+    model: PreTrainedModel,
+    part: Part,
+    device: torch.device,
+    stop_ids: frozenset[int] = frozenset(),
+    kind: type[SplitTarget] = SplitTarget,
 ) -> SplitTarget:
     """Split a whole model where it was loaded, and bring this process's part to the device, which never holds more."""
     model.requires_grad_(False).eval()
     whole = whole_of(model, part)
-    split(model, part)
-    return SplitTarget(model.to(device), whole, part, stop_ids)  # type: ignore[arg-type]
+    split_blocks(model, part)
+    if kind.splits_head:
+        split_head(model, part)
+    return kind(model.to(device), whole, part, stop_ids)  # type: ignore[arg-type]
 
 
 def whole_of(model: Any, part: Part) -> Whole:
@@ -91,8 +99,8 @@ def check_divides(shape: TargetShape, size: int) -> None:
 
 
 @torch.no_grad()
-def split(model: Any, part: Part) -> None:
-    """Keep this process's slices of a Llama-like model, as copies; the rest is freed as it goes.
+def split_blocks(model: Any, part: Part) -> None:
+    """Keep this process's slices of a Llama-like model's blocks, as copies; the rest is freed as it goes.
 
     The model's own forward stays right, in lock step too: what completes a slice's product hangs on its module.
     """
@@ -103,6 +111,10 @@ def split(model: Any, part: Part) -> None:
         for linear in (attention.o_proj, mlp.down_proj):
             _keep_columns(linear, part)
             linear.register_forward_hook(lambda module, args, out: part.sum(out))
+
+
+@torch.no_grad()
+def split_head(model: Any, part: Part) -> None:
     head, vocabulary = model.get_output_embeddings(), model.get_output_embeddings().out_features
     _keep_rows(head, part)
     head.register_forward_hook(lambda module, args, out: part.joined(out, vocabulary))

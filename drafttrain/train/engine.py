@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafttrain.errors import UserError
-from drafttrain.train import DeepSpeedOptions, TrainOptions
+from drafttrain.losses import Objective
+from drafttrain.train import DeepSpeedOptions, TrainOptions, shards
+from drafttrain.train.optimizer import OPTIMIZERS, make_optimizer
+from drafttrain.train.shards import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +48,29 @@ class World:
         torch.distributed.broadcast_object_list(box, src=0)
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value by rank, on all of them. Plain values only."""
+        values = [value] * self.size
+        if self.size > 1:
+            torch.distributed.all_gather_object(values, value)
+        return values
+
     def wait(self) -> None:
         if self.size > 1:
             torch.distributed.barrier()
 
 
-def join_world(device: torch.device) -> World:
-    """Start the process group from torchrun's environment; a lone process makes a group of its own, once."""
+def join_world(device: torch.device, hang_timeout: float = 0.0) -> World:
+    """Start the process group from torchrun's environment; a lone process makes a group of its own, once.
+
+    hang_timeout: seconds after which a hanging step is reported; processes that wait for each other give up later than that.
+    """
     if not torch.distributed.is_initialized():
         lone = {} if "RANK" in os.environ else _lone_environment()
         os.environ |= lone
-        with _hushed():
+        with hushed():
             backend = "nccl" if device.type == "cuda" else "gloo"
-            _deepspeed().init_distributed(backend, verbose=False, timeout=timedelta(minutes=30))
+            load_deepspeed().init_distributed(backend, verbose=False, timeout=timedelta(minutes=30, seconds=hang_timeout))
         for name in lone.keys() - {"LOCAL_RANK"}:  # processes started from here are no part of this group
             del os.environ[name]
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size())
@@ -79,7 +90,7 @@ def leave_world(world: World) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _deepspeed() -> Any:
+def load_deepspeed() -> Any:
     """DeepSpeed without its shared-memory collectives for CPUs: a build of minutes for a call that training never makes."""
     import deepspeed
     import deepspeed.ops
@@ -88,8 +99,17 @@ def _deepspeed() -> Any:
     return deepspeed
 
 
+def head_exchange() -> Callable[..., Tensor]:
+    """DeepSpeed Ulysses' all-to-all: (group, x, scattered dimension, gathered dimension, batch dimension) -> x."""
+    load_deepspeed()
+    from deepspeed.sequence.layer import _SeqAllToAll
+
+    found: Callable[..., Tensor] = _SeqAllToAll.apply
+    return found
+
+
 @contextmanager
-def _hushed() -> Iterator[None]:
+def hushed() -> Iterator[None]:
     """DeepSpeed prints notes of its own while it starts; what goes wrong is raised, not printed."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
@@ -104,7 +124,7 @@ class Engine:
 
     def __init__(
         self,
-        objective: nn.Module,
+        objective: Objective,
         options: TrainOptions,
         deepspeed: DeepSpeedOptions,
         world: World,
@@ -113,20 +133,14 @@ class Engine:
         """apart: a part of the objective whose learning rate is another one."""
         self.world, self.stage = world, deepspeed.zero_stage
         self.accumulation = accumulation(options, world)
-        trained = [p for p in objective.parameters() if p.requires_grad]
-        other = set() if apart is None else set(apart.parameters())
-        groups = [[p for p in trained if p not in other], [p for p in trained if p in other]]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": group} for group in groups if group],
-            lr=options.lr,
-            betas=(options.betas[0], options.betas[1]),
-            weight_decay=options.weight_decay,
-        )
-        library = _deepspeed()
-        with _hushed():
+        names = {p: name for name, p in objective.named_parameters() if p.requires_grad}
+        self._optimizer = make_optimizer(objective, options, apart)
+        self._groups = [[(names[p], p) for p in group["params"]] for group in self._optimizer.param_groups]
+        library = load_deepspeed()
+        with hushed():
             self.engine, self._wrapped, _, _ = library.initialize(
                 model=objective,
-                model_parameters=trained,
+                model_parameters=list(names),
                 optimizer=self._optimizer,
                 config=settings(options, deepspeed, self.accumulation),
             )
@@ -141,8 +155,8 @@ class Engine:
 
     def step(self, lr: float, scale: float = 1.0) -> float:
         """One optimiser step at this rate, what stands apart at `scale` times it; the norm of the gradient before clipping."""
-        for number, group in enumerate(self._wrapped.param_groups):
-            group["lr"] = lr * scale if number else lr
+        for group in self._wrapped.param_groups:
+            group["lr"] = lr * scale if group["apart"] else lr
         before = self._norm() if self.stage == 0 else 0.0
         self.engine.step()
         known = self.engine.get_global_grad_norm()
@@ -156,73 +170,97 @@ class Engine:
         gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
-    @contextmanager
-    def whole(self) -> Iterator[nn.Module]:
-        """The module with all parameters in place on every process (ZeRO-3 shards them otherwise)."""
-        parameters = list(self.engine.module.parameters())
-        context = self._gathered(parameters, modifier_rank=None) if self.stage == 3 else contextlib.nullcontext()
-        with context:
-            yield self.engine.module
+    def whole_state(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """These tensors of the module on the first process's host, gathered one by one where sharded; none on others."""
+        tensors, state = self._tensors(), {}
+        for name in names:
+            with self._whole_tensor(tensors[name]):
+                if self.world.first:
+                    state[name] = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
+        return state
 
-    def save_state(self, directory: Path) -> None:
-        """This process's share of the optimiser: master weights and moments, as safetensors."""
-        tensors = {}
-        for name, parameter in self._shares():
-            tensors[f"{name}.weight"] = parameter.detach()
-            tensors |= {f"{name}.{key}": value for key, value in self._base.state[parameter].items()}
-        plain = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
-        save_file(plain, directory / f"optimizer-{self.world.rank:05d}.safetensors")
-        if self.world.first:
-            (directory / "optimizer.json").write_text(json.dumps({"processes": self.world.size, "zero_stage": self.stage}))
+    def save_state(self, directory: Path) -> Path:
+        """This process's share of the optimiser: master weights and moments. Gives the file."""
+        file = directory / f"optimizer-{self.world.rank:05d}.safetensors"
+        shards.write(self._shares(), self._base.state, file)
+        return file
 
     def load_state(self, directory: Path, weights: dict[str, Tensor]) -> None:
-        """Take up `save_state` and the module's weights. Raises UserError for another number of processes or ZeRO stage."""
-        saved = json.loads((directory / "optimizer.json").read_text())
-        if (saved["processes"], saved["zero_stage"]) != (self.world.size, self.stage):
-            raise UserError(
-                f"{directory} was written by {saved['processes']} processes at ZeRO stage {saved['zero_stage']}, "
-                f"this run has {self.world.size} at stage {self.stage}; resume with the same, or start anew without resume"
-            )
+        """Take up the module's weights, and this process's share of what `save_state` wrote, by any number at any stage."""
+        tensors = self._tensors()
+        for name in sorted(weights):  # in one order on every process
+            with self._whole_tensor(tensors[name], modifier_rank=0), torch.no_grad():
+                tensors[name].copy_(weights[name])
+        shards.read(self._shares(), self._base.state, directory)
+        if any(group.get("fused") or group.get("capturable") for group in self._base.param_groups):
+            for owner, kept in self._base.state.items():  # these count on the device
+                kept |= {key: value.to(owner.device) for key, value in kept.items() if torch.is_tensor(value)}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name; a tied matrix has two names."""
         module = self.engine.module
-        parameters = dict(module.named_parameters(remove_duplicate=False))  # a tied matrix has two names
-        parameters |= dict(module.named_buffers())
-        gathered = self._gathered(list(module.parameters()), modifier_rank=0) if self.stage == 3 else contextlib.nullcontext()
-        with gathered, torch.no_grad():
-            for name, tensor in weights.items():
-                parameters[name].copy_(tensor)
-        tensors = load_file(directory / f"optimizer-{self.world.rank:05d}.safetensors")
-        with torch.no_grad():
-            for name, parameter in self._shares():
-                parameter.copy_(tensors.pop(f"{name}.weight"))
-                keys = [key for key in tensors if key.startswith(f"{name}.")]
-                self._base.state[parameter] = {key.removeprefix(f"{name}."): tensors.pop(key) for key in keys}
-        assert not tensors, f"optimizer state has unknown entries {list(tensors)[:3]}"
+        return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+
+    def _whole_tensor(self, tensor: Tensor, modifier_rank: int | None = None) -> AbstractContextManager[Any]:
+        sharded = self.stage == 3 and hasattr(tensor, "ds_id")
+        return self._gathered([tensor], modifier_rank=modifier_rank) if sharded else contextlib.nullcontext()
 
     @property
     def _base(self) -> torch.optim.Optimizer:
         """The torch optimiser inside whatever DeepSpeed wrapped around it."""
         return getattr(self._wrapped, "optimizer", self._wrapped)
 
-    def _shares(self) -> Iterator[tuple[str, Tensor]]:
-        """What this process optimises, named. ZeRO-3 shows its partitions to the optimiser only while it steps."""
-        if self.stage == 3:
-            yield from ((str(i), part) for i, part in enumerate(self._wrapped.fp32_partitioned_groups_flat))
-            return
-        for g, group in enumerate(self._base.param_groups):
-            for i, parameter in enumerate(group["params"]):
-                yield f"{g}.{i}", parameter
+    def _shares(self) -> list[Share]:
+        """What this process optimises of each trained parameter, from DeepSpeed's maps of its flat partitions."""
+        shares = []
+        for g, group in enumerate(self._groups):
+            for i, (name, parameter) in enumerate(group):
+                if hasattr(parameter, "ds_id"):
+                    shares.append(self._sharded(name, parameter))
+                elif not hasattr(parameter, "_hp_mapping"):  # stage 0: every process has all of it, and saves an equal part
+                    size = parameter.numel()
+                    edges = [size * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1)]
+                    shares.append(Share(name, 0, size, self._base.param_groups[g]["params"][i], 0, range(*edges)))
+                elif (mapped := parameter._hp_mapping) is not None:  # stages 1, 2: None where another process has it
+                    flat, lp, hp = (
+                        self._base.param_groups[g]["params"][0],
+                        mapped.lp_fragment_address,
+                        mapped.hp_fragment_address,
+                    )
+                    shares.append(Share(name, lp.start, lp.numel, flat, hp.start, range(lp.numel)))
+        return shares
+
+    def _sharded(self, name: str, parameter: Any) -> Share:
+        """ZeRO-3 cuts each parameter into equal parts, the last ones padded."""
+        group, offset, padded = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
+        start = min(self.world.rank * padded, parameter.ds_numel)
+        length = min(padded, parameter.ds_numel - start)
+        return Share(name, start, length, self._wrapped.fp32_partitioned_groups_flat[group], offset, range(length))
+
+
+def divided(options: TrainOptions, world: World) -> TrainOptions:
+    """With the largest micro-batch, no larger than asked for, into which a process's share of the batch divides. Raises
+    UserError for a batch that does not divide among the processes, or for these not among those that hold a sequence.
+    """
+    together = options.sequence_parallel
+    if together < 1 or world.size % together:
+        raise UserError(
+            f"train.sequence_parallel is {together}; set it to a divisor of the number of processes, {world.size}, by "
+            "launcher.nproc or torchrun's --nproc-per-node"
+        )
+    share, over = divmod(options.global_batch, world.size // together)
+    if options.micro_batch < 1 or share < 1 or over:
+        processes = f"{world.size}" if together == 1 else f"{world.size} / train.sequence_parallel={together}"
+        raise UserError(
+            f"train.global_batch is {options.global_batch}, train.micro_batch {options.micro_batch}; set the one to a multiple "
+            f"of the number of processes, {processes}, the other to 1 or more"
+        )
+    return replace(options, micro_batch=next(m for m in range(min(options.micro_batch, share), 0, -1) if share % m == 0))
 
 
 def accumulation(options: TrainOptions, world: World) -> int:
-    """Micro-batches of one process per step. Raises UserError when the batch does not divide."""
-    share = options.micro_batch * world.size
-    if options.micro_batch < 1 or options.global_batch < 1 or options.global_batch % share:
-        fitting = share * max(1, options.global_batch // max(share, 1))
-        raise UserError(
-            f"train.global_batch is {options.global_batch}; it must be a multiple of train.micro_batch {options.micro_batch} "
-            f"x {world.size} processes: set it to {fitting} or lower train.micro_batch"
-        )
-    return options.global_batch // share
+    """Micro-batches of one process per step, of options that are `divided`."""
+    return options.global_batch * options.sequence_parallel // (options.micro_batch * world.size)
 
 
 def settings(options: TrainOptions, deepspeed: DeepSpeedOptions, accumulation: int) -> dict[str, Any]:
@@ -233,6 +271,16 @@ def settings(options: TrainOptions, deepspeed: DeepSpeedOptions, accumulation: i
         raise UserError(f"train.precision is {options.precision!r}; choose float32 or bfloat16")
     if len(options.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in options.betas):
         raise UserError(f"train.betas is {list(options.betas)}; give two numbers from 0 to below 1")
+    for name, least in (("offload_optimizer", 1), ("offload_parameters", 3)):
+        if getattr(deepspeed, name) and deepspeed.zero_stage < least:
+            raise UserError(f"deepspeed.{name} needs ZeRO stage {least}, got {deepspeed.zero_stage}; set deepspeed=zero{least}")
+    if options.optimizer not in OPTIMIZERS:
+        raise UserError(f"train.optimizer is {options.optimizer!r}; choose {' or '.join(OPTIMIZERS)}")
+    if options.optimizer == "muon" and (deepspeed.zero_stage, options.precision) != (0, "float32"):
+        raise UserError(
+            f"train.optimizer=muon needs whole matrices, at ZeRO stage {deepspeed.zero_stage} in {options.precision} there are "
+            "none; set deepspeed=zero0 and train.precision=float32, or train.optimizer=adamw"
+        )
     zero: dict[str, Any] = {"stage": deepspeed.zero_stage}
     if deepspeed.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}

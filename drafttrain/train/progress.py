@@ -1,14 +1,17 @@
-"""The training bar: step, loss, tokens per second and time left, with a line now and then that stays."""
+"""What training says: its bar with step, loss, tokens per second, where time goes and what is left, and a line now and then
+that stays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+WIDE = 100  # columns: the bar has room for more than rate and loss
 
 
 class Bar:
@@ -24,15 +27,22 @@ class Bar:
             return
         self.tokens += tokens
         rate = self.tokens / max(monotonic() - self.began, 1e-6)
-        self.progress.update(self.task, completed=step, rate=f"{rate:,.0f} tokens/s  loss {values['loss']:.3f}")
+        parts = spent(values) if self.progress.console.width >= WIDE else ""
+        self.progress.update(self.task, completed=step, rate=f"{rate:,.0f} tokens/s  loss {values['loss']:.3f}{parts}")
         if line:
             agreement = " ".join(f"{a:.2f}" for a in values["agreement"])
             self.progress.console.print(
                 f"step {step:>{len(str(self.total))}}/{self.total}  loss {values['loss']:.3f}  agreement {agreement}  "
-                f"expected tau {values['expected_tau']:.2f}  {rate:,.0f} tokens/s  lr {values['lr']:.1e}",
+                f"expected tau {values['expected_tau']:.2f}  {rate:,.0f} tokens/s  lr {values['lr']:.1e}{spent(values)}",
                 highlight=False,
                 soft_wrap=True,
             )
+
+
+def spent(values: Mapping[str, Any]) -> str:
+    """Of the step: the share of the device's peak, and those of the target and of waiting for data."""
+    shares = {"mfu": values["mfu"], "target": values["target_share"], "data": values["data_share"]}
+    return "".join(f"  {name} {share:.0%}" for name, share in shares.items() if share is not None)
 
 
 class Console:
@@ -53,3 +63,20 @@ class Console:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
         with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.rich) as progress:
             yield Bar(progress, total, done)
+
+    @contextmanager
+    def counting(self, what: str, total: float, unit: str) -> Iterator[Callable[[float], None]]:
+        """A bar for work that is no training: what it yields is told how much more is done."""
+        if self.rich is None:
+            yield lambda amount: None
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+        rate = TextColumn("{task.fields[rate]}")
+        with Progress(*columns, rate, TimeElapsedColumn(), TimeRemainingColumn(), console=self.rich) as progress:
+            task, began = progress.add_task(what, total=total, rate=""), monotonic()
+
+            def advance(amount: float) -> None:
+                done = progress.tasks[0].completed + amount
+                progress.update(task, completed=done, rate=f"{done / max(monotonic() - began, 1e-6):,.0f} {unit}")
+
+            yield advance

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafttrain.adapted import AdaptedObjective, rate_scale
-from drafttrain.atomic import atomic_directory, atomic_write_json
+from drafttrain.atomic import atomic_directory
 from drafttrain.batch import TrainBatch
-from drafttrain.checkpoint import (
-    ADAPTER,
-    CheckpointMeta,
-    TargetRecord,
-    adapter_state,
-    checkpoint_name,
-    list_checkpoints,
-    newest_valid,
-    prune,
-    read_weights,
-    save_drafter,
-)
+from drafttrain.checkpoint import CheckpointMeta, TargetRecord, adapter_state, checkpoint_name
 from drafttrain.data.dataset import Dataset, check_supervised, collate, shard, token_counts
 from drafttrain.drafter import Drafter
+from drafttrain.errors import Interrupted, UserError
+from drafttrain.features.cached import Cached
 from drafttrain.features.online import Online
+from drafttrain.features.prefetch import Prefetch
 from drafttrain.losses import LossOptions, Objective, StepCounts, teacher_forced
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import Engine, World
+from drafttrain.train.interrupt import Interrupt
+from drafttrain.train.keeper import Keeper, Progress, save_settings
 from drafttrain.train.logger import Logger
 from drafttrain.train.onpolicy import OnPolicy
+from drafttrain.train.profile import Profile, window
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
+from drafttrain.train.telemetry import Meter
+from drafttrain.train.ulysses import sequence_group
+from drafttrain.train.watchdog import Watchdog
 from drafttrain.tree import expected_nodes
 from drafttrain.treesize import best_nodes
 
@@ -48,6 +44,7 @@ from drafttrain.treesize import best_nodes
 class Job:
     """What is trained on what. options: the family's own, for the checkpoint. nodes: a tree's budget; None: as many as pay.
     adapter: of a target that is trained too. start: weights to begin with instead of the family's own.
+    features: where the target's states come from; None: from the target, in every step.
     """
 
     loaded: LoadedTarget
@@ -61,17 +58,16 @@ class Job:
     nodes: int | None
     adapter: Adapter | None = None
     start: dict[str, Tensor] | None = None
+    prefetch: bool = False
+    features: Online | Cached | None = None
 
 
-@dataclass
-class Progress:
-    """What a checkpoint must remember beside tensors. seconds: of training, all sessions of the run together."""
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One step's batches of this process, or its parts of them, and the number of tokens that all processes read in it."""
 
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    loss: float | None = None
-    expected_tau: float | None = None
+    micro: list[TrainBatch]
+    tokens: int
 
 
 OUT_OF_REACH = 2**31
@@ -80,72 +76,146 @@ OUT_OF_REACH = 2**31
 class Trainer:
     """Trains `job` in `run_dir`; the checkpoints lie in its `checkpoints` folder."""
 
-    def __init__(self, job: Job, world: World, run_dir: Path) -> None:
-        self.job, self.world, self.folder = job, world, run_dir / "checkpoints"
+    def __init__(self, job: Job, world: World, run_dir: Path, resumed: Path | None = None) -> None:
+        """resumed: the checkpoint to go on from."""
+        self.job, self.world, self.run_dir = job, world, run_dir
         self.device = job.loaded.target.device
         job.drafter.to(self.device)
+        if job.train.activation_checkpointing:
+            job.drafter.recompute()
         job.drafter.prepare(lambda: token_counts(job.data.train, job.loaded.target.shape.vocab_size))
         if job.start is not None:  # after the family has prepared itself from the data: the start has what it needs
             job.drafter.load_state_dict(job.start)
-        self.online = Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
+        self.features = job.features or Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
+        self.prefetch = Prefetch(self._states, self.device)
+        self._next: tuple[int, Work] | None = None
         self.engine = Engine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
+        self.group = sequence_group(job.train, world)
         self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
-        self.progress = Progress()
-        self._resume()
+        self.keeper = Keeper(run_dir / "checkpoints", world, self.engine, tensor_names(job), job.train.keep_last)
+        self.meter = Meter(self.device)
+        self.progress = self.keeper.resume(resumed) if resumed else Progress()
 
-    def train(self, logger: Logger | None, console: Console) -> Progress:
-        """All steps that are left. logger: on rank 0 alone."""
-        options = self.job.train
-        if self.job.drafter.starts_usable and self.progress.step == 0 and not (self.folder / checkpoint_name(0)).exists():
-            self._checkpoint()  # what distillation is to be compared with
-        with console.bar(options.steps, self.progress.step) as bar:
-            for step in range(self.progress.step, options.steps):
-                began = perf_counter()
-                values, tokens = self._step(step)
-                self.progress.step, self.progress.loss = step + 1, values["loss"]
-                self.progress.tokens += tokens
-                self.progress.seconds += perf_counter() - began
-                values["tokens_per_s"] = tokens / (perf_counter() - began)
+    def train(self, logger: Logger | None, console: Console, interrupt: Interrupt | None = None) -> Progress:
+        """All steps that are left. logger: on rank 0 alone. Raises Interrupted, after a checkpoint, when that is asked for."""
+        options, progress, say = self.job.train, self.progress, console.say
+        first = progress.step
+        if self.job.drafter.starts_usable and first == 0 and not (self.keeper.folder / checkpoint_name(0)).exists():
+            self._checkpoint(say)  # what distillation is to be compared with
+        with ExitStack() as stack:
+            watchdog = stack.enter_context(Watchdog(self.run_dir / "logs", self.world.rank, options.hang_timeout, say))
+            trace = stack.enter_context(Profile(window(options.profile, first, options.steps), self._trace_file(), say))
+            bar = stack.enter_context(console.bar(options.steps, first))
+            self.meter.pause()
+            for step in range(first, options.steps):
+                with trace.step(step + 1):
+                    values, tokens, stop = self._step(step, interrupt is not None and interrupt.asked)
+                progress.step, progress.loss, progress.tokens = step + 1, values["loss"], progress.tokens + tokens
+                values |= self._cost(tokens)
                 if logger is not None:
                     logger.step(step + 1, values)
                 bar.step(step + 1, tokens, values, line=(step + 1) % options.log_every == 0)
-                if (step + 1) % options.checkpoint_every == 0 or step + 1 == options.steps:
-                    self._checkpoint()
-        return self.progress
+                self._keep(say, stop)
+                watchdog.alive()
+        return progress
 
-    def _step(self, step: int) -> tuple[dict[str, Any], int]:
-        """One optimiser step; its figures over all processes, and the number of tokens it read."""
+    def _keep(self, say: Callable[[str], None], stop: bool) -> None:
+        """A checkpoint where one is due, or the way out. Raises Interrupted there, and UserError where the last has no room."""
+        step, options = self.progress.step, self.job.train
+        due = step % options.checkpoint_every == 0 or step == options.steps
+        if not due and not stop:
+            return
+        saved = self._checkpoint(say, passing=not due)
+        if stop:
+            raise Interrupted(f"after step {step} of {options.steps}" + (", which is saved" if saved else ""), together=True)
+        if not saved and step == options.steps:
+            raise UserError(
+                f"disk full while saving the last checkpoint to {self.keeper.folder}; free some of it and repeat with "
+                "resume=auto, which goes on from the one before"
+            )
+
+    def _cost(self, tokens: int) -> dict[str, Any]:
+        cost = self.meter.step()
+        self.progress.seconds += cost.seconds
+        values = {"tokens_per_s": tokens / cost.seconds} | cost.values()
+        if self.job.train.per_rank and self.progress.step % self.job.train.log_every == 0:
+            costs = [asdict(other) for other in self.world.gather(cost)]
+            values |= {f"{name}_by_rank": [c[name] for c in costs] for name in costs[0]}
+        return values
+
+    def _trace_file(self) -> Path | None:
+        """Of the first process, or of each."""
+        own = self.world.first or self.job.train.per_rank
+        return self.run_dir / f"trace-rank{self.world.rank}.json.gz" if own else None
+
+    def _step(self, step: int, asked: bool = False) -> tuple[dict[str, Any], int, bool]:
+        """One optimiser step; its figures over all processes, the number of tokens it read, and whether any process was asked
+        to stop."""
         options, progress = self.job.train, (step + 1) / self.job.train.steps
-        rows = self.on_policy.rows(self.job.data.global_batch(step, options.global_batch), step)
-        micro = [self._batch(part) for part in shard(rows, self.world.rank, self.world.size, options.micro_batch)]
-        own = torch.tensor([sum(b.supervised() for b in micro)], device=self.device)
+        work = self._work(step)
+        own = torch.tensor([sum(b.supervised() for b in work.micro)], device=self.device)
         supervised = int(self.world.sum(own))
         check_supervised(supervised, step + 1)
         total, counted = torch.zeros(1, dtype=torch.float64, device=self.device), None
-        for i, batch in enumerate(micro):
-            filled = batch if self.job.adapter else self.online.fill(batch)  # an adapted target's states need gradients
-            loss, counts = self.engine.forward(filled, progress)
-            self.engine.backward(loss, supervised)
+        for i, batch in enumerate(work.micro):
+            with self.meter.micro_batch(batch):
+                filled = batch.to(self.device) if self.job.adapter else self.prefetch.fill(batch)  # its states need gradients
+                self._begin_next(work.micro[i + 1 :], step)
+                loss, counts = self.engine.forward(filled, progress)
+                self.engine.backward(loss, supervised)
             total += loss.detach().double()
             counted = counts.packed() if counted is None else counted + counts.packed()
-            if i + 1 < len(micro):
+            if i + 1 < len(work.micro):
                 self.engine.micro_done()
         rate = learning_rate(options, step)
         adapter = self.job.adapter
         norm = self.engine.step(rate, rate_scale(adapter.spec, progress, options.warmup) if adapter else 1.0)
         assert counted is not None
-        values = {"loss": float(self.world.sum(total)) / supervised} | figures(StepCounts.unpacked(self.world.sum(counted)))
+        loss_sum, stop = self.world.sum(torch.cat([total, torch.full_like(total, asked)])).tolist()
+        values = {"loss": loss_sum / supervised} | figures(StepCounts.unpacked(self.world.sum(counted)))
         values |= {"lr": rate, "grad_norm": norm, "supervised_tokens": supervised}
-        return values, sum(len(row.token_ids) for row in rows)
+        return values, work.tokens, stop > 0
+
+    def _states(self, batch: TrainBatch) -> TrainBatch:
+        """With the frozen target's: computed, or read from disk."""
+        with self.meter.target() if isinstance(self.features, Online) else self.meter.data():
+            return self.features.fill(batch)
+
+    def _work(self, step: int) -> Work:
+        """A step's batches, built once."""
+        if self._next is not None and self._next[0] == step:
+            return self._next[1]
+        with self.meter.data():
+            rows = self.job.data.global_batch(step, self.job.train.global_batch)
+        rows = self.on_policy.rows(rows, step)
+        with self.meter.data():
+            together = self.job.train.sequence_parallel
+            own = shard(rows, self.world.rank // together, self.world.size // together, self.job.train.micro_batch)
+            micro = [self._batch(part) for part in own]
+            if self.group is not None:
+                micro = [batch.part(self.group, self.job.drafter.ahead) for batch in micro]
+            return Work(micro, sum(len(row.token_ids) for row in rows))
+
+    def _begin_next(self, left: list[TrainBatch], step: int) -> None:
+        """Begin with the next batch's states, if they are to be. left: batches of this step. Replies of the drafter's own model
+        wait for its weights, and the last step has none behind it."""
+        job = self.job
+        if not job.prefetch or job.adapter is not None or job.train.on_policy:
+            return
+        if left:
+            self.prefetch.start(left[0])
+        elif step + 1 < job.train.steps:
+            self._next = step + 1, self._work(step + 1)
+            self.prefetch.start(self._next[1].micro[0])
 
     def _batch(self, rows: Any) -> TrainBatch:
         pad = self.job.loaded.tokenizer.pad_token_id
-        return collate(rows, 0 if pad is None else pad).to(self.device)
+        return collate(rows, 0 if pad is None else pad)
 
     def held_out(self) -> Iterator[TrainBatch]:
         """The conversations set apart, with the target's states."""
         for start in range(0, len(self.job.data.held_out), self.job.train.micro_batch):
-            yield self.online.fill(self._batch(self.job.data.held_out[start : start + self.job.train.micro_batch]))
+            yield self.features.fill(self._batch(self.job.data.held_out[start : start + self.job.train.micro_batch]))
 
     def _tune(self) -> None:
         """Fit the proposal's shape to held-out ranks; note the expected tau (greedy) it gives."""
@@ -169,33 +239,25 @@ class Trainer:
         drafter.train()
         return int(self.world.share(found))
 
-    def _checkpoint(self) -> None:
-        """A whole directory or none: weights and settings, every process's optimiser share, and where training stands."""
-        self._tune()
-        final = self.folder / checkpoint_name(self.progress.step)
-        with ExitStack() as stack:
-            aside = stack.enter_context(atomic_directory(final)) if self.world.first else None
-            aside = self.world.share(aside)
-            self.engine.save_state(aside)
-            with self.engine.whole():
-                if self.world.first:
-                    state = self.job.drafter.state_dict() | adapter_state(self.job.adapter)
-                    save_drafter(aside, state, meta_of(self.job, self.progress.step))
-                    atomic_write_json(aside / "trainer.json", asdict(self.progress))
-            self.world.wait()
-        if self.world.first:
-            prune(self.folder, self.job.train.keep_last, keep={best_checkpoint(self.folder).name, checkpoint_name(0)})
-        self.world.wait()
+    def _checkpoint(self, say: Callable[[str], None], passing: bool = False) -> bool:
+        """Whether there was room for one. passing: in haste, to be resumed from alone."""
+        if not passing:
+            self._tune()
+        self.progress.passing = passing
+        saved = self.keeper.save(self.progress, meta_of(self.job, self.progress.step))
+        if not saved:
+            say(
+                f"disk full: no checkpoint of step {self.progress.step}, the ones before are kept; "
+                f"free space under {self.keeper.folder}"
+            )
+        self.meter.pause()
+        return saved
 
-    def _resume(self) -> None:
-        newest = self.world.share(newest_valid(self.folder) if self.world.first else None)
-        if newest is None:
-            return
-        self.progress = Progress(**json.loads((newest / "trainer.json").read_text(encoding="utf-8")))
-        prefix = (ADAPTER,) if self.job.adapter else ()
-        saved = read_weights(newest)
-        weights = {name if name.startswith(prefix) else f"drafter.{name}": tensor for name, tensor in saved.items()}
-        self.engine.load_state(newest, weights)
+
+def tensor_names(job: Job) -> dict[str, str]:
+    """What a checkpoint calls its tensors, and what the engine's module does."""
+    drafter = {name: f"drafter.{name}" for name in job.drafter.state_dict()}
+    return drafter | {name: name for name in adapter_state(job.adapter)}
 
 
 def objective_of(job: Job) -> Objective:
@@ -209,8 +271,7 @@ def without_training(job: Job, world: World, run_dir: Path) -> Progress:
     progress = Progress()
     if world.first:
         with atomic_directory(run_dir / "checkpoints" / checkpoint_name(progress.step)) as aside:
-            save_drafter(aside, job.drafter.state_dict(), meta_of(job, progress.step))
-            atomic_write_json(aside / "trainer.json", asdict(progress))
+            save_settings(aside, job.drafter.state_dict(), meta_of(job, progress.step), progress)
     world.wait()
     return progress
 
@@ -226,19 +287,10 @@ def meta_of(job: Job, step: int) -> CheckpointMeta:
         hidden_size=shape.hidden_size,
         blocks=shape.blocks,
         fingerprint=job.loaded.target.fingerprint,
+        weights=about["weights"],
     )
     adapter = None if job.adapter is None else asdict(job.adapter.spec)
     return CheckpointMeta(job.family, job.options, job.drafter.decode_settings(), target, step, adapter)
-
-
-def best_checkpoint(folder: Path) -> Path:
-    """The checkpoint of the highest expected tau on held-out text; without any, the newest."""
-
-    def merit(path: Path) -> tuple[float, int]:
-        progress = Progress(**json.loads((path / "trainer.json").read_text(encoding="utf-8")))
-        return (progress.expected_tau or 0.0, progress.step)
-
-    return max(list_checkpoints(folder), key=merit)
 
 
 def figures(counts: StepCounts) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The figures that are worth a goal: batch 1, Llama-3.1-8B's shapes in bfloat16, on an H200."""
+"""The figures that are worth a goal: Llama-3.1-8B's shapes in bfloat16, on an H200 or H100; decoding at batch 1."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ HEADS = "heads=32 kv_heads=8 width=128"
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """text: what is measured. case, figure: where it stands among the results of the bench. unit: "%", "x" or "us"."""
+    """text: what is measured. case, figure: where it stands among the results of that section. unit: "%", "x" or "us"."""
 
     text: str
     case: str
     figure: tuple[str, ...]
     limit: float
     unit: str
+    section: str = "bench"
 
     def reached(self, value: float) -> bool:
         return value >= self.limit if self.at_least else value <= self.limit
 
     @property
     def at_least(self) -> bool:
-        """A share of what memory allows is to be large, everything else small."""
-        return self.figure[-1] in ("floor_share", "bandwidth_share")
+        """A share of what memory or the device's peak allows is to be large, everything else small."""
+        return self.figure[-1] in ("floor_share", "bandwidth_share", "mfu")
 
     @property
     def wanted(self) -> str:
         return f"{'>=' if self.at_least else '<='} {shown(self.limit, self.unit)}"
 
-    def value(self, bench: dict[str, Any]) -> float | None:
-        """From the results' section; None where it is not there."""
-        found: Any = bench.get(self.case, {}).get("figures", {})
+    def value(self, known: dict[str, Any]) -> float | None:
+        """From a machine's results; None where it is not there."""
+        found: Any = known.get(self.section, {}).get(self.case, {}).get("figures", {})
         for name in self.figure:
             found = found.get(name) if isinstance(found, dict) else None
         return found
@@ -53,6 +54,11 @@ def attention(context: int) -> Goal:
     return Goal(text, f"tree_attention rows=1 nodes=64 context={context} {HEADS}", ("bandwidth_share",), 1 / 1.5, "%")
 
 
+def training(family: str, context: int) -> Goal:
+    text = f"training {family}, {context // 1024}k context: share of the peak of target forward and drafter"
+    return Goal(text, f"training {family} Llama-3.1-8B context={context}", ("mfu",), 0.45, "%", section="train")
+
+
 GOALS = (
     Goal("plain step, 4k context: share of the floor", STEP, ("1", "floor_share"), 0.75, "%"),
     Goal("the same, later", STEP, ("1", "floor_share"), 0.90, "%"),
@@ -65,4 +71,5 @@ GOALS = (
     Goal("best 64 of 512 candidates as a tree", "build_tree rows=1 candidates=512 nodes=64", ("us",), 5.0, "us"),
     Goal("accept walk along given choices, 64 nodes", "choice_accept rows=1 nodes=64 vocab=16", ("us",), 5.0, "us"),
     Goal("compaction of 5 accepted nodes, 32 blocks", KEEP, ("us",), 5.0, "us"),
+    *(training(family, context) for family in ("eagle3", "medusa") for context in (2048, 8192)),
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from time import perf_counter
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from drafttrain.errors import UserError
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.exactness import Match, compare
 from drafttrain.measure.transformers_baseline import generate
-from drafttrain.proposal import KINDS
+from drafttrain.proposal import KINDS, TreeOptions
 from drafttrain.sampling import Sampling
 from drafttrain.speculate import Controls, Decoded, Decoder
 from drafttrain.targets import TargetOptions
@@ -82,16 +82,11 @@ def variants() -> dict[str, Callable[[HFTarget], Drafter]]:
 
 
 def shapes(options: type) -> dict[str, dict[str, Any]]:
-    """Options of a family's trees beside its own choice, by their kind: `tree` takes a kind's name, or a tree's rank paths."""
-    hints = get_type_hints(options)
-    if "tree" not in hints:
+    """Options of a family's trees beside its own choice, by kind; a static one has several paths at once."""
+    if not issubclass(options, TreeOptions):
         return {}
-    if hints["tree"] is not str and str not in get_args(hints["tree"]):
-        return {"static": {"tree": TREE}}
     found: dict[str, dict[str, Any]] = {kind: {"tree": kind} for kind in KINDS if kind != options().tree}
-    if "static" in found and "paths" in hints:
-        found["static"]["paths"] = TREE
-    return found
+    return found | {"static": {"tree": "static", "paths": TREE}}
 
 
 def _built(name: str, settings: dict[str, Any], target: HFTarget) -> Drafter:

@@ -11,7 +11,7 @@ from typing import Any
 from drafttrain.atomic import atomic_write_text
 from kernels.bench.goals import GOALS, shown
 from kernels.bench.machine import Machine
-from kernels.bench.results import FAILED, FOLDER, PASSED, ROOT, sources
+from kernels.bench.results import FAILED, FOLDER, PASSED, ROOT, SOURCES, sources
 
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- figures: written by the make gpu-... commands -->"
@@ -47,10 +47,11 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
     if said:
         yield ", ".join(said) + f". Checks: {counted(known.get('check', {}))}.\n"
     bench, train = known.get("bench", {}), known.get("train", {})
-    yield goals(bench)
+    yield goals(known)
     yield from titled("Steps", steps(bench))
     yield from titled("Beside transformers", beside(bench))
     yield from titled("Operators", operators(bench))
+    yield from titled("Training steps", trainings(train))
     yield from titled("The training loss", losses(train))
     yield from titled("Training", drafters(train))
     yield from material(known.get("real-1", {}))
@@ -68,12 +69,12 @@ def counted(check: Section) -> str:
     return ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "none"
 
 
-def goals(bench: Section) -> str:
+def goals(known: dict[str, Section]) -> str:
     rows = table("goal", "wanted", "measured", "")
     for goal in GOALS:
-        value = goal.value(bench)
+        value = goal.value(known)
         verdict = "" if value is None else "reached" if goal.reached(value) else "missed"
-        measured = NONE if value is None else shown(value, goal.unit) + age(bench[goal.case])
+        measured = NONE if value is None else shown(value, goal.unit) + age(known[goal.section][goal.case])
         rows.append(row(goal.text, goal.wanted, measured, verdict))
     return "\n".join(rows) + "\n"
 
@@ -113,6 +114,20 @@ def operators(bench: Section) -> list[str]:
         if "us" in found:
             share, where = percent(found["bandwidth_share"]), "from memory" if found["cold"] else "in the cache"
             rows.append(row(name, f"{found['us']:.2f}{age(entry)}", f"{found['bytes'] / 1e6:.3f}", share, where))
+    return rows
+
+
+def trainings(train: Section) -> list[str]:
+    """Of the straightforward way the rows that fit, where they are not all; nothing where none does."""
+    names = ("family", "target", "context", "rows", "tokens/s", "MFU", "GiB", "eager, tokens/s", "its GiB", "its rows")
+    rows = table(*names, "times faster")
+    for name, entry in measured(train, "training "):
+        f, (family, model, context) = entry["figures"], name.removeprefix("training ").split()
+        ours = (f["rows"], f"{f['tokens_per_s']:,.0f}{age(entry)}", percent(f["mfu"]), f"{f['peak_bytes'] / 2**30:.1f}")
+        eager: tuple[object, ...] = ("out of memory", "", 0, "")
+        if f["eager_rows"]:
+            eager = (f"{f['eager_tokens_per_s']:,.0f}", f"{f['eager_bytes'] / 2**30:.1f}", f["eager_rows"], number(f["times"]))
+        rows.append(row(family, model, context.removeprefix("context="), *ours, *eager))
     return rows
 
 
@@ -188,7 +203,7 @@ def measured(section: Section, start: str) -> list[tuple[str, dict[str, Any]]]:
 
 def age(entry: dict[str, Any]) -> str:
     """Marks what other sources than these gave."""
-    return "" if entry["sources"] in (sources("operators"), sources("decoder")) else " (older sources)"
+    return "" if entry["sources"] in map(sources, SOURCES) else " (older sources)"
 
 
 def percent(share: float | None) -> str:

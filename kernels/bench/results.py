@@ -15,9 +15,11 @@ from kernels.bench.machine import Machine
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "kernels" / "bench" / "results"
 OPERATORS = ("kernels/csrc/**/*", "kernels/include/**/*", "kernels/triton/*.py", "drafttrain/ops/*.py")
+DECODER = (*OPERATORS, "drafttrain/*.py", "drafttrain/targets/*.py", "drafttrain/drafters/*.py")
 SOURCES = {
     "operators": OPERATORS,
-    "decoder": (*OPERATORS, "drafttrain/*.py", "drafttrain/targets/*.py", "drafttrain/drafters/*.py"),
+    "decoder": DECODER,
+    "training": (*DECODER, "drafttrain/features/*.py", "drafttrain/train/flops.py", "drafttrain/train/peaks.py"),
 }
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 

@@ -1,7 +1,8 @@
-"""`make gpu-train`: what the fused training loss saves, and whether drafters learn, on this GPU.
+"""`make gpu-train`: how fast training steps are on this GPU, what the fused loss saves, and whether drafters learn.
 
-The loss alone: output matrix, divergence and both gradients by `losses.Objective`, its divergence fused or in plain torch. Then
-every family on the embedded target with a plain AdamW loop over random tokens. Refuses as `make gpu-bench` does.
+Steps for a target of a real size first (`throughput.py`). Then the loss alone: output matrix, divergence and both gradients by
+`losses.Objective`, its divergence fused or in plain torch. Then every family on the embedded target with a plain AdamW loop
+over random tokens. Refuses as `make gpu-bench` does.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from drafttrain.target import FINAL, Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 from drafttrain.tree import DraftTree
+from kernels.bench import throughput
 from kernels.bench.bench import refused
 from kernels.bench.cases import LOSSES, V
 from kernels.bench.machine import Copy, Machine, Race
 from kernels.bench.suite import Job, RedError, SkipError, Suite
+from kernels.bench.throughput import random_batch
 
 SECTION = "train"
 WIDTH = 4096
@@ -68,12 +71,6 @@ class Bare(Drafter):
         raise AssertionError("it decodes nothing")
 
 
-def random_batch(rows: int, length: int, vocab: int, device: torch.device, seed: int) -> TrainBatch:
-    token_BT = torch.randint(vocab, (rows, length), device=device, generator=torch.Generator(device).manual_seed(seed))
-    position_BT = torch.arange(length, device=device).expand(rows, length)
-    return TrainBatch(token_BT, position_BT, torch.zeros_like(token_BT), torch.ones_like(token_BT, dtype=torch.bool))
-
-
 def loss(name: str, machine: Machine) -> dict[str, Any]:
     """Seconds and peak memory of forward and backward, both ways. Raises RedError where their gradients differ."""
     rows, length, width, vocab, chunk = (2, 9, 16, 61, 8) if machine.rehearsal else (4, 2048, WIDTH, V, 1024)
@@ -81,7 +78,7 @@ def loss(name: str, machine: Machine) -> dict[str, Any]:
     batch.hidden[FINAL] = torch.randn(rows, length, width, device=machine.device, dtype=torch.bfloat16)
     drafter = Bare(vocab, width, machine.device)
     head = nn.Linear(width, vocab, bias=False, device=machine.device, dtype=torch.bfloat16).requires_grad_(False)
-    target: Any = SimpleNamespace(head=head)
+    target: Any = SimpleNamespace(head=head, shape=SimpleNamespace(vocab_size=vocab))
     objective = Objective(drafter, target, LossOptions(name, chunk))
 
     def step(way: Callable[[], Any]) -> None:
@@ -154,7 +151,8 @@ def family(name: str, machine: Machine) -> dict[str, Any]:
 
 
 def jobs(machine: Machine) -> list[Job]:
-    found = [Job(f"loss {name}", "loss", "decoder", partial(loss, name, machine)) for name in LOSSES]
+    found = throughput.jobs(machine)  # goals come first
+    found += [Job(f"loss {name}", "loss", "decoder", partial(loss, name, machine)) for name in LOSSES]
     return found + [Job(f"drafter {name}", "drafters", "decoder", partial(family, name, machine)) for name in families()]
 
 

@@ -15,6 +15,8 @@ from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, sa
 from drafttrain.drafter import Commit, Drafter
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
+from drafttrain.kv import PAGE
+from drafttrain.proposal import TreeOptions
 from drafttrain.request import Request
 from drafttrain.sampling import Sampling
 from drafttrain.speculate import Decoder, Session
@@ -25,7 +27,7 @@ from tests.helpers import prompts, tiny_model, tiny_target
 
 NAMES = sorted(families())
 SHAPES: dict[str, dict[str, Any]] = {
-    "medusa": {"heads": 3, "tree": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
+    "medusa": {"heads": 3, "paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
     "eagle3": {"taps": [0, 1, 3], "draft_length": 4},
     "eagle": {
         "steps": 3,
@@ -33,10 +35,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]],
     },
     "draft_model": {"blocks": 3},
-    "hydra": {"heads": 3, "layers": 2, "tree": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]},
+    "hydra": {"heads": 3, "layers": 2, "paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]},
     "redrafter": {"width": 3, "length": 3, "dropped": True},
     "dflash": {"block_size": 5, "layers": 2, "taps": [0, 1, 3]},
+    "mlp_speculator": {"paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]},
     "prompt_lookup": {"draft_length": 5},
+    "suffix": {"depth": 4, "draft_length": 5, "past": 0},
     "cascade": {"middle": {"family": "draft_model", "blocks": 3}, "inner": {"family": "prompt_lookup", "draft_length": 7}},
 }
 
@@ -70,6 +74,35 @@ def test_greedy_output_is_plain_decodings(name: str, noise: float, batch: int) -
     assert [r.tokens for r in speculative] == [r.tokens for r in plain]
     assert all(r.emitted == len(r.tokens) - 1 for r in speculative)
     assert all(p.emitted == p.verifications for p in plain)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(families()[name].options, TreeOptions)])
+def test_trees_grown_by_confidence_change_no_output(name: str, temperature: float) -> None:
+    """At a temperature `coupled` gives plain sampling's own tokens."""
+    target, asked, family = tiny_target(), prompts(6, seed=3), families()[name]
+    torch.manual_seed(1)
+    options = family.options(
+        **{k: v for k, v in SHAPES[name].items() if k != "paths"} | {"tree": "dynamic", "width": 3, "nodes": 9}
+    )
+    sampling = Sampling(temperature=temperature, seed=5)
+    policy = "greedy" if sampling.greedy else "coupled"
+    plain = Decoder(target, None, policy, sampling, frozenset(), 30).run(asked, 1).results
+    drafted = Decoder(target, family.build(options, target).eval(), policy, sampling, frozenset(), 30).run(asked, 4).results
+    assert [r.tokens for r in drafted] == [r.tokens for r in plain]
+    assert sum(r.emitted - r.verifications for r in drafted) > 0
+
+
+@pytest.mark.parametrize("tree", [{"tree": "static", "paths": [[0]]}, {"tree": "dynamic", "width": 1, "nodes": 2}])
+@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(families()[name].options, TreeOptions)])
+def test_a_small_tree_needs_no_more_room_than_a_text_has(name: str, tree: dict[str, Any]) -> None:
+    """Whatever a family computes beside its nodes; the text and its tree end where a page of the cache does."""
+    target, asked, family = tiny_target(), prompts(1, seed=3), families()[name]
+    torch.manual_seed(1)
+    settings = {k: v for k, v in SHAPES[name].items() if k not in ("paths", "tree")}
+    drafter = family.build(family.options(**settings | tree), target).eval()
+    tokens = 2 * PAGE - len(asked[0]) - drafter.max_nodes
+    assert decode(target, drafter, asked, 1, tokens=tokens)[0].tokens == decode(target, None, asked, 1, tokens=tokens)[0].tokens
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -39,7 +39,7 @@ def job(stage: int = 0, spec: LoraSpec = SPEC, precision: str = "float32") -> Jo
     rows = [Encoded(generator.integers(0, 64, 12 + i % 5).astype(np.int32), np.arange(12 + i % 5) > i % 4) for i in range(20)]
     torch.manual_seed(0)
     target, options = tiny_target(), MedusaOptions(heads=2, adapter=spec)
-    about = {"name": "hf", "path": "nowhere", "revision": None, "dtype": "float32"}
+    about = {"name": "hf", "path": "nowhere", "revision": None, "dtype": "float32", "weights": None}
     train = TrainOptions(
         steps=6, global_batch=4, micro_batch=2, lr=5e-3, checkpoint_every=3, keep_last=5, weight_decay=0.1, precision=precision
     )

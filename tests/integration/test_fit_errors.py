@@ -73,7 +73,7 @@ def test_a_target_without_weights(command: Command, material: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.global_batch=3", "multiple of train.micro_batch"),
+        ("train.global_batch=0", "set the one to a multiple of the number of processes, 1"),
         ("train.schedule=linear", "choose one of cosine"),
         ("train.precision=float8", "choose float32 or bfloat16"),
         ("loss.name=mse", "choose ce, kl, rkl, jsd, tvd, lk"),
@@ -123,3 +123,21 @@ def test_a_full_disk_keeps_the_previous_checkpoint(
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and "disk full" in lines[0] and calls
     assert [p.name for p in Path("outputs").glob("*/*/checkpoints/*")] == ["step-00001"]
+
+
+def test_a_mixture_from_the_command_line(
+    command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "a.jsonl").write_text("".join(json.dumps({"text": "abc" * n}) + "\n" for n in range(4, 9)))
+    sources = f"{{path:{material / 'data.jsonl'},weight:1}},{{path:{tmp_path / 'more'},weight:3,form:text}}"
+    assert (
+        command("fit", "recipe=medusa", "target=hf", f"target.path={material / 'target'}", *QUIET, f"data.mix=[{sources}]") == 0
+    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "data: 45 conversations" in said and "(2 sources)" in said
+    assert f"{tmp_path / 'more'}: 5 records, text, 75.0% of an epoch" in said
+    wrong = sources.replace("form:text", "from:text")
+    says = "unknown key 'from' in data.mix; did you mean form?"
+    assert command("fit", "recipe=medusa", f"data.mix=[{wrong}]") == 2
+    assert says in capsys.readouterr().err

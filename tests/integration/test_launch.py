@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import socket
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from drafttrain.commands.launch import launch
 from drafttrain.commands.run import LauncherOptions, RunOptions
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, WorkerError
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +41,30 @@ def has_a_bug(options: RunOptions, resolved: dict[str, Any]) -> None:
     raise RuntimeError("a bug")
 
 
+def is_killed(options: RunOptions, resolved: dict[str, Any]) -> None:
+    if os.environ["RANK"] == "1":
+        os.write(2, b"rank 1 runs out of memory\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def fails_twice(options: RunOptions, resolved: dict[str, Any]) -> None:
+    start, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+    Path(options.output, f"{start}-{rank}-{options.resume}").touch()
+    if start != "2":
+        time.sleep(3)  # until the other has come as far
+        raise RuntimeError("again")
+
+
+def counts_the_world(options: RunOptions, resolved: dict[str, Any]) -> None:
+    distributed.init_process_group("gloo")
+    total = torch.ones(1)
+    distributed.all_reduce(total)
+    assert total.item() == 4.0
+    Path(options.output, f"rank-{distributed.get_rank()}").touch()
+    distributed.destroy_process_group()
+
+
 OPTIONS = RunOptions(name="x", launcher=LauncherOptions(nproc=2))
 
 
@@ -52,10 +80,56 @@ def test_a_users_mistake_on_one_rank_ends_all_with_its_line(capfd: pytest.Captur
     assert capfd.readouterr().err == ""
 
 
-def test_a_bug_shows_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ChildFailedError):
-        launch(has_a_bug, OPTIONS, {})
-    assert "RuntimeError: a bug" in capfd.readouterr().err
+def test_a_bug_shows_its_traceback(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="ended with code 1"):
+        launch(has_a_bug, replace(OPTIONS, output=str(tmp_path)), {})
+    said = capfd.readouterr().err
+    assert said.count("RuntimeError: a bug") == 1, "of the first to fail alone"
+    (kept,) = tmp_path.glob("x/logs/*")
+    assert f"output of all ranks: {kept}" in said
+    assert any("RuntimeError: a bug" in log.read_text() for log in kept.glob("rank-*.log"))
+
+
+def test_a_rank_that_is_killed_leaves_its_output(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="rank 1 ended with SIGKILL"):
+        launch(is_killed, replace(OPTIONS, output=str(tmp_path)), {})
+    said = capfd.readouterr().err
+    assert "rank 1 runs out of memory" in said and "Traceback" not in said
+
+
+def test_restarts_go_on_with_the_run(tmp_path: Path) -> None:
+    again = replace(OPTIONS, output=str(tmp_path), launcher=LauncherOptions(nproc=2, restarts=2))
+    launch(fails_twice, again, {})
+    starts = sorted(path.name for path in tmp_path.iterdir())
+    assert starts == ["0-0-None", "0-1-None", "1-0-auto", "1-1-auto", "2-0-auto", "2-1-auto"]
+
+
+def test_machines_meet_at_the_rendezvous(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"localhost:{free.getsockname()[1]}"
+    two = replace(OPTIONS, output=str(tmp_path), launcher=LauncherOptions(nproc=2, nodes=2, rendezvous=place))
+    context = multiprocessing.get_context("spawn")
+    machines = [context.Process(target=launch, args=(counts_the_world, two, {})) for _ in range(2)]
+    for machine in machines:
+        machine.start()
+    for machine in machines:
+        machine.join(120)
+    assert [machine.exitcode for machine in machines] == [0, 0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1", "rank-2", "rank-3"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "says"),
+    [
+        (LauncherOptions(nodes=2), "rendezvous is None with launcher.nodes=2; set it to HOST:PORT"),
+        (LauncherOptions(nproc=0), "launcher.nproc is 0; set it to 1 or more"),
+        (LauncherOptions(restarts=-1), "launcher.restarts is -1; set it to 0 or more"),
+    ],
+)
+def test_bad_options_are_refused(launcher: LauncherOptions, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        launch(sums_ranks, RunOptions(launcher=launcher), {})
 
 
 def test_nproc_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ def checkpoint(tmp_path: Path) -> Path:
     target, family, folder = load_target(TargetOptions()).target, families()["medusa"], tmp_path / "step-00001"
     folder.mkdir()
     torch.manual_seed(0)
-    options = family.options(heads=2, tree=[[0], [1], [0, 0]])
+    options = family.options(heads=2, paths=[[0], [1], [0, 0]])
     drafter, shape = family.build(options, target), target.shape
     sizes = (shape.vocab_size, shape.hidden_size, shape.blocks)
     record = TargetRecord("embedded", None, None, "float32", *sizes, target.fingerprint)
@@ -240,7 +240,10 @@ def test_measure_reports_what_one_process_reports(command: Callable[..., int], c
         ),
         (("generate", "prompt=x", "target.tensor_parallel=0"), "target.tensor_parallel is 0; set it to 1 or more"),
         (("generate", "target.tensor_parallel=2"), "share no terminal or standard input; give prompt=TEXT"),
-        (("fit", "target.tensor_parallel=2"), "fit needs the whole target in every process"),
+        (
+            ("fit", "target.tensor_parallel=2"),
+            "target.tensor_parallel is 2, this machine runs 1 of the processes; set launcher.nproc",
+        ),
     ],
 )
 def test_a_mistake_gets_one_line(

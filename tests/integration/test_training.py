@@ -113,7 +113,7 @@ def test_zero_stages_have_the_losses_of_stage_0(recipe: str, stage: int, materia
 def test_trees_for_this_machine_are_sized_by_one_process_for_all(material: Path, tmp_path: Path) -> None:
     steps = ("recipe=medusa", "train.steps=4", "train.checkpoint_every=2", "decode.tree_nodes=null", "launcher.nproc=2")
     run = fit(material, tmp_path / "two", *steps, "deepspeed=zero2")
-    assert json.loads((last_weights(run).parent / "drafter.json").read_text())["decode"]["tree"]
+    assert json.loads((last_weights(run).parent / "drafter.json").read_text())["decode"]["paths"]
     command = arguments(material, tmp_path / "three", *steps, "deepspeed=zero3")
     refused = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert refused.returncode == 2 and "decode.tree_nodes=null times whole weights" in refused.stderr

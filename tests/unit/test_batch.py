@@ -24,7 +24,7 @@ def test_worked_example() -> None:
     assert anchors.token_BA.tolist() == anchors.position_BA.tolist() == [[1, 2, 3]]  # here a token is its own position
     place_M, pairs = batch.ahead(anchors, 3)
     assert (place_M.tolist(), pairs.source_M.tolist(), pairs.label_M.tolist()) == ([0, 1], [0, 1], [3, 4])
-    assert batch.context(anchors).int().tolist() == [[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]]
+    assert batch.context(anchors).seen(5).int().tolist() == [[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]]
 
 
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(0, 10), st.randoms(use_true_random=False))

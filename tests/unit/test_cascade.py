@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from drafttrain.config import register
 from drafttrain.drafter import Drafter
-from drafttrain.drafters.cascade import Cascade, CascadeOptions
+from drafttrain.drafters.cascade import FAMILY, Cascade, CascadeOptions
 from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions
 from drafttrain.errors import UserError
 from drafttrain.features.online import Online
@@ -30,12 +30,13 @@ LOOKUP = {"family": "prompt_lookup", "draft_length": 4}
 INNERS: list[dict[str, Any]] = [
     LOOKUP,
     {"family": "prompt_lookup", "max_ngram": None, "draft_length": 12},
-    {"family": "medusa", "heads": 3, "tree": [[0], [1], [0, 0], [0, 1]]},
+    {"family": "medusa", "heads": 3, "paths": [[0], [1], [0, 0], [0, 1]]},
     {"family": "eagle3", "taps": [0, 1, 2], "draft_length": 2},
     {"family": "draft_model", "blocks": 1, "draft_length": 1},
     {"family": "cascade", "middle": {"family": "draft_model", "blocks": 2, "draft_length": 3}, "inner": LOOKUP},
+    {"family": "cascade", "middle": {"family": "medusa", "heads": 2}, "inner": LOOKUP, "join": "merge"},
 ]
-names = [i["family"] + ("-null" if "max_ngram" in i else "") for i in INNERS]
+names = [i["family"] + ("-null" if "max_ngram" in i else "") + ("-merge" if "join" in i else "") for i in INNERS]
 
 
 def shaken(drafter: Drafter) -> Any:
@@ -47,7 +48,7 @@ def shaken(drafter: Drafter) -> Any:
 
 def pair(inner: dict[str, Any]) -> tuple[Cascade, DraftModel]:
     """A cascade, and its middle as a drafter of its own."""
-    cascade = shaken(Cascade(CascadeOptions(middle=MIDDLE, inner=inner), TARGET))
+    cascade = shaken(FAMILY.build(CascadeOptions(middle=MIDDLE, inner=inner), TARGET))
     return cascade, cascade.middle
 
 
@@ -106,7 +107,7 @@ def passes(cascade: Cascade, prompt: list[int], tokens: int) -> tuple[list[list[
 
 def test_an_inner_drafter_that_is_always_right_saves_the_middles_passes() -> None:
     inner = {"family": "draft_model", "blocks": 3, "draft_length": 4}
-    cascade = Cascade(CascadeOptions(middle=MIDDLE, inner=inner), TARGET).eval()  # both are the target's first blocks
+    cascade = FAMILY.build(CascadeOptions(middle=MIDDLE, inner=inner), TARGET).eval()  # both are the target's first blocks
     each, _ = passes(cascade, prompts(1, seed=2)[0], 30)
     assert {len(widths) for widths in each} == {2}, "the root, then 4 drafts and a token of its own: 6"
 
@@ -170,13 +171,14 @@ def test_the_inner_drafter_is_trained_beside_the_middle_and_changes_no_figure_of
 
 
 def test_what_cannot_be_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(**options: Any) -> Callable[[], Cascade]:
-        return lambda: Cascade(CascadeOptions(**options), TARGET)
+    def build(**options: Any) -> Callable[[], Drafter]:
+        return lambda: FAMILY.build(CascadeOptions(**options), TARGET)
 
     for make, says in [
-        (build(middle={"family": "medusa"}), "drafter.middle is medusa, which has no language model"),
+        (build(middle={"family": "medusa"}, join="verify"), "medusa, which has no language model .* set drafter.join=merge"),
+        (build(join="both"), "drafter.join is 'both'; choose one of auto, verify, merge"),
         (build(middle={"family": "meduza"}), "drafter.middle.family is 'meduza'; use one of"),
-        (build(inner={"family": "medusa", "headz": 3}), "drafter.inner: medusa has no option headz; it has family, heads"),
+        (build(inner={"family": "medusa", "headz": 3}), "drafter.inner: medusa has no option headz; it has tree, paths"),
         (build(middle=DraftModelOptions(blocks=9)), "drafter.blocks is 9; the target has 4"),
     ]:
         with pytest.raises(UserError, match=says):

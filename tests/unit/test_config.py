@@ -65,7 +65,7 @@ def test_known_keys_reach_into_groups_and_families() -> None:
 
 def test_every_package_folder_is_in_the_wheel(root: Path) -> None:
     setuptools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
-    found = {"drafttrain"} | {_module(path.parent, root) for path in (root / "drafttrain").glob("*/__init__.py")}
+    found = {"drafttrain"} | {_module(path.parent, root) for path in (root / "drafttrain").rglob("*/__init__.py")}
     for name in ("conf", "recipes"):
         folders = {path.parent for path in (root / name).rglob("*.yaml")}
         assert all((folder / "__init__.py").exists() for folder in folders), "without __init__.py the wheel loses the folder"

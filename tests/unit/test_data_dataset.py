@@ -57,12 +57,28 @@ def test_load_splits_and_counts(tmp_path: Path) -> None:
     assert loaded.train[0].mask.tolist() == [False] * 4 + [True] * 3
     sha256 = loaded.summary.pop("sha256")
     assert loaded.summary == {
+        "records": 10,
+        "prepared": 10,
         "conversations": 10,
         "dropped": 0,
+        "rejected": 0,
         "truncated": 0,
+        "documents": 10,
         "tokens": 70,
         "supervised_tokens": 30,
+        "supervised_fraction": 30 / 70,
         "mean_length": 7.0,
+        "lengths": [[32, 10], [64, 0], [128, 0], [256, 0], [512, 0], [1024, 0]],
+        "sources": [
+            {
+                "path": path,
+                "records": 10,
+                "weight": None,
+                "forms": {"prompt": 10},
+                "conversations": 10,
+                "supervised_tokens": 30,
+            }
+        ],
     }
     with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
         file.write(Path(path).read_bytes())
@@ -111,7 +127,7 @@ def test_all_dropped_and_none_left(tmp_path: Path) -> None:
 def test_a_bar_for_many_conversations_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafttrain.data.dataset.BAR_FROM", 100)
+    monkeypatch.setattr("drafttrain.data.progress.BAR_FROM", 100)
     path = write(tmp_path / "a.jsonl", 100)
     load_dataset(DataOptions(path=path), word_tokenizer(), progress=False)
     load_dataset(DataOptions(path=path, limit=99), word_tokenizer())

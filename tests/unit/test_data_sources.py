@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from datasets import Dataset
 from pyarrow import csv, ipc, parquet
 
 from drafttrain.data import DataOptions
@@ -88,14 +89,15 @@ def test_embedded_is_the_asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def load_dataset(path: str, split: str, streaming: bool) -> list[dict[str, Any]]:
-        asked.append((path, split, streaming))
-        return [MESSAGES, MESSAGES]
+    def load_dataset(path: str, name: str | None, split: str, streaming: bool) -> Any:
+        asked.append((path, name, split, streaming))
+        return iter([MESSAGES, MESSAGES]) if streaming else Dataset.from_list([MESSAGES, MESSAGES])
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert [c.origin for c in read("owner/set", split="test_sft", limit=1)] == ["owner/set:row 1"]
     assert len(read("owner/set")) == 2
-    assert asked == [("owner/set", "test_sft", True), ("owner/set", "train", False)]
+    assert len(read("owner/set", config="en")) == 2
+    assert asked == [(*("owner/set", None), "test_sft", True), *(("owner/set", name, "train", False) for name in (None, "en"))]
 
 
 def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,10 +185,11 @@ def test_missing_and_unknown_files(tmp_path: Path) -> None:
         tmp_path / "zzz.parquet": "got nothing there; correct the path",
         tmp_path / "none" / "a.jsonl": "does not exist either",
         tmp_path / "notes.docx": "expected .jsonl.* got '.docx'",
-        tmp_path: "got a directory; name one of its files: train.jsonl",
     }.items():
         with pytest.raises(UserError, match=says):
             read(str(path))
     (tmp_path / "sub").mkdir()
-    with pytest.raises(UserError, match=r"got a directory; it holds no .jsonl"):
+    with pytest.raises(UserError, match=r"data.path=.*sub.* doesn't contain any data files; correct data.path"):
         read(str(tmp_path / "sub"))
+    with pytest.raises(UserError, match=r"expected .jsonl.* files, got none; correct the pattern"):
+        read(str(tmp_path / "*.parquet"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain import block_drafter
-from drafttrain.batch import TrainBatch
+from drafttrain.batch import Context, TrainBatch
 from drafttrain.block_drafter import blockwise_attention, spread_taps
 from drafttrain.drafter import Commit
 from drafttrain.drafters.dflash import DFlash, DFlashOptions
@@ -257,15 +257,16 @@ def test_attention_of_blocks_is_the_dense_masks() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 5, 3, 8), torch.randn(2, 2, 5, 3, 8), torch.randn(2, 2, 5, 3, 8)
     context = torch.randn(2, 2, 2, 70, 8)
-    seen_BAT = torch.rand(2, 5, 70) < 0.5
+    first_BA = torch.randint(0, 40, (2, 5))
+    seen = Context(first_BA, first_BA + torch.randint(0, 30, (2, 5)))
     dense = torch.zeros(2, 15, 85, dtype=torch.bool)
     for anchor in range(5):
         span = slice(3 * anchor, 3 * anchor + 3)
-        dense[:, span, :70] = seen_BAT[:, anchor, None]
+        dense[:, span, :70] = seen.seen(70)[:, anchor, None]
         dense[:, span, 70 + 3 * anchor : 73 + 3 * anchor] = True
     keys, values = (torch.cat([c, x.flatten(2, 3)], 2) for c, x in zip(context, (k, v), strict=True))
     wanted = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, dense[:, None], enable_gqa=True)
-    torch.testing.assert_close(blockwise_attention(q, k, v, *context, seen_BAT).flatten(2, 3), wanted)
+    torch.testing.assert_close(blockwise_attention(q, k, v, *context, seen).flatten(2, 3), wanted)
 
 
 def test_the_official_names_and_taps() -> None:

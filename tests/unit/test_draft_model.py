@@ -65,7 +65,7 @@ def shaken(drafter: Drafter, seed: int = 0) -> Drafter:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "scratch": {"source": "scratch", "blocks": 2, "width": 16},
+    "scratch": {"source": "scratch", "blocks": 2, "hidden_size": 16},
     "adapters": {"blocks": 3, "lora_rank": 2},
     "loaded": {"source": "hf"},
     "loaded, adapters": {"source": "hf", "lora_rank": 4, "lora_alpha": 8},
@@ -90,7 +90,7 @@ def test_sampling_with_adapters_follows_the_targets_law(monkeypatch: pytest.Monk
 
 
 def test_a_fresh_model_has_the_asked_shape() -> None:
-    lm: Any = build(DraftModelOptions(source="scratch", blocks=6, width=16), fast_target()).language_model()
+    lm: Any = build(DraftModelOptions(source="scratch", blocks=6, hidden_size=16), fast_target()).language_model()
     shape = lm.shape
     assert (shape.blocks, shape.hidden_size, shape.heads, shape.kv_heads, shape.intermediate_size) == (6, 16, 2, 2, 24)
     assert isinstance(lm, FastTarget) and all(p.requires_grad for p in lm.parameters())
@@ -104,8 +104,8 @@ def test_a_fresh_model_has_the_asked_shape() -> None:
         ({"source": "elsewhere"}, "choose pruned, scratch or hf"),
         ({"source": "hf"}, "needs drafter.path"),
         ({"path": "x/y"}, "go together"),
-        ({"width": 16}, "leave it out"),
-        ({"source": "scratch", "width": 20}, "choose a multiple"),
+        ({"hidden_size": 16}, "leave it out"),
+        ({"source": "scratch", "hidden_size": 20}, "choose a multiple"),
         ({"source": "scratch", "blocks": 0}, "set it to 1 or more"),
         ({"source": "scratch", "lora_rank": 4}, "has none"),
         ({"lora_rank": -1}, "set the rank"),

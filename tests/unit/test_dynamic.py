@@ -1,4 +1,4 @@
-"""Trees of drafters with a cache of their own: each node as if its path alone had been fed, the best of all candidates."""
+"""Trees of every family that scores nodes: each node as if its path alone had been fed, the best of all candidates."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from torch import Tensor
 
 from drafttrain.drafter import Commit
 from drafttrain.drafters import families
+from drafttrain.drafters.dflash import DFlash
+from drafttrain.drafters.draft_model import DraftModel
+from drafttrain.drafters.hydra import Heads
+from drafttrain.drafters.medusa import Medusa
 from drafttrain.dynamic import DynamicTree
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
-from drafttrain.proposal import Proposal
+from drafttrain.proposal import Proposal, Proposing, TreeOptions
 from drafttrain.recurrent import Recurrent
 from drafttrain.sampling import Sampling
+from drafttrain.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
 from drafttrain.tree import DraftTree
 from tests.helpers import tiny_target
@@ -29,16 +34,20 @@ def target() -> HFTarget:
     return tiny_target()
 
 
-def built(name: str, target: HFTarget, **options: Any) -> Recurrent:
+DEPTH = {"medusa": "heads", "hydra": "heads"}  # what families call their draft length
+
+
+def built(name: str, target: HFTarget, draft_length: int = 4, **options: Any) -> Proposing:
     torch.manual_seed(1)
-    drafter = families()[name].build(families()[name].options(family=name, **options), target)
+    length = {"block_size": draft_length + 1} if name == "dflash" else {DEPTH.get(name, "draft_length"): draft_length}
+    drafter = families()[name].build(families()[name].options(family=name, **length, **options), target)
     for parameter in drafter.parameters():
         parameter.data.add_(0.3 * torch.randn_like(parameter))
-    assert isinstance(drafter, Recurrent)
+    assert isinstance(drafter, Proposing)
     return drafter.eval().requires_grad_(False)
 
 
-def committed(drafter: Recurrent) -> Commit:
+def committed(drafter: Proposing) -> Commit:
     generator = torch.Generator().manual_seed(2)
     token, after = torch.randint(0, 64, (2, len(LENGTHS), max(LENGTHS)), generator=generator)
     hidden = {k: torch.randn(len(LENGTHS), max(LENGTHS), 32, generator=generator) for k in drafter.taps.keys}
@@ -46,13 +55,14 @@ def committed(drafter: Recurrent) -> Commit:
 
 
 @torch.inference_mode()
-def proposed(drafter: Recurrent, bound: int | None, depth: int | None = None) -> DraftTree:
+def proposed(drafter: Proposing, bound: int | None, depth: int | None = None) -> DraftTree:
     """One proposal after what `committed` gives; its second of two, so that the first one's scratch lies about."""
     state, slot_B = drafter.open(len(LENGTHS), 40), torch.arange(len(LENGTHS))
     drafter.reset(state, slot_B)
     commit = committed(drafter)
     first = Commit(commit.token_BA, commit.next_BA, commit.hidden, commit.count_B - 1)
-    state.kv.bound = bound
+    for kv in drafter.caches(state):
+        kv.bound = bound
     drafter.read(state, first, slot_B)
     drafter.propose(state, slot_B, Sampling(), depth)
     last_B1 = commit.count_B[:, None] - 1
@@ -66,8 +76,34 @@ def proposed(drafter: Recurrent, bound: int | None, depth: int | None = None) ->
 
 
 @torch.inference_mode()
-def naive_logits(drafter: Recurrent, row: int, path: list[int]) -> Tensor:
-    """[V] what follows this path below a row's root: the row and the path alone, fed one by one and committed."""
+def naive_logits(drafter: Proposing, row: int, path: list[int]) -> Tensor:
+    """[V] what follows this path below a row's root: from the row and the path alone."""
+    commit, last = committed(drafter), LENGTHS[row] - 1
+    known = [int(commit.next_BA[row, last]), *path]
+    if isinstance(drafter, Recurrent):
+        return naive_recurrent(drafter, row, path)
+    if isinstance(drafter, DraftModel):
+        token = torch.tensor([commit.token_BA[row, : last + 1].tolist() + known])
+        logits: Tensor = drafter.lm(token, None, None, torch.arange(token.shape[1])[None], Taps()).logits_BRV
+        return logits[0, -1].float()
+    if isinstance(drafter, DFlash):
+        state, slot = drafter.open(1, 40), torch.zeros(1, dtype=torch.long)
+        hidden = {k: h[row : row + 1, : last + 1] for k, h in commit.hidden.items()}
+        own = (x[row : row + 1, : last + 1] for x in (commit.token_BA, commit.next_BA))
+        drafter.read(state, Commit(*own, hidden, torch.tensor([last + 1])), slot)
+        return drafter.head(drafter.block(state, slot)[1][0, drafter.shape.first + len(path)]).float()
+    base = commit.hidden[FINAL][row, last]
+    if isinstance(drafter, Medusa):
+        logits = drafter.heads[len(path)].output(drafter.heads[len(path)](base))
+        return logits.float()
+    assert isinstance(drafter, Heads)
+    joined = torch.cat([base, *(drafter._target[0].embed(torch.tensor(token)) for token in known)])
+    logits = drafter.hydra_lm_head[len(path)](drafter.hydra_mlp[len(path)](joined))
+    return logits.float()
+
+
+def naive_recurrent(drafter: Recurrent, row: int, path: list[int]) -> Tensor:
+    """Fed one by one and committed."""
     commit, kv = committed(drafter), KVCache(1, 1, 64)
     fused = drafter.fuse({k: h[row : row + 1, : LENGTHS[row]] for k, h in commit.hidden.items()})
     one, state = torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, 32)
@@ -82,7 +118,7 @@ def naive_logits(drafter: Recurrent, row: int, path: list[int]) -> Tensor:
     return torch.full((64,), -torch.inf).index_copy(0, drafter.ids, logits)
 
 
-def naive_dynamic(drafter: Recurrent, row: int, depth: int, width: int, nodes: int) -> set[tuple[int, ...]]:
+def naive_dynamic(drafter: Proposing, row: int, depth: int, width: int, nodes: int) -> set[tuple[int, ...]]:
     """The token paths that are kept."""
     beam, candidates = {(): 0.0}, {}
     for _ in range(depth):
@@ -102,7 +138,16 @@ def token_paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
     return paths[1:]
 
 
-FAMILIES = [("eagle", {}), ("eagle3", {"taps": [0, 1, 3]}), ("eagle3", {"draft_vocab": 40, "norm_output": True})]
+FAMILIES = [
+    ("eagle", {}),
+    ("eagle3", {"taps": [0, 1, 3]}),
+    ("eagle3", {"draft_vocab": 40, "norm_output": True}),
+    ("draft_model", {"blocks": 2}),
+    ("medusa", {}),
+    ("hydra", {"layers": 2}),
+    ("dflash", {"layers": 2, "taps": [0, 1, 3]}),
+    ("dflash", {"layers": 2, "taps": [0, 1, 3], "slots": "shifted"}),
+]
 
 
 @pytest.mark.parametrize("bound", [None, 40])
@@ -137,11 +182,11 @@ def test_a_static_trees_tokens_have_their_ranks(
 def test_a_chain_is_the_likeliest_token_after_another(
     name: str, options: dict[str, Any], bound: int | None, target: HFTarget
 ) -> None:
-    drafter = built(name, target, draft_length=5, **options)
+    drafter = built(name, target, draft_length=5, tree="chain", **options)
     tree = proposed(drafter, bound)
     for row in range(3):
         tokens = list(token_paths(tree, row)[-1])
-        assert [int(naive_logits(drafter, row, tokens[:i]).argmax()) for i in range(5)] == tokens
+        assert [int(naive_logits(drafter, row, tokens[:i]).argmax()) for i in range(len(tokens))] == tokens
 
 
 def test_a_limited_dynamic_tree_spends_its_nodes_above(target: HFTarget) -> None:
@@ -193,7 +238,7 @@ def test_tuning(target: HFTarget) -> None:
         ("bush", 4, None, 10, None, "choose one of chain, static, dynamic"),
         ("chain", 0, None, 10, None, "set it within 1 and 63"),
         ("chain", 4, [[0]], 10, None, "set drafter.tree=static"),
-        ("static", 1, [[0], [0, 0]], 10, None, "drafter.draft_length=1 levels"),
+        ("static", 1, [[0], [0, 0]], 10, None, "1 levels, the draft length"),
         ("static", 2, [[0, 0]], 10, None, "has no parent"),
         ("dynamic", 9, None, 10, None, "feeds 80 nodes"),
         ("dynamic", 4, None, 10, 64, "at most 63 nodes"),
@@ -204,11 +249,11 @@ def test_shapes_that_cannot_be(
     kind: str, length: int, paths: Any, width: int, nodes: int | None, message: str, target: HFTarget
 ) -> None:
     with pytest.raises(UserError, match=message):
-        Proposal(kind, length, paths, width, nodes, target)
+        Proposal(TreeOptions(kind, paths, width, nodes), length, target)
 
 
 def test_a_target_of_chains_is_refused_a_dynamic_tree() -> None:
     target = tiny_target()
     target.trees = False
     with pytest.raises(UserError, match=r"set drafter\.tree=chain"):
-        Proposal("dynamic", 4, None, 4, None, target)
+        Proposal(TreeOptions("dynamic", width=4), 4, target)

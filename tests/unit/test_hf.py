@@ -80,7 +80,7 @@ def test_an_architecture_that_ignores_the_mask_decodes_chains_only() -> None:
     model = AutoModelForCausalLM.from_config(MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_seq_len=64))
     target = HFTarget(model)
     assert not target.trees
-    tree, chain = (Medusa(MedusaOptions(heads=2, tree=t), target) for t in ([[0], [1]], [[0], [0, 0]]))
+    tree, chain = (Medusa(MedusaOptions(heads=2, paths=t), target) for t in ([[0], [1]], [[0], [0, 0]]))
     with pytest.raises(UserError, match="exact for chains only"):
         Decoder(target, tree, "greedy", Sampling(), frozenset(), 8)
     plain, ours = (

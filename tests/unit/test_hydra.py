@@ -10,15 +10,14 @@ import torch
 from torch.nn import functional as F
 
 from drafttrain.batch import TrainBatch
-from drafttrain.drafter import Commit
-from drafttrain.drafters.hydra import Heads, HydraOptions, HydraPlus, build, levels
+from drafttrain.drafter import Commit, Drafter
+from drafttrain.drafters.hydra import Heads, HydraOptions, HydraPlus, build
 from drafttrain.errors import UserError
 from drafttrain.features.online import Online
 from drafttrain.losses import LossOptions, Objective
 from drafttrain.sampling import Sampling
 from drafttrain.target import FINAL
 from drafttrain.targets.hf import HFTarget
-from drafttrain.tree import TreeShape
 from tests.contract import test_families as contract
 from tests.helpers import tiny_target
 from tests.recorder import cpu_graphs
@@ -31,7 +30,7 @@ as_on_a_gpu = rounds.as_on_a_gpu
 
 
 def shaken(target: HFTarget, prefix: bool, **options: Any) -> Heads:
-    drafter = build(HydraOptions(**{"heads": 3, "layers": 2, "tree": TREE, "prefix_layer": prefix} | options), target)
+    drafter = build(HydraOptions(**{"heads": 3, "layers": 2, "paths": TREE, "prefix_layer": prefix} | options), target)
     torch.manual_seed(4)
     for parameter in drafter.parameters():
         parameter.data.add_(0.2 * torch.randn_like(parameter))
@@ -39,7 +38,7 @@ def shaken(target: HFTarget, prefix: bool, **options: Any) -> Heads:
     return drafter
 
 
-def packed_batch(target: HFTarget, drafter: Heads) -> TrainBatch:
+def packed_batch(target: HFTarget, drafter: Drafter) -> TrainBatch:
     """A row of two documents and a padded one, some tokens unsupervised; each document's states are its own."""
     generator = torch.Generator().manual_seed(5)
     token = torch.randint(0, 64, (2, 13), generator=generator)
@@ -172,12 +171,6 @@ def test_every_node_follows_its_own_path(prefix: bool) -> None:
                 assert int(tree.parent_BN[row, node]) == ((), *paths).index(path[:-1])
 
 
-def test_levels_of_the_worked_example() -> None:
-    first, second = levels(TreeShape.of([(0,), (1,), (0, 0)]), torch.device("cpu"))
-    assert (first.path_PD.tolist(), first.parent_C.tolist(), first.rank_C.tolist(), first.ranks) == ([[0]], [0, 0], [0, 1], 2)
-    assert (second.path_PD.tolist(), second.parent_C.tolist(), second.rank_C.tolist()) == ([[0, 1]], [0], [0])
-
-
 @FORMS
 def test_a_fresh_head_is_the_targets_own(prefix: bool) -> None:
     target = tiny_target()
@@ -195,7 +188,7 @@ def test_options_that_cannot_be() -> None:
     for options, message in (
         (HydraOptions(heads=0), "must be 1 or more"),
         (HydraOptions(heads=511), "a context of 512 allows 510"),
-        (HydraOptions(heads=1, tree=[[0], [0, 0]]), "1 heads allow 1"),
+        (HydraOptions(heads=1, paths=[[0], [0, 0]]), "1 levels"),
     ):
         with pytest.raises(UserError, match=message):
             build(options, target)

@@ -11,7 +11,7 @@ from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.losses import LossOptions, Objective, teacher_forced
-from drafttrain.ops.divergence import divergence
+from drafttrain.ops.divergence import AT_ONCE, NAMES, divergence, outcome, reference
 from drafttrain.target import FINAL
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
@@ -52,6 +52,27 @@ def test_divergences() -> None:
     )
     with pytest.raises(ValueError, match="choose ce, kl, rkl, jsd, tvd, lk"):
         divergence("mse", q, p, label)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [1, 3, 7, 8])
+def test_the_twin_works_on_some_rows_at_a_time(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AT_ONCE, "cpu", rows * 11)
+    q, p = torch.randn(7, 11, generator=torch.Generator().manual_seed(0)), torch.randn(7, 11)
+    label = torch.arange(7)
+    whole, parts = reference(q, p, label, name, want_slope=True), outcome(q, p, label, name, want_slope=True)
+    for a, b in zip(parts, whole, strict=True):
+        assert a is not None and b is not None
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert outcome(q, p, label, name, want_slope=False).slope_CV is None
+    assert outcome(q, p, label, name, want_slope=True, into=q).slope_CV is q
+    torch.testing.assert_close(q, whole.slope_CV, rtol=1e-6, atol=1e-7)
+
+
+def test_a_chunk_has_a_bound() -> None:
+    options = LossOptions(chunk=1024)
+    assert [options.at_once(vocab) for vocab in (2048, 131_072, 262_144, 1 << 30)] == [1024, 1024, 512, 1]
+    assert LossOptions(chunk=7).at_once(262_144) == 7
 
 
 @pytest.mark.parametrize("chunk", [7, 4096])  # recomputed in the backward pass, or whole

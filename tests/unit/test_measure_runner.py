@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -25,6 +26,7 @@ from drafttrain.measure.report import rounded
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.quantised import QuantisedTarget
 
 VOCABULARY = 64
 SCHEMA = json.loads((Path(runner_module.__file__).parent / "report.schema.json").read_text(encoding="utf-8"))
@@ -50,7 +52,7 @@ def loaded() -> LoadedTarget:
 
 def checkpoint(folder: Path, loaded: LoadedTarget, step: int) -> CheckpointRef:
     family, target = families()["medusa"], loaded.target
-    options = family.options(heads=2, tree=[[0], [1], [0, 0]])
+    options = family.options(heads=2, paths=[[0], [1], [0, 0]])
     torch.manual_seed(step)
     drafter = family.build(options, target)
     shape = target.shape
@@ -184,6 +186,20 @@ def test_settings_apply_to_plain_decoding_and_to_transformers_too(
     assert (entry["expected_tau"] is None) == ("fallback" in decode)
     if "window" in decode or "draft_length" in decode:
         assert len(entry["alpha_by_position"]) <= 1
+
+
+def test_a_drafter_for_whole_weights_is_measured_on_quantised_ones_and_the_report_says_so(
+    loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    """Against the quantised target's own text."""
+    ref = checkpoint(tmp_path, loaded, 1)
+    target = QuantisedTarget(copy.deepcopy(loaded.target.model), "int8", torch.device("cpu"), frozenset({0}))
+    here = dataclasses.replace(loaded, target=target)
+    report = measure_run(here, [ref], options(tmp_path), tmp_path / "out", Console(quiet=True))
+    said = "step-00001 was trained for this target with whole weights, here it drafts for int8 ones"
+    assert said in report["measure"]["notes"]
+    entry = report["checkpoints"][0]
+    assert (entry["exact_matches"], entry["transformers_exact_matches"]) == (3, 3)
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_said_so(loaded: LoadedTarget, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ TREE = [[0], [1], [0, 0], [0, 0, 0], [0, 0, 1]]
 @pytest.mark.parametrize("init", ["copy", "share"])
 def test_stacked_heads_draft_what_the_heads_say(init: str, frozen: bool) -> None:
     target = tiny_target()
-    drafter = Medusa(MedusaOptions(heads=3, layers=2, init=init, tree=TREE), target).eval()
+    drafter = Medusa(MedusaOptions(heads=3, layers=2, init=init, paths=TREE), target).eval()
     torch.manual_seed(4)
     for parameter in drafter.parameters():
         parameter.data.add_(0.3 * torch.randn_like(parameter))

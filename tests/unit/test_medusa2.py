@@ -16,7 +16,8 @@ from drafttrain.batch import TrainBatch
 from drafttrain.checkpoint import CheckpointMeta, TargetRecord, adapter_state, load_checkpoint, load_drafter, save_drafter
 from drafttrain.commands.measure import measure_run
 from drafttrain.commands.run import RunOptions
-from drafttrain.drafters.cascade import Cascade, CascadeOptions
+from drafttrain.drafters import cascade
+from drafttrain.drafters.cascade import CascadeOptions
 from drafttrain.drafters.medusa import Medusa, MedusaOptions
 from drafttrain.errors import UserError
 from drafttrain.features.online import Online
@@ -63,7 +64,7 @@ def logits(target: HFTarget) -> torch.Tensor:
 
 def built(target: HFTarget, spec: LoraSpec = SPEC) -> tuple[Medusa, Adapter]:
     torch.manual_seed(5)
-    drafter = Medusa(MedusaOptions(heads=2, tree=TREE, adapter=spec), target)
+    drafter = Medusa(MedusaOptions(heads=2, paths=TREE, adapter=spec), target)
     assert drafter.adapts is spec
     return drafter, Adapter(target, spec)
 
@@ -196,7 +197,7 @@ def saved(folder: Path, loaded: LoadedTarget, step: int) -> tuple[CheckpointRef,
     record = TargetRecord(
         "hf", "nowhere", None, "float32", shape.vocab_size, shape.hidden_size, shape.blocks, loaded.target.fingerprint
     )
-    options = asdict(MedusaOptions(heads=2, tree=TREE, adapter=SPEC))
+    options = asdict(MedusaOptions(heads=2, paths=TREE, adapter=SPEC))
     meta = CheckpointMeta("medusa", options, drafter.decode_settings(), record, step, asdict(SPEC))
     path = folder / f"step-{step:05d}"
     with atomic_directory(path) as aside:
@@ -268,7 +269,7 @@ def test_who_cannot_adapt_a_target_says_so() -> None:
     inner = {"family": "medusa", "heads": 2, "adapter": asdict(SPEC)}
     options = CascadeOptions(middle={"family": "draft_model", "blocks": 2}, inner=inner)
     with pytest.raises(UserError, match=r"drafter\.inner trains the target too"):
-        Cascade(options, target)
+        cascade.build(options, target)
     target.part = Part(0, 2)
     with pytest.raises(UserError, match=r"target\.tensor_parallel is 2; leave it out"):
         Adapter(target, SPEC)

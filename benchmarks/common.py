@@ -1,0 +1,130 @@
+"""What the benchmarks share: ratios of interleaved runs, seconds and peak memory on any device, tables and records."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import psutil
+import torch
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+Run = Callable[[], float]  # one repeat -> a figure
+Work = Callable[[], object]
+WIDTH = 150  # columns of a table
+
+
+class DiffersError(Exception):
+    """What is to be compared does not compute the same."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """value: top / bottom, the median of repeats. at_least / at_most: its goal, if any. figures: what it is made of."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    figures: str
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def reached(self) -> bool:
+        return (self.at_least is None or self.value >= self.at_least) and (self.at_most is None or self.value <= self.at_most)
+
+    @property
+    def goal(self) -> str:
+        if self.at_least is None and self.at_most is None:
+            return ""
+        wanted = f">= {self.at_least}" if self.at_least is not None else f"<= {self.at_most}"
+        return wanted if self.reached else f"{wanted} MISSED"
+
+
+def interleaved(repeats: int, *runs: Run) -> list[list[float]]:
+    """Each run's figures, one of every run in turn, after a warm-up of each."""
+    for run in runs:
+        run()
+    return [list(column) for column in zip(*([run() for run in runs] for _ in range(repeats)), strict=True)]
+
+
+def ratio(
+    name: str,
+    top: Sequence[float],
+    bottom: Sequence[float],
+    units: str,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Line:
+    """Of two interleaved runs' figures. units: how both medians are written."""
+    ratios, both = [a / b for a, b in zip(top, bottom, strict=True)], (median(top), median(bottom))
+    return Line(name, median(ratios), min(ratios), max(ratios), units.format(*both), at_least, at_most)
+
+
+def lines_table(lines: Sequence[Line]) -> Table:
+    table = Table("ratio", "value", "of repeats", "goal", "figures", box=None, width=WIDTH)
+    for line in lines:
+        table.add_row(line.name, f"{line.value:.2f}", f"{line.low:.2f}-{line.high:.2f}", line.goal, line.figures)
+    return table
+
+
+def seconds(work: Work, device: torch.device) -> float:
+    """Until the device is done with it."""
+    wait(device)
+    began = perf_counter()
+    work()
+    wait(device)
+    return perf_counter() - began
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak(work: Work, device: torch.device) -> int:
+    """Bytes of tensors that the work has in memory at most beyond what was held before, intermediate results of operators
+    included: by the CUDA allocator, or on a CPU by all allocations and releases that torch's profiler sees there."""
+    if device.type == "cuda":
+        wait(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        wait(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    live = most = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    return most
+
+
+def room(device: torch.device) -> int:
+    """Bytes that one side of a comparison may take: most of a GPU's free memory; half of a CPU's, which others use too."""
+    if device.type == "cuda":
+        return int(0.9 * torch.cuda.mem_get_info(device)[0])
+    return psutil.virtual_memory().available // 2
+
+
+def write_record(path: Path, device: torch.device, **found: Any) -> None:
+    """As JSON, with what a figure's reader must know."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    record = {"machine": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "command": " ".join(sys.argv)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record | found, indent=1) + "\n", encoding="utf-8")
+
+
+def plain(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    return [asdict(line) for line in lines]

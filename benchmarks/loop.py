@@ -1,0 +1,67 @@
+"""One family's optimisation steps over given batches, as the trainer makes them but for the engine around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+
+from benchmarks.common import Run, wait
+from drafttrain.batch import TrainBatch
+from drafttrain.data.chat import Encoded
+from drafttrain.data.dataset import collate
+from drafttrain.drafters import families
+from drafttrain.features.online import Online
+from drafttrain.features.prefetch import Prefetch
+from drafttrain.losses import LossOptions, Objective
+from drafttrain.targets.load import LoadedTarget
+
+Rows = Sequence[Encoded]
+
+
+class Training:
+    def __init__(self, family: str, loaded: LoadedTarget) -> None:
+        torch.manual_seed(0)
+        made, target = families()[family], loaded.target
+        self.device = target.device
+        self.drafter = made.build(made.options(), target).to(self.device).train()
+        self.online = Online(target, self.drafter.taps)
+        self.objective = Objective(self.drafter, target, LossOptions())
+        trained = [p for p in self.drafter.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, 1e-5)
+        self.pad = loaded.tokenizer.pad_token_id or 0
+
+    def batch(self, rows: Rows) -> TrainBatch:
+        return collate(rows, self.pad)
+
+    def loss(self, batches: Sequence[Rows]) -> float:
+        with torch.no_grad():
+            return sum(float(self.objective(self.online.fill(self.batch(rows)))[0]) for rows in batches)
+
+    def losses(self, batches: Sequence[Rows], ahead: bool) -> list[float]:
+        """Of a step for each batch. ahead: the target's states of the next one are begun before the drafter's step."""
+        prefetch, found = Prefetch(self.online.fill, self.device), []
+        work = [self.batch(rows).to(self.device) for rows in batches]
+        for number, batch in enumerate(work):
+            filled = prefetch.fill(batch)
+            if ahead and number + 1 < len(work):
+                prefetch.start(work[number + 1])
+            loss = self.objective(filled)[0]
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            found.append(loss.detach())
+        return torch.stack(found).tolist()
+
+    def rate(self, batches: Sequence[Rows], ahead: bool = False) -> Run:
+        """Tokens per second of a step for each batch, padding not counted."""
+        tokens = sum(len(row.token_ids) for rows in batches for row in rows)
+
+        def run() -> float:
+            wait(self.device)
+            began = perf_counter()
+            self.losses(batches, ahead)
+            return tokens / (perf_counter() - began)
+
+        return run

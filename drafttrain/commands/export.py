@@ -1,0 +1,68 @@
+"""Floor 5: `drafttrain export checkpoint=DIR format=STACK out=DIR`: for a serving stack, checked before it is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from drafttrain.checkpoint import read_meta
+from drafttrain.commands.measure import target_of
+from drafttrain.commands.run import RunOptions
+from drafttrain.commands.together import together
+from drafttrain.errors import UserError
+from drafttrain.export import golden
+from drafttrain.export.exporter import Exported, Wanted, check_wanted, refusals
+from drafttrain.export.exporter import export as export_to
+from drafttrain.export.opened import Opened
+from drafttrain.export.table import STACKS, asked
+from drafttrain.targets.load import load_target
+
+
+def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
+    """Write what `format` asks for and return the directory.
+
+    Raises UserError for what is missing, damaged, of another target, or loaded by no such stack; ParityError where the written
+    files do not draft as the checkpoint does. Nothing is left in either case.
+    """
+    directory, out = _given("checkpoint", options.checkpoint), _given("out", options.out)
+    stack = options.format
+    if stack is None:
+        raise UserError(f"format is not set; choose one of {', '.join(STACKS)}, or all, with format=STACK")
+    if options.target.tensor_parallel > 1:
+        raise UserError(
+            f"target.tensor_parallel is {options.target.tensor_parallel}, an export reads the whole target; leave it out"
+        )
+    meta, console = read_meta(directory), Console()
+    stacks = asked(meta.family, stack)
+    wanted = Wanted(stacks, out, options.dtype or meta.target.dtype, stack == "all", options.overwrite, options.max_shard_size)
+    check_wanted(wanted)
+    with together(options, "export"):
+        loaded = load_target(target_of(options.target, meta.target))
+        opened = Opened.of(directory, loaded)
+        refusals(opened, wanted)  # before anything is computed
+        material = golden.stored(directory)
+        if material is None:
+            console.print("golden drafts: none with the checkpoint, made now from the target", soft_wrap=True)
+            material = golden.made(opened, golden.texts_for(loaded))
+        _say(console, export_to(opened, material, wanted), wanted)
+    return out
+
+
+def _given(name: str, value: str | None) -> Path:
+    if value is None:
+        raise UserError(f"{name} is not set; name a directory with {name}=DIR")
+    return Path(value).expanduser()
+
+
+def _say(console: Console, exported: Exported, wanted: Wanted) -> None:
+    for stack, parity in exported.written.items():
+        place = wanted.out / stack if wanted.several else wanted.out
+        changed = "" if wanted.dtype == "float32" else f"; {wanted.dtype} makes {parity.changed} of them other tokens"
+        console.print(f"{stack}: {place} ({parity.drafts} golden drafts reproduced{changed})", soft_wrap=True, highlight=False)
+    for stack, reason in exported.refused.items():
+        console.print(f"{stack}: no, {reason}", style="dim", soft_wrap=True, highlight=False)
+    first = next(iter(exported.written))
+    place = wanted.out / first if wanted.several else wanted.out
+    console.print(f"how to serve it: {place / 'README.md'}", soft_wrap=True, highlight=False)

@@ -1,0 +1,171 @@
+"""Floor 5: `drafttrain inspect [target=...] [data.path=...]`: training data as the drafter will see it, and a page of it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+import drafttrain
+from drafttrain.atomic import atomic_write_text
+from drafttrain.commands.run import RunOptions
+from drafttrain.data import InspectOptions
+from drafttrain.data.chat import Encoded
+from drafttrain.data.contamination import Copy, copies
+from drafttrain.data.dataset import encoder_of
+from drafttrain.data.files import ASSETS
+from drafttrain.data.look import Bin, Look, Sample, chosen, longest_bar, sample_of, template_rows
+from drafttrain.data.progress import bar
+from drafttrain.data.prompts import load_prompts
+from drafttrain.data.provenance import find_provenance
+from drafttrain.data.sources import Conversation, read_conversations
+from drafttrain.data.templates import read_template
+from drafttrain.errors import UserError
+from drafttrain.targets.load import load_tokenizer, path_of
+
+SUPERVISED, REST, BAR = "black on green", "dim", "green"
+SHOWN = 3000  # characters of a conversation on the terminal; the page has all
+WIDE = 40  # characters of the longest bar
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All that terminal and page show."""
+
+    rows: list[tuple[str, str]]
+    bins: list[Bin]
+    copies: list[Copy]
+    prompts: int
+    prompt_file: str
+    samples: list[Sample]
+
+
+def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
+    """Print, and write the page; returns its path, `out` or `<output>/inspect/<time>.html`. Only the tokenizer is loaded.
+
+    Raises UserError for bad options, and for data, prompts or a tokenizer that cannot be read.
+    """
+    page, asked = _checked(options), options.inspect
+    prompt_file = options.prompts or options.measure.prompts
+    prompts = load_prompts(prompt_file)
+    tokenizer = load_tokenizer(options.target)
+    conversations = read_conversations(options.data)
+    look, samples = _looked(conversations, tokenizer, options)
+    if not any(look.supervised):
+        raise UserError(f"{options.data.named}: none of {len(conversations)} conversations has a supervised token")
+    source = "embedded" if options.target.name == "embedded" else path_of(options.target)
+    rows = [
+        ("data", ", ".join(options.data.paths)),
+        *look.rows(),
+        *template_rows(tokenizer, source, read_template(options.data.template)),
+        ("replies by", ", ".join(dict.fromkeys(map(_writer, options.data.paths)))),
+    ]
+    copied = copies(prompts, conversations, asked.ngram, asked.overlap)
+    found = Found(rows, look.histogram(), copied, len(prompts), prompt_file, samples)
+    console = Console()
+    _print(console, found, asked)
+    atomic_write_text(page, _page(found, asked))
+    console.print(f"page: {page}", highlight=False, soft_wrap=True)
+    return page
+
+
+def _checked(options: RunOptions) -> Path:
+    asked = options.inspect
+    if asked.samples < 0 or asked.page_samples < 0 or asked.ngram < 1 or not 0.0 < asked.overlap <= 1.0:
+        raise UserError(
+            f"inspect.samples is {asked.samples}, page_samples {asked.page_samples}, ngram {asked.ngram}, overlap "
+            f"{asked.overlap:g}; set samples to 0 or more, ngram to 1 or more, overlap above 0 and at most 1"
+        )
+    if options.data.max_length < 2:
+        raise UserError(f"data.max_length must be at least 2, got {options.data.max_length}; raise it")
+    if options.out is None:
+        return Path(options.output) / "inspect" / time.strftime("%Y-%m-%d_%H-%M-%S.html")
+    page = Path(options.out).expanduser()
+    if page.suffix != ".html" or page.is_dir():
+        raise UserError(f"out is {options.out!r}; name the page with out=FILE.html")
+    return page
+
+
+def _looked(
+    conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, options: RunOptions
+) -> tuple[Look, list[Sample]]:
+    look, most = Look(), max(options.inspect.page_samples, options.inspect.samples)
+    kept: dict[int, Encoded | None] = dict.fromkeys(chosen(len(conversations), most, options.data.seed))
+    encode = encoder_of(options.data, tokenizer)
+    with bar("tokenising", len(conversations), shown=True) as advance:
+        for i, conversation in enumerate(conversations):
+            encoded = encode(conversation)
+            look.add(conversation, encoded)
+            advance(1)
+            if i in kept:
+                kept[i] = encoded
+    return look, [sample_of(conversations[i], encoded, tokenizer) for i, encoded in kept.items() if encoded is not None]
+
+
+def _writer(data: str) -> str:
+    if data == "embedded":
+        return "the embedded target"
+    found = find_provenance(data)
+    return "unknown: there is no provenance.json" if found is None else str(found["target"]["path"] or found["target"]["name"])
+
+
+def _print(console: Console, found: Found, asked: InspectOptions) -> None:
+    for sample in found.samples[: asked.samples]:
+        about = f"{sample.tokens:,} tokens, {sample.supervised:,} supervised" + (", truncated" if sample.truncated else "")
+        console.rule(Text(f"{sample.origin}: {about}"), align="left")
+        console.print(_coloured(sample), soft_wrap=True)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in found.rows:
+        table.add_row(Text(name, REST), Text(value))
+    console.rule("figures", align="left")
+    console.print(table)
+    console.rule("lengths in tokens", align="left")
+    most, wide = longest_bar(found.bins), len(f"{found.bins[-1].last:,}")
+    for b in found.bins:
+        bar = "█" * round(WIDE * b.count / most) or "▏" * bool(b.count)
+        console.print(Text.assemble(f"{b.first:>{wide},}–{b.last:<{wide},} ", (bar, BAR), f" {b.count:,}"), soft_wrap=True)
+    console.rule("evaluation prompts in the data", align="left")
+    of = f"{len(found.copies)} of {found.prompts} prompts ({found.prompt_file})"
+    console.print(
+        f"{of} with {asked.overlap:.0%} or more of their {asked.ngram}-word sequences in one conversation", highlight=False
+    )
+    for copy in found.copies[:10]:
+        console.print(Text(f"  {copy.share:4.0%}  prompt {copy.question_id} ({copy.category})  {copy.origin}"), soft_wrap=True)
+    if len(found.copies) > 10:
+        console.print(f"  and {len(found.copies) - 10} more, on the page", highlight=False)
+
+
+def _coloured(sample: Sample) -> Text:
+    text = Text()
+    for piece in sample.pieces:
+        text.append(piece.text, SUPERVISED if piece.supervised else REST)
+    if len(text) <= SHOWN:
+        return text
+    return Text.assemble(text[:SHOWN], f"\n... {len(text) - SHOWN:,} characters more")
+
+
+def _page(found: Found, asked: InspectOptions) -> str:
+    template = jinja2.Environment(autoescape=True).from_string((ASSETS / "inspect.html").read_text(encoding="utf-8"))
+    return template.render(
+        title=f"Training data: {found.rows[0][1]}",
+        version=drafttrain.__version__,
+        command=shlex.join(["drafttrain", "inspect", *sys.argv[1:]]),
+        most=longest_bar(found.bins),
+        n=asked.ngram,
+        least=asked.overlap,
+        rows=found.rows,
+        bins=found.bins,
+        copies=found.copies,
+        prompts=found.prompts,
+        prompt_file=found.prompt_file,
+        samples=found.samples[: asked.page_samples],
+    )

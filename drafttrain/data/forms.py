@@ -1,0 +1,239 @@
+"""One record to one conversation: its form is recognised by its fields, or named by the user."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from drafttrain.errors import UserError
+
+ASSISTANT = "assistant"
+SPEAKERS = {  # names that published ShareGPT-style sets use
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), ASSISTANT),
+    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "function_call"),
+    "system": "system",
+}
+KEPT = ("name", "tool_call_id")  # of a turn, beside role, content, tool calls and thoughts
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of the same
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One record: turns for the chat template, or plain text that is supervised whole.
+
+    messages: {role, content} each, and where they are known tool_calls, tool_call_id, name and reasoning_content.
+    tools: JSON schemas for the template. origin: file and line, for messages to the user. form: a name of `FORMS`.
+    """
+
+    origin: str
+    messages: tuple[dict[str, Any], ...] = ()
+    text: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    form: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """fields: alternatives, of which one is all there. read: (origin, the record's filled fields) -> messages, or a text."""
+
+    fields: tuple[tuple[str, ...], ...]
+    read: Callable[[str, dict[str, Any]], list[dict[str, Any]] | str]
+
+    def fits(self, filled: dict[str, Any]) -> bool:
+        return any(all(name in filled for name in names) for names in self.fields)
+
+    def __str__(self) -> str:
+        return " or ".join(" with ".join(f"`{name}`" for name in names) for names in self.fields)
+
+
+def conversation(origin: str, record: dict[str, Any], form: str = "auto", replies: bool = True) -> Conversation:
+    """The record as a conversation. replies: one without an assistant's turn, which is only good to be answered, is refused.
+
+    Tables hold every column in every row, so that a field counts only where it is not null. Raises UserError.
+    """
+    filled = {str(key): value for key, value in record.items() if value is not None}
+    name = _recognised(origin, filled) if form == "auto" else form
+    if not FORMS[name].fits(filled):
+        raise UserError(f"{origin}: expected {FORMS[name]} (data.form={form}), got {_keys(record)}; correct data.form")
+    said = FORMS[name].read(origin, filled)
+    if isinstance(said, str):
+        return Conversation(origin, text=said, form=name)
+    roles = [message["role"] for message in said]
+    if "system" in filled and "system" not in roles and isinstance(filled["system"], str) and filled["system"]:
+        said.insert(0, {"role": "system", "content": filled["system"]})
+    if replies and ASSISTANT not in roles:
+        way_out = "write them with drafttrain prepare" if name in UNANSWERED else "add the reply, or remove the record"
+        raise UserError(f"{origin}: expected an assistant turn to learn from, got {', '.join(roles) or 'no turn'}; {way_out}")
+    return Conversation(origin, tuple(said), tools=_tools(origin, filled.get("tools")), form=name)
+
+
+def check_form(form: str) -> None:
+    """Raise UserError for a form that there is not."""
+    if form != "auto" and form not in FORMS:
+        raise UserError(f"data.form is {form!r}; set it to auto, {', '.join(FORMS)}")
+
+
+def _recognised(origin: str, filled: dict[str, Any]) -> str:
+    for name, form in FORMS.items():
+        if form.fits(filled):
+            return name
+    known = ", ".join(map(str, FORMS.values()))
+    raise UserError(f"{origin}: expected {known}, got {_keys(filled)}; rename the fields to one of these forms")
+
+
+def _keys(record: dict[str, Any]) -> str:
+    return ", ".join(sorted(map(str, record))) or "no key at all"
+
+
+def _openai(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+    return _turns(origin, "messages", filled["messages"])
+
+
+def _sharegpt(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+    turns = _turns(origin, "conversations", filled["conversations"], ("from", "role"), ("value", "content"))
+    for turn in turns:
+        if turn["role"] not in SPEAKERS:
+            raise UserError(f"{origin}: expected a speaker among {', '.join(SPEAKERS)}, got '{turn['role']}'; rename it")
+        turn["role"] = SPEAKERS[turn["role"]]
+        if turn["role"] == "function_call":
+            turn |= {"role": ASSISTANT, "content": "", "tool_calls": _calls(origin, "conversations", turn["content"])}
+    return turns
+
+
+def _prompted(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+    reply = "response" if "response" in filled else "completion"
+    return _pair(_string(origin, "prompt", filled["prompt"]), _string(origin, reply, filled[reply]))
+
+
+def _alpaca(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+    """The task, a blank line, and what it is about."""
+    asked = [_string(origin, name, filled.get(name, "")) for name in ("instruction", "input")]
+    return _pair("\n\n".join(part for part in asked if part.strip()), _string(origin, "output", filled["output"]))
+
+
+def _asked(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+    """MT-bench: what the user says, turn by turn."""
+    turns = filled["turns"]
+    if not isinstance(turns, list):
+        raise UserError(f"{origin}: expected a list in `turns`, got {type(turns).__name__}; write one string per turn")
+    return [{"role": "user", "content": _string(origin, f"turns[{i}]", turn)} for i, turn in enumerate(turns)]
+
+
+def _question(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+    """HumanEval, GSM8K and other sets of questions, whose answers are not in the target's words."""
+    name = "question" if "question" in filled else "prompt"
+    return [{"role": "user", "content": _string(origin, name, filled[name])}]
+
+
+def _text(origin: str, filled: dict[str, Any]) -> str:
+    return _string(origin, "text", filled["text"])
+
+
+FORMS = {  # in the order in which they are tried
+    "messages": Form((("messages",),), _openai),
+    "conversations": Form((("conversations",),), _sharegpt),
+    "prompt": Form((("prompt", "response"), ("prompt", "completion")), _prompted),
+    "alpaca": Form((("instruction", "output"),), _alpaca),
+    "turns": Form((("turns",),), _asked),
+    "text": Form((("text",),), _text),
+    "question": Form((("question",), ("prompt",)), _question),
+}
+UNANSWERED = ("turns", "question")
+
+
+def _pair(prompt: str, reply: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": reply}]
+
+
+def _turns(
+    origin: str, name: str, turns: Any, role_keys: tuple[str, ...] = ("role",), content_keys: tuple[str, ...] = ("content",)
+) -> list[dict[str, Any]]:
+    """keys: names of the same, the usual one first."""
+    if not isinstance(turns, list):
+        raise UserError(f"{origin}: expected a list in `{name}`, got {type(turns).__name__}; write one object per turn")
+    found = []
+    for number, turn in enumerate(turns):
+        place = f"{name}[{number}]"
+        if not isinstance(turn, dict):
+            got = type(turn).__name__
+            raise UserError(f"{origin}: expected an object in {place}, got {got}; write {role_keys[0]} and {content_keys[0]}")
+        role, content = (next((k for k in keys if turn.get(k) is not None), keys[0]) for keys in (role_keys, content_keys))
+        found.append(
+            {"role": _string(origin, f"{place}.{role}", turn.get(role))} | _said(origin, f"{place}.{content}", turn, content)
+        )
+    return found
+
+
+def _said(origin: str, place: str, turn: dict[str, Any], content: str) -> dict[str, Any]:
+    calls = turn.get("tool_calls")
+    said: dict[str, Any] = {
+        "content": "" if calls and turn.get(content) is None else _content(origin, place, turn.get(content))
+    }
+    if calls:
+        said["tool_calls"] = _calls(origin, place.rpartition(".")[0], calls)
+    thought = next((turn[key] for key in THOUGHTS if turn.get(key)), None)
+    if thought is not None:
+        said["reasoning_content"] = _string(origin, place.replace(content, THOUGHTS[0]), thought)
+    return said | {key: turn[key] for key in KEPT if turn.get(key) is not None}
+
+
+def _content(origin: str, place: str, value: Any) -> str:
+    """A string, or a list of parts that are text."""
+    if not isinstance(value, list):
+        return _string(origin, place, value)
+    parts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise UserError(f"{origin}: expected text parts in {place}, got {kind}; write its text, or remove the record")
+        parts.append(_string(origin, f"{place}.text", part.get("text")))
+    return "".join(parts)
+
+
+def _calls(origin: str, place: str, value: Any) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, which is what templates expect; OpenAI writes them as strings of JSON."""
+    value = _unpacked(value)
+    calls = value if isinstance(value, list) else [value]
+    found = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UserError(f"{origin}: expected tool calls with a function's name in {place}, got {call!r:.60}; correct them")
+        function = function | {"arguments": _unpacked(function.get("arguments", {}))}
+        found.append({"type": "function"} | (call if "function" in call else {}) | {"function": function})
+    return found
+
+
+def _tools(origin: str, value: Any) -> tuple[dict[str, Any], ...]:
+    tools = _unpacked(value)
+    if not tools:
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{origin}: expected a list of JSON schemas in `tools`, got {value!r:.60}; correct it")
+    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
+
+
+def _unpacked(value: Any) -> Any:
+    """Tables and OpenAI keep what has no fixed shape as a string of JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _string(origin: str, name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        got = "nothing" if value is None else type(value).__name__
+        raise UserError(f"{origin}: expected a string in {name}, got {got}; write its text, or remove the record")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        got = f"an unpaired surrogate at character {error.start}"
+        raise UserError(f"{origin}: expected Unicode text in {name}, got {got}; remove it") from error
+    return value

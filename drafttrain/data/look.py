@@ -1,0 +1,111 @@
+"""What the drafter will see of a data set: counts, lengths, and conversations in pieces that are supervised or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from drafttrain.data.chat import Encoded
+from drafttrain.data.provenance import template_hash
+from drafttrain.data.sources import Conversation
+from drafttrain.data.templates import MARKED
+
+BINS = 12  # of the histogram
+SHARES = (0.05, 0.5, 0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of tokens as text."""
+
+    text: str
+    supervised: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    origin: str
+    pieces: list[Piece]
+    tokens: int
+    supervised: int
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Conversations of `first` to `last` tokens."""
+
+    first: int
+    last: int
+    count: int
+
+
+@dataclass
+class Look:
+    """lengths, supervised: tokens of each conversation, those without a supervised one included. Filled by `add`."""
+
+    lengths: list[int] = field(default_factory=list)
+    supervised: list[int] = field(default_factory=list)
+    truncated: int = 0
+    turns: int = 0
+
+    def add(self, conversation: Conversation, encoded: Encoded) -> None:
+        self.lengths.append(len(encoded.token_ids))
+        self.supervised.append(encoded.supervised)
+        self.truncated += encoded.truncated
+        self.turns += len(conversation.messages)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(name, figure) of each count."""
+        count, tokens, supervised = len(self.lengths), sum(self.lengths), sum(self.supervised)
+        low, middle, high = (int(x) for x in np.quantile(self.lengths, SHARES))
+        return [
+            ("conversations", f"{count:,}"),
+            ("without a supervised token", f"{sum(not s for s in self.supervised):,}"),
+            ("truncated", f"{self.truncated:,} ({self.truncated / count:.1%})"),
+            ("turns", f"{self.turns:,}"),
+            ("tokens", f"{tokens:,}"),
+            ("supervised tokens", f"{supervised:,} ({supervised / max(tokens, 1):.1%})"),
+            ("length: 5 %, median, 95 %, longest", f"{low:,}, {middle:,}, {high:,}, {max(self.lengths):,} tokens"),
+        ]
+
+    def histogram(self) -> list[Bin]:
+        """Bins of equal width from the shortest to the longest."""
+        low, high = min(self.lengths), max(self.lengths)
+        width = max(1, -(-(high - low + 1) // BINS))
+        counts = np.bincount((np.array(self.lengths) - low) // width)
+        return [Bin(low + i * width, min(high, low + (i + 1) * width - 1), int(count)) for i, count in enumerate(counts)]
+
+
+def template_rows(tokenizer: PreTrainedTokenizerBase, source: str, given: str | None = None) -> list[tuple[str, str]]:
+    """(name, value): whose template is in use, and where its masks come from. given: a template instead of the tokenizer's."""
+    template = given or (tokenizer.chat_template and str(tokenizer.get_chat_template()))
+    if not template:
+        return [("tokenizer", source), ("chat template", "none: `text` records only")]
+    way = "its own generation marks" if MARKED.search(template) else "rendered prefixes"
+    return [("tokenizer", source), ("chat template", f"sha256 {str(template_hash(template))[:16]}"), ("masks from", way)]
+
+
+def sample_of(conversation: Conversation, encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """The tokens as they are trained on, special ones included, decoded stretch by stretch."""
+    ids, mask = encoded.token_ids.tolist(), encoded.mask
+    edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
+    pieces = [
+        Piece(str(tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)), bool(mask[start]))
+        for start, end in pairwise(edges)
+        if end > start
+    ]
+    return Sample(conversation.origin, pieces, len(ids), encoded.supervised, encoded.truncated)
+
+
+def chosen(count: int, wanted: int, seed: int) -> list[int]:
+    """Which of `count` conversations are shown: a random sample, in order; its first ones are a sample too."""
+    return np.random.default_rng([seed % 2**64, 2]).permutation(count)[:wanted].tolist()
+
+
+def longest_bar(bins: Sequence[Bin]) -> int:
+    return max(b.count for b in bins)

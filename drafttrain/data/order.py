@@ -1,0 +1,180 @@
+"""Which rows make up which epoch: a function of the seed alone, known as far as the rows are.
+
+An epoch is a shuffle of all conversations, or of as many drawn from several sources by their weights. It is cut into windows of
+`WINDOW` batches that are sorted by length, and a window's batches are shuffled, so that little of a batch is padding.
+Conversations that give no row are passed over, those that give several give them one after another. A window is known once its
+conversations are prepared: training begins while others are not, and has the batches it would have had later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafttrain.data.chat import Encoded
+from drafttrain.errors import UserError
+
+WINDOW = 16  # batches that are sorted by length together
+MIX = 0x6D6978  # apart from the seeds of epochs
+
+
+class Groups(Protocol):
+    """The conversations of the training rows, by number."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether all are prepared."""
+        ...
+
+    def rows(self, conversation: int) -> Sequence[int]:
+        """The rows that it gives. Waits for it to be prepared."""
+        ...
+
+    def total(self, conversations: NDArray[np.int64]) -> int:
+        """How many rows these give together, all of them prepared."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Every row is a conversation by itself."""
+
+    size: int
+    complete: bool = True
+
+    def rows(self, conversation: int) -> Sequence[int]:
+        return (conversation,)
+
+    def total(self, conversations: NDArray[np.int64]) -> int:
+        return len(conversations)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The conversations of several sources, source after source. weights: None where each counts once."""
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
+    seed: int = 0
+
+    def epoch(self, number: int) -> NDArray[np.int64]:
+        """Which conversations it holds, not shuffled: as many as there are, each source's share in passes over all of it.
+
+        Worked example, sizes 2 and 6 at equal weights: 4 and 4; the first source twice, of the second 4, the other 2 in the
+        next epoch first.
+        """
+        if self.weights is None:
+            return np.arange(sum(self.sizes))
+        parts, first = [], 0
+        for source, (size, share) in enumerate(zip(self.sizes, self.shares(sum(self.sizes)), strict=True)):
+            parts.append(first + self._drawn(source, size, number * share, (number + 1) * share))
+            first += size
+        return np.concatenate(parts)
+
+    def shares(self, total: int) -> list[int]:
+        """So many of each source: by weight, rounded so that they add up."""
+        weights = self.sizes if self.weights is None else self.weights
+        exact = np.array(weights, np.float64) * (total / sum(weights))
+        counts = np.floor(exact).astype(int)
+        counts[np.argsort(counts - exact, kind="stable")[: total - counts.sum()]] += 1
+        return [int(count) for count in counts]
+
+    def _drawn(self, source: int, size: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Places `start` to `stop` of endless shuffled passes over a source."""
+        passes = range(start // size, -(-stop // size)) if size else range(0)
+        order = [np.random.default_rng([self.seed % 2**64, source, p, MIX]).permutation(size) for p in passes]
+        return np.concatenate(order)[start - passes.start * size :][: stop - start] if order else np.zeros(0, np.int64)
+
+
+class Epoch:
+    """One epoch's rows in order, window after window."""
+
+    def __init__(self, windows: Iterator[list[int]]) -> None:
+        self.known: list[int] = []
+        self._windows = windows
+
+    def row(self, index: int) -> int | None:
+        """None behind the last."""
+        while index >= len(self.known):
+            window = next(self._windows, None)
+            if window is None:
+                return None
+            self.known += window
+        return self.known[index]
+
+    def all(self) -> list[int]:
+        for window in self._windows:
+            self.known += window
+        return self.known
+
+
+class Order:
+    """All epochs, one after another. lengths: the rows, to be grouped by length; None: not grouped."""
+
+    def __init__(self, seed: int, mixture: Mixture, groups: Groups, lengths: Sequence[Encoded] | None) -> None:
+        self.seed, self.mixture, self.groups, self.lengths = seed, mixture, groups, lengths
+        self._epochs: dict[tuple[int, int], Epoch] = {}  # those in use
+        self._sizes: dict[int, int] = {}  # rows of epochs; without weights all are like the first
+
+    def epoch(self, number: int, batch: int) -> Epoch:
+        """From 0, in batches of so many rows."""
+        if (number, batch) not in self._epochs:
+            while len(self._epochs) > 1:  # a batch spans two epochs at most, unless the data is smaller than a batch
+                self._epochs.pop(next(iter(self._epochs)))
+            draw, held = generator(self.seed, 1 + number), self.mixture.epoch(number)
+            shuffled = held[draw.permutation(len(held))]
+            rows = (row for conversation in shuffled for row in self.groups.rows(int(conversation)))
+            self._epochs[number, batch] = Epoch(_windows(rows, batch, draw, self.lengths))
+        return self._epochs[number, batch]
+
+    def row(self, place: int, batch: int) -> int:
+        """The row at this place among all that training sees."""
+        number = 0
+        while True:
+            size = self._size(number)
+            if size is None or place < size:
+                epoch = self.epoch(number, batch)
+                if (row := epoch.row(place)) is not None:
+                    return row
+                size = self._sizes[self._like(number)] = len(epoch.known)
+            if not size:
+                raise UserError("no conversation has a supervised token to train on; raise data.max_length")
+            passed = 1 if self.mixture.weights else place // size
+            number, place = number + passed, place - passed * size
+
+    def _size(self, number: int) -> int | None:
+        """How many rows an epoch has; None as long as that is not known."""
+        like = self._like(number)
+        if like not in self._sizes and self.groups.complete:
+            self._sizes[like] = self.groups.total(self.mixture.epoch(number))
+        return self._sizes.get(like)
+
+    def _like(self, number: int) -> int:
+        return number if self.mixture.weights else 0
+
+
+def _windows(
+    rows: Iterator[int], batch: int, draw: np.random.Generator, lengths: Sequence[Encoded] | None
+) -> Iterator[list[int]]:
+    while window := list(islice(rows, WINDOW * batch)):
+        yield window if lengths is None else _grouped(window, batch, draw, lengths)
+
+
+def _grouped(window: list[int], batch: int, draw: np.random.Generator, lengths: Sequence[Encoded]) -> list[int]:
+    window = sorted(window, key=lambda row: len(lengths[row].token_ids))
+    full = len(window) // batch
+    order = [row for b in draw.permutation(full) for row in window[b * batch : (b + 1) * batch]]
+    return order + window[full * batch :]
+
+
+def generator(seed: int, stream: int) -> np.random.Generator:
+    """Independent streams of one seed: 0 sets conversations apart, 1 + e orders epoch e."""
+    return np.random.default_rng([seed % 2**64, stream])

@@ -1,0 +1,23 @@
+"""How far the preparation is, for who waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+BAR_FROM = 2000  # conversations: fewer are tokenised before a bar would be read
+
+
+@contextmanager
+def bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yields what is told of how many more conversations are done."""
+    if not shown or total < BAR_FROM:
+        yield lambda done: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, advance=done)

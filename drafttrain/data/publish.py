@@ -1,0 +1,132 @@
+"""From the journal to the data set: texts in the order of their prompts, judged by the rules, in files of one size.
+
+The directory appears whole or not at all; the journal stays, so that other rules or more samples need no text twice.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from drafttrain.atomic import atomic_directory, atomic_write_json
+from drafttrain.data.asks import TOO_LONG, Job
+from drafttrain.data.journal import read
+from drafttrain.data.provenance import FILE
+from drafttrain.data.rules import RULES, Reply, judge
+from drafttrain.data.sources import ASSISTANT
+from drafttrain.errors import UserError
+
+SUMMARY, REJECTS = "summary.json", "rejects.jsonl"
+FORMATS = ("jsonl", "parquet")
+
+
+@dataclass
+class Counts:
+    """found: conversations in which a rule found its fault, dropped for it or not; shortened: kept up to a fault."""
+
+    texts: int = 0
+    kept: int = 0
+    replies: int = 0
+    tokens: int = 0
+    shortened: int = 0
+    found: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def summary(self) -> dict[str, Any]:
+        named = {name: self.found[name] for name in RULES}
+        plain = {name: getattr(self, name) for name in ("texts", "kept", "replies", "tokens", "shortened")}
+        return plain | {"found": named, "dropped": dict(self.dropped), "failed": dict(self.failed)}
+
+
+def publish(
+    journal: Path, jobs: Iterable[Job], out: Path, provenance: dict[str, Any], drop: list[str], form: str, shard: int
+) -> dict[str, Any]:
+    """Write the directory `out`, replacing one of an earlier call; returns its summary.
+
+    Raises UserError when no text is kept, or the disk is full; `out` stays as it was then.
+    """
+    counts = Counts()
+    for left in out.parent.glob(f"{out.name}.tmp-*"):  # of a call that was killed
+        shutil.rmtree(left)
+    with atomic_directory(out) as aside, (aside / REJECTS).open("w", encoding="utf-8") as rejects:
+        kept = _kept(journal, jobs, drop, counts, rejects)
+        number = 0
+        while records := list(islice(kept, shard)):
+            _write(aside / f"part-{number:05}.{form}", records)
+            number += 1
+        if not counts.kept:
+            faults = ", ".join(f"{count} {name}" for name, count in (counts.dropped + counts.failed).items())
+            raise UserError(
+                f"none of {counts.texts} texts is kept ({faults}); raise prepare.max_new_tokens, or drop less with prepare.drop"
+            )
+        summary = counts.summary()
+        atomic_write_json(aside / FILE, provenance)
+        atomic_write_json(aside / SUMMARY, summary | {"skipped": provenance["prompts"]["skipped"]})
+    return summary
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError for a place that publishing would take from somebody else."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / FILE).is_file()):
+        raise UserError(f"out={out} is there already and is no data that prepare has made; name another directory")
+
+
+def _kept(journal: Path, jobs: Iterable[Job], drop: list[str], counts: Counts, rejects: Any) -> Iterator[dict[str, Any]]:
+    # the place of a text that failed counts only until it has been written after all
+    places: dict[str, tuple[Path, int, bool]] = {}
+    for path, at, record in read(journal):
+        if record["id"] not in places or not places[record["id"]][2]:
+            places[record["id"]] = (path, at, "messages" in record)
+    for job in jobs:
+        record = _at(*places[job.id][:2])
+        counts.texts += 1
+        judged = _judged(record, drop, counts)
+        if isinstance(judged, str):
+            reject = {"id": job.id, "origin": job.ask.origin, "reason": judged}
+            rejects.write(json.dumps(reject, ensure_ascii=False) + "\n")
+        else:
+            yield judged
+
+
+def _at(path: Path, offset: int) -> dict[str, Any]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return json.loads(file.readline())
+
+
+def _judged(record: dict[str, Any], drop: list[str], counts: Counts) -> dict[str, Any] | str:
+    """The record as it is published, or why it is not."""
+    if "messages" not in record:
+        counts.failed["too_long" if record["failed"] == TOO_LONG else "refused"] += 1
+        return str(record["failed"])
+    places = [i for i, message in enumerate(record["messages"]) if message["role"] == ASSISTANT]
+    texts = [record["messages"][i]["content"] for i in places]
+    judged = judge([Reply(*pair) for pair in zip(texts, record["finish"], strict=True)], drop)
+    counts.found.update(judged.found)
+    counts.tokens += sum(record["tokens"])
+    if not judged.kept:
+        counts.dropped[str(judged.fault)] += 1
+        return str(judged.fault)
+    counts.kept += 1
+    counts.replies += judged.kept
+    counts.shortened += judged.kept < len(places) or "failed" in record
+    about = {name: record[name] for name in ("id", "prompt_id", "sample", "temperature", "seed")}
+    messages = record["messages"][: places[judged.kept - 1] + 1]
+    return {"messages": messages, **about, "finish": record["finish"][: judged.kept]}
+
+
+def _write(path: Path, records: list[dict[str, Any]]) -> None:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+        return
+    import pyarrow  # slow to import
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(records), path)

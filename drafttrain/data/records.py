@@ -1,0 +1,249 @@
+"""Records by number: an index over what lies in files, so that they can be read in any order by any process.
+
+What cannot be read from the middle (compressed lines, a JSON array, Parquet, CSV) is rewritten once as plain lines or as an
+Arrow file where it is large, and kept in memory where it is small.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import mmap
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from drafttrain.atomic import atomic_file
+from drafttrain.data.files import (
+    TABLES,
+    as_object,
+    damaged_gzip,
+    filled_lines,
+    is_array,
+    open_plain,
+    read_array,
+    read_batches,
+    read_json,
+)
+from drafttrain.errors import UserError
+
+SMALL = 2**23  # bytes of a file that is kept in memory
+NO_ROOM = "free some space, or set data.cache to a folder on another disk"
+
+
+class Records(Protocol):
+    """Sent to worker processes by pickle. digest: of the content; two with the same hold the same records."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> tuple[str, dict[str, Any]]:
+        """(origin, record): where it came from, for messages to the user."""
+        ...
+
+    @property
+    def digest(self) -> str: ...
+
+
+class Lines:
+    """Lines of JSON in a file or in memory. starts: the first byte of each record, and the end of the last."""
+
+    def __init__(self, name: Path, content: Path | bytes, starts: array[int], label: str, digest: str | None = None) -> None:
+        """label: what a number is in messages: `a.jsonl:3`, or `a.json:record 3`."""
+        self.name, self.content, self.starts, self.label, self._digest = name, content, starts, label, digest
+        self._mapped: mmap.mmap | bytes | None = None
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, number: int) -> tuple[str, dict[str, Any]]:
+        line = self._bytes()[self.starts[number] : self.starts[number + 1]]
+        origin = f"{self.name}:{self.label}{number + 1}"
+        return origin, as_object(origin, read_json(line.rstrip(), self.name, number + 1))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_mapped": None}
+
+    @property
+    def digest(self) -> str:
+        if self._digest is None:
+            self._digest = digest_of(self.content)
+        return f"{self._digest}:{len(self)}"
+
+    def _bytes(self) -> mmap.mmap | bytes:
+        if isinstance(self.content, bytes):
+            return self.content
+        if self._mapped is None:
+            with self.content.open("rb") as file:
+                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._mapped
+
+
+class Rows:
+    """Rows of an Arrow table, mapped from a file or in memory."""
+
+    def __init__(self, name: Path, content: Path, limit: int | None) -> None:
+        """content: an Arrow file or stream, or another kind of table that is small enough to be read whole."""
+        self.name, self.content, self.limit = name, content, limit
+        self._batches: list[Any] = []
+        self._ends: list[int] = []
+        self._open()
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self.limit is None else min(self.limit, self._ends[-1])
+
+    def __getitem__(self, number: int) -> tuple[str, dict[str, Any]]:
+        self._open()
+        at = bisect_right(self._ends, number)
+        row = self._batches[at].slice(number - (self._ends[at - 1] if at else 0), 1).to_pylist()[0]
+        return f"{self.name}:row {number + 1}", filled(row)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_batches": []}
+
+    @property
+    def digest(self) -> str:
+        return f"{digest_of(self.content)}:{len(self)}"
+
+    def _open(self) -> None:
+        if not self._batches:
+            self._batches = list(read_batches(self.content))
+            self._ends = list(accumulate(batch.num_rows for batch in self._batches)) or [0]
+
+
+class Loaded:
+    """Rows of a `datasets.Dataset`, which maps them from its own cache."""
+
+    def __init__(self, name: str, rows: Any) -> None:
+        self.name, self.rows = name, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> tuple[str, dict[str, Any]]:
+        return f"{self.name}:row {number + 1}", filled(self.rows[number])
+
+    @property
+    def digest(self) -> str:
+        return str(self.rows._fingerprint)
+
+
+class Listed:
+    """A few records in memory."""
+
+    def __init__(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
+        self.name, self.rows = name, [filled(dict(row)) for row in rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> tuple[str, dict[str, Any]]:
+        return f"{self.name}:row {number + 1}", self.rows[number]
+
+    @property
+    def digest(self) -> str:
+        return digest_of(json.dumps(self.rows, default=str).encode())
+
+
+class Joined:
+    """Several, one after another."""
+
+    def __init__(self, parts: Sequence[Records]) -> None:
+        self.parts, self.ends = list(parts), list(accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, number: int) -> tuple[str, dict[str, Any]]:
+        at = bisect_right(self.ends, number)
+        return self.parts[at][number - (self.ends[at - 1] if at else 0)]
+
+    @property
+    def digest(self) -> str:
+        return digest_of("\n".join(part.digest for part in self.parts).encode())
+
+
+def filled(value: Any) -> Any:
+    """Without the nulls by which a table fills the fields that a record does not have."""
+    if isinstance(value, dict):
+        return {key: filled(inner) for key, inner in value.items() if inner is not None}
+    return [filled(inner) for inner in value] if isinstance(value, list) else value
+
+
+def open_records(path: Path, limit: int | None, spool: Path) -> Records:
+    """Of a data file, at most `limit`. spool: where what cannot be read from the middle is rewritten, if it is large.
+
+    Raises UserError naming the place of a blank line, and for an empty or damaged file.
+    """
+    records = _rows(path, limit, spool) if path.name.endswith(TABLES) else _lines(path, limit, spool)
+    if not len(records):
+        raise UserError(f"{path}: expected at least one record, got an empty file; fill it, or point to another file")
+    return records
+
+
+def _rows(path: Path, limit: int | None, spool: Path) -> Records:
+    if path.suffix == ".arrow" or path.stat().st_size <= SMALL:
+        return Rows(path, path, limit)
+    return Rows(path, _spooled(path, spool, ".arrow", lambda file: _write_arrow(path, file)), limit)
+
+
+def _lines(path: Path, limit: int | None, spool: Path) -> Records:
+    listed = is_array(path)
+    label = "record " if listed else ""
+    with damaged_gzip(path):
+        if path.suffix != ".gz" and not listed:
+            content: Path | bytes = path
+        elif path.stat().st_size <= SMALL:
+            content = b"".join(_plain(path, listed))
+        else:
+            content = _spooled(path, spool, ".jsonl", lambda file: file.writelines(_plain(path, listed)))
+    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+        return Lines(path, content, _starts(path, file, limit), label)
+
+
+def _plain(path: Path, listed: bool) -> Iterator[bytes]:
+    """The file as lines of JSON."""
+    if listed:
+        yield from (json.dumps(record).encode() + b"\n" for record in read_array(path))
+    else:
+        with open_plain(path) as file:
+            yield from file
+
+
+def _starts(path: Path, lines: Iterable[bytes], limit: int | None) -> array[int]:
+    """Where each record begins, and where the last ends."""
+    starts = array("q", [0])
+    for _, line in islice(filled_lines(path, lines), limit):
+        starts.append(starts[-1] + len(line))
+    return starts
+
+
+def _spooled(path: Path, spool: Path, suffix: str, write: Callable[[BinaryIO], Any]) -> Path:
+    """The file rewritten, named by its content, unless that is there already."""
+    plain = spool / f"{digest_of(path)}{suffix}"
+    if not plain.exists():
+        with atomic_file(plain, NO_ROOM) as file:
+            write(file)
+    return plain
+
+
+def _write_arrow(path: Path, file: BinaryIO) -> None:
+    from pyarrow import ipc
+
+    batches = iter(read_batches(path))
+    first = next(batches)
+    with ipc.new_stream(file, first.schema) as writer:
+        writer.write_batch(first)
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def digest_of(content: Path | bytes) -> str:
+    """sha256 of a file's or of these bytes."""
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest()
+    with content.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,79 @@
+"""Named rules on what the target has replied: each finds one fault, and `prepare.drop` says which of them cost a reply."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from drafttrain.data.repetition import tail_run
+from drafttrain.errors import UserError
+
+LONGEST_PERIOD = 400  # characters: a paragraph
+LEAST_CHARACTERS = 120  # shorter repetition is ordinary text: a ruler, a row of a table
+OPENING = 300  # characters in which a refusal shows
+REFUSAL = re.compile(
+    r"as an ai( language)? model"
+    r"|\bi(['’]m| am) (really |so |very )?sorry,? (but )?(i|as an)\b"
+    r"|\bi (can['’]t|cannot|can not|won['’]t|will not)"
+    r" (assist|help|fulfil|comply|provide|create|generate|write|answer|discuss|engage|support|continue|do that)"
+    r"|\bi(['’]m| am) (unable|not able) to (assist|help|fulfil|comply|provide|create|generate|write|answer|discuss|engage)"
+    r"|\bi must (respectfully )?decline",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the target has replied. finish: stop, or length where it ran out of room, or the server's own word."""
+
+    text: str
+    finish: str
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """kept: replies before the first that a rule drops. fault: the rule. found: every rule that any reply breaks."""
+
+    kept: int
+    fault: str | None
+    found: frozenset[str]
+
+
+def truncated(reply: Reply) -> bool:
+    """Cut off: the template would have the drafter learn an end of turn that the target never said."""
+    return reply.finish != "stop"
+
+
+def loop(reply: Reply) -> bool:
+    """Ends in one piece of text three times or more, over 120 characters or more."""
+    text = reply.text.rstrip()
+    return any(tail_run(text, n) >= LEAST_CHARACTERS for n in range(1, LONGEST_PERIOD + 1))
+
+
+def refusal(reply: Reply) -> bool:
+    """Opens with a refusal, in English."""
+    return REFUSAL.search(reply.text[:OPENING]) is not None
+
+
+def empty(reply: Reply) -> bool:
+    return not reply.text.strip()
+
+
+RULES: dict[str, Callable[[Reply], bool]] = {"empty": empty, "truncated": truncated, "loop": loop, "refusal": refusal}
+
+
+def check_rules(names: Sequence[str]) -> None:
+    """Raise UserError for a rule that there is not."""
+    if unknown := [name for name in names if name not in RULES]:
+        raise UserError(f"prepare.drop names {', '.join(unknown)}; the rules are {', '.join(RULES)}")
+
+
+def judge(replies: Sequence[Reply], drop: Sequence[str]) -> Judged:
+    """A conversation's replies in order. It is kept up to the first reply that breaks one of the rules `drop`."""
+    broken = [[name for name, breaks in RULES.items() if breaks(reply)] for reply in replies]
+    found = frozenset(name for names in broken for name in names)
+    for kept, names in enumerate(broken):
+        if fault := next((name for name in names if name in drop), None):
+            return Judged(kept, fault, found)
+    return Judged(len(replies), None, found)

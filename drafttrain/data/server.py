@@ -1,0 +1,225 @@
+"""An OpenAI-compatible server (vLLM, SGLang, ...) answers prompts: many requests at a time, again while it is down or busy.
+
+What the server says of a request decides what becomes of it:
+- no connection, a dropped one, 408, 425, 429, 502 to 504: sent again, later and later, for `patience` seconds; then the command
+  ends, and the same command goes on. `Retry-After` holds all requests back for so long;
+- nothing within `timeout` seconds, 500, or an answer that is none: sent again twice, then the text counts as failed;
+- 401, 403, 404, 405: the command ends, every other request would be told the same;
+- any other refusal: the text counts as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from time import monotonic, time
+from typing import TYPE_CHECKING, Any
+
+from drafttrain.data.asks import Dialogue, Job, Message
+from drafttrain.data.regenerate import Finished, Tick
+from drafttrain.data.rules import Reply
+from drafttrain.errors import UserError
+
+if TYPE_CHECKING:
+    import httpx
+
+BUSY = (408, 425, 429, 502, 503, 504)
+HOPELESS = (401, 403, 404, 405)
+TRIES = 3  # of a request that the server takes and cannot answer
+FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds; doubled from try to try
+
+
+class _RefusedError(Exception):
+    """This text failed; others may not."""
+
+
+class _AgainError(Exception):
+    """To be sent again. after: seconds that the server asks for."""
+
+    def __init__(self, reason: str, after: float | None = None, busy: bool = True) -> None:
+        super().__init__(reason)
+        self.after, self.busy = after, busy
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Where the server is, and how it is asked. key: sent as a bearer token; it appears in no message and no file."""
+
+    url: str
+    model: str | None = None
+    key: str | None = field(default=None, repr=False)
+    concurrency: int = 64
+    timeout: float = 600.0
+    patience: float = 600.0
+    max_new_tokens: int = 1024
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+def client_of(options: ServerOptions) -> httpx.AsyncClient:
+    """Raises UserError for a URL that is none, and where httpx is missing."""
+    try:
+        import httpx
+    except ImportError as error:
+        raise UserError("prepare.server needs httpx; pip install 'drafttrain[server]'") from error
+    url = options.url if options.url.rstrip("/").endswith("/v1") else options.url.rstrip("/") + "/v1"
+    try:
+        base = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise UserError(f"prepare.server is {options.url!r}, which is no URL ({error}); set http://HOST:PORT/v1") from error
+    if base.scheme not in ("http", "https") or not base.host or base.userinfo:
+        raise UserError("prepare.server must be http://HOST:PORT/v1, without a user in it; a key goes into prepare.key_env")
+    headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
+    limits = httpx.Limits(max_connections=options.concurrency, max_keepalive_connections=options.concurrency)
+    return httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=httpx.Timeout(options.timeout, connect=30))
+
+
+def model_of(options: ServerOptions) -> str:
+    """The name of the model that will answer. Raises UserError where the server has several and none was chosen."""
+    if options.model is not None:
+        return options.model
+
+    async def listed() -> Any:
+        async with client_of(options) as client:
+            return await _Sender(client, options).send("GET", "models", None, lambda body: [m["id"] for m in body["data"]])
+
+    try:
+        names = asyncio.run(listed())
+    except _RefusedError as error:
+        raise UserError(f"{options.url} does not list its models ({error}); set prepare.model") from error
+    if len(names) != 1:
+        raise UserError(f"{options.url} has the models {', '.join(names) or 'none'}; set prepare.model")
+    return str(names[0])
+
+
+@dataclass(frozen=True)
+class Server:
+    """options.model: its name, as `model_of` finds it."""
+
+    options: ServerOptions
+
+    def answer(self, jobs: Sequence[Job], finished: Finished, tick: Tick) -> None:
+        """Write every job's text. Raises UserError where the server stays away for `patience` seconds or refuses everything."""
+        if not jobs:
+            return
+        try:
+            asyncio.run(self._answer(iter(jobs), finished, tick))
+        except BaseExceptionGroup as group:
+            raise next((e for e in group.exceptions if not isinstance(e, Exception)), group.exceptions[0]) from group
+
+    async def _answer(self, jobs: Iterator[Job], finished: Finished, tick: Tick) -> None:
+        async with client_of(self.options) as client, asyncio.TaskGroup() as group:
+            sender = _Sender(client, self.options)
+            for _ in range(self.options.concurrency):
+                group.create_task(self._work(sender, jobs, finished, tick))
+
+    async def _work(self, sender: _Sender, jobs: Iterator[Job], finished: Finished, tick: Tick) -> None:
+        for job in jobs:  # shared by all workers: each takes the next
+            dialogue = Dialogue(job)
+            try:
+                while (messages := dialogue.ask()) is not None:
+                    body = self._body(job, messages)
+                    reply, tokens = await sender.send("POST", "chat/completions", body, _reply_in)
+                    dialogue.take(reply, tokens)
+                    tick(tokens)
+            except _RefusedError as error:
+                dialogue.fail(str(error))
+            finished(dialogue)
+
+    def _body(self, job: Job, messages: list[Message]) -> dict[str, Any]:
+        options = self.options
+        body: dict[str, Any] = {"model": options.model, "messages": messages, "max_tokens": options.max_new_tokens}
+        body |= {"temperature": job.temperature, "top_p": options.top_p, "seed": job.seed}
+        return body | ({"top_k": options.top_k} if options.top_k else {})  # vLLM and SGLang have it, OpenAI has not
+
+
+def _reply_in(body: Any) -> tuple[Reply, int]:
+    """Raises KeyError, TypeError, IndexError or ValueError for an answer that is none."""
+    choice = body["choices"][0]
+    text, finish = choice["message"]["content"], choice["finish_reason"]
+    if not isinstance(text, str) or not isinstance(finish, str):
+        raise ValueError("no text in it")
+    text.encode()  # an unpaired surrogate could not be written
+    return Reply(text, finish), int((body.get("usage") or {}).get("completion_tokens") or 0)
+
+
+class _Sender:
+    """Sends a request until it is answered or given up. One rate limit holds all requests back."""
+
+    def __init__(self, client: httpx.AsyncClient, options: ServerOptions) -> None:
+        self.client, self.options, self.held_until = client, options, 0.0
+
+    async def send(self, method: str, path: str, body: Any, read: Any) -> Any:
+        """read: what is wanted of the answer's JSON. Raises _RefusedError, and UserError when nothing more can be sent."""
+        until, tries, wait = None, 0, FIRST_WAIT
+        while True:
+            await self._held()
+            try:
+                return await self._once(method, path, body, read)
+            except _AgainError as again:
+                tries += not again.busy
+                if tries >= TRIES:
+                    raise _RefusedError(f"{again}, {TRIES} times") from again
+                until = until or monotonic() + self.options.patience
+                if monotonic() >= until:
+                    raise UserError(
+                        f"{self.options.url}: {again}, for {self.options.patience:g} s; what is answered is kept: start the "
+                        "server and repeat the command, or raise prepare.patience"
+                    ) from again
+                if again.after:
+                    self.held_until = max(self.held_until, monotonic() + again.after)
+                    until += again.after  # time that the server asked for is not time in which it was away
+                else:
+                    await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), until - monotonic()))
+                    wait = min(2 * wait, LONGEST_WAIT)
+
+    async def _held(self) -> None:
+        """Until no rate limit stands; then not all at once."""
+        while (left := self.held_until - monotonic()) > 0:
+            await asyncio.sleep(left + random.uniform(0.0, min(1.0, 0.1 * left)))
+
+    async def _once(self, method: str, path: str, body: Any, read: Any) -> Any:
+        import httpx
+
+        try:
+            response = await self.client.request(method, path, json=body)
+        except httpx.ReadTimeout as error:
+            raise _AgainError(f"no answer within {self.options.timeout:g} s", busy=False) from error
+        except httpx.RequestError as error:
+            raise _AgainError(f"no answer ({type(error).__name__})") from error
+        status = response.status_code
+        if status in BUSY:
+            raise _AgainError(f"it is busy (status {status})", _seconds(response.headers.get("Retry-After")))
+        if status in HOPELESS:
+            raise UserError(
+                f"{self.options.url} refuses {path} with status {status}: {_said(response)}; check prepare.server, "
+                "prepare.model and the key in prepare.key_env"
+            )
+        if status >= 500:
+            raise _AgainError(f"it fails with status {status}", busy=False)
+        if status >= 400:
+            raise _RefusedError(f"status {status}: {_said(response)}")
+        try:
+            return read(response.json())
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise _AgainError("an answer without a reply", busy=False) from error
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Of a Retry-After header, which names seconds or a date; None where it is missing or neither."""
+    if retry_after is None:
+        return None
+    if retry_after.strip().isdigit():
+        return float(retry_after)
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time())
+    except ValueError:
+        return None
+
+
+def _said(response: httpx.Response) -> str:
+    """What an error's body says, short."""
+    return " ".join(response.text.split())[:200] or "nothing"

@@ -1,0 +1,75 @@
+"""What a report says of the data: counts, lengths, what was recognised, and how often each token is learnt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafttrain.data.pool import Conversations
+
+
+def summarise(conversations: Conversations) -> dict[str, Any]:
+    """Of what is prepared. Tokens, lengths and truncations are of usable conversations; `sha256` is of all text, once all is
+    read.
+
+    dropped: conversations without a reply within the length. rejected: records that cannot be used. documents: rows before
+    they are packed, of which some templates make several of a conversation. lengths: [at most so many tokens, rows].
+    """
+    total, each = Counter[str](), [Counter[str]() for _ in conversations.sources]
+    forms = [Counter[str]() for _ in conversations.sources]
+    digests = np.zeros(conversations.count, "S16")
+    lengths = []
+    for number, done in enumerate(conversations.blocks):
+        numbers, places = conversations.held(number)
+        block, usable = done.block, places[conversations.documents_C[numbers] > 0]
+        each[done.source] += Counter(
+            prepared=len(numbers),
+            conversations=len(usable),
+            truncated=int(block.truncated_N[usable].sum()),
+            tokens=int(block.tokens_N[usable].sum()),
+            supervised_tokens=int(block.supervised_N[usable].sum()),
+        )
+        forms[done.source].update(form for form in np.array(block.column("form"), object)[places] if form)
+        digests[numbers] = np.array(block.column("digest"), "S16")[places]
+        lengths.append(block.lengths(usable))
+    for counted in each:
+        total += counted
+    length_D = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
+    kept, rejected = total["conversations"], len(conversations.faults)
+    return {
+        "records": conversations.count,
+        "prepared": total["prepared"],
+        "conversations": kept,
+        "dropped": total["prepared"] - kept - rejected,
+        "rejected": rejected,
+        "truncated": total["truncated"],
+        "documents": len(length_D),
+        "tokens": total["tokens"],
+        "supervised_tokens": total["supervised_tokens"],
+        "supervised_fraction": total["supervised_tokens"] / max(1, total["tokens"]),
+        "mean_length": total["tokens"] / max(1, kept),
+        "lengths": _histogram(length_D, conversations.encoder.max_length),
+        "sources": [
+            {
+                "path": source.name,
+                "records": len(source.records),
+                "weight": source.weight,
+                "forms": dict(found),
+                "conversations": counted["conversations"],
+                "supervised_tokens": counted["supervised_tokens"],
+            }
+            for source, counted, found in zip(conversations.sources, each, forms, strict=True)
+        ],
+        "sha256": hashlib.sha256(digests.tobytes()).hexdigest() if conversations.complete else None,
+    }
+
+
+def _histogram(length_D: NDArray[np.int64], most: int) -> list[list[int]]:
+    """Rows of at most 32, 64, 128, ... tokens, and of at most `most`."""
+    edges = [edge for edge in (2**power for power in range(5, 31)) if edge < most] + [most]
+    counts = np.bincount(np.searchsorted(edges, length_D), minlength=len(edges))
+    return [[edge, int(count)] for edge, count in zip(edges, counts, strict=True)]

@@ -1,0 +1,145 @@
+"""MLP speculator: a small recurrent network of its own width, one stage a draft, without attention (arXiv 2404.19124).
+
+Shapes: B rows, T positions, W nodes scored at once, P = B T, M predictions, S slots, H the target's hidden size, I the
+speculator's own, V vocabulary.
+
+At index t stage i (from 0) knows the tokens x[t+1 .. t+1+i] and predicts x[t+2+i]. Its state is made from that of the stage
+before, which for the first is h[t]:
+
+    state_i = GELU(norm_i(proj_i(state_(i-1)) + weight * emb_i(x[t+1+i])))        logits = head_i(state_i)
+
+weight keeps the part of h[t] in the last state at one half in the square, whatever the number of stages (section 3.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.drafters import Family
+from drafttrain.dynamic import DynamicTree, Generation, Scored, StaticTree
+from drafttrain.errors import UserError
+from drafttrain.layers import recomputed
+from drafttrain.proposal import Proposal, Proposing, TreeOptions
+from drafttrain.sampling import Sampling
+from drafttrain.target import FINAL, Taps, Target
+from drafttrain.tip import Tip, TipDrafter, blank
+from drafttrain.tree import DraftTree
+
+EPS = 1e-6
+
+
+@dataclass
+class MLPSpeculatorOptions(TreeOptions):
+    """n_predict stages, each with embeddings, a projection, a norm and a head of its own, or all with one."""
+
+    family: str = "mlp_speculator"
+    n_predict: int = 3
+    inner_dim: int | None = None  # of the states; null: the target's hidden size
+    tie_weights: bool = False  # one set for all stages; the first projection stays apart where the widths differ
+    scale_input: bool = False  # the target's state is brought to a root mean square of 1 / sqrt 2 first
+
+
+class ShiftedNorm(nn.Module):
+    """An RMS norm with a bias."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x_I: Tensor) -> Tensor:
+        out_I: Tensor = self.weight * unit_rms(x_I) + self.bias
+        return out_I
+
+
+def unit_rms(x_I: Tensor) -> Tensor:
+    """Of root mean square 1, computed in fp32."""
+    wide_I = x_I.float()
+    return (wide_I * torch.rsqrt(wide_I.square().mean(-1, keepdim=True) + EPS)).to(x_I.dtype)
+
+
+class MLPSpeculator(TipDrafter, Proposing):
+    """emb, proj, ln and head are named as in the official code. A node's state is the one that its choice was made from."""
+
+    def __init__(self, options: MLPSpeculatorOptions, target: Target) -> None:
+        super().__init__()
+        of, count = target.shape, options.n_predict
+        inner = of.hidden_size if options.inner_dim is None else options.inner_dim
+        if count < 1 or inner < 1:
+            raise UserError(f"drafter.n_predict is {count}, drafter.inner_dim {inner}; both must be 1 or more")
+        if count + 2 > of.max_positions:
+            raise UserError(f"drafter.n_predict is {count}; a context of {of.max_positions} allows {of.max_positions - 2}")
+        self.taps, self.draft_length, self._width, self.scaled = Taps(final=True), count, of.hidden_size, options.scale_input
+        kept = 0.5 ** (0.5 / count)  # of a state's weight, from one stage to the next
+        self.weight = math.sqrt((1 - kept**2) * inner / 2) / kept
+        sets = 1 if options.tie_weights else count
+        widths = [of.hidden_size] + [inner] * ((options.tie_weights and of.hidden_size != inner) + sets - 1)
+        self.emb = nn.ModuleList(nn.Embedding(of.vocab_size, inner) for _ in range(sets))
+        self.proj = nn.ModuleList(nn.Linear(width, inner, bias=False) for width in widths)
+        self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(sets))
+        self.head = nn.ModuleList(nn.Linear(inner, of.vocab_size, bias=False) for _ in range(sets))
+        self._begin(target, inner)
+        self.proposal = Proposal(options, count, target)
+
+    def _begin(self, target: Target, inner: int) -> None:
+        """From the target's own embeddings and head where the widths allow; embeddings at the scale that `weight` assumes."""
+        for proj in self.proj:
+            nn.init.normal_(proj.weight, std=inner**-0.5)  # type: ignore[arg-type]
+        for emb, head in zip(self.emb, self.head, strict=True):
+            for part in (emb, head):
+                nn.init.normal_(part.weight, std=inner**-0.5)  # type: ignore[arg-type]
+            if inner == self._width:
+                token_V = torch.arange(target.shape.vocab_size, device=target.device)
+                emb.weight.data.copy_(unit_rms(target.embed(token_V).detach().float()) * inner**-0.5)  # type: ignore[operator]
+                head.weight.data.copy_(target.head_weight.detach())  # type: ignore[operator]
+
+    def _first(self, hidden_H: Tensor) -> Tensor:
+        """What the first stage projects."""
+        return unit_rms(hidden_H) / math.sqrt(2) if self.scaled else hidden_H
+
+    def _stage(self, stage: int, state: Tensor, token: Tensor) -> Tensor:
+        """[..., I] the state of stage `stage` (from 0), after one more token."""
+        proj, emb, ln = (parts[min(stage, len(parts) - 1)] for parts in (self.proj, self.emb, self.ln))
+        out_I: Tensor = F.gelu(ln(proj(state) + self.weight * emb(token)))
+        return out_I
+
+    def _head(self, stage: int) -> nn.Module:
+        return self.head[min(stage, len(self.head) - 1)]
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        state_P = self._first(batch.hidden[FINAL].flatten(0, 1))
+        for stage in range(self.draft_length):
+            state_P = recomputed(self.recomputes, self._stage, stage, state_P, batch.after(1 + stage).flatten())
+            pairs = batch.future(2 + stage)
+            yield Prediction(stage, pairs.source_M, pairs.label_M, state_P[pairs.source_M], self._head(stage))
+
+    def open(self, slots: int, max_len: int) -> MLPSpeculatorState:
+        like = next(self.parameters())
+        return MLPSpeculatorState(*blank(slots, self._width, like), self.proposal.grower(like.device))
+
+    def propose(self, state: MLPSpeculatorState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        def scored(stage: int, above_BWI: Tensor, token_BW: Tensor) -> Scored:
+            state_BWI = self._stage(stage, above_BWI, token_BW)
+            return Scored(self._head(stage)(state_BWI), state_BWI)
+
+        def feed(nodes: Generation) -> Scored:
+            return scored(nodes.depth, nodes.state_BWH, nodes.token_BW)
+
+        root_B, first_B1H = state.root_S[slot_B], self._first(state.hidden_SH[slot_B])[:, None]
+        return state.grower.grow(root_B, scored(0, first_B1H, root_B[:, None]), feed, None, depth)
+
+
+@dataclass
+class MLPSpeculatorState(Tip):
+    """Where the first stage begins, and the tree that the stages fill."""
+
+    grower: StaticTree | DynamicTree
+
+
+FAMILY = Family("mlp_speculator", MLPSpeculatorOptions, MLPSpeculator)

@@ -1,0 +1,280 @@
+"""Suffix decoding: what most often followed the text's last tokens, in this text or in those before it, is the draft; nothing
+is trained (arXiv 2411.04975).
+
+Shapes: S slots, B rows, K drafts.
+
+A suffix tree holds every piece of a text up to a depth, and for each how often each token came next. What occurred once is no
+node but a place in the text, where the rest is read, so that a tree has about as many nodes as pieces that occurred twice:
+
+    text     a b c a b                 root -+- a -- b -- (2)      (2): as the text goes on behind place 2
+    ends     b, a b: they              |     +- b -- (2)
+             occurred before           +- c (2)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.drafter import Commit, Drafter
+from drafttrain.drafters import Family
+from drafttrain.errors import UserError
+from drafttrain.sampling import Sampling
+from drafttrain.target import Taps, Target
+from drafttrain.tree import DraftTree
+
+END = -1  # stands between two texts of one tree
+UNDONE = 512  # tokens that can be taken back without building a tree anew
+
+
+@dataclass
+class SuffixOptions:
+    """How long a match is looked for, and how much of what followed is drafted."""
+
+    family: str = "suffix"
+    depth: int = 32  # tokens of a text's end matched at most
+    draft_length: int = 16
+    factor: float = 1.0  # behind a match of m tokens at most factor * m + offset are drafted
+    offset: float = 0.0
+    min_probability: float = 0.1  # a draft ends where its frequencies multiply to less
+    past: int = 65536  # tokens of earlier texts kept, about; 0: each text by itself
+
+
+class Node:
+    """What came next: how often each token, and the node behind it, or the one place where that was. best: the most frequent
+    token, the latest of equally frequent ones."""
+
+    __slots__ = ("below", "best", "count", "total")
+
+    def __init__(self) -> None:
+        self.count: dict[int, int] = {}
+        self.below: dict[int, Cursor] = {}
+        self.best, self.total = END, 0
+
+    def add(self, token: int) -> None:
+        count = self.count[token] = self.count.get(token, 0) + 1
+        self.total += 1
+        if count >= self.count.get(self.best, 0):
+            self.best = token
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """A node before it got one more token."""
+
+    node: Node
+    token: int
+    below: Cursor | None
+    best: int
+
+    def restore(self) -> None:
+        node, token = self.node, self.token
+        node.best = self.best
+        node.total -= 1
+        node.count[token] -= 1
+        if self.below is None:
+            del node.below[token], node.count[token]
+        else:
+            node.below[token] = self.below
+
+
+Cursor = Node | int  # a node, or a place of the text
+Change = tuple[list[Node], list[Touched]]  # the ends before, and what the token changed
+
+
+class SuffixTree:
+    """Texts, and every piece of them of at most `depth` tokens.
+
+    ends: where the last text's ends stand that occurred before, the longest first; the i-th from the back has i tokens.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth, self.text, self.root = depth, list[int](), Node()
+        self.ends: list[Node] = []
+
+    def add(self, token: int) -> Change:
+        """One more token of the last text; what `take_back` needs."""
+        place, before, ends, touched = len(self.text), self.ends, [], []
+        self.text.append(token)
+        for node in (*before, self.root):
+            below = node.below.get(token)
+            touched.append(Touched(node, token, below, node.best))
+            node.add(token)
+            if below is None:
+                node.below[token] = place
+                continue
+            if isinstance(below, int):
+                node.below[token] = below = self._opened(below)
+            ends.append(below)
+        self.ends = ends[-self.depth :] if len(ends) > self.depth else ends
+        return before, touched
+
+    def _opened(self, place: int) -> Node:
+        """The node of a piece that came a second time, with what followed it the first."""
+        node, after = Node(), self.text[place + 1]
+        node.add(after)
+        node.below[after] = place + 1
+        return node
+
+    def take_back(self, change: Change) -> None:
+        self.text.pop()
+        self.ends, touched = change
+        for node in reversed(touched):
+            node.restore()
+
+    def append(self, text: Sequence[int]) -> None:
+        """Another whole text."""
+        self.ends = []
+        for token in text:
+            self.add(token)
+        self.text.append(END)
+        self.ends = []
+
+    def step(self, cursor: Cursor, token: int) -> Cursor | None:
+        """Where this cursor stands one token on; None: nowhere."""
+        if isinstance(cursor, Node):
+            return cursor.below.get(token)
+        after = cursor + 1
+        return after if after < len(self.text) and self.text[after] == token else None
+
+    def follow(self, cursor: Cursor, most: int, least: float) -> tuple[list[int], float]:
+        """At most `most` tokens that followed most often, and the sum of the probabilities that the draft reaches each."""
+        draft: list[int] = []
+        reach, score = 1.0, 0.0
+        while len(draft) < most:
+            if isinstance(cursor, Node):
+                token = cursor.best
+                reach *= cursor.count[token] / cursor.total
+                below = cursor.below[token]
+            else:
+                below = cursor + 1
+                token = self.text[below] if below < len(self.text) else END
+            if token == END or reach < least:
+                break
+            draft.append(token)
+            score += reach
+            cursor = below
+        return draft, score
+
+
+@dataclass
+class Slot:
+    """A text and its tree. written: where the reply begins. past: of each tree of earlier texts, where this text's ends stand,
+    the longest first. undo: of the last tokens."""
+
+    own: SuffixTree
+    written: int = 0
+    past: list[tuple[SuffixTree, list[Cursor]]] = field(default_factory=list)
+    undo: deque[tuple[Change, list[tuple[SuffixTree, list[Cursor]]]]] = field(default_factory=lambda: deque(maxlen=UNDONE))
+
+    def add(self, token: int, trees: Sequence[SuffixTree]) -> None:
+        """One more token, which is looked for in these trees too."""
+        before = self.past
+        self.undo.append((self.own.add(token), before))
+        held = {id(tree): cursors for tree, cursors in before}
+        self.past = []
+        for tree in trees:
+            stepped = (tree.step(cursor, token) for cursor in (*held.get(id(tree), ()), tree.root))
+            ends = [cursor for cursor in stepped if cursor is not None]
+            self.past.append((tree, ends[-tree.depth :]))
+
+
+@dataclass
+class SuffixState:
+    """trees: of earlier texts, the older first; two at most, so that what they hold is bounded and the latest stays."""
+
+    slots: list[Slot]
+    trees: list[SuffixTree]
+
+
+class Suffix(Drafter):
+    """Chains, found on the host: the best of what follows each end of the text, in its own tree and in those before."""
+
+    captured = False
+    trained = False
+
+    def __init__(self, options: SuffixOptions, target: Target) -> None:
+        super().__init__()
+        if options.depth < 1 or options.draft_length < 1 or options.past < 0:
+            raise UserError(
+                f"drafter.depth is {options.depth}, drafter.draft_length {options.draft_length}, drafter.past {options.past}; "
+                "set the first two to 1 or more, and past to 0 or more"
+            )
+        if options.factor < 0 or options.factor + options.offset < 1 or not 0 < options.min_probability <= 1:
+            raise UserError(
+                f"drafter.factor is {options.factor:g}, drafter.offset {options.offset:g}, drafter.min_probability "
+                f"{options.min_probability:g}; set factor to 0 or more, factor + offset to 1 or more, the last within 0 and 1"
+            )
+        self.taps, self.draft_length, self.options = Taps(), options.draft_length, options
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        return iter(())
+
+    def open(self, slots: int, max_len: int) -> SuffixState:
+        depth = self.options.depth
+        return SuffixState([Slot(SuffixTree(depth)) for _ in range(slots)], [SuffixTree(depth)] if self.options.past else [])
+
+    def reset(self, state: SuffixState, slot_R: Tensor) -> None:
+        """The text that leaves a slot is one of the earlier ones from here on."""
+        for number in slot_R.tolist():
+            slot = state.slots[number]
+            if state.trees:
+                state.trees[-1].append(slot.own.text[slot.written :])
+                if len(state.trees[-1].text) > self.options.past // 2:
+                    state.trees = [state.trees[-1], SuffixTree(self.options.depth)]
+            state.slots[number] = Slot(SuffixTree(self.options.depth))
+
+    def observe(self, state: SuffixState, commit: Commit, slot_B: Tensor) -> None:
+        rows = zip(slot_B.tolist(), commit.count_B.tolist(), commit.token_BA.tolist(), commit.next_BA.tolist(), strict=True)
+        for number, count, token, after in rows:
+            slot = state.slots[number]
+            first = [] if slot.own.text else token[:1]
+            for new in [*first, *after[:count]] if count else ():
+                slot.add(new, state.trees)
+
+    def read(self, state: SuffixState, commit: Commit, slot_B: Tensor) -> None:
+        self.observe(state, commit, slot_B)
+        for number in slot_B.tolist():
+            state.slots[number].written = max(0, len(state.slots[number].own.text) - 1)
+
+    def mark(self, state: SuffixState, slot_B: Tensor) -> list[int]:
+        return [len(state.slots[number].own.text) for number in slot_B.tolist()]
+
+    def rewind(self, state: SuffixState, slot_B: Tensor, mark: list[int]) -> None:
+        for number, length in zip(slot_B.tolist(), mark, strict=True):
+            slot = state.slots[number]
+            while len(slot.own.text) > length:
+                change, slot.past = slot.undo.pop()
+                slot.own.take_back(change)
+
+    def propose(self, state: SuffixState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        steps = min(self.draft_length, depth or self.draft_length)
+        slots = [state.slots[number] for number in slot_B.tolist()]
+        drafts = [self._draft(slot, steps) for slot in slots]
+        rows = [
+            [*(slot.own.text or [0])[-1:], *draft, *[0] * (steps - len(draft))]
+            for slot, draft in zip(slots, drafts, strict=True)
+        ]
+        count_B = torch.tensor([1 + len(draft) for draft in drafts], device=slot_B.device)
+        return DraftTree.chain(torch.tensor(rows, device=slot_B.device), count_B)
+
+    def _draft(self, slot: Slot, steps: int) -> list[int]:
+        """Of all ends and trees the draft of which most tokens are expected to be right."""
+        best: list[int] = []
+        most = 0.0
+        own: tuple[SuffixTree, list[Cursor]] = (slot.own, [*slot.own.ends])
+        for tree, ends in (own, *slot.past):
+            for back, cursor in enumerate(ends):
+                room = int(self.options.factor * (len(ends) - back) + self.options.offset)
+                draft, score = tree.follow(cursor, min(steps, room), self.options.min_probability)
+                if score > most:
+                    best, most = draft, score
+        return best
+
+
+FAMILY = Family("suffix", SuffixOptions, Suffix)

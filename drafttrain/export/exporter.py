@@ -1,0 +1,118 @@
+"""Write a checkpoint for some stacks, each directory through the gate, and move them into place together or not at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafttrain import __version__
+from drafttrain.atomic import atomic_directory
+from drafttrain.errors import UserError
+from drafttrain.export.card import card
+from drafttrain.export.files import DTYPES, Source, write
+from drafttrain.export.golden import Golden
+from drafttrain.export.opened import Opened
+from drafttrain.export.parity import Parity, check, check_model, rounded
+from drafttrain.export.table import TABLE, Layout, layout, loads
+
+RECORD, TARGET = "drafttrain.json", "target"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """out: the directory to make; each of several stacks gets one inside, by its name. dtype: of the weights."""
+
+    stacks: list[str]
+    out: Path
+    dtype: str
+    several: bool
+    overwrite: bool = False
+    max_shard_size: str = "5GB"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What became of each stack: the parity of what was written, or the reason why nothing was."""
+
+    written: dict[str, Parity]
+    refused: dict[str, str]
+
+
+def check_wanted(wanted: Wanted) -> None:
+    """Raise UserError for what is wrong whatever the checkpoint is."""
+    if wanted.dtype not in DTYPES:
+        raise UserError(f"dtype is {wanted.dtype!r}; choose one of {', '.join(DTYPES)}")
+    out = wanted.out
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not wanted.overwrite:
+        raise UserError(f"out is {str(out)!r}, which exists; name another directory, or add overwrite=true")
+    if not (out / RECORD).is_file():
+        raise UserError(f"out is {str(out)!r}, which no export has written (no {RECORD} there), so it stays; name another one")
+
+
+def refusals(opened: Opened, wanted: Wanted) -> dict[str, str]:
+    """Stack -> why this very drafter cannot go there, though others of its family can. Raises UserError where all refuse it."""
+    reasons = {stack: layout(opened.meta.family, stack).refuse(Source(opened, stack, wanted.dtype)) for stack in wanted.stacks}
+    found = {stack: reason for stack, reason in reasons.items() if reason is not None}
+    if len(found) == len(reasons):
+        raise UserError(_nowhere(opened, wanted, found))
+    return found
+
+
+def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:
+    """Raises UserError for a drafter that goes nowhere, bad weights and a full disk, ParityError where what was written drafts
+    otherwise; nothing is left then.
+    """
+    refused, family = refusals(opened, wanted), opened.meta.family
+    able = [stack for stack in wanted.stacks if stack not in refused]
+    written, expected = dict[str, Parity](), rounded(opened, golden, wanted.dtype)
+    with atomic_directory(wanted.out, f"free space under {wanted.out.parent}, or name another out=") as aside:
+        merged = None if opened.meta.adapter is None else _write_target(aside, opened, wanted)
+        for stack in able:
+            folder, place = (aside / stack, wanted.out / stack) if wanted.several else (aside, wanted.out)
+            folder.mkdir(exist_ok=True)
+            source = Source(opened, stack, wanted.dtype, merged)
+            to = layout(family, stack)
+            files = to.write(source)
+            write(folder, files, source, wanted.max_shard_size)
+            written[stack] = check(folder, to.read, files, source, golden, expected)
+            _describe(folder, place, to, source, written[stack])
+        if wanted.several:
+            listed = {stack: row for stack, row in TABLE[family].items() if isinstance(row, str)} | refused
+            _record(aside, {"version": __version__, "written": able, "refused": listed})
+            return Exported(written, listed)
+    return Exported(written, {})
+
+
+def _write_target(aside: Path, opened: Opened, wanted: Wanted) -> str:
+    """The target that was trained with the drafter, its adapter merged, in its own dtype; where it will lie."""
+    model: Any = opened.loaded.target.model
+    model.save_pretrained(aside / TARGET, max_shard_size=wanted.max_shard_size)
+    opened.loaded.tokenizer.save_pretrained(aside / TARGET)
+    check_model(aside / TARGET, model)
+    return str(wanted.out / TARGET)
+
+
+def _describe(folder: Path, place: Path, to: Layout, source: Source, parity: Parity) -> None:
+    (folder / "README.md").write_text(card(source, to.name, str(place), parity), encoding="utf-8")
+    about: dict[str, Any] = {"version": __version__, "stack": source.stack, "layout": to.name, "dtype": source.dtype}
+    about |= {"family": source.opened.meta.family, "checkpoint": source.opened.meta.sha256}
+    _record(folder, about)
+
+
+def _record(folder: Path, about: dict[str, Any]) -> None:
+    """What marks a directory as one that `overwrite` may replace."""
+    (folder / RECORD).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def _nowhere(opened: Opened, wanted: Wanted, refused: dict[str, str]) -> str:
+    family, stack = opened.meta.family, wanted.stacks[0]
+    if wanted.several:
+        return f"no stack loads this {family} drafter: " + "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    others = [other for other in loads(family) if other != stack]
+    fit = [o for o in others if layout(family, o).refuse(Source(opened, o, wanted.dtype)) is None]
+    loaders = f"{', '.join(fit)} load it as it is" if fit else "no other stack loads it as it is"
+    return f"this {family} drafter cannot be exported to {stack}: {refused[stack]}; {loaders}"

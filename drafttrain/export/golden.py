@@ -1,0 +1,207 @@
+"""Golden material of a checkpoint: what its drafter drafts greedily at some points of some texts, and from which states.
+
+An export must draft the same. It is computed by the code that trains: what `Drafter.predict` foretells along the drafter's own
+chain.
+
+Shapes: P points, T positions, K drafts, V vocabulary, R recorded logits of a draft, H hidden.
+
+A point is a text, of which the target's states are known, the root behind it, the target's own choice, and then K drafts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.atomic import atomic_write_bytes
+from drafttrain.batch import TrainBatch
+from drafttrain.checkpoint import read_meta
+from drafttrain.data.prompts import load_prompts
+from drafttrain.drafter import Drafter
+from drafttrain.errors import UserError
+from drafttrain.export.opened import Opened
+from drafttrain.target import FINAL, Taps
+from drafttrain.targets.load import LoadedTarget
+
+GOLDEN = "golden.safetensors"
+TEXTS, LONGEST, SHORTEST = 3, 24, 12  # prompts, and tokens of a text: of each prompt a long text and a short one
+WHOLE, RECORDED = 4096, 256  # up to so many logits are recorded whole; of more, so many of the likeliest
+TENSORS = ("text_PT", "count_P", "root_P", "draft_PK", "token_PKR", "logit_PKR", "lse_PK")
+STATE = "state."
+FINAL_STATE = "final"
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """text_PT: right-padded, count_P real tokens each. states: by k, the input of block k (of n blocks, n is the last one's
+    output), and by FINAL, the post-norm output; [P, T, H]. ids: the target's ids of the drafter's own vocabulary, if any.
+
+    token_PKR, logit_PKR: the likeliest tokens of every draft, in target ids, the draft itself first; lse_PK: logsumexp of all.
+    facts: what the drafts rest on, as plain data. sha256: of the weights.
+    """
+
+    text_PT: Tensor
+    count_P: Tensor
+    root_P: Tensor
+    draft_PK: Tensor
+    token_PKR: Tensor
+    logit_PKR: Tensor
+    lse_PK: Tensor
+    states: dict[int, Tensor] = field(default_factory=dict)
+    ids: Tensor | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    sha256: str = ""
+
+    def to(self, device: torch.device) -> Golden:
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in TENSORS}
+        ids = None if self.ids is None else self.ids.to(device)
+        return replace(self, **moved, states={k: x.to(device) for k, x in self.states.items()}, ids=ids)
+
+
+def stored(directory: Path) -> Golden | None:
+    """A checkpoint's golden material; None where it has none, or that of other weights. Raises UserError for a damaged file."""
+    file = directory / GOLDEN
+    if not file.is_file():
+        return None
+    try:
+        with safe_open(file, "pt") as opened:
+            about = json.loads(opened.metadata()["drafttrain"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        states = {_key(name): tensors.pop(name) for name in list(tensors) if name.startswith(STATE)}
+        golden = Golden(**tensors, states=states, **about)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: damaged or cut off ({error}); delete it, and export makes it again") from error
+    return golden if golden.sha256 == read_meta(directory).sha256 else None
+
+
+def store(directory: Path, golden: Golden) -> None:
+    """Beside the checkpoint's weights. Raises UserError on a full disk."""
+    tensors = {name: getattr(golden, name) for name in TENSORS} | ({} if golden.ids is None else {"ids": golden.ids})
+    tensors |= {f"{STATE}{FINAL_STATE if k == FINAL else k}": x for k, x in golden.states.items()}
+    about = {"drafttrain": json.dumps({"facts": golden.facts, "sha256": golden.sha256})}
+    content = save({name: x.cpu().contiguous() for name, x in tensors.items()}, about)
+    atomic_write_bytes(directory / GOLDEN, content, f"the checkpoint is whole; free space under {directory}")
+
+
+def texts_for(loaded: LoadedTarget) -> list[list[int]]:
+    """Beginnings of embedded prompts, in the target's tokens; a tokenizer that knows little of them fills up with others."""
+    vocab, texts = loaded.target.shape.vocab_size, []
+    for number, prompt in enumerate(load_prompts("embedded", TEXTS)):
+        known = list(loaded.tokenizer(prompt.turns[0], add_special_tokens=False, verbose=False)["input_ids"])
+        others = [(7919 * (i + 1) + 104729 * number) % vocab for i in range(LONGEST)]
+        texts += [(known + others)[:LONGEST], (known + others)[:SHORTEST]]
+    return texts
+
+
+@torch.no_grad()
+def made(opened: Opened, texts: Sequence[Sequence[int]]) -> Golden:
+    """Let the target read these texts, and the drafter draft behind each."""
+    target, drafter, device = opened.target, opened.drafter, opened.loaded.target.device
+    room = target.shape.max_positions - drafter.draft_length - 1
+    rows = [torch.tensor(text[:room], device=device) for text in texts]
+    text_PT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    count_P = torch.tensor([len(row) for row in rows], device=device)
+    keys = _wanted(drafter.taps, target.shape.blocks)
+    blocks = tuple(sorted(k - 1 for k in keys if k > 0))
+    position_PT = torch.arange(text_PT.shape[1], device=device).expand_as(text_PT)
+    out = target(text_PT, None, None, position_PT, Taps(blocks, FINAL in keys), (count_P - 1)[:, None])
+    found = {block + 1 if block != FINAL else FINAL: x for block, x in out.hidden.items()}
+    states = found | ({0: opened.loaded.target.embed(text_PT)} if 0 in keys else {})
+    root_P = out.logits_BRV[:, 0].argmax(-1)
+    empty = torch.empty(0, device=device)
+    bare = Golden(text_PT, count_P, root_P, empty, empty, empty, empty, states, sha256=opened.meta.sha256)
+    golden = drafted(drafter, bare, target.shape.vocab_size)
+    return replace(golden, facts=facts_of(opened))
+
+
+def facts_of(opened: Opened) -> dict[str, Any]:
+    """Names of what an export can get wrong -> what they are. layer ids: by k, as in `Golden.states`."""
+    shape, taps, model = opened.shape, opened.drafter.taps, opened.drafter.language_model()
+    facts: dict[str, Any] = {
+        "vocabulary": opened.loaded.target.shape.vocab_size,
+        "rope": shape.rope_theta,
+        "rope scaling": "default" if model is None else _scaling(model),
+        "norm": shape.norm_eps,
+        "head_dim": shape.head_dim,
+        "heads": [shape.heads, shape.kv_heads],
+        "max positions": shape.max_positions,
+    }
+    return facts | ({"layer ids": [block + 1 for block in taps.blocks]} if taps.blocks else {})
+
+
+@torch.no_grad()
+def drafted(drafter: Drafter, golden: Golden, vocab: int) -> Golden:
+    """The same with this drafter's logits. Its drafts are its own where none are given, else the given ones are followed."""
+    T, K, device = golden.text_PT.shape[1], drafter.draft_length, golden.text_PT.device
+    width, count_P = T + 1 + K, golden.count_P
+    column_T = torch.arange(width, device=device)
+    known_PT = F.pad(golden.text_PT, (0, 1 + K)).scatter(1, count_P[:, None], golden.root_P[:, None])
+    slot_PK = count_P[:, None] + 1 + torch.arange(K, device=device)
+    given = golden.draft_PK.numel() > 0
+    if given:
+        known_PT = known_PT.scatter(1, slot_PK, golden.draft_PK)
+    row_P = torch.arange(len(count_P), device=device)
+    document_PT = torch.where(column_T < count_P[:, None] + 1 + K, row_P[:, None], -1)
+    states = {(k - 1 if k != FINAL else FINAL): F.pad(x, (0, 0, 0, 1 + K)).float() for k, x in golden.states.items() if k != 0}
+    logits, ids = [], None
+    for step in range(K):
+        batch = TrainBatch(known_PT, column_T.expand_as(known_PT), document_PT, document_PT >= 0, states)
+        logits_PV, ids = _foretold(drafter, batch, step, count_P - 1, slot_PK[:, step], vocab)
+        logits.append(logits_PV)
+        if not given:
+            known_PT = known_PT.scatter(1, slot_PK[:, step, None], logits_PV.argmax(-1, keepdim=True))
+    logits_PKV = torch.stack(logits, 1).float()
+    spoken = vocab if ids is None else len(ids)
+    top = logits_PKV.topk(spoken if spoken <= WHOLE else RECORDED)
+    return replace(
+        golden,
+        draft_PK=known_PT.gather(1, slot_PK),
+        token_PKR=top.indices,
+        logit_PKR=top.values,
+        lse_PK=logits_PKV.logsumexp(-1),
+        ids=ids,
+    )
+
+
+def _foretold(
+    drafter: Drafter, batch: TrainBatch, step: int, source_P: Tensor, label_P: Tensor, vocab: int
+) -> tuple[Tensor, Tensor | None]:
+    """([P, V] logits of a draft, the ids of the drafter's own vocabulary)."""
+    start_P = torch.arange(len(source_P), device=source_P.device) * batch.token_BT.shape[1]
+    for prediction in drafter.predict(batch):
+        if not prediction.counted or not (prediction.step == step or prediction.every_step):
+            continue
+        hit_PM = (start_P + label_P)[:, None] == prediction.label_M
+        if not prediction.every_step:
+            hit_PM &= (start_P + source_P)[:, None] == prediction.source_M
+        assert bool((hit_PM.sum(1) == 1).all()), "every point's draft is foretold once"
+        logits_PD = prediction.head(prediction.hidden_MH[hit_PM.long().argmax(1)])
+        return prediction.whole(logits_PD, vocab), prediction.vocab_D
+    raise AssertionError(f"draft {step} is foretold by no prediction")
+
+
+def _wanted(taps: Taps, blocks: int) -> set[int]:
+    """The states that are tapped and, so that a wrong layer is seen in figures, those beside them."""
+    tapped = [block + 1 for block in taps.blocks] + ([blocks] if taps.final else [])
+    beside = {k + d for k in tapped for d in (-1, 0, 1) if 0 <= k + d <= blocks}
+    return beside | ({FINAL} if tapped else set())
+
+
+def _scaling(model: Any) -> str:
+    """How a model of transformers scales its positions; drafters of our own layers do not."""
+    rope = getattr(model.model.config.get_text_config(), "rope_parameters", None) or {}
+    return str(rope.get("rope_type", "default"))
+
+
+def _key(name: str) -> int:
+    word = name.removeprefix(STATE)
+    return FINAL if word == FINAL_STATE else int(word)

@@ -1,0 +1,106 @@
+"""EAGLE-3 and 3.1: the portable layout, which most stacks load unchanged, and that of speculators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.export.files import Files, Source
+from drafttrain.export.layouts.llama import llama_fields
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+NORMED = ("vllm", "sglang", "trtllm")  # stacks whose loaders know fc_norm and norm_output
+THREE = ("llamacpp", "openvino", "lmdeploy", "official")  # stacks that take three layers, no more or fewer
+SPECULATORS_VERSION = "0.9.0"
+
+
+def refuse(source: Source) -> str | None:
+    """Why this stack cannot load this drafter; None where it can."""
+    options, stack, layers, blocks = source.options, source.stack, source.layer_inputs, source.shape.blocks
+    for flag in ("fc_norm", "norm_output"):
+        if options[flag] and stack not in NORMED:
+            return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
+    if max(layers) == blocks and stack != "vllm":
+        return (
+            f"it taps the target's last block, and {stack} is known to capture the inputs of blocks alone; "
+            f"train with drafter.taps below {blocks - 1}"
+        )
+    if len(layers) != 3 and stack in THREE:
+        return f"it taps {len(layers)} blocks, and {stack} takes exactly three; train with three drafter.taps"
+    if stack == "lmdeploy" and layers != [2, blocks // 2, blocks - 3]:
+        return "its taps are not the official ones, and lmdeploy takes no others; train with drafter.tap_rule=official"
+    return None
+
+
+def portable(source: Source) -> Files:
+    ids, shape = source.layer_inputs, source.shape
+    tensors = _tensors(source)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **llama_fields(shape, 1, source.dtype),
+        "draft_vocab_size": len(tensors["lm_head.weight"]),
+        "target_hidden_size": shape.hidden_size,
+        IDS: ids,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            IDS: [k - 1 for k in ids],
+            "return_hidden_post_norm": source.options["norm_output"],
+        },
+        **_flags(source),
+    }
+    if len(ids) != 3:
+        config["num_aux_hidden_states"] = len(ids)
+    return Files(config, tensors, facts=_facts(source))
+
+
+def speculators(source: Source) -> Files:
+    shape = source.shape
+    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in _tensors(source).items()}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        "transformer_layer_config": {"model_type": "llama", **llama_fields(shape, 1, source.dtype)},
+        "draft_vocab_size": len(tensors["lm_head.weight"]),
+        "norm_before_residual": False,
+        "target_hidden_size": shape.hidden_size,
+        IDS: source.layer_inputs,
+        "tie_word_embeddings": False,
+        "torch_dtype": source.dtype,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": source.drafter.draft_length,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": source.target_name, "architectures": [source.target_architecture]},
+        },
+    }
+    return Files(config, tensors, facts=_facts(source))
+
+
+def _tensors(source: Source) -> dict[str, Tensor]:
+    """d2t as an offset, t2d as bool, as the checkpoint has them; the embedding is the target's."""
+    tensors = source.tensors
+    if "d2t" in tensors:
+        tensors["d2t"], tensors["t2d"] = tensors["d2t"].to(torch.int64), tensors["t2d"].to(torch.bool)
+    return tensors
+
+
+def _flags(source: Source) -> dict[str, Any]:
+    """The residual is the un-normed state. The others are written where they are set: not all loaders know them."""
+    flags = {flag: True for flag in ("fc_norm", "norm_output") if source.options[flag]}
+    return {"norm_before_residual": False, **flags}
+
+
+def _facts(source: Source) -> dict[str, Any]:
+    flags = {flag: bool(source.options[flag]) for flag in ("norm_output", "fc_norm")}
+    return {"norm flags": {"norm_before_residual": False, **flags}}

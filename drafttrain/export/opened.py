@@ -1,0 +1,86 @@
+"""A checkpoint opened to be exported: its drafter in float32, whatever the dtype of the target is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.checkpoint import ADAPTER, CheckpointMeta, check_target, filled, load_checkpoint, read_meta, read_weights
+from drafttrain.drafter import Drafter
+from drafttrain.errors import UserError
+from drafttrain.target import TargetOut, TargetShape
+from drafttrain.targets.load import LoadedTarget
+
+
+class Wide:
+    """A target whose embedding and head work in float32, so that what is drafted is no matter of its rounding.
+
+    A soft cap of its logits is left out: it changes no order, and no stack puts one on a drafter's.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, target: Any) -> None:
+        self._narrow = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._narrow, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> TargetOut:
+        out: TargetOut = self._narrow(*args, **kwargs)
+        return out
+
+    def embed(self, token: Tensor) -> Tensor:
+        embedded_H: Tensor = self._narrow.embed(token)
+        return embedded_H.float()
+
+    @cached_property
+    def head_weight(self) -> Tensor:
+        weight: Tensor = self._narrow.head_weight
+        return weight.detach().float()
+
+    def head(self, hidden_H: Tensor) -> Tensor:
+        bias = getattr(self._narrow.model.get_output_embeddings(), "bias", None)
+        return F.linear(hidden_H.float(), self.head_weight, None if bias is None else bias.float())
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint as it is exported. drafter: in float32, for `target`, the adapted one where it was trained too; tensors: the
+    drafter's own, as they were saved.
+    """
+
+    directory: Path
+    meta: CheckpointMeta
+    loaded: LoadedTarget
+    target: Any
+    drafter: Drafter
+    tensors: dict[str, Tensor]
+
+    @staticmethod
+    def of(directory: Path, loaded: LoadedTarget) -> Opened:
+        """Raises UserError as `load_checkpoint` does, and for weights that are no numbers."""
+        meta = read_meta(directory)
+        if meta.adapter is not None:
+            loaded = load_checkpoint(directory, loaded).loaded
+        else:
+            check_target(directory, meta.target, loaded.target)
+        tensors = {name: x for name, x in read_weights(directory).items() if not name.startswith(ADAPTER)}
+        for name, x in tensors.items():
+            if x.is_floating_point() and not bool(x.isfinite().all()):
+                raise UserError(f"{directory}: {name} holds NaN or infinity: training diverged; use an earlier checkpoint")
+        target = Wide(loaded.target)
+        drafter = filled(directory, meta, target, tensors).requires_grad_(False)
+        return Opened(directory, meta, loaded, target, drafter, tensors)
+
+    @property
+    def shape(self) -> TargetShape:
+        """Of the model that drafts, where the drafter is one, else of the target."""
+        model = self.drafter.language_model()
+        return self.loaded.target.shape if model is None else model.shape

@@ -1,0 +1,137 @@
+"""The gate: an exported directory, read from its files alone, must draft what its checkpoint drafts.
+
+Shapes: P points, K drafts, R recorded logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
+from torch import Tensor
+
+from drafttrain.checkpoint import filled
+from drafttrain.errors import ParityError
+from drafttrain.export.files import DTYPES, Files, Source
+from drafttrain.export.golden import Golden, drafted
+from drafttrain.export.opened import Opened
+from drafttrain.export.readers.parts import Engine, MismatchError, Point, Reading
+from drafttrain.target import FINAL
+
+TOLERANCE = 5e-5  # of a draft's largest logit (1 at least): float32, its sums in another order
+SHOWN = 60  # characters of a value in a message
+
+Reader = Callable[[Path, Engine, Sequence[Point]], Reading]
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """drafts: compared. gap: the largest difference of logits, in units of `TOLERANCE`. changed: of the drafts, those that the
+    rounding of the exported weights turns into other tokens.
+    """
+
+    drafts: int
+    gap: float
+    changed: int
+
+
+def check(directory: Path, read: Reader, files: Files, source: Source, golden: Golden, expected: Golden) -> Parity:
+    """expected: the golden material itself, or what `rounded` makes of it. Raises ParityError naming what differs."""
+    try:
+        reading = read(directory, engine_of(source.opened, files), points_of(golden))
+    except MismatchError as mismatch:
+        raise ParityError(mismatch.name, mismatch.text) from mismatch
+    _check_facts(reading.facts, _expected_facts(golden, files))
+    logits_PKV = torch.stack(reading.logits)
+    gap_PK = gaps(logits_PKV, expected)
+    worst = float(gap_PK.max())
+    if not worst <= 1.0:  # NaN is no parity
+        point, draft = divmod(int(gap_PK.nan_to_num(torch.inf).argmax()), gap_PK.shape[1])
+        raise ParityError("logits", f"draft {draft + 1} at point {point + 1} is off by {worst:.3g} times the rounding")
+    check_tokens(logits_PKV, expected)
+    return Parity(gap_PK.numel(), worst, int((expected.token_PKR[..., 0].cpu() != golden.draft_PK.cpu()).sum()))
+
+
+def gaps(logits_PKV: Tensor, expected: Golden) -> Tensor:
+    """[P, K] the largest difference of each draft's recorded logits, and of the logsumexp of all, in units of `TOLERANCE`."""
+    token_PKR, logit_PKR, lse_PK = (x.cpu() for x in (expected.token_PKR, expected.logit_PKR, expected.lse_PK))
+    apart_PK = (logits_PKV.gather(-1, token_PKR) - logit_PKR).abs().amax(-1)
+    apart_PK = torch.maximum(apart_PK, (logits_PKV.logsumexp(-1) - lse_PK).abs())
+    return apart_PK / (TOLERANCE * logit_PKR.abs().amax(-1).clamp_min(1.0))
+
+
+def check_tokens(logits_PKV: Tensor, expected: Golden) -> None:
+    """Raise ParityError unless every choice is the expected one, or no further from it than logits can be told apart."""
+    wanted_PK, bound_PK = expected.token_PKR[..., 0].cpu(), expected.logit_PKR.cpu().abs().amax(-1).clamp_min(1.0) * TOLERANCE
+    other_PK = logits_PKV.amax(-1) - logits_PKV.gather(-1, wanted_PK[..., None])[..., 0] > 2 * bound_PK
+    if bool(other_PK.any()):
+        raise ParityError("draft tokens", f"{int(other_PK.sum())} of {other_PK.numel()} are others")
+
+
+def _expected_facts(golden: Golden, files: Files) -> dict[str, Any]:
+    vocab = golden.facts["vocabulary"]
+    ids = list(range(vocab)) if golden.ids is None else golden.ids.tolist()
+    return golden.facts | {"d2t": ids} | files.facts
+
+
+def _check_facts(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in found.items():
+        if value != expected[name]:
+            got, wanted = (str(x) if len(str(x)) <= SHOWN else f"{str(x)[:SHOWN]}..." for x in (value, expected[name]))
+            raise ParityError(name, f"the files say {got}, the checkpoint's drafts come from {wanted}")
+
+
+def points_of(golden: Golden) -> list[Point]:
+    points = []
+    for row, count in enumerate(golden.count_P.tolist()):
+        states = {k: x[row, :count].float().cpu() for k, x in golden.states.items()}
+        final = states.pop(FINAL, None)
+        text, root, drafts = golden.text_PT[row, :count], golden.root_P[row], golden.draft_PK[row]
+        points.append(Point(text.cpu(), root.cpu(), drafts.cpu(), states, final))
+    return points
+
+
+def engine_of(opened: Opened, files: Files) -> Engine:
+    model: Any = opened.loaded.target.model
+    embed_VH = model.get_input_embeddings().weight.detach().float().cpu()
+    pieces = opened.loaded.tokenizer.get_vocab() if files.tokenizer else None
+    return Engine(embed_VH, opened.target.head_weight.cpu(), opened.loaded.target.shape.blocks, pieces)
+
+
+def check_model(directory: Path, model: Any) -> None:
+    """Raise ParityError unless a model's saved weights are its own, bit by bit; of tied ones one is enough."""
+    saved: set[int] = set()
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                if name not in weights or not torch.equal(opened.get_tensor(name), weights[name].detach().cpu()):
+                    raise ParityError("target", f"{name} was not saved as it is")
+                saved.add(weights[name].data_ptr())
+    lost = [name for name, weight in weights.items() if weight.data_ptr() not in saved]
+    if lost:
+        raise ParityError("target", f"{lost[0]} was not saved")
+
+
+@torch.no_grad()
+def rounded(opened: Opened, golden: Golden, dtype: str) -> Golden:
+    """What our own code drafts behind the golden drafts with weights rounded to this dtype; adapters are merged before.
+
+    It is expected of exported weights of fewer bits than float32, to the same tolerance: what rounding changes is known then,
+    and nothing else may change. Float32 stays as it is.
+    """
+    if dtype == "float32":
+        return golden
+    drafter = filled(opened.directory, opened.meta, opened.target, opened.tensors)
+    for module in drafter.modules():
+        if isinstance(module, LoraLayer):
+            module.merge()
+    for parameter in drafter.parameters():
+        parameter.data.copy_(parameter.data.to(DTYPES[dtype]).float())
+    target = opened.loaded.target
+    return drafted(drafter, golden.to(target.device), target.shape.vocab_size)

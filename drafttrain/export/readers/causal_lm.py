@@ -1,0 +1,78 @@
+"""An ordinary causal language model's directory: Llama, Mistral, Qwen2 and Qwen3.
+
+A window of attention, where there is one, is wider than the texts that are read here.
+
+Shapes: N positions fed, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.export.readers.layer import Cache, Layer, Shape, rms
+from drafttrain.export.readers.parts import Config, Engine, MismatchError, Point, Reading, Tensors, each
+
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def read(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+    config, tensors = Config.of(directory), Tensors(directory)
+    kind = config.get("model_type", "architecture")
+    if kind not in MODEL_TYPES:
+        raise MismatchError("architecture", f"model_type is {kind!r}; the reader knows {', '.join(MODEL_TYPES)}")
+    config.expect("architectures", [MODEL_TYPES[kind]], "architecture")
+    for key in ("mlp_bias", "attention_bias"):
+        if config.values.get(key):
+            raise MismatchError("bias", f"{key} is true, and the reader knows no such biases")
+    if kind == "qwen2":  # its heads share the width evenly, by definition
+        config.values.setdefault("head_dim", config.get("hidden_size", "config") // config.get("num_attention_heads", "heads"))
+    shape, vocab, width = Shape.of(config), len(engine.embed), config.values["hidden_size"]
+    if config.get("vocab_size", "vocabulary") != vocab:
+        raise MismatchError("vocabulary", f"vocab_size is {config.values['vocab_size']}, the target's is {vocab}")
+    if engine.pieces is not None:
+        check_tokenizer(directory, engine.pieces)
+    embed = tensors.take("model.embed_tokens.weight", vocab, width, fails="vocabulary")
+    layers = []
+    for i in range(config.get("num_hidden_layers", "config")):
+        name = f"model.layers.{i}"
+        norm = tensors.take(f"{name}.input_layernorm.weight", width)
+        layers.append((Layer(tensors, name, shape, width, bias=kind == "qwen2", norms=kind == "qwen3"), norm))
+    norm = tensors.take("model.norm.weight", width)
+    head = embed if config.values.get("tie_word_embeddings") else tensors.take("lm_head.weight", vocab, width)
+    tensors.finish()
+
+    def draft(point: Point) -> Tensor:
+        token_N = torch.cat([point.text, point.root[None], point.drafts[:-1]])
+        x_NH, position_N = embed[token_N], torch.arange(len(token_N))
+        for layer, input_norm in layers:
+            x_NH = x_NH + Cache(layer).feed(rms(x_NH, input_norm, shape.eps), position_N)
+            x_NH = x_NH + layer.mlp(x_NH)
+        return F.linear(rms(x_NH[-len(point.drafts) :], norm, shape.eps), head)
+
+    return Reading(each(points, draft), shape.facts() | {"vocabulary": vocab})
+
+
+def check_tokenizer(directory: Path, pieces: dict[str, int]) -> None:
+    """Raises MismatchError unless tokenizer.json gives the target's pieces their ids."""
+    try:
+        content: dict[str, Any] = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        listed = content["model"]["vocab"]
+        own = listed if isinstance(listed, dict) else {piece: i for i, (piece, _) in enumerate(listed)}
+        own = own | {added["content"]: added["id"] for added in content.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MismatchError("tokenizer", f"tokenizer.json cannot be read ({error})") from error
+    if own != pieces:
+        other = next(piece for piece in {**own, **pieces} if own.get(piece) != pieces.get(piece))
+        raise MismatchError("tokenizer", f"{other!r} is token {own.get(other)} there, the target's is {pieces.get(other)}")

@@ -1,0 +1,149 @@
+"""What readers share: a decoder layer's arithmetic, in plain torch and by the names of Llama.
+
+Shapes: N positions fed, P positions seen, h heads, D head width, F half of it, H hidden, I what attention reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.export.readers.parts import Config, MismatchError, Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder layer's dimensions, from the fields that all stacks read them from."""
+
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    theta: float
+    eps: float
+    max_positions: int
+    scaling: dict[str, Any]
+
+    @staticmethod
+    def of(config: Config) -> Shape:
+        rope = config.values.get("rope_parameters") or {}
+        theta = rope["rope_theta"] if "rope_theta" in rope else config.get("rope_theta", "rope")
+        scaling = rope or config.values.get("rope_scaling") or {}
+        return Shape(
+            config.get("hidden_size", "config"),
+            config.get("intermediate_size", "config"),
+            config.get("num_attention_heads", "heads"),
+            config.get("num_key_value_heads", "heads"),
+            config.get("head_dim", "head_dim"),
+            float(theta),
+            config.get("rms_norm_eps", "norm"),
+            config.get("max_position_embeddings", "max positions"),
+            scaling,
+        )
+
+    @property
+    def kind(self) -> str:
+        """Of the scaling of positions."""
+        return str(self.scaling.get("rope_type") or self.scaling.get("type") or "default")
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "rope": self.theta,
+            "rope scaling": self.kind,
+            "norm": self.eps,
+            "head_dim": self.head_dim,
+            "heads": [self.heads, self.kv_heads],
+            "max positions": self.max_positions,
+        }
+
+
+class Layer:
+    """Attention and gated MLP of one layer, under the names of Llama. in_width: of what attention reads.
+
+    bias: of q, k and v. norms: of each head's query and key.
+    """
+
+    def __init__(
+        self, tensors: Tensors, prefix: str, shape: Shape, in_width: int, bias: bool = False, norms: bool = False
+    ) -> None:
+        self.shape = shape
+        sizes = {"q": shape.heads * shape.head_dim, "k": shape.kv_heads * shape.head_dim, "v": shape.kv_heads * shape.head_dim}
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        self.qkv = {x: tensors.take(f"{attention}.{x}_proj.weight", n, in_width, fails="head_dim") for x, n in sizes.items()}
+        self.bias = {x: tensors.take(f"{attention}.{x}_proj.bias", n) for x, n in sizes.items()} if bias else {}
+        self.norms = {x: tensors.take(f"{attention}.{x}_norm.weight", shape.head_dim) for x in "qk"} if norms else {}
+        self.o = tensors.take(f"{attention}.o_proj.weight", shape.width, sizes["q"], fails="head_dim")
+        self.gate = tensors.take(f"{mlp}.gate_proj.weight", shape.inner, shape.width)
+        self.up = tensors.take(f"{mlp}.up_proj.weight", shape.inner, shape.width)
+        self.down = tensors.take(f"{mlp}.down_proj.weight", shape.width, shape.inner)
+        self.post = tensors.take(f"{prefix}.post_attention_layernorm.weight", shape.width)
+
+    def heads(self, x_NI: Tensor, which: str, position_N: Tensor) -> Tensor:
+        """[N, heads, D], queries and keys rotated."""
+        x_NhD = F.linear(x_NI, self.qkv[which], self.bias.get(which)).unflatten(-1, (-1, self.shape.head_dim))
+        if which in self.norms:
+            x_NhD = rms(x_NhD, self.norms[which], self.shape.eps)
+        return x_NhD if which == "v" else rotated(x_NhD, position_N, self.shape)
+
+    def attended(self, q_NhD: Tensor, k_PhD: Tensor, v_PhD: Tensor, seen_NP: Tensor) -> Tensor:
+        groups = self.shape.heads // self.shape.kv_heads
+        k_PhD, v_PhD = k_PhD.repeat_interleave(groups, 1), v_PhD.repeat_interleave(groups, 1)
+        score_hNP = torch.einsum("nhd,phd->hnp", q_NhD, k_PhD) / self.shape.head_dim**0.5
+        law_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf).softmax(-1)
+        return F.linear(torch.einsum("hnp,phd->nhd", law_hNP, v_PhD).flatten(1), self.o)
+
+    def mlp(self, x_NH: Tensor) -> Tensor:
+        normed_NH = rms(x_NH, self.post, self.shape.eps)
+        return F.linear(F.silu(F.linear(normed_NH, self.gate)) * F.linear(normed_NH, self.up), self.down)
+
+
+class Cache:
+    """Keys and values of one layer for what was fed so far, in order; what is fed sees all before it and itself."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer, self.keys, self.values = layer, list[Tensor](), list[Tensor]()
+
+    def feed(self, x_NI: Tensor, position_N: Tensor) -> Tensor:
+        """[N, H] what attention gives."""
+        self.keys.append(self.layer.heads(x_NI, "k", position_N))
+        self.values.append(self.layer.heads(x_NI, "v", position_N))
+        keys, values, N = torch.cat(self.keys), torch.cat(self.values), len(x_NI)
+        seen_NP = torch.ones(N, len(keys), dtype=torch.bool).tril(len(keys) - N)
+        return self.layer.attended(self.layer.heads(x_NI, "q", position_N), keys, values, seen_NP)
+
+
+def rms(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    return x_H * torch.rsqrt(x_H.pow(2).mean(-1, keepdim=True) + eps) * weight_H
+
+
+def rotated(x_NhD: Tensor, position_N: Tensor, shape: Shape) -> Tensor:
+    """The two halves of a head turned against each other, as in Llama."""
+    angle_NF = position_N[:, None].float() * _frequencies(shape)
+    cos_N1F, sin_N1F = angle_NF.cos()[:, None], angle_NF.sin()[:, None]
+    first, second = x_NhD.chunk(2, -1)
+    return torch.cat([first * cos_N1F - second * sin_N1F, second * cos_N1F + first * sin_N1F], -1)
+
+
+def _frequencies(shape: Shape) -> Tensor:
+    plain_F = shape.theta ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+    if shape.kind == "default":
+        return plain_F
+    if shape.kind == "linear":
+        return plain_F / float(shape.scaling["factor"])
+    if shape.kind == "llama3":
+        return _llama3(plain_F, shape.scaling)
+    raise MismatchError("rope scaling", f"the reader knows no {shape.kind!r} scaling of positions")
+
+
+def _llama3(plain_F: Tensor, scaling: dict[str, Any]) -> Tensor:
+    """Long waves are slowed by `factor`, short ones kept, those between blended (Llama 3.1)."""
+    factor, length = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns_F = length * plain_F / (2 * torch.pi)
+    share_F = ((turns_F - low) / (high - low)).clamp(0.0, 1.0)
+    return plain_F * (share_F + (1.0 - share_F) / factor)

@@ -1,0 +1,208 @@
+"""Which stack loads which family: one row per pair, a layout and its reader, or the reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from drafttrain.errors import UserError
+from drafttrain.export.files import Files, Source
+from drafttrain.export.layouts import dflash, draft_model, eagle, eagle3, hydra, medusa, mlp_speculator, redrafter
+from drafttrain.export.parity import Reader
+from drafttrain.export.readers import causal_lm
+from drafttrain.export.readers import dflash as read_dflash
+from drafttrain.export.readers import eagle as read_eagle
+from drafttrain.export.readers import eagle3 as read_eagle3
+from drafttrain.export.readers import hydra as read_hydra
+from drafttrain.export.readers import medusa as read_medusa
+from drafttrain.export.readers import mlp_speculator as read_mlp_speculator
+from drafttrain.export.readers import redrafter as read_redrafter
+
+STACKS = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "trtllm": "TensorRT-LLM",
+    "speculators": "speculators",
+    "transformers": "transformers",
+    "llamacpp": "llama.cpp",
+    "openvino": "OpenVINO GenAI",
+    "tgi": "text-generation-inference",
+    "lmdeploy": "LMDeploy",
+    "official": "the authors' code",
+}
+
+
+def never(source: Source) -> str | None:
+    """Nothing that could be refused."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """name: in the support matrix. write: makes its files. read: the stack's own way to read them. refuse: why a drafter of the
+    family cannot go there; None where it can.
+    """
+
+    name: str
+    write: Callable[[Source], Files]
+    read: Reader
+    refuse: Callable[[Source], str | None] = never
+
+
+Row = Layout | str
+
+NOT_GGUF = "it reads GGUF files, which are not written yet"
+ENGINE_ENDED = "its engine backend, the only one with this family, ended with 1.2"
+NOT_SPECULATORS = "no type of its own for this family"
+ONLY_HEADS = "of these families it loads Medusa and MLP speculators alone"
+GENERATE = "its generate() takes draft models and DFlash alone"
+NOT_CHECKED = "its loader has not been read for this family yet"
+NO_LOADER = "no loader of this family"
+
+
+def _eagle3(stack: str) -> Layout:
+    return Layout("portable", eagle3.portable, read_eagle3.portable(stack), eagle3.refuse)
+
+
+def _plain() -> Layout:
+    return Layout("transformers", draft_model.files, causal_lm.read, draft_model.refuse)
+
+
+def _dflash() -> Layout:
+    return Layout("z-lab", dflash.zlab, read_dflash.zlab, dflash.refuse)
+
+
+def _eagle(stack: str) -> Layout:
+    return Layout("EAGLE-1", eagle.files, read_eagle.reader(stack), eagle.refuse)
+
+
+def _heads(stack: str) -> Layout:
+    return Layout("medusa_lm_head", medusa.official, read_medusa.official(stack), medusa.refuse)
+
+
+def _stages() -> Layout:
+    return Layout("MLPSpeculator", mlp_speculator.files, read_mlp_speculator.read)
+
+
+TABLE: dict[str, dict[str, Row]] = {
+    "eagle3": {
+        "vllm": _eagle3("vllm"),
+        "sglang": _eagle3("sglang"),
+        "trtllm": _eagle3("trtllm"),
+        "speculators": Layout("speculators", eagle3.speculators, read_eagle3.speculators, eagle3.refuse),
+        "transformers": GENERATE,
+        "llamacpp": NOT_GGUF,
+        "openvino": _eagle3("openvino"),
+        "tgi": ONLY_HEADS,
+        "lmdeploy": _eagle3("lmdeploy"),
+        "official": NOT_CHECKED,
+    },
+    "eagle": {
+        "vllm": _eagle("vllm"),
+        "sglang": _eagle("sglang"),
+        "trtllm": ENGINE_ENDED,
+        "speculators": NOT_SPECULATORS,
+        "transformers": GENERATE,
+        "llamacpp": NO_LOADER,
+        "openvino": NO_LOADER,
+        "tgi": ONLY_HEADS,
+        "lmdeploy": NOT_CHECKED,
+        "official": NOT_CHECKED,
+    },
+    "medusa": {
+        "vllm": Layout("MedusaModel", medusa.vllm, read_medusa.vllm, medusa.refuse),
+        "sglang": NO_LOADER,
+        "trtllm": ENGINE_ENDED,
+        "speculators": NOT_SPECULATORS,
+        "transformers": GENERATE,
+        "llamacpp": NO_LOADER,
+        "openvino": NO_LOADER,
+        "tgi": _heads("tgi"),
+        "lmdeploy": NO_LOADER,
+        "official": _heads("official"),
+    },
+    "hydra": {
+        **dict.fromkeys(("vllm", "sglang", "trtllm"), NO_LOADER),
+        "speculators": NOT_SPECULATORS,
+        "transformers": GENERATE,
+        **dict.fromkeys(("llamacpp", "openvino"), NO_LOADER),
+        "tgi": ONLY_HEADS,
+        "lmdeploy": NO_LOADER,
+        "official": Layout("hydra_lm_head", hydra.files, read_hydra.read, hydra.refuse),
+    },
+    "redrafter": {
+        **dict.fromkeys(("vllm", "sglang"), NO_LOADER),
+        "trtllm": ENGINE_ENDED,
+        "speculators": NOT_SPECULATORS,
+        "transformers": GENERATE,
+        **dict.fromkeys(("llamacpp", "openvino"), NO_LOADER),
+        "tgi": ONLY_HEADS,
+        "lmdeploy": NO_LOADER,
+        "official": Layout("recurrent_drafting", redrafter.files, read_redrafter.read),
+    },
+    "mlp_speculator": {
+        **dict.fromkeys(("vllm", "sglang", "trtllm"), NO_LOADER),
+        "speculators": NOT_SPECULATORS,
+        "transformers": GENERATE,
+        **dict.fromkeys(("llamacpp", "openvino"), NO_LOADER),
+        "tgi": _stages(),
+        "lmdeploy": NO_LOADER,
+        "official": _stages(),
+    },
+    "dflash": {
+        "vllm": _dflash(),
+        "sglang": _dflash(),
+        "trtllm": _dflash(),
+        "speculators": "its own form of this family is not written yet",
+        "transformers": Layout("muse_glimmer_assistant", dflash.transformers, read_dflash.transformers, dflash.refuse),
+        "llamacpp": NOT_GGUF,
+        "openvino": _dflash(),
+        "tgi": ONLY_HEADS,
+        "lmdeploy": NOT_CHECKED,
+        "official": _dflash(),
+    },
+    "draft_model": {
+        "vllm": _plain(),
+        "sglang": _plain(),
+        "trtllm": _plain(),
+        "speculators": NOT_SPECULATORS,
+        "transformers": _plain(),
+        "llamacpp": NOT_GGUF,
+        "openvino": _plain(),
+        "tgi": ONLY_HEADS,
+        "lmdeploy": NOT_CHECKED,
+        "official": "a draft model is nobody's own layout; format=transformers writes it",
+    },
+    "prompt_lookup": dict.fromkeys(STACKS, "nothing is trained; turn on the stack's own n-gram drafting"),
+    "suffix": dict.fromkeys(STACKS, "nothing is trained; turn on the stack's own suffix or n-gram drafting"),
+    "cascade": dict.fromkeys(STACKS, "no stack runs drafters together; train and export its middle or inner one by itself"),
+}
+
+
+def loads(family: str) -> list[str]:
+    """The stacks that load a family."""
+    return [stack for stack, row in TABLE[family].items() if isinstance(row, Layout)]
+
+
+def asked(family: str, stack: str) -> list[str]:
+    """The stacks to export to. stack: one, or `all`.
+
+    Raises UserError for an unknown stack, one that does not load the family, and a family that none loads.
+    """
+    if stack != "all" and stack not in STACKS:
+        raise UserError(f"format is {stack!r}; choose one of {', '.join(STACKS)}, or all")
+    able = loads(family)
+    if not able:
+        raise UserError(f"{family} cannot be exported: {next(iter(TABLE[family].values()))}")
+    if stack == "all":
+        return able
+    reason = TABLE[family][stack]
+    if isinstance(reason, str):
+        raise UserError(f"{family} cannot be exported to {stack}: {reason}; {', '.join(able)} load it")
+    return [stack]
+
+
+def layout(family: str, stack: str) -> Layout:
+    found = TABLE[family][stack]
+    assert isinstance(found, Layout), "asked for what `loads` names"
+    return found

@@ -1,0 +1,109 @@
+"""What is kept of the target at one position, and in which digits.
+
+Shapes: N positions, B rows, T positions of a row, H hidden, k kept tokens, V vocabulary; `...` any leading dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafttrain.batch import Top
+from drafttrain.target import FINAL, Target
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+SMALLEST = 1e-30  # of a row of zeros: its scale is a normal number
+LOG_REST = "law.log_rest"
+CHUNK = 1024  # positions whose logits are in memory at once
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One tensor of a shard, [N, *shape]."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Of one position."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The states of `keys` (`Taps.keys`) in `format`. top: the law by so many likeliest tokens; 0: by the final state.
+
+    float8 is e4m3 with one float32 scale per position and state: its largest magnitude becomes 448.
+    """
+
+    keys: tuple[int, ...]
+    format: str
+    hidden_size: int
+    top: int = 0
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """A shard's tensors by name."""
+        found = {}
+        for key in self.keys:
+            found[name_of(key)] = Column(DTYPES[self.format], (self.hidden_size,))
+            if self.format == "float8":
+                found[scale_of(key)] = Column(torch.float32)
+        if self.top:
+            found |= {"law.id": Column(torch.int32, (self.top,)), "law.log_p": Column(torch.float32, (self.top,))}
+            found[LOG_REST] = Column(torch.float32)
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Of one position."""
+        return sum(column.bytes for column in self.columns.values())
+
+    def encode(self, hidden: Mapping[int, Tensor], target: Target) -> dict[str, Tensor]:
+        """The columns of N positions from the target's states there, [N, H] each, the final one among them."""
+        found = {}
+        for key in self.keys:
+            state_NH = hidden[key]
+            if self.format == "float8":
+                scale_N = state_NH.float().abs().amax(-1).clamp_min(SMALLEST) / LARGEST
+                state_NH, found[scale_of(key)] = state_NH.float() / scale_N[:, None], scale_N
+            found[name_of(key)] = state_NH.to(DTYPES[self.format])
+        if self.top:
+            pieces = [self._top(target.head(final_CH)) for final_CH in hidden[FINAL].split(CHUNK)]
+            found |= {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        return found
+
+    def _top(self, logits_CV: Tensor) -> dict[str, Tensor]:
+        logits_CV = logits_CV.float()
+        best = logits_CV.topk(self.top, -1)
+        whole_C = logits_CV.logsumexp(-1)
+        rest_C = logits_CV.scatter(1, best.indices, -torch.inf).logsumexp(-1)
+        return {"law.id": best.indices.int(), "law.log_p": best.values - whole_C[:, None], LOG_REST: rest_C - whole_C}
+
+    def states(self, columns: Mapping[str, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
+        """[..., H] by tap key, as far as they are kept."""
+        found = {}
+        for key in self.keys:
+            state_H = columns[name_of(key)]
+            if self.format == "float8":
+                state_H = state_H.float() * columns[scale_of(key)][..., None]
+            found[key] = state_H.to(dtype)
+        return found
+
+    def law(self, columns: Mapping[str, Tensor]) -> Top | None:
+        """The kept law; None where the final state stands for it."""
+        return Top(columns["law.id"].long(), columns["law.log_p"], columns[LOG_REST]) if self.top else None
+
+
+def name_of(key: int) -> str:
+    return "final" if key == FINAL else f"block.{key}"
+
+
+def scale_of(key: int) -> str:
+    return f"{name_of(key)}.scale"

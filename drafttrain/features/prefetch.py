@@ -1,0 +1,52 @@
+"""The next batch's target states, begun before the drafter works on this one's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from drafttrain.batch import TrainBatch
+
+
+class Prefetch:
+    """`fill` with one batch in advance: on a GPU in a stream of its own, beside the drafter's; elsewhere in program order.
+
+    The states are the same tensors' either way. One more batch's states are in memory.
+    """
+
+    def __init__(self, fill: Callable[[TrainBatch], TrainBatch], device: torch.device) -> None:
+        self._fill = fill
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._begun: tuple[TrainBatch, TrainBatch] | None = None
+
+    def start(self, batch: TrainBatch) -> None:
+        """Begin with the batch that will be asked for next."""
+        if self._stream is None:
+            self._begun = batch, self._fill(batch)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # its tokens are on their way
+        with torch.cuda.stream(self._stream):
+            self._begun = batch, self._fill(batch)
+
+    def fill(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with its states: those that were begun for this very batch, or new ones."""
+        begun, self._begun = self._begun, None
+        if begun is None or begun[0] is not batch:
+            return self._fill(batch)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_stream(self._stream)
+            for tensor in tensors(begun[1]):
+                tensor.record_stream(current)  # its memory is reused when this stream is done with it too
+        return begun[1]
+
+
+def tensors(batch: TrainBatch) -> Iterator[Tensor]:
+    """All of a batch, with its states."""
+    for part in (batch, batch.top, batch.whole):
+        for name in () if part is None else (field.name for field in fields(part)):
+            value = getattr(part, name)
+            yield from value.values() if isinstance(value, dict) else [value] if isinstance(value, Tensor) else []

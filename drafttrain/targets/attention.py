@@ -1,0 +1,75 @@
+"""Attention of transformers' own models over whole sequences, by an operator of ours: no mask is made, however long they are.
+
+Shapes: B rows, T positions, h heads, g KV heads, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from drafttrain.kv import Documents
+from drafttrain.ops.causal import causal
+from drafttrain.target import FINAL, Taps
+
+NAME = "drafttrain"
+KINDS = {"full_attention", "sliding_attention"}  # of layers: what each sees is told by documents and a window
+FURTHER = ("s_aux", "position_bias", "softcap")  # terms of a score that the operator does not have
+
+
+def attention(
+    module: torch.nn.Module,
+    q_BhTD: Tensor,
+    k_BgTD: Tensor,
+    v_BgTD: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    whole: bool = False,
+    documents: Documents | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers' `sdpa` unless the sequences are whole; then there is no mask to read."""
+    if not whole:
+        given = {"scaling": scaling, "sliding_window": sliding_window, **more}
+        mixed_BThD, _ = sdpa_attention_forward(module, q_BhTD, k_BgTD, v_BgTD, mask, **given)
+        return mixed_BThD, None
+    if any(more.get(name) is not None for name in FURTHER):
+        raise ValueError(f"whole sequences are attended to without {', '.join(FURTHER)}")
+    mixed_BhTD = causal(q_BhTD, k_BgTD, v_BgTD, documents, sliding_window, scaling)
+    return mixed_BhTD.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@torch.no_grad()
+def take_over(target: Any) -> bool:
+    """Make this the attention of the target's model. False where it then would not have the states that it has with masks:
+    it is no `sdpa` model, its layers see something else than a window of what is before them, or it drops what it is given.
+    """
+    model: PreTrainedModel = target.model
+    config = model.config.get_text_config()
+    if not set(getattr(config, "layer_types", None) or ()) <= KINDS or not model._supports_attention_backend:
+        return False
+    if config._attn_implementation == "sdpa":
+        model.set_attn_implementation(NAME)
+    if config._attn_implementation != NAME or target.device.type == "meta":
+        return bool(config._attn_implementation == NAME)
+    token_1T = torch.arange(9, device=target.device)[None] % target.shape.vocab_size
+    number_1T, position_1T = (torch.tensor([row], device=target.device) for row in ([0] * 4 + [1] * 5, [*range(4), *range(5)]))
+    found = []
+    for target.unmasked in (False, True):
+        try:
+            out = target(token_1T, None, Documents(number_1T), position_1T, Taps(final=True), token_1T[:, :0])
+        except (TypeError, ValueError, RuntimeError):
+            return False
+        found.append(out.hidden[FINAL].float())
+    gap = (found[1] - found[0]).norm() / found[0].norm()
+    return bool(gap < torch.finfo(target.dtype).eps ** 0.5)

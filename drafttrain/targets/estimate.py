@@ -1,0 +1,142 @@
+"""What training takes of a process's memory, from the configuration alone: models are built on `meta`, nothing is loaded.
+
+An estimate: allocators keep some memory back, and what a drafter keeps for its backward pass is counted by the widths of its
+linear maps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from drafttrain.drafter import Drafter
+from drafttrain.errors import UserError
+from drafttrain.ops.quantised import BITS, stored_bytes
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.companion import Companion, readable
+from drafttrain.targets.hf import HFTarget, find_blocks
+from drafttrain.targets.load import DTYPES, path_of
+
+PLACEMENTS = ("replicated", "zero3", "tensor_parallel")
+LIVE = 10**9  # parameters of a sharded target that are whole at once at most: DeepSpeed's stage3_max_live_parameters
+WIDE = 6  # tensors of hidden width that a block without gradients has at once, beside the three of its MLP
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class Outline(HFTarget):
+    """A target without weights: what drafters of the right shapes are built from, within `torch.device("meta")`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model, frozen=False)
+
+    def _trainable(self, model: PreTrainedModel) -> HFTarget:
+        return Outline(model)
+
+    def companion(self, path: str, revision: str | None) -> Companion:
+        config = AutoConfig.from_pretrained(readable(path), revision=revision, trust_remote_code=False)
+        return Companion(Outline(AutoModelForCausalLM.from_config(config)), None, True, None)
+
+
+def outline(options: TargetOptions) -> Outline:
+    """Raises UserError for a path without a usable configuration."""
+    path, more = path_of(options), {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **more), dtype=DTYPES[options.dtype])
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason}") from error
+    return Outline(model)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes. target, blocks: of all weights, and of the blocks' among them; live: of blocks that are whole at once when they
+    are sharded; drafter: its weights, gradients and optimiser; activations: all that comes and goes in a step.
+    """
+
+    target: int
+    blocks: int
+    live: int
+    drafter: int
+    activations: int
+
+    def of_target(self, placement: str, sharing: int) -> int:
+        """In one of the `sharing` processes that hold the target together."""
+        if placement == "replicated":
+            return self.target
+        own = self.target - self.blocks + -(-self.blocks // sharing)
+        return own + self.live if placement == "zero3" else own
+
+    def total(self, placement: str, sharing: int) -> int:
+        return self.of_target(placement, sharing) + self.drafter + self.activations
+
+
+def need_of(target: Outline, kind: str | None, drafter: int, activations: int) -> Need:
+    """kind: of quantised weights. drafter, activations: bytes, as in `Need`."""
+    blocks, wide = find_blocks(target.model, target.shape.blocks), target.dtype.itemsize
+    inside = sum(p.numel() * wide for p in blocks.parameters())
+    whole = sum(p.numel() * wide for p in target.model.parameters())
+    if kind is not None:
+        maps = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
+        saved = sum(m.weight.numel() * wide - stored_bytes(m.out_features, m.in_features, BITS[kind]) for m in maps)
+        inside, whole = inside - saved, whole - saved
+    return Need(whole, inside, min(inside, LIVE * wide), drafter, activations)
+
+
+def activation_bytes(target: Outline, drafter: Drafter, rows: int, length: int, chunk: int) -> int:
+    """Of a micro-batch of so many rows. chunk: predictions whose logits are in memory at once: both models', their slope, and
+    those of one chunk more that is computed again."""
+    shape = target.shape
+    widths = (len(drafter.taps.blocks) + 1 + WIDE) * shape.hidden_size + 3 * shape.intermediate_size
+    forward, logits = rows * length * widths * target.dtype.itemsize, 4 * 4 * chunk * shape.vocab_size
+    return forward + logits + kept_bytes(drafter, shape.vocab_size, rows * drafter.fed(length))
+
+
+def kept_bytes(drafter: Drafter, vocab: int, positions: int) -> int:
+    """For the drafter's backward pass, in float32: inputs and outputs of its linear maps, but of heads, whose chunks are
+    computed again."""
+    maps = [m.weight.shape for m in drafter.modules() if isinstance(m, nn.Linear | Conv1D)]
+    return 4 * positions * sum(sum(shape) for shape in maps if vocab not in shape)
+
+
+def free_bytes(device: torch.device, neighbours: int) -> int:
+    """What a process may take of the device's memory. neighbours: processes of this machine, which share it on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(psutil.virtual_memory().available, _container()) // neighbours
+
+
+def _container() -> int:
+    """What the process's control group (version 2) leaves; without a limit, more than there is."""
+    try:
+        limit, used = ((CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        return int(limit) - int(used)
+    except (OSError, ValueError):
+        return 2**63
+
+
+def choose(need: Need, free: int, processes: int) -> str:
+    """`replicated` where it fits, else `zero3` where there is more than one process. Raises UserError where neither fits."""
+    totals = {name: need.total(name, processes) for name in (("replicated", "zero3") if processes > 1 else ("replicated",))}
+    for placement, total in totals.items():
+        if total <= free:
+            return placement
+    parts = {"target": need.target, "drafter and optimizer": need.drafter, "activations": need.activations}
+    raise UserError(
+        f"training needs about {said(min(totals.values()))} in each process ("
+        + ", ".join(f"{name} {said(size)}" for name, size in parts.items())
+        + f"), {said(free)} are free; use more processes, or lower train.micro_batch, data.max_length or loss.chunk, or "
+        "set target.weights or a higher deepspeed.zero_stage; target.placement=replicated or zero3 goes on regardless"
+    )
+
+
+def said(size: int) -> str:
+    """A size for a person."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

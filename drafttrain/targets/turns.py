@@ -1,0 +1,77 @@
+"""A split target for training: the processes that share it each have a batch of their own, and compute all batches in turn.
+
+In turn k all of them run process k's batch, each with its slices, and process k keeps what comes out. The work for a token is
+that of a whole target divided among them, the batches and their arithmetic are those of replicated targets, and no batch is
+padded to another's length. Embedding, last norm and head are whole on every process.
+
+Shapes: B rows, N positions, R logit rows, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, distributed
+
+from drafttrain.kv import Documents, KVCache
+from drafttrain.target import Taps, TargetOut
+from drafttrain.targets.parallel import Part
+from drafttrain.targets.split import SplitTarget
+
+
+class TurnTarget(SplitTarget):
+    """With a cache as SplitTarget: the same input everywhere. Without one, each process's own sequences."""
+
+    splits_head = False
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.model.get_output_embeddings().weight
+
+    def head(self, hidden_H: Tensor) -> Tensor:
+        return self._head(hidden_H)
+
+    def forward(
+        self,
+        token_BN: Tensor,
+        kv: KVCache | None,
+        ancestor_BNN: Tensor | Documents | None,
+        position_BN: Tensor,
+        taps: Taps,
+        logit_row_BR: Tensor | None = None,
+    ) -> TargetOut:
+        if kv is not None:
+            return super().forward(token_BN, kv, ancestor_BNN, position_BN, taps, logit_row_BR)
+        assert not isinstance(ancestor_BNN, Tensor), "whole sequences see what is before them in their documents"
+        shapes, own = self._shapes(token_BN, ancestor_BNN is not None), None
+        for turn, (B, N, several) in enumerate(shapes):
+            mine = turn == self.part.rank
+            tokens_BN = self._said(turn, token_BN if mine else token_BN.new_empty(B, N))
+            places_BN = self._said(turn, position_BN if mine else position_BN.new_empty(B, N))
+            sees = None
+            if several:
+                number_BN = ancestor_BNN.number_BT if mine and ancestor_BNN is not None else torch.empty_like(tokens_BN)
+                sees = Documents(self._said(turn, number_BN))
+            rows_BR = logit_row_BR if mine else tokens_BN[:, :0]
+            out = super().forward(tokens_BN, None, sees, places_BN, taps, rows_BR)
+            own = out if mine else own
+        assert own is not None
+        return own
+
+    def _shapes(self, token_BN: Tensor, several: bool) -> list[list[int]]:
+        """[rows, positions, whether a row holds several documents] of every process's batch."""
+        own = torch.tensor([*token_BN.shape, several], device=token_BN.device)
+        all_3 = [torch.empty_like(own) for _ in range(self.part.size)]
+        distributed.all_gather(all_3, own, group=self.part.group)
+        return torch.stack(all_3).tolist()
+
+    def _said(self, turn: int, tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        distributed.broadcast(tensor, group=self.part.group, group_src=turn)
+        return tensor
+
+
+def sharing(size: int) -> Part:
+    """This process's part among `size` neighbours of the default group, which share a target; its size is a multiple."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    groups = [distributed.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    return Part(rank % size, size, groups[rank // size])

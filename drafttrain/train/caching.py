@@ -1,0 +1,138 @@
+"""Features before training: found on disk and checked, or estimated, agreed to, and computed by all processes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.prompt import Confirm
+
+from drafttrain.batch import TrainBatch
+from drafttrain.data.chat import Encoded
+from drafttrain.data.dataset import Dataset, collate
+from drafttrain.drafter import Drafter
+from drafttrain.errors import UserError
+from drafttrain.features import FeatureOptions
+from drafttrain.features.cached import Cached
+from drafttrain.features.form import Form
+from drafttrain.features.layout import Ids, Layout
+from drafttrain.features.online import Online
+from drafttrain.features.store import ABSENT, Store
+from drafttrain.features.writer import Writer
+from drafttrain.target import Taps
+from drafttrain.targets.load import LoadedTarget
+from drafttrain.train import TrainOptions
+from drafttrain.train.engine import World
+from drafttrain.train.progress import Console
+
+MIB, GIB = 2**20, 2**30
+WAYS_OUT = "set features.format=float8, features.law=top_k, data.limit or features.dir, or features=online"
+
+
+def check_features(options: FeatureOptions, drafter: Drafter, train: TrainOptions, vocab_size: int) -> None:
+    """Raise UserError for settings that there are not, and where states computed once are not those that training needs."""
+    options.check(vocab_size)
+    if options.name == "online":
+        return
+    reasons = {
+        "this drafter trains nothing": not drafter.trained,
+        "train.on_policy writes new texts in every step": train.on_policy > 0,
+        "the drafter's adapter changes the target in every step": drafter.adapts is not None,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise UserError(f"features=cached keeps the target's states for training, but {reason}; set features=online")
+    if options.law == "top_k" and drafter.taps.final:
+        raise UserError("features.law=top_k keeps no final state, which this drafter reads; set features.law=hidden")
+
+
+@dataclass(frozen=True)
+class Caching:
+    """root: below which the features get a folder of their own; micro_batch: conversations of a pass of the target."""
+
+    options: FeatureOptions
+    loaded: LoadedTarget
+    taps: Taps
+    root: Path
+    micro_batch: int
+
+    def features(self, data: Dataset, world: World, console: Console) -> Cached:
+        """Of all conversations, complete when this returns. Raises UserError where there is no room or no yes for them."""
+        rows = [*data.train, *data.held_out]
+        store, target = self._store(rows), self.loaded.target
+        missing = self._missing(store, world, console)
+        if missing:
+            positions = self.micro_batch * max(len(row.token_ids) for row in rows)
+            self._write(store, Writer(store, Online(target, self.taps), self._collate, positions), missing, world, console)
+        for number in store.numbers:
+            if fault := store.fault(number, verify=False):
+                raise UserError(f"{store.file(number)} is {fault}; set features.dir to a directory that all processes share")
+        size = f"{store.bytes(store.numbers) / GIB:,.2f} GiB"
+        console.say(f"features: {size} in {store.folder}; training reads them, the target's blocks do not run")
+        return Cached(store, target.device, target.dtype)
+
+    def _store(self, rows: Sequence[Encoded]) -> Store:
+        target, sparse = self.loaded.target, self.options.law == "top_k"
+        keys = (self.taps if sparse else self.taps | Taps(final=True)).keys
+        form = Form(keys, self.options.format, target.shape.hidden_size, self.options.k if sparse else 0)
+        layout = Layout.of((document for row in rows for document in row.documents), form.bytes)
+        description = {"target": target.fingerprint, "dtype": self.loaded.description["dtype"]}
+        return Store(self.root.resolve(), layout, form, description)
+
+    def _collate(self, texts: Sequence[Ids]) -> TrainBatch:
+        pad = self.loaded.tokenizer.pad_token_id
+        return collate([Encoded(ids, np.ones(len(ids), np.bool_)) for ids in texts], 0 if pad is None else pad)
+
+    def _missing(self, store: Store, world: World, console: Console) -> list[int]:
+        """Shards that are not there or not as they were written; every process checks its share."""
+        flag_S = torch.zeros(len(store.numbers), dtype=torch.long, device=self.loaded.target.device)
+        bar = console if store.folder.exists() and store.bytes(store.numbers) > GIB else Console(None)
+        with bar.counting("checking features", store.bytes(store.numbers) / MIB, "MiB/s") as advance:
+            for number in store.numbers[world.rank :: world.size]:
+                flag_S[number] = store.fault(number, self.options.verify) is not None
+                advance(world.size * store.bytes([number]) / MIB)
+        missing: list[int] = world.sum(flag_S).nonzero()[:, 0].tolist()
+        for number in missing if world.first else ():
+            fault = store.fault(number, self.options.verify)
+            if fault not in (None, ABSENT):
+                console.say(f"features: {store.file(number)} is damaged ({fault}); it is computed again")
+        return missing
+
+    def _write(self, store: Store, writer: Writer, missing: list[int], world: World, console: Console) -> None:
+        tokens = sum(store.layout.tokens(number) for number in missing)
+        trial = writer.trial(missing, world.size)
+        free = shutil.disk_usage(next(p for p in store.folder.parents if p.exists())).free
+        need, time = f"{store.bytes(missing) / GIB:,.2f} GiB", timedelta(seconds=round(trial.seconds))
+        kept = "" if trial.rest is None else f", {store.form.top} tokens hold {1 - trial.rest:.1%} of the target's law"
+        console.say(
+            f"features: {tokens:,} tokens, {store.form.bytes:,} bytes each{kept}: {need} of {free / GIB:,.2f} GiB free "
+            f"below {self.root}, about {time} at {tokens / trial.seconds:,.0f} tokens/s"
+        )
+        if refusal := world.share(self._refusal(store.bytes(missing), free, console) if world.first else None):
+            raise UserError(refusal)
+        with store.writing() if world.first else nullcontext():
+            if world.first:
+                store.describe(self.loaded.description)
+            world.wait()
+            own = sum(store.layout.tokens(number) for number in missing[world.rank :: world.size])
+            with console.counting("features", tokens, "tokens/s") as advance:
+                writer.write(missing, world.rank, world.size, lambda done: advance(done * tokens / own))
+            world.wait()
+
+    def _refusal(self, need: int, free: int, console: Console) -> str | None:
+        """Why so many bytes are not written."""
+        size = f"the target's states take {need / GIB:,.2f} GiB"
+        if need > free:
+            return f"{size}, {self.root} has {free / GIB:,.2f} GiB free; {WAYS_OUT}"
+        if self.options.yes or need <= self.options.confirm_above * GIB:
+            return None
+        if console.rich is None or not (console.rich.is_terminal and sys.stdin.isatty()):
+            return f"{size}, above features.confirm_above={self.options.confirm_above:g}; add features.yes=true, or {WAYS_OUT}"
+        agreed = Confirm.ask(f"write {need / GIB:,.2f} GiB to {self.root}?", console=console.rich, default=False)
+        return None if agreed else f"{size} and were not agreed to; {WAYS_OUT}"

@@ -1,0 +1,80 @@
+"""How many floating-point operations a training step is, counted from what one micro-batch really runs.
+
+Shapes: B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from drafttrain.batch import TrainBatch
+
+
+class Flops:
+    """Operations of target and drafter, forward and backward, of any micro-batch from those of the first.
+
+    The first one is counted product by product by torch's own formulas: 2 m n k for a matrix product, both products of
+    attention over all T * T pairs, causal or not (the convention of PaLM, arXiv 2204.02311, appendix B), and for each its
+    gradients, as many as are computed: 2 for a trained matrix, 1 for a frozen one. Then a micro-batch takes
+
+        flops = per_position * B T + per_pair * B T^2
+
+    where attention is the second term. Padding counts as work. What is computed a second time to save memory does not, nor
+    do the products inside our own kernels (attention over trees; training runs torch's). Of sequences that several processes
+    hold it is what this one computes, by their whole length T.
+    """
+
+    def __init__(self) -> None:
+        self.per_position: float | None = None
+        self.per_pair = 0.0
+
+    @contextmanager
+    def counting(self, batch: TrainBatch) -> Iterator[None]:
+        """Around the whole of one micro-batch."""
+        if self.per_position is not None:
+            yield
+            return
+        B, T = len(batch.token_BT), batch.length
+        with _Counter() as counter:
+            yield
+        self.per_position, self.per_pair = counter.products / (B * T), counter.attention / (B * T * T)
+
+    def of(self, batch: TrainBatch) -> float:
+        B, T = len(batch.token_BT), batch.length
+        return (self.per_position or 0.0) * B * T + self.per_pair * B * T * T
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.attention = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in flop_registry and not self._again():
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            if "attention" in str(packet):
+                self.attention += flops
+            else:
+                self.products += flops
+        return out
+
+    @staticmethod
+    def _again() -> bool:
+        """In the backward pass, whether a checkpoint is computing its forward pass again. Gradients may be off even then, as
+        inside a `Function`."""
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame is not None

@@ -1,0 +1,139 @@
+"""Checkpoints of a run: all processes write each one together, as a whole directory or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections import ChainMap
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from drafttrain.atomic import atomic_directory, atomic_write_json, disk_full, remove_directory
+from drafttrain.checkpoint import (
+    META,
+    WEIGHTS,
+    CheckpointMeta,
+    checkpoint_name,
+    list_checkpoints,
+    prune,
+    read_weights,
+    save_drafter,
+)
+from drafttrain.train.engine import Engine, World
+from drafttrain.train.sealed import file_sums, seal
+
+PROGRESS = "trainer.json"
+Result = TypeVar("Result")
+
+
+@dataclass
+class Progress:
+    """What a checkpoint must remember beside tensors. seconds: of training, all sessions of the run together.
+    passing: saved on the way out, to be resumed from and then removed; its proposal is not tuned.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: float | None = None
+    expected_tau: float | None = None
+    passing: bool = False
+
+    @staticmethod
+    def of(checkpoint: Path) -> Progress:
+        return Progress(**json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8")))
+
+
+class NoSpaceError(Exception):
+    """Some process found its disk full; raised in all of them."""
+
+
+class Keeper:
+    """Saves to and prunes `folder`, which all processes see. Its methods are called by all of them together.
+
+    names: the tensors of a checkpoint by what they are called in the engine's module.
+    """
+
+    def __init__(self, folder: Path, world: World, engine: Engine, names: Mapping[str, str], keep_last: int) -> None:
+        self.folder, self.world, self.engine, self.names, self.keep_last = folder, world, engine, names, keep_last
+
+    def save(self, progress: Progress, meta: CheckpointMeta) -> bool:
+        """A new checkpoint, after which old ones go. False where the disk is full: everything is as it was then."""
+        weights = self.engine.whole_state(self.names.values())
+        try:
+            with ExitStack() as stack:
+                self._write(stack, weights, progress, meta)
+        except NoSpaceError:
+            return False
+        if self.world.first:
+            self._prune()
+        self.world.wait()
+        return True
+
+    def resume(self, checkpoint: Path) -> Progress:
+        """Load weights and optimiser; where training stood then."""
+        saved = read_weights(checkpoint)
+        self.engine.load_state(checkpoint, {self.names[name]: tensor for name, tensor in saved.items()})
+        return Progress.of(checkpoint)
+
+    def _write(self, stack: ExitStack, weights: dict[str, Tensor], progress: Progress, meta: CheckpointMeta) -> None:
+        """Every process its own files, side by side; the checksums last, and then the directory's name."""
+        first, final = self.world.first, self.folder / checkpoint_name(progress.step)
+        aside = self._each(lambda: stack.enter_context(atomic_directory(final)) if first else final)[0]
+        sums = self._each(lambda: file_sums(self.engine.save_state(aside)))
+
+        def complete() -> None:
+            state = {name: weights[inner] for name, inner in self.names.items()}
+            save_settings(aside, state, meta, progress, dict(ChainMap(*sums)))
+            stack.close()  # the directory gets its name
+
+        self._each(lambda: complete() if first else None)
+
+    def _each(self, work: Callable[[], Result]) -> list[Result]:
+        """What `work` gives in every process, on all of them. Raises NoSpaceError on all where one finds its disk full."""
+        own: list[Result] = []
+        try:
+            own = [work()]
+        except Exception as error:
+            if not disk_full(error):
+                raise
+        results = self.world.gather(own)
+        if not all(results):
+            raise NoSpaceError
+        return [result for (result,) in results]
+
+    def _prune(self) -> None:
+        """Old ones but the best, and those that were saved in passing; never the newest."""
+        checkpoints = list_checkpoints(self.folder)
+        for old in checkpoints[:-1]:
+            if Progress.of(old).passing:
+                remove_directory(old)
+        keep = {best_checkpoint(self.folder).name, checkpoint_name(0)}
+        prune(self.folder, self.keep_last, keep)
+
+
+def save_settings(
+    directory: Path,
+    state: dict[str, Tensor],
+    meta: CheckpointMeta,
+    progress: Progress,
+    others: Mapping[str, str] | None = None,
+) -> None:
+    """The first process's files, the checksums last. others: checksums of what else lies there."""
+    save_drafter(directory, state, meta)
+    atomic_write_json(directory / PROGRESS, asdict(progress))
+    seal(directory, file_sums(*(directory / name for name in (WEIGHTS, META, PROGRESS))) | dict(others or {}))
+
+
+def best_checkpoint(folder: Path) -> Path:
+    """The checkpoint of the highest expected tau on held-out text; without any, the newest."""
+
+    def merit(path: Path) -> tuple[float, int]:
+        progress = Progress.of(path)
+        return (progress.expected_tau or 0.0, progress.step)
+
+    return max(list_checkpoints(folder), key=merit)

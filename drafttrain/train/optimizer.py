@@ -1,0 +1,60 @@
+"""The drafter's optimiser: AdamW, or Muon for hidden matrices beside AdamW for all else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafttrain.losses import Objective
+from drafttrain.train import TrainOptions
+
+OPTIMIZERS = ("adamw", "muon")
+Group = dict[str, Any]
+
+
+def make_optimizer(objective: Objective, options: TrainOptions, apart: nn.Module | None = None) -> torch.optim.Optimizer:
+    """apart: a part of the objective whose learning rate is another one; its group says `apart`."""
+    other = set() if apart is None else set(apart.parameters())
+    matrices = hidden_matrices(objective) - other if options.optimizer == "muon" else set()
+    groups: list[Group] = [{"params": [], "apart": False}, {"params": [], "apart": True}, {"params": [], "apart": False}]
+    for parameter in objective.parameters():
+        if parameter.requires_grad:
+            groups[2 if parameter in matrices else 1 if parameter in other else 0]["params"].append(parameter)
+    *plain, hidden = groups
+    adamw = _adamw([group for group in plain if group["params"]], options)
+    if not hidden["params"]:
+        return adamw
+    more: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    return Together(adamw, torch.optim.Muon([hidden], **more))
+
+
+def hidden_matrices(objective: Objective) -> set[nn.Parameter]:
+    """Weights of linear maps from states to states: what Muon is for (Jordan et al. 2024, "Muon: an optimizer for hidden
+    layers"). Embeddings, heads, norms and biases are not among them.
+    """
+    maps = [m for m in objective.modules() if isinstance(m, nn.Linear) and m.out_features not in objective.vocabularies]
+    return {p for m in maps for p in m.parameters() if p.ndim == 2 and p.requires_grad}
+
+
+def _adamw(groups: list[Group], options: TrainOptions) -> torch.optim.Optimizer:
+    """On a GPU all parameters are updated in one kernel."""
+    fused = all(p.is_cuda for group in groups for p in group["params"])
+    betas = (options.betas[0], options.betas[1])
+    return torch.optim.AdamW(groups, lr=options.lr, betas=betas, weight_decay=options.weight_decay, fused=fused)
+
+
+class Together(torch.optim.Optimizer):
+    """Optimisers of different parameters as one: their groups side by side, their state in one place."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts, self.param_groups = parts, [group for part in parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None, "DeepSpeed steps without one"
+        for part in self.parts:
+            part.state = self.state
+            part.step()

@@ -1,0 +1,66 @@
+"""A window of training steps as a Chrome trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from drafttrain.errors import UserError
+
+AFTER, LENGTH = 5, 3  # steps: what is slow once is over by then, and a trace of three is read in a moment
+
+
+def window(option: Any, first: int, last: int) -> range:
+    """The steps to record, counted from 1. option: `train.profile`. first: of this session; last: of the run.
+
+    Raises UserError for anything but false, true or two steps in order.
+    """
+    if option is False or option is None:
+        return range(0)
+    if option is True:
+        start = min(first + AFTER, max(first, last - LENGTH + 1))
+        return range(start, start + LENGTH)
+    steps = list(option) if isinstance(option, list | tuple) else []
+    if len(steps) != 2 or not all(type(s) is int for s in steps) or not 1 <= steps[0] <= steps[1]:
+        raise UserError(f"train.profile is {option!r}; set it to true, false, or the first and last step such as [10,12]")
+    return range(steps[0], steps[1] + 1)
+
+
+class Profile:
+    """`step` around each step, counted from 1; what is recorded when the last of `steps` ends, or training, goes to `file`.
+
+    file: None where this process records nothing.
+    """
+
+    def __init__(self, steps: range, file: Path | None, say: Callable[[str], None]) -> None:
+        self.steps, self.file, self.say = steps if file else range(0), file, say
+        self._running: profile | None = None
+
+    def __enter__(self) -> Profile:
+        return self
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        if step in self.steps and self._running is None:
+            on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._running = profile(activities=[ProfilerActivity.CPU, *on_gpu])
+            self._running.start()
+        yield
+        if step + 1 not in self.steps:
+            self._write()
+
+    def _write(self) -> None:
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        running.stop()
+        running.export_chrome_trace(str(self.file))
+        self.say(f"trace: {self.file}; open it at https://ui.perfetto.dev or in chrome://tracing")
+
+    def __exit__(self, *_: object) -> None:
+        self._write()

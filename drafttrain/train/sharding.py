@@ -1,0 +1,77 @@
+"""The frozen target's weights spread over the training processes, by DeepSpeed's ZeRO-3 without an optimiser.
+
+The decision 014 says what is spread, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from drafttrain.targets.estimate import LIVE
+from drafttrain.train.engine import hushed, load_deepspeed
+
+
+class Trunk(nn.Module):
+    """What DeepSpeed takes for the whole model: a call of it is one pass over the blocks."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+class ZeroShards:
+    """`drafttrain.targets.sharded.Shards` over the processes of the default group, which must have been formed."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._library: Any = load_deepspeed()
+        self._engine: Any = None
+        self._settings = {
+            "train_micro_batch_size_per_gpu": 1,  # asked for, and of no meaning without an optimiser
+            "bf16": {"enabled": dtype == torch.bfloat16},
+            "fp16": {"enabled": dtype == torch.float16},
+            "zero_optimization": {"stage": 3},
+            "steps_per_print": 2**31,
+        }
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        alive = HfDeepSpeedConfig(self._settings)  # transformers asks a weak reference to it
+        try:
+            with hushed():
+                yield
+        finally:
+            del alive
+            unset_hf_deepspeed_config()
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        found: AbstractContextManager[None] = self._library.zero.GatheredParameters(list(parameters), modifier_rank=None)
+        return found
+
+    def start(self, blocks: nn.ModuleList) -> nn.Module:
+        vectors = [p.ds_numel for p in blocks.parameters() if len(p.ds_shape) < 2]  # type: ignore[attr-defined]
+        zero = {"stage": 3, "stage3_param_persistence_threshold": max(vectors, default=0), "stage3_max_live_parameters": LIVE}
+        with hushed():
+            self._engine, *_ = self._library.initialize(
+                model=Trunk(blocks), config=self._settings | {"zero_optimization": zero}
+            )
+        trunk: nn.Module = self._engine.module
+        return trunk
+
+    def free(self) -> None:
+        """DeepSpeed's own lists keep the modules, so that their memory is given back by hand."""
+        if self._engine is None:
+            return
+        for parameter in self._engine.module.parameters():
+            parameter.data = parameter.data.new_empty(0)
+            parameter.ds_tensor.data = parameter.ds_tensor.data.new_empty(0)
+        self._engine.destroy()
+        self._engine = None

@@ -1,0 +1,128 @@
+"""The optimiser's state on disk, in pieces that any number of processes at any ZeRO stage can read.
+
+`optimizer-<rank>.safetensors` holds what its process optimises of each parameter: 1-D tensors named
+`<parameter>:<key>:<first element>`, key being `weight` (the master copy) or the optimiser's own (`exp_avg`, ...). Keys without
+elements, such as Adam's count of steps, are 0-D and named `<parameter>:<key>:`.
+
+>>> piece_name("drafter.head.weight", "exp_avg", 512)  # elements 512 to 512 + its length of the flattened parameter
+'drafter.head.weight:exp_avg:512'
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafttrain.errors import UserError
+
+PATTERN = "optimizer-*.safetensors"
+MASTER = "weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Elements [start, start + length) of a flattened parameter, which lie at `offset` of `flat`, a tensor that the optimiser
+    steps (a view, flattened) and whose state is found under `owner`. written: those of them that this process saves, counted
+    from `start`; less than all where every process has the same.
+    """
+
+    name: str
+    start: int
+    length: int
+    owner: Tensor
+    offset: int
+    written: range
+
+    @property
+    def flat(self) -> Tensor:
+        return self.owner.detach().view(-1)
+
+
+def piece_name(parameter: str, key: str, start: int | None) -> str:
+    return f"{parameter}:{key}:{'' if start is None else start}"
+
+
+def write(shares: Sequence[Share], state: dict[Tensor, dict[str, Any]], file: Path) -> None:
+    """This process's pieces; nothing is gathered from others."""
+    pieces: dict[str, Tensor] = {}
+    for share in shares:
+        for key, value in {MASTER: share.flat, **state.get(share.owner, {})}.items():
+            if torch.is_tensor(value) and value.numel() == share.owner.numel() and value.dim():
+                begin = share.offset + share.written.start
+                part = value.detach().view(-1)[begin : begin + len(share.written)].cpu()
+                if len(part):
+                    pieces[piece_name(share.name, key, share.start + share.written.start)] = part
+            else:
+                pieces[piece_name(share.name, key, None)] = torch.as_tensor(value).detach().cpu().clone()
+    save_file(pieces, file)
+
+
+def read(shares: Sequence[Share], state: dict[Tensor, dict[str, Any]], directory: Path) -> None:
+    """Fill this process's tensors and state from the pieces that all processes of the saving run wrote.
+
+    A parameter that the optimiser had not touched has a master copy alone, and zeros beside others that have more.
+    Raises UserError where elements are missing.
+    """
+    with ExitStack() as stack, torch.no_grad():
+        pieces = _Pieces(directory, stack)
+        for share in shares:
+            own = slice(share.offset, share.offset + share.length)
+            share.flat[own] = pieces.elements(share, MASTER).to(share.flat)
+            for key in pieces.keys(share.name) - {MASTER}:
+                kept = state.setdefault(share.owner, {})
+                if (plain := pieces.plain(share.name, key)) is not None:
+                    kept[key] = plain
+                else:
+                    kept.setdefault(key, torch.zeros_like(share.owner))
+                    kept[key].view(-1)[own] = pieces.elements(share, key).to(kept[key])
+
+
+class _Pieces:
+    """The pieces of all files, by parameter and key; only what is asked for is read."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self.directory = directory
+        self._plain: dict[tuple[str, str], Tensor] = {}
+        self._parts: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
+        self._keys: dict[str, set[str]] = defaultdict(set)
+        for file in sorted(directory.glob(PATTERN)):
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            for name in opened.keys():  # noqa: SIM118
+                parameter, key, start = name.rsplit(":", 2)
+                self._keys[parameter].add(key)
+                if start:
+                    self._parts[parameter, key][int(start)] = opened.get_slice(name)
+                else:
+                    self._plain[parameter, key] = opened.get_tensor(name)
+
+    def keys(self, parameter: str) -> set[str]:
+        return self._keys[parameter]
+
+    def plain(self, parameter: str, key: str) -> Any | None:
+        """None: it has elements. Whole numbers as such, which is how DeepSpeed's CPU optimisers count; torch's are tensors."""
+        value = self._plain.get((parameter, key))
+        return value if value is None or value.is_floating_point() else int(value)
+
+    def elements(self, share: Share, key: str) -> Tensor:
+        """[length] the share's elements, from as many pieces as they lie in."""
+        found, reached, end = [torch.empty(0)], share.start, share.start + share.length
+        for start, piece in sorted(self._parts[share.name, key].items()):
+            stop = min(start + piece.get_shape()[0], end)
+            if start <= reached < stop:
+                found.append(piece[reached - start : stop - start])
+                reached = stop
+        if reached < end:
+            raise UserError(
+                f"{self.directory}: its optimiser state lacks elements {reached} to {end} of {share.name} ({key}); "
+                "resume from another checkpoint"
+            )
+        return torch.cat(found)

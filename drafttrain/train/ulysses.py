@@ -1,0 +1,82 @@
+"""Processes that hold the same sequences, each its own positions: DeepSpeed Ulysses (arXiv 2309.14509).
+
+Shapes: as in `drafttrain.span`. The decision 016 says what is exchanged where.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.drafter import Drafter
+from drafttrain.errors import UserError
+from drafttrain.layers import Attention
+from drafttrain.losses import END_TO_END, LossOptions
+from drafttrain.targets.adapt import Adapter
+from drafttrain.targets.hf import HFTarget
+from drafttrain.train import TrainOptions
+from drafttrain.train.engine import World, head_exchange
+
+HEADS, POSITIONS = 2, 1  # dimensions of what is exchanged
+
+
+class Ulysses:
+    """`drafttrain.span.Group` by DeepSpeed's all-to-all, whose backward pass is its inverse."""
+
+    def __init__(self, rank: int, size: int, group: Any) -> None:
+        self.rank, self.size, self._group, self._exchange = rank, size, group, head_exchange()
+
+    def to_heads(self, x_BXhD: Tensor) -> Tensor:
+        return self._swap(x_BXhD, HEADS, POSITIONS)
+
+    def to_positions(self, x_BXkD: Tensor) -> Tensor:
+        return self._swap(x_BXkD, POSITIONS, HEADS)
+
+    def _swap(self, x: Tensor, scattered: int, gathered: int) -> Tensor:
+        swapped: Tensor = self._exchange(self._group, x, scattered, gathered, 0)
+        return swapped
+
+
+def sequence_group(options: TrainOptions, world: World) -> Ulysses | None:
+    """The neighbours in rank that hold sequences together; None where each process has its own. Called by all processes."""
+    size = options.sequence_parallel
+    if size == 1:
+        return None
+    groups = [torch.distributed.new_group(list(range(first, first + size))) for first in range(0, world.size, size)]
+    return Ulysses(world.rank % size, size, groups[world.rank // size])
+
+
+def check_sequence_parallel(
+    options: TrainOptions, loss: LossOptions, target: HFTarget, drafter: Drafter, adapter: Adapter | None
+) -> None:
+    """Raise UserError for what cannot be trained on sequences that several processes hold together."""
+    size = options.sequence_parallel
+    if size == 1 or not drafter.trained:
+        return
+    asked = f"train.sequence_parallel is {size}"
+    if options.on_policy:
+        raise UserError(f"{asked}, and train.on_policy writes replies in one process each; leave one of them out")
+    if loss.name == END_TO_END and any(isinstance(m, Drafter) and m.language_model() is not None for m in drafter.modules()):
+        raise UserError(
+            f"{asked}, and loss={END_TO_END} joins what a language model accepts over positions of several processes; "
+            "choose another loss, or set train.sequence_parallel=1"
+        )
+    inside = list(drafter.modules())
+    models = [("the target", target), *(("the drafter's model", m) for m in inside if isinstance(m, HFTarget))]
+    models += [] if adapter is None else [("the adapted target", adapter.target)]
+    for what, model in models:
+        if not model.unmasked:
+            raise UserError(
+                f"{asked}, and {what}, {type(model.model).__name__}, attends by masks over whole sequences; "
+                "set train.sequence_parallel=1"
+            )
+    heads = [(what, model.shape.heads) for what, model in models]
+    for what, count in [*heads, *(("the drafter", m.shape.heads) for m in inside if isinstance(m, Attention))]:
+        if count % size:
+            able = [n for n in range(2, count + 1) if count % n == 0]
+            raise UserError(
+                f"{asked}, which does not divide the {count} attention heads of {what}; "
+                f"set it to {' or '.join(map(str, able)) if able else 1}"
+            )

@@ -1,0 +1,110 @@
+"""Small checkpoints of every family, to be exported in tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from drafttrain.checkpoint import CheckpointMeta, TargetRecord, adapter_state, save_drafter
+from drafttrain.drafter import Drafter
+from drafttrain.drafters import families
+from drafttrain.export.exporter import Exported, Wanted, export
+from drafttrain.export.golden import Golden, made, store
+from drafttrain.export.opened import Opened
+from drafttrain.export.table import asked
+from drafttrain.target import LoraSpec
+from drafttrain.targets.adapt import Adapter
+from drafttrain.targets.load import LoadedTarget
+from tests.helpers import tiny_target
+
+# by what a test calls them: (family, options)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", {"taps": [0, 1, 2], "draft_length": 3, "draft_vocab": 40}),
+    "eagle3-whole": ("eagle3", {"taps": [0, 1, 2], "draft_length": 3}),
+    "eagle3-two": ("eagle3", {"taps": [0, 2], "draft_length": 3}),
+    "eagle3-last": ("eagle3", {"taps": [0, 1, 3], "draft_length": 3}),
+    "eagle3-normed": ("eagle3", {"taps": [0, 1, 2], "draft_length": 3, "fc_norm": True, "norm_output": True}),
+    "eagle": ("eagle", {"draft_length": 3, "bias": False}),
+    "eagle-bias": ("eagle", {"draft_length": 3}),
+    "medusa": ("medusa", {"heads": 3}),
+    "medusa-deep": ("medusa", {"heads": 2, "layers": 2}),
+    "medusa-shared": ("medusa", {"heads": 2, "init": "share"}),
+    "hydra": ("hydra", {"heads": 3, "layers": 2}),
+    "hydra-deep": ("hydra", {"heads": 2, "layers": 3}),
+    "mlp_speculator": ("mlp_speculator", {"n_predict": 3, "scale_input": True}),
+    "mlp_speculator-tied": ("mlp_speculator", {"n_predict": 3, "inner_dim": 24, "tie_weights": True}),
+    "redrafter": ("redrafter", {"width": 1, "length": 3}),
+    "dflash": ("dflash", {"block_size": 4, "layers": 2, "taps": [0, 1, 2]}),
+    "dflash-shifted": ("dflash", {"block_size": 4, "layers": 1, "taps": [0, 1, 2], "slots": "shifted"}),
+    "draft_model": ("draft_model", {"blocks": 2, "draft_length": 3}),
+    "draft_model-lora": ("draft_model", {"blocks": 2, "draft_length": 3, "lora_rank": 2}),
+    "prompt_lookup": ("prompt_lookup", {"draft_length": 3}),
+}
+TEXTS = [[7, 3, 19, 40, 5, 60, 22, 11], [50, 2, 2, 31]]
+RECORD_KEYS = ("name", "path", "revision", "dtype", "weights")
+
+
+@cache
+def loaded(name: str = "llama", seed: int = 0) -> LoadedTarget:
+    """A tiny target with a tokenizer that knows all its tokens."""
+    target = tiny_target(name, seed)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(target.shape.vocab_size)}, "w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    tokenizer.chat_template = "{{ messages }}"
+    about = {"name": "hf", "path": "targets/tiny", "revision": None, "dtype": "float32", "weights": None}
+    return LoadedTarget(target, tokenizer, "targets/tiny", about | {"architecture": type(target.model).__name__})
+
+
+def drafter_of(family: str, options: Any, target: LoadedTarget) -> Drafter:
+    """A fresh one whose weights are shaken, so that nothing about it is special."""
+    torch.manual_seed(1)
+    drafter = families()[family].build(options, target.target)
+    drafter.prepare(lambda: torch.arange(64) * 37 % 64)
+    for parameter in drafter.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0).clamp_min(0.1))
+    return drafter
+
+
+def checkpoint(folder: Path, case: str, target: LoadedTarget | None = None, spec: LoraSpec | None = None, **more: Any) -> Path:
+    """A checkpoint of this case, without golden material. spec: of a target that was trained too."""
+    target = target or loaded()
+    family, chosen = CASES[case]
+    options, shape = families()[family].options(**chosen | more), target.target.shape
+    record = TargetRecord(
+        **{key: target.description[key] for key in RECORD_KEYS},
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        blocks=shape.blocks,
+        fingerprint=target.target.fingerprint,
+    )
+    directory = folder / "step-00004"
+    directory.mkdir(parents=True)
+    state, adapter = drafter_of(family, options, target).state_dict(), None
+    if spec is not None:
+        adapter = Adapter(target.target, spec)
+        for matrix in adapter.parameters():
+            matrix.data.add_(torch.randn_like(matrix) * 0.1)
+    plain = None if spec is None else dataclasses.asdict(spec)
+    meta = CheckpointMeta(family, dataclasses.asdict(options), {}, record, step=4, adapter=plain)
+    save_drafter(directory, {**state, **adapter_state(adapter)}, meta)
+    return directory
+
+
+def opened(folder: Path, case: str, target: LoadedTarget | None = None, **more: Any) -> tuple[Opened, Golden]:
+    target = target or loaded()
+    found = Opened.of(checkpoint(folder, case, target, **more), target)
+    golden = made(found, TEXTS)
+    store(found.directory, golden)
+    return found, golden
+
+
+def written(found: Opened, golden: Golden, stack: str, out: Path, dtype: str = "float32", **more: Any) -> Exported:
+    stacks = asked(found.meta.family, stack)
+    return export(found, golden, Wanted(stacks, out, dtype, stack == "all", **more))

@@ -1,0 +1,120 @@
+"""A small module trained, saved and resumed by one process or by two at every ZeRO stage: what test_resharding.py compares.
+
+`python -m torch.distributed.run --nproc-per-node 2 -m tests.integration.resharding FOLDER` is its other half.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from drafttrain.commands.quiet import quiet
+from drafttrain.train import DeepSpeedOptions, TrainOptions
+from drafttrain.train.engine import Engine, World, join_world
+
+STAGES = (0, 1, 2, 3)
+PRECISIONS = ("float32", "bfloat16")
+BEFORE, AFTER, ROWS = 3, 3, 4
+WEIGHTS = "weights.safetensors"
+
+
+class Toy(nn.Module):
+    """Sizes that no number of processes divides, two groups of parameters, and a parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer, self.unused = nn.Linear(7, 5), nn.Linear(5, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, rows_B7: Tensor, progress: float) -> tuple[Tensor, None]:
+        out_B3 = self.outer(torch.tanh(self.inner(rows_B7.to(self.inner.weight.dtype))))
+        return (out_B3.float() - 1.0).square().sum() + 0.0 * self.unused.float().sum(), None
+
+
+def engine(stage: int, precision: str, world: World) -> Engine:
+    options = TrainOptions(global_batch=ROWS, micro_batch=1, lr=0.05, weight_decay=0.1, precision=precision)
+    toy = Toy()
+    return Engine(toy, options, DeepSpeedOptions(zero_stage=stage), world, apart=toy.outer)
+
+
+def steps(trained: Engine, first: int, count: int) -> list[float]:
+    """Losses of these steps, whose rows are those of any number of processes together."""
+    world, losses = trained.world, []
+    for step in range(first, first + count):
+        rows_47 = torch.randn(ROWS, 7, generator=torch.Generator().manual_seed(step))
+        own, total = range(world.rank, ROWS, world.size), torch.zeros(1)
+        for i, row in enumerate(own):
+            loss, _ = trained.forward(rows_47[row : row + 1], 0.0)
+            trained.backward(loss, ROWS)
+            total += loss.detach()
+            if i + 1 < len(own):
+                trained.micro_done()
+        trained.step(0.05, scale=0.5)
+        losses.append(float(world.sum(total)))
+    return losses
+
+
+def save(trained: Engine, folder: Path) -> None:
+    if trained.world.first:
+        folder.mkdir(parents=True)
+    trained.world.wait()
+    weights = trained.whole_state(Toy().state_dict())
+    trained.save_state(folder)
+    if trained.world.first:
+        save_file(weights, folder / WEIGHTS)
+    trained.world.wait()
+
+
+def whole(folder: Path) -> dict[str, Tensor]:
+    """All elements of every tensor of the saved state, whoever wrote them."""
+    pieces: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for file in folder.glob("optimizer-*.safetensors"):
+        for name, tensor in load_file(file).items():
+            what, start = name.rsplit(":", 1)
+            pieces[what][int(start or 0)] = tensor.view(-1)
+    found = {what: torch.cat([part for _, part in sorted(parts.items())]) for what, parts in pieces.items()}
+    return found | load_file(folder / WEIGHTS)
+
+
+def write(folder: Path, world: World) -> None:
+    """`<folder>/<processes>-<precision>-<stage>`: a state after BEFORE steps, and the losses of the AFTER steps that follow."""
+    for precision in PRECISIONS:
+        for stage in STAGES:
+            trained, place = engine(stage, precision, world), folder / f"{world.size}-{precision}-{stage}"
+            steps(trained, 0, BEFORE)
+            save(trained, place)
+            losses = steps(trained, BEFORE, AFTER)
+            if world.first:
+                (place / "losses.json").write_text(json.dumps(losses))
+
+
+def resume(folder: Path, processes: int, world: World) -> list[dict[str, Any]]:
+    """Every state of so many processes at every stage: saved again as it was read, and the losses from there on."""
+    found = []
+    for precision in PRECISIONS:
+        for old in STAGES:
+            for new in STAGES:
+                source, trained = folder / f"{processes}-{precision}-{old}", engine(new, precision, world)
+                trained.load_state(source, load_file(source / WEIGHTS))
+                again = folder / "again" / f"{processes}-{world.size}-{precision}-{old}-{new}"
+                save(trained, again)
+                found.append({"source": str(source), "again": str(again), "losses": steps(trained, BEFORE, AFTER)})
+    return found
+
+
+if __name__ == "__main__":
+    quiet()
+    torch.set_num_threads(1)
+    place, both = Path(sys.argv[1]), join_world(torch.device("cpu"))
+    resumed = resume(place, 1, both)
+    write(place, both)
+    resumed += resume(place, 2, both)
+    if both.first:
+        (place / "resumed.json").write_text(json.dumps(resumed))

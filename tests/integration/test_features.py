@@ -1,0 +1,208 @@
+"""Training on features from disk: the losses and weights of training on the target itself, and what is done about damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import asdict, replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console as RichConsole
+from safetensors.torch import load_file
+
+from drafttrain.data import DataOptions
+from drafttrain.data.dataset import Dataset, load_dataset
+from drafttrain.drafters import families
+from drafttrain.errors import UserError
+from drafttrain.features import FeatureOptions, layout
+from drafttrain.features.cached import Cached
+from drafttrain.losses import LossOptions
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.train import DeepSpeedOptions, TrainOptions
+from drafttrain.train.caching import Caching, check_features
+from drafttrain.train.engine import World, join_world
+from drafttrain.train.progress import Console
+from drafttrain.train.trainer import Job, Trainer
+from tests.contract.test_families import SHAPES, build
+from tests.integration.test_training import arguments, fit, last_weights, losses
+
+OPTIONS = TrainOptions(steps=4, global_batch=4, micro_batch=2, warmup=0.0, checkpoint_every=4)
+FAMILIES = ("medusa", "eagle3", "draft_model")
+
+
+@pytest.fixture(scope="module")
+def loaded(material: Path) -> LoadedTarget:
+    return load_target(TargetOptions(name="hf", path=str(material / "target")))
+
+
+@pytest.fixture(scope="module")
+def data(material: Path, loaded: LoadedTarget) -> Dataset:
+    return load_dataset(DataOptions(path=str(material / "data.jsonl"), held_out=4), loaded.tokenizer, progress=False)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(layout, "LEAST", 200)
+    return join_world(torch.device("cpu"))
+
+
+def cached(name: str, loaded: LoadedTarget, data: Dataset, world: World, root: Path, **options: object) -> tuple[Cached, str]:
+    """The features, and what was said about them."""
+    said = StringIO()
+    caching = Caching(FeatureOptions("cached", **options), loaded, build(name, loaded.target).taps, root, 2)  # type: ignore[arg-type]
+    features = caching.features(data, world, Console(RichConsole(file=said, width=400)))
+    return features, said.getvalue()
+
+
+def train(name: str, loaded: LoadedTarget, data: Dataset, world: World, folder: Path, features: Cached | None) -> Path:
+    torch.manual_seed(0)
+    shape = asdict(families()[name].options(**SHAPES[name]))
+    job = Job(loaded, build(name, loaded.target), name, shape, data, OPTIONS, DeepSpeedOptions(), LossOptions(), 4)
+    trainer = Trainer(replace(job, features=features), world, folder)
+    folder.mkdir()
+    (folder / "loss").write_text(str(trainer.train(None, Console(None)).loss))
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_in_float32_training_is_that_on_the_target_itself(
+    name: str, loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
+) -> None:
+    features, _ = cached(name, loaded, data, world, tmp_path, format="float32")
+    online = train(name, loaded, data, world, tmp_path / "online", None)
+    blocks = [block.register_forward_pre_hook(_must_not_run) for block in loaded.target.backbone[0].layers]
+    try:
+        ours = train(name, loaded, data, world, tmp_path / "cached", features)
+    finally:
+        for hook in blocks:
+            hook.remove()
+    assert float((ours / "loss").read_text()) == pytest.approx(float((online / "loss").read_text()), rel=1e-6)
+    a, b = (load_file(last_weights(folder)) for folder in (online, ours))
+    for key, tensor in a.items():
+        torch.testing.assert_close(b[key], tensor, atol=1e-5, rtol=1e-4)
+    taus = [json.loads((f / "checkpoints/step-00004/trainer.json").read_text())["expected_tau"] for f in (online, ours)]
+    assert taus[0] == pytest.approx(taus[1])
+
+
+def _must_not_run(*_: object) -> None:
+    raise AssertionError("a block of the target ran")
+
+
+@pytest.mark.parametrize(("options", "error"), [({"format": "float8"}, 0.02), ({"law": "top_k", "k": 56}, 0.03)])
+def test_fewer_digits_and_fewer_tokens_cost_little(
+    options: dict[str, object], error: float, loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
+) -> None:
+    features, said = cached("eagle3", loaded, data, world, tmp_path, **options)
+    assert ("56 tokens hold" in said) == ("law" in options)
+    online = train("eagle3", loaded, data, world, tmp_path / "online", None)
+    ours = train("eagle3", loaded, data, world, tmp_path / "cached", features)
+    exact, found = (float((folder / "loss").read_text()) for folder in (online, ours))
+    assert found == pytest.approx(exact, rel=error) and found != exact
+    assert found < exact or "law" not in options, "other tokens as one outcome: never a larger divergence"
+
+
+def test_features_are_found_again_and_damage_is_mended(
+    loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features, said = cached("medusa", loaded, data, world, tmp_path)
+    store, files = features.store, sorted(features.store.folder.glob("*.safetensors"))
+    assert len(files) == len(store.numbers) > 3 and "tokens/s" in said
+    contents = [file.read_bytes() for file in files]
+    files[0].write_bytes(contents[0][:-1])
+    flipped = bytearray(contents[1])
+    flipped[-5] ^= 1
+    files[1].write_bytes(flipped)
+    files[2].unlink()
+    _, said = cached("medusa", loaded, data, world, tmp_path)
+    assert f"features: {sum(map(store.layout.tokens, (0, 1, 2))):,} tokens" in said, "whole shards were computed again"
+    assert f"{files[0]} is damaged ({len(contents[0]) - 1:,} bytes" in said and f"{files[1]} is damaged (sha256" in said
+    assert str(files[2]) not in said and [file.read_bytes() for file in files] == contents
+    for layer in loaded.target.backbone[0].layers:
+        monkeypatch.setattr(layer, "forward", _must_not_run)
+    again, said = cached("medusa", loaded, data, world, tmp_path)
+    assert again.store.folder == store.folder and "tokens/s" not in said and "training reads them" in said
+
+
+def test_no_room_and_no_yes(
+    loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "features"
+    with pytest.raises(UserError, match=r"above features.confirm_above=1e-06; add features.yes=true"):
+        cached("medusa", loaded, data, world, root, confirm_above=1e-6)
+    assert not root.exists()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(UserError, match=r"the target's states take 0.00 GiB, .* has 0.00 GiB free; set features.format=float8"):
+        cached("medusa", loaded, data, world, root, yes=True)
+    assert not root.exists()
+    monkeypatch.undo()
+    cached("medusa", loaded, data, world, root, confirm_above=1e-6, yes=True)
+    assert list(root.glob("*/index.json"))
+
+
+def test_a_person_is_asked_above_a_size(
+    loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caching = Caching(
+        FeatureOptions("cached", confirm_above=1e-6), loaded, build("medusa", loaded.target).taps, tmp_path / "f", 2
+    )
+    console = Console(RichConsole(file=StringIO(), force_terminal=True))
+    monkeypatch.setattr("sys.stdin", _Terminal("n\n"))
+    monkeypatch.setattr("builtins.input", lambda *_: "n")
+    with pytest.raises(UserError, match="were not agreed to"):
+        caching.features(data, world, console)
+    assert not (tmp_path / "f").exists()
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    assert caching.features(data, world, console).store.file(0).exists()
+
+
+class _Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_cannot_be_cached(loaded: LoadedTarget) -> None:
+    medusa, lookup = build("medusa", loaded.target), build("prompt_lookup", loaded.target)
+    options = FeatureOptions("cached")
+    for drafter, features, train_options, says in [
+        (lookup, options, OPTIONS, "this drafter trains nothing; set features=online"),
+        (medusa, options, replace(OPTIONS, on_policy=0.5), "train.on_policy writes new texts"),
+        (medusa, replace(options, law="top_k", k=8), OPTIONS, "keeps no final state, which this drafter reads"),
+        (medusa, replace(options, law="top_k", k=64), OPTIONS, "features.k is 64, the target has 64 tokens"),
+        (medusa, replace(options, format="int4"), OPTIONS, "features.format is 'int4'; choose float32, bfloat16, float8"),
+        (medusa, FeatureOptions("offline"), OPTIONS, "features.name is 'offline'; choose online, cached"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            check_features(features, drafter, train_options, loaded.target.shape.vocab_size)
+    check_features(FeatureOptions(), lookup, OPTIONS, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("recipe", FAMILIES)
+def test_two_processes_on_cached_features_are_one_on_the_target(
+    recipe: str, stage: int, material: Path, tmp_path: Path
+) -> None:
+    steps = (f"recipe={recipe}", "train.steps=20", "train.checkpoint_every=20")
+    one = fit(material, tmp_path / "one", *steps)
+    both = (*steps, "features=cached", "features.format=float32", "launcher.nproc=2", f"deepspeed=zero{stage}")
+    two = fit(material, tmp_path / "two", *both)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    a, b = load_file(last_weights(one)), load_file(last_weights(two))
+    for name, tensor in a.items():
+        torch.testing.assert_close(b[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_second_run_finds_the_features_of_the_first(material: Path, tmp_path: Path) -> None:
+    command = arguments(material, tmp_path, "recipe=medusa", "train.steps=2", "features=cached", "launcher.nproc=2")
+    said = [subprocess.run(command, capture_output=True, text=True, timeout=300).stdout for _ in range(2)]
+    assert "bytes each" in said[0] and "bytes each" not in said[1] and all("training reads them" in text for text in said)
+    refused = subprocess.run([*command, "features.format=float32", "features.confirm_above=0"], capture_output=True, text=True)
+    assert refused.returncode == 2 and "add features.yes=true" in refused.stderr
+    assert len(list((tmp_path / "features").iterdir())) == 1

@@ -1,0 +1,72 @@
+"""`prepare` in real processes: killed, and gone on with in another number of them, it writes the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from drafttrain.data.journal import read
+
+SETTINGS = ["prepare.max_new_tokens=24", "prepare.temperatures=[0,0.8]", "prepare.drop=[empty]", "data.limit=80"]
+
+
+def command(folder: Path, out: str, *more: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "drafttrain", "prepare", f"out={out}", *SETTINGS, *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        line, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    shown = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, shown
+    return shown
+
+
+def journaled(folder: Path) -> list[str]:
+    return [record["id"] for _, _, record in read(folder / "torn.journal")]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_in_other_processes(tmp_path: Path) -> None:
+    finished(command(tmp_path, "whole", "prepare.batch_size=16"))
+    before, count = 0, json.loads((tmp_path / "whole" / "summary.json").read_text())["texts"]
+    for processes, batch in ((1, 4), (2, 3)):
+        process = command(tmp_path, "torn", f"launcher.nproc={processes}", f"prepare.batch_size={batch}")
+        deadline = time.monotonic() + 120
+        while len(journaled(tmp_path)) < before + 10:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)  # workers are in the group of the process that started them
+        process.wait()
+        before = len(journaled(tmp_path))
+        assert not (tmp_path / "torn").exists()
+    assert before < count
+    shown = finished(command(tmp_path, "torn", "launcher.nproc=2"))
+    assert f"{before} of them answered before" in shown
+    ids = journaled(tmp_path)
+    assert len(ids) == len(set(ids)) == count
+    for name in ("part-00000.jsonl", "summary.json", "rejects.jsonl"):
+        assert (tmp_path / "torn" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_signal_ends_it_for_later(tmp_path: Path) -> None:
+    process = command(tmp_path, "torn", "prepare.batch_size=2")
+    while len(journaled(tmp_path)) < 5:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    shown = process.communicate(timeout=60)[0]
+    assert process.returncode == 75
+    assert "drafttrain: interrupted by SIGTERM; the same command goes on" in shown and "Traceback" not in shown
+    ids = journaled(tmp_path)
+    assert len(ids) == len(set(ids))

@@ -1,0 +1,96 @@
+"""`launcher=slurm`: submitted, interrupted before its time is up, queued again, finished; on two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from drafttrain.commands import slurm
+from drafttrain.commands.run import LauncherOptions
+from drafttrain.errors import UserError
+from tests.integration.test_interrupt import checkpoints, lines_of
+from tests.integration.test_training import arguments, fit, losses
+
+STEPS = ("recipe=medusa", "train.steps=40", "train.checkpoint_every=20")
+
+
+@pytest.fixture
+def cluster(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with Slurm's commands, first on PATH; it also holds what they remember."""
+    pytest.importorskip("submitit")
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    for name in ("sbatch", "srun", "scontrol"):
+        script = folder / name
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} {root}/tests/integration/slurm_commands.py {name} "$@"\n')
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_PLACE", str(folder))
+    return folder
+
+
+def wait_for(happened: Callable[[], bool], output: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not happened():
+        said = [log.read_text() for log in output.glob("slurm/*.out")]
+        assert time.monotonic() < deadline, "\n".join(said)
+        time.sleep(0.05)
+
+
+def finished(output: Path) -> bool:
+    runs = list(output.glob("medusa/*/run.json"))
+    return bool(runs) and json.loads(runs[0].read_text())["finished"]
+
+
+@pytest.mark.slow
+def test_a_job_saves_before_its_time_is_up_and_is_queued_again(cluster: Path, material: Path, tmp_path: Path) -> None:
+    output = tmp_path / "outputs"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    asked = ("launcher=slurm", "launcher.nproc=1", "launcher.nodes=2", "launcher.slurm.partition=long")
+    where = (f"launcher.slurm.folder={output / 'slurm'}", f"launcher.slurm.port={port}", "launcher.slurm.gpus_per_node=0")
+    command = arguments(material, output, *STEPS, *asked, *where)
+    submitted = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert submitted.stdout.startswith("job 7: output in ")
+    script = Path((cluster / "script").read_text()).read_text()
+    for line in ("--nodes=2", "--ntasks-per-node=1", "--partition=long", "--time=60", "--signal=USR1@120", "--requeue"):
+        assert f"#SBATCH {line}\n" in script
+    wait_for(lambda: lines_of(output) >= 3, output)
+    for task in json.loads((cluster / "tasks").read_text()):
+        os.killpg(task, signal.SIGUSR1)
+    wait_for(lambda: finished(output), output)
+    (run,) = output.glob("medusa/*/run.json")
+    whole = fit(material, tmp_path / "whole", *STEPS)
+    assert losses(run.parent) == pytest.approx(losses(whole), rel=1e-5)
+    assert checkpoints(output) == checkpoints(tmp_path / "whole")
+    assert any("resumed at step" in log.read_text() for log in output.glob("slurm/*.out"))
+
+
+def test_what_slurm_cannot_run_is_refused() -> None:
+    with pytest.raises(UserError, match="runs fit and measure, not generate"):
+        slurm.submit("generate", [], LauncherOptions())
+
+
+def test_without_slurm_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r'^launcher=slurm: Could not detect "srun".*; submit on the cluster'):
+        slurm.submit("fit", [], LauncherOptions())
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_submitit_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(UserError, match=r"needs submitit; pip install 'drafttrain\[slurm\]'"):
+        slurm.submit("fit", [], LauncherOptions())

@@ -1,0 +1,106 @@
+"""`drafttrain export` as it is typed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain.export import exporter
+from drafttrain.export.files import Files
+from drafttrain.export.golden import GOLDEN, made, store, texts_for
+from drafttrain.export.opened import Opened
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import load_target
+from tests.exports import checkpoint
+
+Command = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the embedded target."""
+    return checkpoint(tmp_path_factory.mktemp("run") / "checkpoints", "medusa", load_target(TargetOptions()))
+
+
+def test_one_stack(command: Command, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("export", f"checkpoint={run}", "format=vllm", "out=a=b c", "dtype=bfloat16") == 0
+    said = capsys.readouterr().out
+    assert "golden drafts: none with the checkpoint, made now from the target" in said
+    assert "vllm: a=b c (18 golden drafts reproduced; bfloat16 makes" in said
+    assert sorted(p.name for p in Path("a=b c").iterdir()) == [
+        "README.md",
+        "config.json",
+        "drafttrain.json",
+        "model.safetensors",
+    ]
+    assert command("export", f"checkpoint={run}", "format=vllm", "out=a=b c") == 2
+    assert "which exists; name another directory, or add overwrite=true" in capsys.readouterr().err
+    assert command("export", f"checkpoint={run}", "format=tgi", "out=a=b c", "overwrite=true") == 0
+    assert Path("a=b c/medusa_lm_head.safetensors").is_file() and not Path("a=b c/model.safetensors").exists()
+
+
+def test_all_stacks_with_golden_drafts_of_the_run(command: Command, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = load_target(TargetOptions())
+    store(run, made(Opened.of(run, target), texts_for(target)))
+    try:
+        assert command("export", f"checkpoint={run}", "format=all", "out=out") == 0
+    finally:
+        (run / GOLDEN).unlink()
+    said = capsys.readouterr().out
+    assert "golden drafts: none" not in said
+    for line in ("vllm: out/vllm (18", "sglang: no, no loader of this family", "how to serve it: out/vllm/README.md"):
+        assert line in said
+    record = json.loads(Path("out/drafttrain.json").read_text())
+    assert record["written"] == ["vllm", "tgi", "official"] and len(record["refused"]) == 7
+
+
+def test_a_failed_gate_is_exit_code_3(
+    command: Command, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = exporter.write
+
+    def wrong(directory: Path, files: Files, *rest: Any) -> None:
+        files.tensors["lm_heads.1.weight"] = files.tensors["lm_heads.0.weight"]
+        right(directory, files, *rest)
+
+    monkeypatch.setattr(exporter, "write", wrong)
+    assert command("export", f"checkpoint={run}", "format=vllm", "out=out") == 3
+    error = capsys.readouterr().err
+    assert error.startswith("drafttrain: Parity: logits: draft 2 at point ") and error.count("\n") == 1
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["format=vllm", "out=x"], "checkpoint is not set; name a directory with checkpoint=DIR"),
+        (["checkpoint={run}", "format=vllm"], "out is not set; name a directory with out=DIR"),
+        (["checkpoint={run}", "out=x"], "format is not set; choose one of vllm, sglang"),
+        (["checkpoint={run}", "out=x", "format=vlm"], "format is 'vlm'; choose one of vllm, sglang"),
+        (["checkpoint={run}", "out=x", "format=sglang"], "medusa cannot be exported to sglang: no loader of this family; vllm"),
+        (["checkpoint={run}", "out=x", "format=vllm", "dtype=int8"], "dtype is 'int8'; choose one of float32"),
+        (["checkpoint={run}", "out=x", "format=vllm", "launcher.nproc=2"], "export runs in one process, 2 were asked for"),
+        (["checkpoint={run}/..", "out=x", "format=vllm"], "expected a checkpoint, got no drafter.json there"),
+        (["checkpoint={lookup}", "out=x", "format=all"], "prompt_lookup cannot be exported: nothing is trained"),
+        (["checkpoint={cut}", "out=x", "format=vllm"], "drafter.safetensors: damaged or cut off"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], says: str, command: Command, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"run": run, "lookup": tmp_path / "lookup", "cut": tmp_path / "cut"}
+    for name, path in names.items():
+        if f"{{{name}}}" in arguments[0] and name != "run":
+            made = checkpoint(path, "prompt_lookup" if name == "lookup" else "medusa", load_target(TargetOptions()))
+            names[name] = made
+    if "{cut}" in arguments[0]:
+        weights = names["cut"] / "drafter.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-9])
+    assert command("export", *(argument.format(**names) for argument in arguments)) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+    assert not Path("x").exists()

@@ -1,0 +1,68 @@
+"""A signal ends what can be ended at once, waits for what is held, and is lost nowhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from drafttrain.errors import Interrupted
+from drafttrain.train.interrupt import SIGNALS, Interrupt
+
+
+def hear(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_it_ends_what_is_not_held(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=f"by {number.name}"), Interrupt():
+        hear(number)
+        raise AssertionError("it went on")
+    assert signal.getsignal(number) == before
+
+
+def test_what_is_held_goes_on_and_can_look() -> None:
+    with Interrupt() as interrupt:
+        with interrupt.held():
+            hear(signal.SIGTERM)
+            hear(signal.SIGUSR1)
+            assert interrupt.asked
+        with pytest.raises(Interrupted):
+            interrupt.check()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_one_that_a_finaliser_swallows_comes_again_and_is_not_printed() -> None:
+    class Swallows:
+        def __del__(self) -> None:
+            hear(signal.SIGTERM)
+
+    with pytest.raises(Interrupted), Interrupt():
+        Swallows()
+        time.sleep(5)
+        raise AssertionError("it was lost")
+
+
+def test_a_second_one_does_not_disturb_the_way_out() -> None:
+    cleaned = False
+    with pytest.raises(Interrupted), Interrupt():
+        try:
+            hear(signal.SIGTERM)
+        finally:
+            time.sleep(1.2)  # longer than it takes to be reminded
+            hear(signal.SIGTERM)
+            cleaned = True
+    assert cleaned
+
+
+def test_what_fails_because_others_ended_is_an_interruption() -> None:
+    with pytest.raises(Interrupted, match="while it was starting"), Interrupt() as interrupt, interrupt.held():
+        hear(signal.SIGTERM)
+        raise RuntimeError("connection closed by peer")
+    with pytest.raises(RuntimeError), Interrupt():
+        raise RuntimeError("a bug")

@@ -1,0 +1,279 @@
+"""The server path against a real HTTP server that fails, limits, delays and drops: nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain.data import server as server_file
+
+Command = Callable[..., int]
+KEY = "sk-very-secret"
+
+
+def said(body: dict[str, Any]) -> str:
+    """A reply that depends on everything that must reach the server."""
+    kept = [body["messages"], body["temperature"], body["seed"], body["max_tokens"], body["top_p"]]
+    return "reply " + hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:12]
+
+
+class Fake:
+    """A chat server. faults: what becomes of the n-th request (from 0) for chat; all others are answered."""
+
+    def __init__(self, faults: dict[int, str] | Callable[[int, dict[str, Any]], str | None]) -> None:
+        self.fault = faults if callable(faults) else lambda number, body: faults.get(number)
+        self.requests: list[dict[str, Any]] = []
+        self.answered: Counter[str] = Counter()
+        self.times: list[float] = []
+        self.keys: set[str | None] = set()
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def handler(fake) -> type[BaseHTTPRequestHandler]:  # noqa: N805
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                fake.keys.add(self.headers.get("Authorization"))
+                self.give(200, {"data": [{"id": "tiny-model"}]} if self.path == "/v1/models" else {})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with fake.lock:
+                    number = len(fake.requests)
+                    fake.requests.append(body)
+                    fake.times.append(time.monotonic())
+                    fake.at_once += 1
+                    fake.most_at_once = max(fake.most_at_once, fake.at_once)
+                try:
+                    self.act(fake.fault(number, body), body)
+                finally:
+                    with fake.lock:
+                        fake.at_once -= 1
+
+            def act(self, fault: str | None, body: dict[str, Any]) -> None:
+                kind, _, value = (fault or "").partition(" ")
+                answer = {
+                    "choices": [{"message": {"content": said(body)}, "finish_reason": value if kind == "finish" else "stop"}]
+                }
+                answer["usage"] = {"completion_tokens": 5}  # type: ignore[assignment]
+                if kind == "drop":
+                    self.close_connection = True
+                elif kind == "half":
+                    self.send_response(200)
+                    self.send_header("Content-Length", "500")
+                    self.end_headers()
+                    self.wfile.write(json.dumps(answer).encode()[:40])
+                    self.close_connection = True
+                elif kind == "status":
+                    status, _, retry = value.partition(" ")
+                    self.give(int(status), {"error": "so it is"}, retry)
+                elif kind == "text":
+                    self.give(200, value)
+                elif kind == "null":
+                    self.give(200, {"choices": [{"message": {"content": None}, "finish_reason": "stop"}]})
+                else:
+                    time.sleep(float(value) if kind == "slow" else 0)
+                    fake.answered[json.dumps([body["messages"], body["seed"]])] += 1
+                    self.give(200, answer)
+
+            def give(self, status: int, body: Any, retry: str = "") -> None:
+                content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+                self.send_response(status)
+                if retry:
+                    self.send_header("Retry-After", retry)
+                self.send_header("Content-Length", str(len(content)))
+                with suppress(ConnectionError):  # who asked may have given up
+                    self.end_headers()
+                    self.wfile.write(content)
+
+        return Handler
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Fake]]:
+    fakes: list[Fake] = []
+
+    def start(faults: Any = ()) -> Fake:
+        fakes.append(Fake(faults or {}))
+        return fakes[-1]
+
+    yield start
+    for fake in fakes:
+        fake.close()
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_file, "FIRST_WAIT", 0.01)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"first {i}", f"second {i}"]}) + "\n" for i in range(12)))
+    return path
+
+
+def prepare(command: Command, fake: Fake, prompts: Path, *more: str) -> int:
+    return command("prepare", f"data.path={prompts}", "out=out", f"prepare.server={fake.url}", "prepare.concurrency=4", *more)
+
+
+def records(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "out" / "part-00000.jsonl").read_text().splitlines()]
+
+
+def check_whole(tmp_path: Path, count: int = 12) -> None:
+    """Every prompt, in order, each turn answered in the light of the one before."""
+    found = records(tmp_path)
+    assert [record["messages"][0]["content"] for record in found] == [f"first {i}" for i in range(count)]
+    for record in found:
+        for turn in (1, 3):
+            asked = {"messages": record["messages"][:turn], "temperature": record["temperature"], "seed": record["seed"]}
+            assert record["messages"][turn]["content"] == said(asked | {"max_tokens": 1024, "top_p": 1.0})
+
+
+def test_every_turn_is_asked_with_bounded_concurrency(command: Command, serve: Any, prompts: Path, tmp_path: Path) -> None:
+    fake = serve(lambda number, body: "slow 0.02")
+    assert prepare(command, fake, prompts) == 0
+    check_whole(tmp_path)
+    assert len(fake.requests) == 24 and 2 <= fake.most_at_once <= 4
+    assert {request["model"] for request in fake.requests} == {"tiny-model"}
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["kept"], summary["replies"], summary["tokens"]) == (12, 24, 120)
+    provenance = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert provenance["served_as"] == provenance["target"]["path"] == "tiny-model"
+
+
+def test_faults_cost_time_alone(command: Command, serve: Any, prompts: Path, tmp_path: Path) -> None:
+    """Dropped, torn and malformed answers, and every status that passes."""
+    faults = ["drop", "half", "status 500", "status 502", "status 503", "status 408", "text not json", "text []", "null"]
+    fake = serve(dict(zip(range(0, 27, 3), faults, strict=True)))
+    assert prepare(command, fake, prompts) == 0
+    check_whole(tmp_path)
+    assert len(fake.requests) == 24 + len(faults)
+    assert set(fake.answered.values()) == {1}
+
+
+@pytest.mark.parametrize("retry", ["1", "date"])
+def test_a_rate_limit_holds_every_request_back(command: Command, serve: Any, prompts: Path, tmp_path: Path, retry: str) -> None:
+    after = formatdate(time.time() + 3, usegmt=True) if retry == "date" else "1"
+    fake = serve({8: f"status 429 {after}"})
+    assert prepare(command, fake, prompts) == 0
+    check_whole(tmp_path)
+    limited = fake.times[8]
+    assert not [at for at in fake.times[9:] if limited + 0.4 < at < limited + 0.95]  # before that, those that were under way
+
+
+def test_a_rate_limit_counts_not_as_absence(command: Command, serve: Any, prompts: Path, tmp_path: Path) -> None:
+    fake = serve(dict.fromkeys(range(4), "status 429 1"))
+    assert prepare(command, fake, prompts, "prepare.patience=0.2") == 0
+    check_whole(tmp_path)
+
+
+def test_a_server_that_stays_away_loses_nothing(
+    command: Command, serve: Any, prompts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake = serve(lambda number, body: "drop" if number >= 13 else None)
+    assert prepare(command, fake, prompts, "prepare.patience=0.3") == 2
+    err = capfd.readouterr().err
+    assert "no answer (RemoteProtocolError), for 0.3 s; what is answered is kept" in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    kept = {json.loads(line)["id"] for line in (tmp_path / "out.journal" / "rank-00000.jsonl").read_text().splitlines()}
+    assert 2 <= len(kept) <= 6
+    again = serve()
+    assert prepare(command, again, prompts) == 0
+    check_whole(tmp_path)
+    assert len(again.requests) == 24 - 2 * len(kept)
+
+
+def test_what_the_server_refuses_is_counted_listed_and_asked_again(
+    command: Command, serve: Any, prompts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def poison(number: int, body: dict[str, Any]) -> str | None:
+        text = body["messages"][-1]["content"]
+        return {"first 3": "status 400", "second 5": "status 500", "first 7": "null", "first 8": "slow 1"}.get(text)
+
+    fake = serve(poison)
+    assert prepare(command, fake, prompts, "prepare.timeout=0.2", "prepare.failures=4") == 0
+    found = records(tmp_path)
+    assert len(found) == 9
+    assert len(next(r for r in found if r["messages"][0]["content"] == "first 5")["messages"]) == 2  # up to the fault
+    rejects = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
+    assert [reject["origin"].rpartition(":")[2] for reject in rejects] == ["4", "8", "9"]
+    reasons = ['status 400: {"error": "so it is"}', "an answer without a reply, 3 times", "no answer within 0.2 s, 3 times"]
+    assert [reject["reason"] for reject in rejects] == reasons
+    capfd.readouterr()
+    assert prepare(command, fake, prompts, "prepare.timeout=0.2", "prepare.failures=1") == 2
+    assert "2 prompts have failed, the last one" in capfd.readouterr().err
+    assert len(records(tmp_path)) == 9  # what was there before stays
+    assert prepare(command, serve(), prompts) == 0
+    assert len(records(tmp_path)) == 12
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_what_every_request_would_be_told_ends_the_command(
+    command: Command, serve: Any, prompts: Path, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake = serve(lambda number, body: f"status {status}")
+    assert prepare(command, fake, prompts) == 2
+    assert f"refuses chat/completions with status {status}" in capfd.readouterr().err
+    assert len(fake.requests) <= 4
+
+
+def test_the_key_reaches_the_server_and_nobody_else(
+    command: Command,
+    serve: Any,
+    prompts: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
+    fake = serve({0: "status 401"})
+    assert prepare(command, fake, prompts, "prepare.key_env=MY_KEY") == 2
+    assert prepare(command, fake, prompts, "prepare.key_env=MY_KEY") == 0
+    assert fake.keys == {f"Bearer {KEY}"}
+    out, err = capfd.readouterr()
+    assert KEY not in out + err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+
+
+def test_no_server_there(command: Command, prompts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = ["prepare.server=http://127.0.0.1:9", "prepare.patience=0.1", "out=out", f"data.path={prompts}"]
+    assert command("prepare", *line) == 2
+    assert "no answer (ConnectError), for 0.1 s" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_finish_reasons_are_judged(command: Command, serve: Any, prompts: Path, tmp_path: Path) -> None:
+    def fault(number: int, body: dict[str, Any]) -> str | None:
+        return {"first 0": "finish length", "second 1": "finish length"}.get(body["messages"][-1]["content"])
+
+    assert prepare(command, serve(fault), prompts) == 0
+    found = records(tmp_path)
+    assert [len(record["messages"]) for record in found] == [2] + [4] * 10
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["dropped"] == {"truncated": 1} and summary["shortened"] == 1 and summary["found"]["truncated"] == 2
