@@ -27,7 +27,7 @@ from drafttrain.data.publish import FORMATS, check_out, publish
 from drafttrain.data.rules import check_rules
 from drafttrain.data.sources import read_conversations
 from drafttrain.errors import Interrupted, UserError
-from drafttrain.targets.parallel import Part
+from drafttrain.targets.parallel import Part, end_at_exit
 from drafttrain.train.interrupt import Interrupt
 
 FOREVER = timedelta(days=365)  # processes wait for the slowest of them, whose share may take days longer
@@ -145,6 +145,7 @@ def _apart() -> Iterator[Share]:
         yield Share(0, 1)
         return
     distributed.init_process_group("gloo", timeout=FOREVER)
+    end_at_exit()
     yield Share(int(os.environ["RANK"]), size)
     distributed.barrier()
     distributed.destroy_process_group()

@@ -13,6 +13,7 @@ Shapes: B rows, N positions, H hidden, V vocabulary, W columns of one process.
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -94,7 +95,20 @@ def join(size: int, device: torch.device) -> Part:
     if not distributed.is_initialized():
         backend, bound = ("nccl", device) if gpu else ("gloo", None)
         distributed.init_process_group(backend, timeout=PATIENCE, device_id=bound)
+        end_at_exit()
     return Part(int(os.environ["RANK"]), size)
+
+
+def end_at_exit() -> None:
+    """End the process group when this process ends without having done so, because of an error or a mistake: gloo's threads
+    would abort it then, with a code that is not the one it ends with.
+    """
+
+    def end() -> None:
+        if distributed.is_initialized() and distributed.get_backend() == "gloo":
+            distributed.destroy_process_group()
+
+    atexit.register(end)
 
 
 def leave(part: Part) -> None:

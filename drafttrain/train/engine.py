@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from drafttrain.errors import UserError
 from drafttrain.losses import Objective
+from drafttrain.targets.parallel import end_at_exit
 from drafttrain.train import DeepSpeedOptions, TrainOptions, shards
 from drafttrain.train.optimizer import OPTIMIZERS, make_optimizer
 from drafttrain.train.shards import Share
@@ -71,6 +72,7 @@ def join_world(device: torch.device, hang_timeout: float = 0.0) -> World:
         with hushed():
             backend = "nccl" if device.type == "cuda" else "gloo"
             load_deepspeed().init_distributed(backend, verbose=False, timeout=timedelta(minutes=30, seconds=hang_timeout))
+        end_at_exit()
         for name in lone.keys() - {"LOCAL_RANK"}:  # processes started from here are no part of this group
             del os.environ[name]
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size())

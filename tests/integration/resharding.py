@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drafttrain.commands.quiet import quiet
 from drafttrain.train import DeepSpeedOptions, TrainOptions
-from drafttrain.train.engine import Engine, World, join_world
+from drafttrain.train.engine import Engine, World, join_world, leave_world
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("float32", "bfloat16")
@@ -118,3 +118,4 @@ if __name__ == "__main__":
     resumed += resume(place, 2, both)
     if both.first:
         (place / "resumed.json").write_text(json.dumps(resumed))
+    leave_world(both)

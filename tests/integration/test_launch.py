@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +67,7 @@ def counts_the_world(options: RunOptions, resolved: dict[str, Any]) -> None:
     distributed.destroy_process_group()
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 OPTIONS = RunOptions(name="x", launcher=LauncherOptions(nproc=2))
 
 
@@ -95,6 +98,21 @@ def test_a_rank_that_is_killed_leaves_its_output(capfd: pytest.CaptureFixture[st
         launch(is_killed, replace(OPTIONS, output=str(tmp_path)), {})
     said = capfd.readouterr().err
     assert "rank 1 runs out of memory" in said and "Traceback" not in said
+
+
+def test_a_group_that_is_not_left_changes_no_exit_code(tmp_path: Path) -> None:
+    ends = tmp_path / "ends.py"
+    ends.write_text(
+        "import sys, torch\n"
+        "from drafttrain.targets.parallel import join\n"
+        "part = join(2, torch.device('cpu'))\n"
+        "for i in range(50):\n"
+        "    part.share(i)\n"
+        "sys.exit(2 if part.first else 0)\n"
+    )
+    done = subprocess.run([*TORCHRUN, str(ends)], capture_output=True, text=True, timeout=120)
+    assert "exitcode  : 2 (" in done.stderr
+    assert "terminate called" not in done.stderr
 
 
 def test_restarts_go_on_with_the_run(tmp_path: Path) -> None:
