@@ -17,6 +17,7 @@ from drafttrain.commands.origin import origin_of
 from drafttrain.commands.place import Place, built, check_placement, load_placed, measurable, place
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.rundir import RunDirectory
+from drafttrain.data.contamination import contamination
 from drafttrain.data.dataset import Dataset
 from drafttrain.data.prompts import load_prompts
 from drafttrain.drafter import Drafter, trainable
@@ -41,6 +42,8 @@ from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
 from drafttrain.train.trainer import Job, Trainer, without_training
 from drafttrain.train.ulysses import check_sequence_parallel
+
+SEARCHED = 20_000  # conversations of a source in which evaluation prompts are searched for before training: seconds
 
 
 def fit(options: RunOptions, resolved: dict[str, Any]) -> Path:
@@ -171,11 +174,19 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console) 
 
 
 def _with_origin(data: Dataset, options: RunOptions, loaded: LoadedTarget, where: Place, console: Console) -> Dataset:
-    """Say whose words the data is, and note it for the report."""
+    """Say whose words the data is, and which evaluation prompts it holds, and note it for the report."""
     origin = origin_of(options, loaded, data, where.shared)
     for line in origin.lines(options):
         console.say(line)
-    return replace(data, summary=data.summary | {"origin": origin.summary})
+    noted = {"origin": origin.summary}
+    if options.measure.enabled and data.conversations is not None:
+        prompts = load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
+        asked = options.inspect
+        found = contamination(data.conversations.sources, prompts, asked.ngram, asked.overlap, SEARCHED)
+        if said := found.line():
+            console.say(said)
+        noted["contamination"] = found.summary
+    return replace(data, summary=data.summary | noted)
 
 
 def _with_features(job: Job, options: RunOptions, world: World, console: Console) -> Job:

@@ -11,10 +11,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
 
 from drafttrain.data.prompts import Prompt
-from drafttrain.data.sources import Conversation
+from drafttrain.data.sources import Conversation, Source
+from drafttrain.errors import UserError
 
 EAST = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without blanks: each character counts as a word
 WORD = re.compile(rf"[{EAST}]|[^\W{EAST}]+")
@@ -30,6 +34,55 @@ class Copy:
     share: float
     origin: str
     text: str  # the prompt's first turn
+
+
+@dataclass(frozen=True, slots=True)
+class Contamination:
+    """What evaluation prompts stand in `searched` of the data's `records`. ngram, overlap: what counted as a copy."""
+
+    copies: tuple[Copy, ...]
+    prompts: int
+    searched: int
+    records: int
+    ngram: int
+    overlap: float
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The report's `training.data.contamination`."""
+        return asdict(self) | {"copies": [asdict(copy) for copy in self.copies]}
+
+    def line(self) -> str | None:
+        """A warning; None where there is nothing to warn of."""
+        if not self.copies:
+            return None
+        first = self.copies[0]
+        return (
+            f"warning: {len(self.copies)} of {self.prompts} evaluation prompts stand in the training data, {first.question_id} "
+            f"in {first.origin}; drafttrain inspect lists them, what is measured on them is too good"
+        )
+
+
+def contamination(sources: Sequence[Source], prompts: Sequence[Prompt], ngram: int, overlap: float, most: int) -> Contamination:
+    """Of at most so many conversations of each source, spread over all of it."""
+    searched = 0
+
+    def read() -> Iterator[Conversation]:
+        nonlocal searched
+        for source in sources:
+            for number in np.linspace(
+                0, len(source.records), min(most, len(source.records)), endpoint=False, dtype=int
+            ).tolist():
+                try:
+                    conversation = source.conversation(number)
+                except UserError:  # a record that cannot be used, which preparation counts
+                    continue
+                searched += 1
+                yield conversation
+
+    found = tuple(copies(prompts, read(), ngram, overlap))
+    records = sum(len(source.records) for source in sources)
+    return Contamination(found, len(prompts), searched, records, ngram, overlap)
 
 
 def copies(prompts: Sequence[Prompt], conversations: Iterable[Conversation], n: int, least: float) -> list[Copy]:

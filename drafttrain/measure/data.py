@@ -29,7 +29,8 @@ def data_section(data: dict[str, Any] | None) -> str:
     if packing := data.get("packing"):
         counts += [["packed rows", cells.count(packing["rows"])], ["how full they are", f"{packing['efficiency']:.1%}"]]
     parts = [f"## Data\n\nFrom `{data['path']}`.", rows(("", "count"), counts), _sources(data), _lengths(data)]
-    return "\n\n".join(part for part in [*parts, _vocabulary(data.get("vocabulary"))] if part)
+    more = [_vocabulary(data.get("vocabulary")), _origin(data.get("origin")), _contamination(data.get("contamination"))]
+    return "\n\n".join(part for part in [*parts, *more] if part)
 
 
 def _sources(data: dict[str, Any]) -> str:
@@ -56,3 +57,26 @@ def _vocabulary(vocabulary: dict[str, Any] | None) -> str:
         f"{vocabulary['recommended']:,} commonest, which is recommended, covers {vocabulary['recommended_share']:.2%} of them:"
     )
     return f"{said}\n\n" + rows(("commonest tokens", *map(cells.count, sizes)), [("covered", *(f"{s:.1%}" for s in shares))])
+
+
+def _origin(origin: dict[str, Any] | None) -> str:
+    if not origin:
+        return ""
+    whose = "the target's own" if origin["own"] else f"not known to be the target's: {origin['reason']}"
+    if origin["log_likelihood"] is None:
+        return f"The replies are {whose}."
+    likely, own = origin["log_likelihood"], origin["own_log_likelihood"]
+    return (
+        f"The replies are {whose}. The target's log-likelihood of {origin['replies']} of them is {likely:.2f} nats/token, of "
+        f"replies that it writes to the same prompts at temperature 1 {own:.2f}."
+    )
+
+
+def _contamination(found: dict[str, Any] | None) -> str:
+    if not found:
+        return ""
+    copied = f"{len(found['copies'])} of {found['prompts']} evaluation prompts stand in the training data"
+    sought = f"{found['overlap']:.0%} or more of their {found['ngram']}-word sequences in one conversation"
+    said = f"{copied} ({sought}; {found['searched']:,} of {found['records']:,} records were searched)."
+    listed = [[copy["question_id"], copy["category"], f"{copy['share']:.0%}", copy["origin"]] for copy in found["copies"][:20]]
+    return said + ("\n\n" + rows(("prompt", "category", "found", "in"), listed) if listed else "")

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from drafttrain.commands import inspect as inspect_file
-from drafttrain.data import DataOptions, InspectOptions
-from drafttrain.data.contamination import copies
+from drafttrain.data import DataOptions, InspectOptions, SourceOptions
+from drafttrain.data.contamination import contamination, copies
 from drafttrain.data.prompts import Prompt, load_prompts
-from drafttrain.data.sources import Conversation, read_conversations
+from drafttrain.data.sources import Conversation, open_sources, read_conversations
+from drafttrain.measure.data import COUNTS, data_section
 
 FOX = "The quick brown fox jumps over the lazy dog while the old cat sleeps near the warm stove all day"
 CHINESE = "请解释什么是投机解码以及它为什么能够加快大型语言模型的推理速度"
@@ -59,6 +60,23 @@ def test_copies_are_found_through_case_blanks_and_small_changes() -> None:
     assert not copies(prompts[:1], conversations[1:2], 8, 0.8)
     (plain,) = copies([asked(FOX)], [Conversation("7", text=f"a b {FOX} c d")], 8, 1.0)
     assert plain.origin == "7"
+
+
+def test_contamination_searches_all_sources_and_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(10)))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": 3}) + "\n" + json.dumps({"text": f"so {FOX}"}) + "\n")
+    sources = open_sources(DataOptions(mix=[SourceOptions(str(tmp_path / name)) for name in ("a.jsonl", "b.jsonl")]))
+    found = contamination(sources, [asked(FOX, name="fox"), asked("x " * 30, name="no")], 8, 0.5, 4)
+    assert (found.searched, found.records, found.prompts) == (5, 12, 2), "4 of a, and the sound one of b"
+    assert "1 of 2 evaluation prompts stand in the training data, fox" in str(found.line())
+    copy = f"{tmp_path / 'b.jsonl'}:2"
+    assert found.summary["copies"][0]["origin"] == copy
+    report = dict.fromkeys(COUNTS, 0) | {"path": "x", "sources": [], "supervised_fraction": 1, "lengths": [[1, 2]]}
+    text = data_section(report | {"contamination": found.summary})
+    assert "1 of 2 evaluation prompts" in text and f"| fox | c | 100% | {copy} |" in text
+    assert "5 of 12 records were searched" in text
+    nothing = contamination(sources[:1], [asked(FOX)], 8, 0.5, 4)
+    assert nothing.line() is None and "0 of 1 evaluation prompts" in data_section(report | {"contamination": nothing.summary})
 
 
 class Page(HTMLParser):

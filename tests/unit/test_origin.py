@@ -131,5 +131,9 @@ def test_fit_notes_it_in_its_report(
         shown = capsys.readouterr().out
         assert ("warning: copy.jsonl: " in shown) is not known
         (report,) = (tmp_path / f"{path}-runs").rglob("report.json")
-        origin = json.loads(report.read_text())["training"]["data"]["origin"]
+        data = json.loads(report.read_text())["training"]["data"]
+        origin, contaminated = data["origin"], data["contamination"]
         assert origin["own"] is known and origin["replies"] == 4 and origin["log_likelihood"] < 0
+        assert contaminated == {"copies": [], "prompts": 2, "searched": 12, "records": 12, "ngram": 8, "overlap": 0.5}
+        section = report.with_suffix(".md").read_text().split("## Data")[1]
+        assert "nats/token" in section and "0 of 2 evaluation prompts stand in the training data" in section
