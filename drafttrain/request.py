@@ -38,7 +38,8 @@ class Result:
     """One text. tokens[0] comes from the prefill; the rest, `emitted` of them, from `verifications`.
 
     offered[i], accepted[i]: verifications in which a draft at depth i + 1 was offered below an accepted path, and
-    those that accepted it. nodes: draft nodes verified, roots excluded. ended_by: stop, text or length; None while it runs.
+    those that accepted it. runs: accepted drafts of each verification, in turn. nodes: draft nodes verified, roots excluded.
+    ended_by: stop, text or length; None while it runs.
     queued, started (its prefill begins), first, ended: seconds of perf_counter.
     """
 
@@ -49,6 +50,7 @@ class Result:
     emitted: int = 0
     offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
     nodes: int = 0
     ended_by: str | None = None
     queued: float = 0.0
@@ -76,6 +78,7 @@ class Result:
         drafts = min(kept, len(tokens) - 1)
         _add(self.offered, drafts + (1 if kept == len(tokens) and open else 0))
         _add(self.accepted, drafts)
+        self.runs.append(drafts)
         self.emitted += kept
         self.verifications += 1
         self.nodes += nodes

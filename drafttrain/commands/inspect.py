@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,7 +21,6 @@ from drafttrain.data import InspectOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.contamination import Copy, copies
 from drafttrain.data.dataset import encoder_of
-from drafttrain.data.files import ASSETS
 from drafttrain.data.look import Bin, Look, Sample, chosen, longest_bar, sample_of, template_rows
 from drafttrain.data.progress import bar
 from drafttrain.data.prompts import load_prompts
@@ -30,6 +28,7 @@ from drafttrain.data.provenance import find_provenance
 from drafttrain.data.sources import Conversation, read_conversations
 from drafttrain.data.templates import read_template
 from drafttrain.errors import UserError
+from drafttrain.page import render
 from drafttrain.targets.load import load_tokenizer, path_of
 
 SUPERVISED, REST, BAR = "black on green", "dim", "green"
@@ -154,8 +153,8 @@ def _coloured(sample: Sample) -> Text:
 
 
 def _page(found: Found, asked: InspectOptions) -> str:
-    template = jinja2.Environment(autoescape=True).from_string((ASSETS / "inspect.html").read_text(encoding="utf-8"))
-    return template.render(
+    return render(
+        "inspect.html",
         title=f"Training data: {found.rows[0][1]}",
         version=drafttrain.__version__,
         command=shlex.join(["drafttrain", "inspect", *sys.argv[1:]]),

@@ -47,6 +47,8 @@ def whole(evidence: Evidence, name: str, timed: Race, stop_ids: frozenset[int]) 
     keys["per_prompt"] = [_one(evidence, i, stop_ids) for i in range(len(evidence.cases))]
     if keys["expected_tau"] is not None and keys["draft_cost"] is not None:
         keys["predicted_speedup"] = keys["expected_tau"] / (keys["draft_cost"] + keys["verify_cost"])
+        drift = gap(keys["predicted_speedup"], keys["speedup"])
+        keys |= {"predicted_gap": drift, "predicted_gap_flagged": drift is not None and abs(drift) > FLAGGED_GAP}
     return keys
 
 

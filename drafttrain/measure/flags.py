@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 LOOPING = 0.2  # share of outputs that end in a loop, above which acceptance figures flatter
+FEW = 200  # verifications that a gap needs to mean something
+NOTICED = 0.03  # share of a difference from which its cause is named
 UNLIKELY = 0.001  # p-value below which a lossless policy's samples are called different
 
 
@@ -20,7 +22,12 @@ def flags(entry: dict[str, Any]) -> list[str]:
     if entry["expected_gap_flagged"]:
         found.append(
             f"expected tau {entry['expected_tau']:.2f} is {abs(entry['expected_gap']):.0%} "
-            f"{'above' if entry['expected_gap'] > 0 else 'below'} the measured {entry['tau']:.2f}"
+            f"{'above' if entry['expected_gap'] > 0 else 'below'} the measured {entry['tau']:.2f}{_tau_causes(entry)}"
+        )
+    if entry.get("predicted_gap_flagged"):
+        found.append(
+            f"predicted speedup {entry['predicted_speedup']:.2f}x is {abs(entry['predicted_gap']):.0%} "
+            f"{'above' if entry['predicted_gap'] > 0 else 'below'} the measured {entry['speedup']:.2f}x{_speed_causes(entry)}"
         )
     if entry["unexplained"]:
         found.append(f"{entry['unexplained']} of {prompts} greedy outputs differ from plain decoding without an explanation")
@@ -35,6 +42,35 @@ def flags(entry: dict[str, Any]) -> list[str]:
     if entry["speedup"] is not None and entry["speedup"] < 1.0:
         found.append(f"slower than plain decoding ({entry['speedup']:.2f}x)")
     return found
+
+
+def _tau_causes(entry: dict[str, Any]) -> str:
+    """What to look at first, as the figures stand."""
+    if entry["verifications"] < FEW:
+        return f": {entry['verifications']} verifications say little, measure more prompts"
+    if entry["expected_gap"] < 0:
+        return ": the prompts' text may be easier to draft than its average position, as in loops and copies"
+    return (
+        ": look for target states, positions or masks that differ between training and decoding, or what rejected drafts leave"
+    )
+
+
+def _speed_causes(entry: dict[str, Any]) -> str:
+    """The parts of the difference that the figures show."""
+    timed = next(s for s in entry["slices"] if s["by"] == "batch_size" and s["value"] == entry["batch_size"])["tau"]
+    step = sum(entry[key] for key in ("draft_ms", "verify_ms", "commit_ms", "host_ms"))
+    unpaid, causes = (entry["commit_ms"] + entry["host_ms"]) / step, []
+    if abs(entry["expected_gap"]) > NOTICED:
+        causes.append(
+            f"expected tau is {abs(entry['expected_gap']):.0%} {'above' if entry['expected_gap'] > 0 else 'below'} the measured"
+        )
+    if abs(entry["tau"] / timed - 1) > NOTICED:
+        causes.append(f"the timed prompts' tau is {timed:.2f}, that of all {entry['tau']:.2f}")
+    if unpaid > NOTICED:
+        causes.append(f"committing and the host, which it leaves out, take {unpaid:.0%} of a step")
+    return ": " + (
+        "; ".join(causes) or "times differ between prompts and repeats; raise measure.timed_prompts and measure.repeats"
+    )
 
 
 def best(entries: Sequence[dict[str, Any]]) -> str:

@@ -23,7 +23,7 @@ _ALT = {
 def markdown(report: Report, figures: Sequence[str]) -> str:
     """The whole text; `figures` are file names beside it."""
     sections = [
-        _headline(report),
+        headline(report),
         _checkpoints(report),
         _flags(report),
         _change(report),
@@ -36,7 +36,8 @@ def markdown(report: Report, figures: Sequence[str]) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _headline(report: Report) -> str:
+def headline(report: Report) -> str:
+    """A title, and a paragraph on the best checkpoint."""
     entry = next(e for e in report["checkpoints"] if e["name"] == report["best"])
     text = f"# {report['drafter'].get('family', 'Drafter')}: tau {cells.number(entry['tau'])}"
     if entry["speedup"] is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from drafttrain.measure.curves import CURVES, read_curves
 
 Entry = dict[str, Any]
 
@@ -67,17 +68,15 @@ def speedup_plot(entries: Sequence[Entry], path: Path) -> Path | None:
 
 def training_plot(metrics: Path, path: Path) -> Path | None:
     """Loss, agreement by position and expected tau over the steps of a metrics.jsonl; None when it holds no step."""
-    text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
-    lines = [json.loads(line) for line in text.splitlines() if line.strip()]
-    panels = [p for p in (_loss_series(lines), _agreement_series(lines), _tau_series(lines)) if p[1]]
+    panels = read_curves(metrics)
     if not panels:
         return None
     figure, every = _figure(len(panels), 4.2 * len(panels))
-    for axes, (title, series) in zip(every, panels, strict=True):
+    for axes, (name, series) in zip(every, panels.items(), strict=True):
         for i, (label, points) in enumerate(series.items()):
             marker = "o" if len(points) < 3 else None
             axes.plot(*zip(*points, strict=True), linewidth=1.6, marker=marker, markersize=4, color=_colour(i), label=label)
-        axes.set_title(title, loc="left", fontweight="bold")
+        axes.set_title(CURVES[name], loc="left", fontweight="bold")
         axes.set_xlabel("step")
         if len(series) > 1:
             axes.legend(frameon=False, fontsize=9)
@@ -105,34 +104,6 @@ def data_plot(data: Entry | None, path: Path) -> Path | None:
         every[1].set(xlabel="commonest tokens", ylabel="share of supervised tokens", ylim=(0, 1.04))
         every[1].set_title("What a draft vocabulary covers", loc="left", fontweight="bold")
     return _save(figure, path)
-
-
-Series = dict[str, list[tuple[float, float]]]
-
-
-def _loss_series(lines: Sequence[Entry]) -> tuple[str, Series]:
-    return "Loss", _series(lines, {"loss": "loss"})
-
-
-def _agreement_series(lines: Sequence[Entry]) -> tuple[str, Series]:
-    depth = max((len(line.get("agreement") or ()) for line in lines), default=0)
-    series: Series = {}
-    for k in range(depth):
-        points = [(line["step"], line["agreement"][k]) for line in lines if len(line.get("agreement") or ()) > k]
-        series[f"position {k + 1}"] = [(float(x), float(y)) for x, y in points]
-    return "Top-1 agreement", series
-
-
-def _tau_series(lines: Sequence[Entry]) -> tuple[str, Series]:
-    return "Expected tau (chain, training batches)", _series(lines, {"expected_tau": "expected tau"})
-
-
-def _series(lines: Sequence[Entry], names: dict[str, str]) -> Series:
-    found: Series = {}
-    for key, label in names.items():
-        if points := [(float(x["step"]), float(x[key])) for x in lines if x.get(key) is not None]:
-            found[label] = points
-    return found
 
 
 def _colour(i: int) -> str:

@@ -1,4 +1,4 @@
-"""Floor 4: report.json, report.md and the figures: one measurement, written whole or not at all."""
+"""Floor 4: report.json, report.md, report.html and the figures: one measurement, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from drafttrain.atomic import atomic_write_json, atomic_write_text
 from drafttrain.measure.flags import best
 from drafttrain.measure.markdown import markdown
+from drafttrain.measure.page import page
 from drafttrain.measure.plots import acceptance_plot, data_plot, speedup_plot, training_plot
 
 SCHEMA_VERSION = 1
@@ -36,7 +37,7 @@ def report_of(
 
 
 def write_report(folder: Path, report: Report, metrics: Path | None = None) -> list[Path]:
-    """Write the figures, report.md and, last, report.json into `folder`; `metrics` is the training run's metrics.jsonl.
+    """Write figures, report.html, report.md and, last, report.json into `folder`. metrics: the training run's metrics.jsonl.
 
     Returns the files written. Raises UserError on a full disk.
     """
@@ -48,7 +49,8 @@ def write_report(folder: Path, report: Report, metrics: Path | None = None) -> l
         data_plot((report["training"] or {}).get("data"), folder / "data.png"),
     ]
     figures = [path for path in drawn if path is not None]
-    written = [*figures, folder / "report.md", folder / "report.json"]
+    written = [*figures, folder / "report.html", folder / "report.md", folder / "report.json"]
+    atomic_write_text(folder / "report.html", page(rounded(report), metrics))
     atomic_write_text(folder / "report.md", markdown(report, [path.name for path in figures]))
     atomic_write_json(folder / "report.json", rounded(report))
     return written

@@ -40,6 +40,9 @@ class Letters:
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [1 + ord(c) % (VOCABULARY - 1) for c in text]}
 
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in tokens)
+
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedTarget:
@@ -119,6 +122,7 @@ def test_a_report_is_whole_and_greedy_output_is_exact(loaded: LoadedTarget, tmp_
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     check(report, SCHEMA)
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "report.html",
         "report.json",
         "report.md",
         "acceptance.png",
@@ -130,6 +134,10 @@ def test_a_report_is_whole_and_greedy_output_is_exact(loaded: LoadedTarget, tmp_
         assert (entry["exact_matches"], entry["transformers_exact_matches"], entry["unexplained"]) == (3, 3, 0)
         assert entry["emitted"] == sum(p["tokens"] - 1 for p in entry["per_prompt"])
         assert entry["tau"] == pytest.approx(entry["emitted"] / entry["verifications"], rel=1e-5)
+        for sample, one in zip(entry["samples"], entry["per_prompt"], strict=True):
+            assert sum(len(accepted) + len(own) for _, accepted, own in sample["runs"]) + len(sample["first"]) == one["tokens"]
+            assert all(drafts == len(accepted) and len(own) <= 1 for drafts, accepted, own in sample["runs"])
+        assert sum(drafts for s in entry["samples"] for drafts, *_ in s["runs"]) == entry["accepted"]
         assert [(s["by"], s["value"]) for s in entry["slices"]] == [
             ("category", "a"),
             ("category", "b"),

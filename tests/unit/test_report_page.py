@@ -1,0 +1,79 @@
+"""report.html before a browser sees it: what it says, what it embeds, and what flags name as causes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain.measure.flags import flags
+from drafttrain.measure.page import page
+from drafttrain.measure.samples import samples
+from tests.reports import evidence_of, report_of_figures
+
+DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+
+
+def test_the_page_holds_the_figures_and_asks_nothing_of_a_network(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 2.0, "agreement": [0.5]}\n{"step": 2, "loss": 1.0, "agreement": [0.6]}\n')
+    report = report_of_figures()
+    text = page(report, metrics)
+    data = json.loads(DATA.findall(text)[0])
+    assert data["best"] == "step-00002" and [e["name"] for e in data["checkpoints"]] == ["step-00001", "step-00002"]
+    assert data["checkpoints"][1]["slices"][0]["tau"] == report["checkpoints"][1]["slices"][0]["tau"]
+    assert data["curves"]["loss"] == [{"name": "loss", "points": [[1.0, 2.0], [2.0, 1.0]]}]
+    assert "<b>1.60x</b>" in text and "<td>step-00001</td>" in text
+    outside = [address for address in re.findall(r"(?:https?:)?//[\w.]+[/\w.]*", text) if "." in address]
+    assert set(outside) <= {"http://www.w3.org/2000/svg"}, "a name, not an address"
+
+
+def test_text_of_prompts_cannot_become_part_of_the_page() -> None:
+    report, mean = report_of_figures(), "</script><script>alert(1)</script><!--<b>&amp;"
+    report["checkpoints"][0]["samples"][0]["prompt"] = mean
+    report["measure"]["notes"] = [mean]
+    report["checkpoints"][0]["slices"][0]["value"] = mean
+    text = page(report, None)
+    assert "alert(1)</script>" not in text
+    assert json.loads(DATA.findall(text)[0])["checkpoints"][0]["samples"][0]["prompt"] == mean
+
+
+def test_samples_are_the_outputs_in_runs() -> None:
+    class Bytes:
+        """A character of several tokens is whole with the last of them."""
+
+        def decode(self, tokens: list[int], **_: Any) -> str:
+            return bytes(tokens).decode("utf-8", errors="replace")
+
+    said = "é, naïve".encode()
+    evidence = evidence_of(list(said), runs=[3, 0, 2, 9])
+    (sample,) = samples(evidence, Bytes())  # type: ignore[arg-type]
+    texts = [sample["first"], *(piece for _, *pieces in sample["runs"] for piece in pieces)]
+    assert "".join(texts) == "é, naïve"
+    assert texts == ["", "é, ", "n", "", "a", "ï", "v", "e", ""]
+    assert [drafts for drafts, *_ in sample["runs"]] == [3, 0, 2, 9]
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"commit_ms": 0.5}, "committing and the host, which it leaves out, take 19% of a step"),
+        ({"tau": 3.0, "expected_tau": 3.0}, "the timed prompts' tau is 2.40, that of all 3.00"),
+        ({"expected_gap": 0.08}, "expected tau is 8% above the measured"),
+        ({"commit_ms": 0.0, "host_ms": 0.0}, "raise measure.timed_prompts"),
+    ],
+)
+def test_a_gap_of_the_predicted_speedup_is_explained(changes: dict[str, Any], cause: str) -> None:
+    entry = report_of_figures()["checkpoints"][1] | {"predicted_gap": 0.2, "predicted_gap_flagged": True} | changes
+    (flag,) = flags(entry)
+    assert flag.startswith("predicted speedup 1.92x is 20% above the measured 1.60x: ") and cause in flag
+
+
+def test_a_gap_of_expected_tau_is_explained() -> None:
+    entry = report_of_figures()["checkpoints"][1] | {"expected_gap_flagged": True, "expected_gap": 0.2}
+    assert "is 20% above the measured 2.40: look for target states" in flags(entry)[0]
+    assert "may be easier" in flags(entry | {"expected_gap": -0.2})[0]
+    assert "50 verifications say little" in flags(entry | {"verifications": 50})[0]
