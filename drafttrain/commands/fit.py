@@ -241,7 +241,7 @@ def _finish(
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
         report = measure_run(loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out)
         best = report["best"].split()[0]  # a variant's row is its checkpoint's
-        files = [run.path / "report.json", run.path / "report.md"]
+        files = [run.path / f"report.{kind}" for kind in ("json", "md", "html")]
         if logger is not None:
             logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)
     if logger is not None:

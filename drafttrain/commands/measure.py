@@ -68,7 +68,7 @@ def measure_run(
     console.print(console_table(report))
     for note in report["measure"]["notes"]:
         console.print(f"note: {note}", style="yellow", soft_wrap=True)
-    console.print(f"report: {folder / 'report.md'}", soft_wrap=True, highlight=False)
+    console.print(f"report: {folder / 'report.html'}", soft_wrap=True, highlight=False)
     return report
 
 
