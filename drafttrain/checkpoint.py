@@ -33,6 +33,7 @@ from drafttrain.targets.quantised import whole_fingerprint
 SCHEMA_VERSION = 1
 WEIGHTS = "drafter.safetensors"
 META = "drafter.json"
+TUNED = "decode.json"
 ADAPTER = "adapter."
 NAME = re.compile(r"step-(\d+)")
 ANOTHER = "use another checkpoint of the run, or train it again"
@@ -154,7 +155,9 @@ def filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping
     drafter = _build(directory, meta, target)
     _check_state(directory, drafter.state_dict(), state)
     drafter.load_state_dict(state, strict=True)
-    drafter.use_decode_settings(meta.decode)
+    settings = meta.decode | tuned_settings(directory)
+    drafter.use_decode_settings(settings)
+    drafter.prefer(settings)
     return drafter.to(target.device, target.dtype).eval()
 
 
@@ -196,6 +199,24 @@ def read_meta(directory: Path) -> CheckpointMeta:
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file}: expected a drafter's description, got something else ({error}); {ANOTHER}") from error
     raise UserError(f"{file}: schema_version {content['schema_version']} is newer than {SCHEMA_VERSION}; update drafttrain")
+
+
+def tuned_settings(directory: Path) -> dict[str, Any]:
+    """What `drafttrain tune` found best for this checkpoint; nothing without its file. Raises UserError for another file."""
+    file = directory / TUNED
+    if not file.is_file():
+        return {}
+    try:
+        settings: dict[str, Any] = dict(json.loads(file.read_text(encoding="utf-8"))["settings"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file}: expected what drafttrain tune writes, got something else ({error}); delete it") from error
+    return settings
+
+
+def keep_tuned(directory: Path, settings: dict[str, Any], about: dict[str, Any]) -> Path:
+    """Write the settings that the checkpoint is decoded with from here on; about: where they come from."""
+    atomic_write_json(directory / TUNED, {"settings": settings, "tuned": about})
+    return directory / TUNED
 
 
 def check_target(directory: Path, trained: TargetRecord, target: Target) -> None:

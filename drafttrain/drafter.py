@@ -35,6 +35,18 @@ class Commit:
     count_B: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Preferred:
+    """How a drafter is decoded unless the user says otherwise, where tuning has found it out; None: as trained.
+
+    draft_temperature: for sampling at `temperature`.
+    """
+
+    draft_length: int | None = None
+    draft_temperature: float | None = None
+    temperature: float | None = None
+
+
 class Drafter(nn.Module, ABC):
     """Trained by `predict`, decoded by `open`, `observe`, `propose`. State is passed, never kept on the module."""
 
@@ -46,6 +58,7 @@ class Drafter(nn.Module, ABC):
     starts_usable: bool = False  # worth measuring before it is trained: it begins as a model that can draft
     remark: str = ""  # what a user should know of this drafter before it is run, in one line
     recomputes: bool = False  # in training, layers keep their inputs alone and compute the rest again for the gradient
+    preferred: Preferred = Preferred()
     trained: bool = True  # False: nothing is learnt, `predict` says nothing, and `fit` goes straight to the measurement
 
     @abstractmethod
@@ -130,6 +143,10 @@ class Drafter(nn.Module, ABC):
 
     def use_decode_settings(self, settings: dict[str, Any]) -> None:
         """Take up what `decode_settings` gave."""
+
+    def prefer(self, settings: dict[str, Any]) -> None:
+        """Take up what tuning found best, beside `use_decode_settings`."""
+        self.preferred = Preferred(*(settings.get(name) for name in ("draft_length", "draft_temperature", "temperature")))
 
     def tune(self, texts: Sequence[Tensor], nodes: int) -> None:
         """Choose the proposal's shape from each held-out text's teacher-forced ranks [samples, K], in text order, and a

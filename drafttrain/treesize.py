@@ -36,18 +36,20 @@ def best_nodes(target: Target, drafter: Drafter, texts: Sequence[Tensor], candid
 
 
 @torch.inference_mode()
-def verification_seconds(target: Target, drafter: Drafter, sizes: Sequence[int], repeats: int = 15) -> dict[int, float]:
-    """Median seconds of one verification by node count, all sizes in turn."""
+def verification_seconds(
+    target: Target, drafter: Drafter, sizes: Sequence[int], repeats: int = 15, batch: int = 1
+) -> dict[int, float]:
+    """Median seconds of one verification of `batch` rows by node count, all sizes in turn."""
     device, most = target.device, max(sizes)
-    kv = target.new_cache(1, CONTEXT + most)
-    position_BT = torch.arange(CONTEXT, device=device)[None]
+    kv = target.new_cache(batch, CONTEXT + most)
+    position_BT = torch.arange(CONTEXT, device=device).expand(batch, -1)
     target(torch.ones_like(position_BT), kv, None, position_BT, drafter.taps, position_BT[:, :0])
-    kv.keep(position_BT, torch.tensor([CONTEXT], device=device))
+    kv.keep(position_BT, torch.full((batch,), CONTEXT, device=device))
     spent: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(repeats + 1):
         for size in sizes:
-            ancestor_BNN = torch.ones(size, size, dtype=torch.bool, device=device).tril()[None]
-            at_BN = CONTEXT + torch.arange(size, device=device)[None]
+            ancestor_BNN = torch.ones(size, size, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+            at_BN = (CONTEXT + torch.arange(size, device=device)).expand(batch, -1)
             began = perf_counter()
             out = target(torch.ones_like(at_BN), kv, ancestor_BNN, at_BN, drafter.taps)
             assert out.logits_BRV is not None
@@ -57,19 +59,19 @@ def verification_seconds(target: Target, drafter: Drafter, sizes: Sequence[int],
 
 
 @torch.inference_mode()
-def proposal_seconds(target: Target, drafter: Drafter, repeats: int = 15) -> float:
-    """Median seconds of one proposal, after each of which one more token is observed."""
+def proposal_seconds(target: Target, drafter: Drafter, repeats: int = 15, batch: int = 1, depth: int | None = None) -> float:
+    """Median seconds of a proposal for `batch` rows, no deeper than `depth`; after each, one more token is observed."""
     device, spent = target.device, []
-    state, slot_B = drafter.open(1, CONTEXT + drafter.max_nodes + repeats + 1), torch.zeros(1, dtype=torch.long, device=device)
+    state, slot_B = drafter.open(batch, CONTEXT + drafter.max_nodes + repeats + 1), torch.arange(batch, device=device)
     width = target.shape.hidden_size
     for step in range(repeats + 1):
         length = CONTEXT if step == 0 else 1
-        token_BA = torch.ones(1, length, dtype=torch.long, device=device)
-        hidden = {key: torch.zeros(1, length, width, device=device) for key in drafter.taps.keys}
+        token_BA = torch.ones(batch, length, dtype=torch.long, device=device)
+        hidden = {key: torch.zeros(batch, length, width, device=device) for key in drafter.taps.keys}
         bring = drafter.read if step == 0 else drafter.observe
-        bring(state, Commit(token_BA, token_BA, hidden, torch.tensor([length], device=device)), slot_B)
+        bring(state, Commit(token_BA, token_BA, hidden, torch.full((batch,), length, device=device)), slot_B)
         began = perf_counter()
-        tree = drafter.propose(state, slot_B, Sampling())
+        tree = drafter.propose(state, slot_B, Sampling(), depth)
         int(tree.token_BN[0, -1])
         spent.append(perf_counter() - began)
     return median(spent[1:])

@@ -35,6 +35,14 @@ COMMANDS = {
             "drafttrain measure checkpoint=DIR target=hf target.path=DIR target.tensor_parallel=4 launcher.nproc=4",
         ),
     ),
+    "tune": Command(
+        "find the draft length or tree that is fastest here, and keep it with the checkpoint",
+        (
+            "drafttrain tune checkpoint=DIR",
+            "drafttrain tune checkpoint=DIR tune.batch_size=8 tune.objective=throughput prompts=FILE",
+            "drafttrain tune checkpoint=DIR decode=sampling",
+        ),
+    ),
     "generate": Command(
         "complete or chat with a checkpoint, streaming; accepted draft tokens are coloured",
         (

@@ -8,7 +8,7 @@ from typing import Any
 from drafttrain.data import DataOptions, InspectOptions, PrepareOptions
 from drafttrain.features import FeatureOptions
 from drafttrain.losses import LossOptions
-from drafttrain.measure import DecodeOptions, MeasureOptions
+from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.train import DeepSpeedOptions, LoggerOptions, TrainOptions
 
@@ -60,14 +60,15 @@ class RunOptions:
     launcher: LauncherOptions = field(default_factory=LauncherOptions)
     prepare: PrepareOptions = field(default_factory=PrepareOptions)
     inspect: InspectOptions = field(default_factory=InspectOptions)
+    tune: TuneOptions = field(default_factory=TuneOptions)
     name: str = "default"  # the recipe's name; runs land in <output>/<name>/<time>/
     output: str = "outputs"
     # prepare: the new data set's directory; inspect: the page, an .html file; export: the directory, with format=all one for
     # each stack in it
     out: str | None = None
     resume: str | None = None  # auto: the newest unfinished run of this configuration; or a run directory
-    checkpoint: str | None = None  # measure, generate, export: a checkpoint directory
-    prompts: str | None = None  # measure, inspect: a prompt file instead of measure.prompts
+    checkpoint: str | None = None  # measure, tune, generate, export: a checkpoint directory
+    prompts: str | None = None  # measure, tune, inspect: a prompt file instead of measure.prompts
     prompt: str | None = None  # generate: the text; null: standard input, or a chat on a terminal
     chat: bool = True  # generate: apply the chat template and remember turns; false continues the text as it is
     format: str | None = None  # export: vllm | sglang | trtllm | speculators | transformers | openvino | tgi | ... | all

@@ -23,7 +23,20 @@ from drafttrain.train.engine import World
 from drafttrain.train.sealed import newest_valid
 
 NOT_HASHED = (
-    *("output", "resume", "measure", "logger", "launcher", "checkpoint", "prompts", "recipe", "out", "prepare", "inspect"),
+    *(
+        "output",
+        "resume",
+        "measure",
+        "logger",
+        "launcher",
+        "checkpoint",
+        "prompts",
+        "recipe",
+        "out",
+        "prepare",
+        "inspect",
+        "tune",
+    ),
     *("format", "dtype", "overwrite", "max_shard_size"),
     *("deepspeed.zero_stage", "deepspeed.offload_optimizer", "deepspeed.offload_parameters"),
     *(f"train.{key}" for key in ("micro_batch", "sequence_parallel", "log_every", "checkpoint_every", "keep_last")),

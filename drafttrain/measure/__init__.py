@@ -21,6 +21,18 @@ class MeasureOptions:
 
 
 @dataclass
+class TuneOptions:
+    """What `drafttrain tune` looks for."""
+
+    batch_size: int = 1  # requests decoded together
+    objective: str = "tpot"  # tpot: time per token of a request | throughput: tokens a second of all requests
+    minutes: float = 3.0  # budget; fewer prompts and repeats are raced when it is short
+    repeats: int = 3  # of the last race
+    finalists: int = 4  # shapes that are raced, the best predicted ones
+    write: bool = True  # into the checkpoint's decode.json, by which it is decoded from then on
+
+
+@dataclass
 class DecodeOptions:
     """How the measured decoder runs."""
 
@@ -31,8 +43,8 @@ class DecodeOptions:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     threshold: float = 0.3  # of the policy of that name: the least probability of an accepted draft
-    draft_temperature: float | None = None  # what drafters sample at; null: the target's
-    draft_length: int | None = None  # deepest proposal; null: as trained
+    draft_temperature: float | None = None  # what drafters sample at; null: as tuned, else the target's
+    draft_length: int | None = None  # deepest proposal; null: as tuned (drafttrain tune), else as trained
     window: int | None = None  # acceptance window: drafts of a path offered to one verification; null: all
     fallback: bool = False  # draft only while it pays, by measured step costs and acceptance
     read_every: int | None = None  # rounds that run ahead of the host's look at results; null: 1 on a GPU, none elsewhere

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from drafttrain.drafter import Drafter
 from drafttrain.errors import UserError
 from drafttrain.measure import DecodeOptions
@@ -44,10 +46,12 @@ def decoder_of(
             loaded.target,
             drafter,
             decode.policy,
-            sampling or sampling_of(decode),
+            _drafting(sampling or sampling_of(decode), drafter),
             loaded.target.stop_ids,
             length,
-            controls=Controls(decode.draft_length, decode.window, decode.threshold, decode.fallback, decode.read_every),
+            controls=Controls(
+                depth_limit(decode, drafter), decode.window, decode.threshold, decode.fallback, decode.read_every
+            ),
             min_new_tokens=min(decode.min_new_tokens, length),
             stop_text=stop_text_of(loaded, decode),
         )
@@ -55,3 +59,17 @@ def decoder_of(
         raise
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def depth_limit(decode: DecodeOptions, drafter: Drafter | None) -> int | None:
+    """The user's draft length, else the one that tuning found; None: as trained."""
+    if decode.draft_length is not None or drafter is None:
+        return decode.draft_length
+    return drafter.preferred.draft_length
+
+
+def _drafting(sampling: Sampling, drafter: Drafter | None) -> Sampling:
+    """At the user's draft temperature, else the one that tuning found for this temperature."""
+    if drafter is None or sampling.draft_temperature is not None or sampling.temperature != drafter.preferred.temperature:
+        return sampling
+    return replace(sampling, draft_temperature=drafter.preferred.draft_temperature)

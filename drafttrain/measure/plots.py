@@ -106,6 +106,34 @@ def data_plot(data: Entry | None, path: Path) -> Path | None:
     return _save(figure, path)
 
 
+def tuning_plot(surface: Sequence[Entry], chosen: Entry, path: Path) -> Path | None:
+    """Predicted speedup over plain decoding by nodes, a line for each depth, or by depth where nodes follow from it; None
+    without a prediction. The chosen settings are marked."""
+    if not surface:
+        return None
+    depths = sorted({s["depth"] for s in surface})
+    along = "depth" if len(depths) == len(surface) else "nodes"
+    figure, (axes,) = _figure(1, 7.2)
+    lines = {None: surface} if along == "depth" else {d: [s for s in surface if s["depth"] == d] for d in depths}
+    for i, (depth, points) in enumerate(lines.items()):
+        x, y = zip(*sorted((s[along], s["speedup"]) for s in points), strict=True)
+        label = None if depth is None else f"depth {depth}"
+        axes.plot(x, y, marker="o", markersize=4, linewidth=1.6, color=_colour(i), label=label)
+    if (depth := chosen["settings"].get("draft_length")) is not None:
+        nodes = len(chosen["settings"].get("paths", ())) or None
+        own = [s for s in surface if s["depth"] == depth and nodes in (None, s["nodes"])]
+        place = (own[0][along], own[0]["speedup"])
+        axes.plot(*place, marker="o", markersize=11, markerfacecolor="none", color=_INK, linestyle="none")
+        axes.annotate("chosen", place, (8, 8), textcoords="offset points", color=_INK)
+    axes.axhline(1.0, color=_INK, linewidth=1, linestyle="--")
+    label = "draft length" if along == "depth" else "nodes of the tree"
+    axes.set(xlabel=label, ylabel="predicted speedup over plain decoding")
+    axes.set_title("Predicted speedup by the shape of the proposal", loc="left", fontweight="bold")
+    if along == "nodes":
+        axes.legend(frameon=False, fontsize=9)
+    return _save(figure, path)
+
+
 def _colour(i: int) -> str:
     return COLOURS[i % len(COLOURS)]
 

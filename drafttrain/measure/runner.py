@@ -18,7 +18,7 @@ from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench, Watch
 from drafttrain.measure.cases import Case, encode_cases
 from drafttrain.measure.change import Original
-from drafttrain.measure.decoding import decoder_of
+from drafttrain.measure.decoding import decoder_of, depth_limit
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, whole
 from drafttrain.measure.expected import forced_hits
 from drafttrain.measure.flags import distillation, flags
@@ -172,7 +172,7 @@ def _evidence(
 ) -> Evidence:
     """One checkpoint's run over all cases, its teacher-forced hits on the plain outputs, and the comparison of tokens."""
     ours = bench.decode_all(f"{name}: acceptance", drafter, cases)
-    limits = [depth for depth in (bench.decode.draft_length, bench.decode.window) if depth is not None]
+    limits = [depth for depth in (depth_limit(bench.decode, drafter), bench.decode.window) if depth is not None]
     tokens, paths = [r.tokens for r in ours], [p for p in drafter.paths() if len(p) <= min(limits, default=len(p))]
     sampled = not bench.sampling.greedy and drafter.samples
     identical = bench.sampling.greedy or bench.decode.policy == "coupled"  # what plain decoding with the same keys gives

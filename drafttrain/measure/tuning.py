@@ -1,0 +1,104 @@
+"""Floor 4: which proposal gives most tokens a second: predicted for every shape from acceptance and step costs, then raced.
+
+Shapes: M samples, K draft depth, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.drafter import Drafter
+from drafttrain.losses import Hits
+from drafttrain.measure.expected import expected_tau
+from drafttrain.ops.tree_attention import MOST_NODES
+from drafttrain.proposal import Proposing
+from drafttrain.target import Target
+from drafttrain.tree import Path, tuned_paths
+from drafttrain.treesize import CANDIDATES, proposal_seconds, verification_seconds
+
+OBJECTIVES = ("tpot", "throughput")
+DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A proposal no deeper than `depth`. paths: of a tree, by rank; chains and what a drafter grows otherwise are its own, cut
+    there. nodes: root excluded.
+    """
+
+    depth: int
+    nodes: int
+    paths: tuple[Path, ...] = ()
+    dynamic: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As `Drafter.use_decode_settings` and `Drafter.prefer` take them."""
+        tree = {"paths": [list(path) for path in self.paths]} if self.paths else {}
+        return {"draft_length": self.depth} | tree | ({"nodes": self.nodes} if self.dynamic else {})
+
+    def __str__(self) -> str:
+        kind = "dynamic tree" if self.dynamic else "tree" if self.paths else "draft length"
+        return f"{kind} {self.depth}" if not self.paths else f"{kind}, depth {self.depth}, {self.nodes} nodes"
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """tau: expected tokens a verification. seconds: of a step. speedup: over a plain step of one token."""
+
+    shape: Shape
+    tau: float
+    seconds: float
+    speedup: float
+
+
+def surface(
+    target: Target, drafter: Drafter, hits: Sequence[Hits], sampled: bool, batch: int, repeats: int = 15
+) -> list[Predicted]:
+    """Every shape that the drafter can take, best first. hits, sampled: as for `expected_tau`.
+
+    Costs are those of this machine at this batch size, measured here: a proposal by its depth, a verification by its nodes.
+    """
+    shapes = shapes_of(drafter, ranks_by_text(hits), target.trees)
+    drafting = {depth: proposal_seconds(target, drafter, repeats, batch, depth) for depth in sorted({s.depth for s in shapes})}
+    verifying = verification_seconds(target, drafter, sorted({s.nodes + 1 for s in shapes} | {1}), repeats, batch)
+    found = []
+    for shape in shapes:
+        tau = expected_tau(hits, shape.paths or [path for path in drafter.paths() if len(path) <= shape.depth], sampled)
+        seconds = drafting[shape.depth] + verifying[shape.nodes + 1]
+        if tau is not None:
+            found.append(Predicted(shape, tau, seconds, tau * verifying[1] / seconds))
+    return sorted(found, key=lambda p: -p.speedup)
+
+
+def shapes_of(drafter: Drafter, texts: Sequence[Tensor], trees: bool) -> list[Shape]:
+    """Depths for all; for drafters whose tree can be chosen, depths and node counts, each with its best paths."""
+    depths = [d for d in DEPTHS if d < drafter.draft_length] + [drafter.draft_length]
+    proposal = drafter.proposal if isinstance(drafter, Proposing) else None
+    if proposal is None or not proposal.tunable or not trees:
+        own = drafter.paths()
+        return [Shape(d, sum(len(path) <= d for path in own)) for d in depths]
+    dynamic, found = proposal.kind == "dynamic", {}
+    for depth in depths:
+        cut = [text[:, :depth] for text in texts]
+        for nodes in (n for n in CANDIDATES if n < MOST_NODES):
+            paths = tuple(tuned_paths(cut, nodes))
+            if paths:
+                shape = Shape(max(map(len, paths)), len(paths), paths, dynamic)
+                found[shape.depth, shape.nodes] = shape
+    return list(found.values())
+
+
+def temperatures(temperature: float) -> list[float]:
+    """What a drafter that samples may draw at, below, at and above the target's temperature."""
+    return [round(temperature * share, 3) for share in (0.5, 0.7, 0.85, 1.0, 1.2)]
+
+
+def ranks_by_text(hits: Sequence[Hits]) -> list[Tensor]:
+    """[M, K] of each text that has samples."""
+    return [text.to(torch.long) for h in hits for text in h.rank_MK.split(h.length_D) if len(text)]
