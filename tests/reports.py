@@ -34,6 +34,7 @@ def entry_of(step: int, tau: float, speedup: float) -> dict[str, Any]:
     figures["samples"] = [text | {"runs": runs}, text | {"question_id": "8", "exact": None, "tau": None, "runs": []}]
     figures["slices"] = [slice_of("category", "code", tau, speedup), slice_of("category", "a longer name", tau - 0.3, None)]
     figures["slices"] += [slice_of("batch_size", 1, tau, speedup), slice_of("batch_size", 4, tau, 0.8, batch_size=4)]
+    figures["slices"] += [slice_of("temperature", 1.0, tau - 0.2, 1.2), slice_of("context", 1024, tau, 1.1)]
     return figures
 
 

@@ -55,23 +55,32 @@ function crossover(points) {
   return points.every((point) => point.y < 1) ? "slower than plain decoding at every batch size that was timed" : "";
 }
 
-function speedups() {
-  const sizes = [...new Set(entries.flatMap((entry) => batches(entry).map((slice) => slice.value)))].sort((a, b) => a - b);
-  const series = entries.slice(-6).map((entry) => ({name: entry.name, values: sizes.map((size) => {
-    const slice = batches(entry).find((one) => one.value === size);
+const timed = (entry, by) => entry.slices.filter((slice) => slice.by === by && slice.speedup !== null);
+const batches = (entry) => timed(entry, "batch_size");
+
+function speedups(id, by, label) {
+  const places = [...new Set(entries.flatMap((entry) => timed(entry, by).map((slice) => slice.value)))].sort((a, b) => a - b);
+  const series = entries.slice(-6).map((entry) => ({name: entry.name, values: places.map((place) => {
+    const slice = timed(entry, by).find((one) => one.value === place);
     return slice ? {y: slice.speedup, low: slice.speedup_min, high: slice.speedup_max, lines: [
-      `${entry.name}, batch ${size}`, `${times(slice.speedup)} (${two(slice.speedup_min)} to ${two(slice.speedup_max)})`,
+      `${entry.name}, ${label} ${place.toLocaleString("en")}`,
+      `${times(slice.speedup)} (${two(slice.speedup_min)} to ${two(slice.speedup_max)})`, `tau ${two(slice.tau)}`,
       `${Math.round(slice.tokens_per_s)} against ${Math.round(slice.baseline_tokens_per_s)} tokens/s`]} : null;
   })}));
-  const tops = entries.flatMap((entry) => batches(entry).map((slice) => slice.speedup_max));
+  const tops = entries.flatMap((entry) => timed(entry, by).map((slice) => slice.speedup_max));
   const y = {low: 0, high: 1.15 * Math.max(1, ...tops), label: "speedup", format: times};
-  figure("speedup", sizes.length, (box) => Charts.bars(box, sizes.map(String), series, {label: "batch size"}, y, 1),
-  [...named(series), PLAIN]);
+  figure(id, places.length, (box) => Charts.bars(box, places.map((place) => place.toLocaleString("en")), series, {label}, y, 1),
+    [...named(series), PLAIN]);
+}
+
+function batchSizes() {
+  speedups("speedup", "batch_size", "batch");
   const points = batches(entries[shown]).map((slice) => ({x: slice.value, y: slice.speedup}));
   byName("crossover").textContent = points.length ? `${entries[shown].name}: ${crossover(points)}.` : "";
 }
 
-const batches = (entry) => entry.slices.filter((slice) => slice.by === "batch_size" && slice.speedup !== null);
+const temperatures = () => speedups("temperature", "temperature", "temperature");
+const contexts = () => speedups("context", "context", "context");
 const PARTS = [["draft", "draft_ms", 1], ["verify", "verify_ms", 0], ["commit", "commit_ms", 2], ["host", "host_ms", 4]];
 
 function step() {
@@ -165,7 +174,7 @@ function outputs() {
 }
 
 function draw() {
-  for (const part of [acceptance, categories, speedups, step, waterfall, training]) part();
+  for (const part of [acceptance, categories, batchSizes, temperatures, contexts, step, waterfall, training]) part();
 }
 
 const chooser = byName("chooser");

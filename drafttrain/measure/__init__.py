@@ -16,6 +16,9 @@ class MeasureOptions:
     repeats: int = 3  # of the interleaved timing
     timed_prompts: int = 16  # prompts in the timing; acceptance is taken from all of them
     batch_sizes: list[int] = field(default_factory=lambda: [1, 4])  # timed; the first is the report's headline
+    temperatures: list[float] = field(default_factory=list)  # slices beside decode.temperature, sampled by policy lossless
+    contexts: list[int] = field(default_factory=list)  # slices: prompts of so many tokens, cut from long documents
+    documents: str | None = None  # a text file or a folder for measure.contexts; null: Python's standard library
     untimed_batch: int = 8  # prompts decoded together where nothing is timed: acceptance and the comparison of tokens
     transformers: bool = True  # time transformers' generate beside it, and compare its greedy tokens
 

@@ -85,15 +85,18 @@ class Bench:
         ours, theirs = (self.decoder(d, seed, length).run(prompts, rows).results for d, seed in pair)
         return distribution.p_value([r.tokens for r in ours], [r.tokens for r in theirs])
 
-    def races(self, drafters: dict[str, Drafter], cases: Sequence[Case]) -> dict[int, Race]:
-        """Timings by batch size: baseline and every checkpoint in turn, over as many prompts as the budget allows."""
-        sizes = self.options.batch_sizes
+    def races(self, drafters: dict[str, Drafter], cases: Sequence[Case], others: int = 0) -> dict[int, Race]:
+        """Timings by batch size. others: races that follow, each with an equal share of the budget."""
+        sizes, timed = self.options.batch_sizes, self.options.timed_prompts
         return {
-            size: self._race(drafters, cases[: self.options.timed_prompts], size, self.budget.left / (len(sizes) - i))
+            size: self.race(
+                drafters, cases[: max(timed, size)], size, self.budget.left / (len(sizes) + others - i), f"batch {size}"
+            )
             for i, size in enumerate(sizes)
         }
 
-    def _race(self, drafters: dict[str, Drafter], cases: Sequence[Case], size: int, seconds: float) -> Race:
+    def race(self, drafters: dict[str, Drafter], cases: Sequence[Case], size: int, seconds: float, label: str) -> Race:
+        """Baseline and every checkpoint in turn, over as many prompts as the seconds allow."""
         decoders = {BASELINE: self.decoder(None)} | {name: self.decoder(d) for name, d in drafters.items()}
         contenders = {name: self._contender(d, cases) for name, d in decoders.items()}
         wanted, repeats = waves(len(cases), size), self.options.repeats
@@ -107,14 +110,14 @@ class Bench:
         spent = monotonic() - began
         round_seconds = every_time + (spent - every_time) / repeats
         chosen = self.part.share(plan(round_seconds, max(0.0, seconds - spent), len(wanted), repeats))
-        self._say_if_cut(size, chosen.waves, len(wanted), chosen.repeats)
+        self._say_if_cut(label, chosen.waves, len(wanted), chosen.repeats)
         total = chosen.waves * (chosen.repeats * len(decoders) + len(once))
         done = 0
 
         def tick(lap: Decoded) -> None:
             nonlocal done
             done += 1
-            self.watch(f"timing, batch {size}", done, total, sum(len(r.tokens) for r in lap.results))
+            self.watch(f"timing, {label}", done, total, sum(len(r.tokens) for r in lap.results))
 
         laps: dict[str, Repeats] = race(contenders, wanted[: chosen.waves], chosen.repeats, once, tick)
         return Race(size, wanted[: chosen.waves], laps)
@@ -126,9 +129,9 @@ class Bench:
         target = self.loaded.target
         return generate(target.model, prompts, target.stop_ids, self.decode, stop_text_of(self.loaded, self.decode))
 
-    def _say_if_cut(self, size: int, count: int, wanted: int, repeats: int) -> None:
+    def _say_if_cut(self, label: str, count: int, wanted: int, repeats: int) -> None:
         if count < wanted or repeats < self.options.repeats:
             self.budget.notes.append(
-                f"timing at batch size {size} was cut to {count} of {wanted} waves and {repeats} of {self.options.repeats} "
+                f"timing at {label} was cut to {count} of {wanted} waves and {repeats} of {self.options.repeats} "
                 f"repeats by measure.minutes={self.options.minutes:g}"
             )

@@ -66,12 +66,16 @@ def by_batch_size(races: dict[int, Race], name: str) -> list[Keys]:
     """A slice per batch size, from the timed runs alone (first repeat: the tokens are those of every repeat)."""
     slices = []
     for size, timed in races.items():
-        laps, plain = timed.of(name)[0], timed.of(BASELINE)[0]
-        pairs = [(a, b) for x, y in zip(laps, plain, strict=True) for a, b in zip(x.results, y.results, strict=True)]
-        keys = acceptance_keys(pooled(a for a, _ in pairs), None) | speed_keys(timed, name)
-        keys |= {"prompts": len(pairs), "exact_matches": sum(a.tokens == b.tokens for a, b in pairs)}
-        slices.append({"by": "batch_size", "value": size, "batch_size": size} | keys)
+        slices.append({"by": "batch_size", "value": size, "batch_size": size} | race_keys(timed, name))
     return slices
+
+
+def race_keys(timed: Race, name: str) -> Keys:
+    """Counts and times of one race alone, its first repeat's counts."""
+    laps, plain = timed.of(name)[0], timed.of(BASELINE)[0]
+    pairs = [(a, b) for x, y in zip(laps, plain, strict=True) for a, b in zip(x.results, y.results, strict=True)]
+    keys = acceptance_keys(pooled(a for a, _ in pairs), None) | speed_keys(timed, name)
+    return keys | {"prompts": len(pairs), "exact_matches": sum(a.tokens == b.tokens for a, b in pairs)}
 
 
 def acceptance_keys(counts: Acceptance, expected: float | None) -> Keys:

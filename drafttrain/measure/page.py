@@ -21,6 +21,8 @@ CHARTS = (
         "Speedup by batch size",
         "Time per token of plain decoding over that of speculative decoding: median, least, greatest.",
     ),
+    ("temperature", "Speedup by temperature", "At the first batch size, sampled without loss above 0."),
+    ("context", "Speedup by context length", "At the first batch size, of prompts of so many tokens, cut from long documents."),
     ("step", "A step", "What one verification costs beside a plain step, in milliseconds, at the first batch size."),
     (
         "waterfall",

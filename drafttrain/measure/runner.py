@@ -26,6 +26,7 @@ from drafttrain.measure.floor import step_floor
 from drafttrain.measure.plan import Budget
 from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.measure.samples import samples
+from drafttrain.measure.slices import conditions, other_slices
 from drafttrain.measure.speed import Race
 from drafttrain.request import Result
 from drafttrain.targets.adapt import check_whole
@@ -107,12 +108,15 @@ def _group(
         drafter.requires_grad_(False)  # from here on they only decode
     found = {name: _evidence(bench, name, drafter, cases, plain, reference) for name, drafter in drafters.items()}
     extras = {name: _extras(bench, drafter, found[name]) for name, drafter in drafters.items()}
-    races = bench.races(drafters, cases)
+    asked = conditions(bench, cases)
+    races = bench.races(drafters, cases, others=len(asked))
+    others = other_slices(asked, drafters)
     entries = [_entry(bench, c, drafters[c.name], found[c.name], races) | extras[c.name] for c in checkpoints]
     change = None if original is None else original.change(restored[first], [r.tokens for r in plain])
     for entry in entries:
         entry["parameters"] = parameters[entry["name"]]
         entry["target_change"] = change
+        entry["slices"] += others[entry["name"]]
         entry["flags"] = flags(entry)
     return {entry["name"]: entry for entry in entries}
 
@@ -147,6 +151,11 @@ def _check(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef], decode: D
         raise UserError("no checkpoint to measure; give at least one")
     if not options.batch_sizes or min(options.batch_sizes) < 1:
         raise UserError(f"measure.batch_sizes is {list(options.batch_sizes)}; give one or more sizes of at least 1")
+    if min([0.0, *options.temperatures]) < 0 or min([1, *options.contexts]) < 1:
+        raise UserError(
+            f"measure.temperatures is {list(options.temperatures)}, measure.contexts {list(options.contexts)}; "
+            "give no temperature below 0, and lengths of at least 1"
+        )
     for name in ("repeats", "timed_prompts", "untimed_batch"):
         value = getattr(options, name)
         if value < 1:

@@ -61,8 +61,9 @@ def test_marks_say_the_reports_figures(opened: Open, file: Path) -> None:
     assert "step-00002, position 2, accepted 60.0% where all before it were, 95% interval 50% to 70%" in marks(
         browser, "acceptance"
     )
-    assert "step-00001, batch 4, 0.80x (0.70 to 0.90), 100 against 100 tokens/s" in marks(browser, "speedup")
+    assert "step-00001, batch 4, 0.80x (0.70 to 0.90), tau 2.00, 100 against 100 tokens/s" in marks(browser, "speedup")
     assert "step-00002: faster than plain decoding up to a batch of about 3." in browser.find_element(By.ID, "crossover").text
+    assert any(mark.startswith("step-00001, context 1,024, 1.10x") for mark in marks(browser, "context"))
     assert "verify, 2.000 ms, 70% of the step" in marks(browser, "step")
     fall = marks(browser, "waterfall")
     assert (

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafttrain.checkpoint import CheckpointMeta, TargetRecord, checkpoint_name, save_drafter
 from drafttrain.commands.measure import measure, measure_run
 from drafttrain.commands.run import RunOptions
+from drafttrain.data.documents import long_prompts, read_documents
 from drafttrain.drafters import families
 from drafttrain.errors import UserError
 from drafttrain.measure import DecodeOptions, MeasureOptions
@@ -147,6 +148,36 @@ def test_a_report_is_whole_and_greedy_output_is_exact(loaded: LoadedTarget, tmp_
     assert any("measure.minutes=0" in note for note in report["measure"]["notes"])
     console.file.close()
     assert "step-00002" in (tmp_path / "console.txt").read_text(encoding="utf-8")
+
+
+def test_other_temperatures_and_contexts_are_slices(loaded: LoadedTarget, tmp_path: Path) -> None:
+    (tmp_path / "long").mkdir()
+    for i in range(5):
+        (tmp_path / "long" / f"{i}.txt").write_text("word " * (40 if i else 10))
+    asked = options(tmp_path)
+    asked.measure.minutes, asked.measure.batch_sizes, asked.measure.transformers = 1.0, [1], False
+    asked.measure.temperatures, asked.measure.contexts = [0.0, 0.8], [150, 100_000]
+    asked.measure.documents = str(tmp_path / "long")
+    report = measure_run(loaded, [checkpoint(tmp_path, loaded, 1)], asked, tmp_path / "out", Console(quiet=True))
+    check(json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8")), SCHEMA)
+    slices = {(s["by"], s["value"]): s for s in report["checkpoints"][0]["slices"] if s["by"] in ("temperature", "context")}
+    assert list(slices) == [("temperature", 0.8), ("context", 150)], "0.0 is the headline's own"
+    assert slices["temperature", 0.8]["exact_matches"] is None, "lossless sampling has other numbers than plain decoding"
+    context = slices["context", 150]
+    assert (context["prompts"], context["exact_matches"]) == (2, 2), "measure.timed_prompts of the four documents that are long"
+    assert any("contexts of 100,000 tokens were left out" in note for note in report["measure"]["notes"])
+    asked.measure.documents = str(tmp_path / "none")
+    with pytest.raises(UserError, match=r"measure\.documents .*none: expected a text file, or a folder"):
+        measure_run(loaded, [checkpoint(tmp_path, loaded, 2)], asked, tmp_path / "out", Console(quiet=True))
+
+
+def test_prompts_from_documents_have_the_length_that_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("".join(chr(97 + i % 26) for i in range(900)))
+    documents, letters = read_documents(str(tmp_path / "one.txt")), Letters()
+    found = long_prompts(letters, documents, 200, 4)  # type: ignore[arg-type]
+    assert [len(tokens) for _, tokens in found] == [200] * 4 and len({tuple(tokens) for _, tokens in found}) == 4
+    assert long_prompts(letters, documents, 300, 4) == []  # type: ignore[arg-type]
+    assert all(name.endswith(".py") and len(text) > 50_000 for name, text in read_documents(None)), "the standard library"
 
 
 @pytest.mark.parametrize(
