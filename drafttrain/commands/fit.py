@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
 from drafttrain.losses import NAMES as LOSSES
+from drafttrain.measure.decoding import decoder_of
+from drafttrain.measure.glance import glance
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.ops import library
 from drafttrain.targets.adapt import Adapter
@@ -115,7 +118,10 @@ def _check(options: RunOptions) -> None:
         loss = options.loss
         choice = f"choose {', '.join(LOSSES)}, and a chunk of 1 or more"
         raise UserError(f"loss.name is {loss.name!r}, loss.chunk {loss.chunk}; {choice}")
-    if options.measure.enabled:
+    if options.measure.every < 0 or options.measure.every_prompts < 1:
+        every, prompts = options.measure.every, options.measure.every_prompts
+        raise UserError(f"measure.every is {every}, every_prompts {prompts}; set steps to 0 or more, prompts to 1 or more")
+    if options.measure.enabled or options.measure.every:
         load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
 
 
@@ -126,6 +132,7 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console) 
     drafter = built(options, loaded.target)
     adapter = _adapter(options, loaded, drafter)
     start = _start(options, drafter, adapter)
+    look = _look(options, loaded, drafter, adapter, where) if options.measure.every else None
     check_on_policy(drafter, options.train, options.deepspeed)
     check_sequence_parallel(options.train, options.loss, loaded.target, drafter, adapter)
     if options.data.pack and options.train.on_policy:
@@ -170,7 +177,24 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console) 
         adapter,
         start,
         options.target.prefetch,
+        look=look,
+        look_every=options.measure.every,
     )
+
+
+def _look(
+    options: RunOptions, loaded: LoadedTarget, drafter: Drafter, adapter: Adapter | None, where: Place
+) -> Callable[[Drafter], dict[str, float]]:
+    """The small measurement of `measure.every`. Raises UserError where there is no whole, unchanged target to decode with."""
+    if adapter is not None:
+        raise UserError("measure.every decodes with the target as it was, this family changes it; leave measure.every out")
+    if where.shared:
+        raise UserError(
+            f"measure.every decodes with the whole target on the first process, target.placement={where.placement} has it in "
+            "pieces; leave measure.every out"
+        )
+    decoder_of(loaded, options.decode, drafter)
+    return glance(loaded, options.decode, options.measure, options.prompts)
 
 
 def _with_origin(data: Dataset, options: RunOptions, loaded: LoadedTarget, where: Place, console: Console) -> Dataset:

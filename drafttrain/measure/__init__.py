@@ -18,6 +18,8 @@ class MeasureOptions:
     batch_sizes: list[int] = field(default_factory=lambda: [1, 4])  # timed; the first is the report's headline
     temperatures: list[float] = field(default_factory=list)  # slices beside decode.temperature, sampled by policy lossless
     contexts: list[int] = field(default_factory=list)  # slices: prompts of so many tokens, cut from long documents
+    every: int = 0  # steps between small measurements during training, which also choose the best checkpoint; 0: none
+    every_prompts: int = 8  # of a small measurement
     documents: str | None = None  # a text file or a folder for measure.contexts; null: Python's standard library
     untimed_batch: int = 8  # prompts decoded together where nothing is timed: acceptance and the comparison of tokens
     transformers: bool = True  # time transformers' generate beside it, and compare its greedy tokens

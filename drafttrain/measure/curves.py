@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-CURVES = {"loss": "Loss", "agreement": "Top-1 agreement", "expected": "Expected tau (chain, training batches)"}
+CURVES = {
+    "loss": "Loss",
+    "agreement": "Top-1 agreement",
+    "expected": "Expected tau (chain, training batches), and measured (measure.every)",
+}
 Series = dict[str, list[tuple[float, float]]]
 
 
@@ -18,7 +22,7 @@ def read_curves(metrics: Path | None) -> dict[str, Series]:
     found = {
         "loss": _series(lines, {"loss": "loss"}),
         "agreement": _agreement(lines),
-        "expected": _series(lines, {"expected_tau": "expected tau"}),
+        "expected": _series(lines, {"expected_tau": "expected tau", "measured_tau": "measured tau"}),
     }
     return {name: series for name, series in found.items() if series}
 

@@ -41,6 +41,7 @@ class Progress:
     seconds: float = 0.0
     loss: float | None = None
     expected_tau: float | None = None
+    measured_tau: float | None = None
     passing: bool = False
 
     @staticmethod
@@ -130,10 +131,12 @@ def save_settings(
 
 
 def best_checkpoint(folder: Path) -> Path:
-    """The checkpoint of the highest expected tau on held-out text; without any, the newest."""
+    """The one of the highest tau: measured, where all have been, else expected on held-out text; without any, the newest."""
+    known = {path: Progress.of(path) for path in list_checkpoints(folder)}
+    measured = all(progress.measured_tau is not None for progress in known.values() if not progress.passing)
 
     def merit(path: Path) -> tuple[float, int]:
-        progress = Progress.of(path)
-        return (progress.expected_tau or 0.0, progress.step)
+        progress = known[path]
+        return ((progress.measured_tau if measured else progress.expected_tau) or 0.0, progress.step)
 
-    return max(list_checkpoints(folder), key=merit)
+    return max(known, key=merit)

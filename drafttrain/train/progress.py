@@ -37,6 +37,11 @@ class Bar:
                 highlight=False,
                 soft_wrap=True,
             )
+        if "measured_tau" in values:
+            speed = f"{values['measured_speedup']:.2f}x"
+            self.progress.console.print(
+                f"step {step}: measured tau {values['measured_tau']:.2f}, {speed}", highlight=False, soft_wrap=True
+            )
 
 
 def spent(values: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from drafttrain.adapted import AdaptedObjective, rate_scale
 from drafttrain.atomic import atomic_directory
 from drafttrain.batch import TrainBatch
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, adapter_state, checkpoint_name
+from drafttrain.checkpoint import CheckpointMeta, TargetRecord, adapter_state, checkpoint_name, filled
 from drafttrain.data.dataset import Dataset, check_supervised, collate, shard, token_counts
 from drafttrain.drafter import Drafter
 from drafttrain.errors import Interrupted, UserError
@@ -44,7 +44,8 @@ from drafttrain.treesize import best_nodes
 class Job:
     """What is trained on what. options: the family's own, for the checkpoint. nodes: a tree's budget; None: as many as pay.
     adapter: of a target that is trained too. start: weights to begin with instead of the family's own.
-    features: where the target's states come from; None: from the target, in every step.
+    features: where the target's states come from; None: from the target, in every step. look: a small measurement of the
+    drafter as it is, on the first process, every `look_every` steps and at each checkpoint.
     """
 
     loaded: LoadedTarget
@@ -60,6 +61,8 @@ class Job:
     start: dict[str, Tensor] | None = None
     prefetch: bool = False
     features: Online | Cached | None = None
+    look: Callable[[Drafter], dict[str, float]] | None = None
+    look_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class Trainer:
         self.features = job.features or Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
         self.prefetch = Prefetch(self._states, self.device)
         self._next: tuple[int, Work] | None = None
+        self._tuned: int | None = None  # the step whose proposal has been fitted
         self.engine = Engine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
         self.group = sequence_group(job.train, world)
         self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
@@ -111,13 +115,32 @@ class Trainer:
                 with trace.step(step + 1):
                     values, tokens, stop = self._step(step, interrupt is not None and interrupt.asked)
                 progress.step, progress.loss, progress.tokens = step + 1, values["loss"], progress.tokens + tokens
-                values |= self._cost(tokens)
+                values |= self._cost(tokens) | self._look(step + 1)
                 if logger is not None:
                     logger.step(step + 1, values)
                 bar.step(step + 1, tokens, values, line=(step + 1) % options.log_every == 0)
                 self._keep(say, stop)
                 watchdog.alive()
         return progress
+
+    def _look(self, step: int) -> dict[str, float]:
+        """What a small measurement says of the drafter now, where one is due."""
+        options, look = self.job.train, self.job.look
+        self.progress.measured_tau = None
+        due = step % options.checkpoint_every == 0 or step == options.steps or step % (self.job.look_every or step + 1) == 0
+        if look is None or not due:
+            return {}
+        weights = self.engine.whole_state(self.keeper.names.values())
+        found: dict[str, float] = {}
+        self._tune()
+        if self.world.first:
+            state = {name: weights[inner] for name, inner in self.keeper.names.items()}
+            with torch.random.fork_rng():  # training goes on as if nobody had looked
+                found = look(filled(self.run_dir, meta_of(self.job, step), self.job.loaded.target, state))
+        found = dict(self.world.share(found))
+        self.progress.measured_tau = found["measured_tau"]
+        self.meter.pause()
+        return found
 
     def _keep(self, say: Callable[[str], None], stop: bool) -> None:
         """A checkpoint where one is due, or the way out. Raises Interrupted there, and UserError where the last has no room."""
@@ -219,6 +242,9 @@ class Trainer:
 
     def _tune(self) -> None:
         """Fit the proposal's shape to held-out ranks; note the expected tau (greedy) it gives."""
+        if self._tuned == self.progress.step:
+            return
+        self._tuned = self.progress.step
         drafter, target = self.job.drafter, self.job.loaded.target
         drafter.eval()
         hits = [teacher_forced(drafter, target, batch) for batch in self.held_out()]
