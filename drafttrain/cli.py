@@ -20,7 +20,7 @@ from drafttrain import __version__
 from drafttrain.commands.overview import COMMANDS, command_help, general_help
 from drafttrain.commands.quiet import quiet
 from drafttrain.complaints import explain, nearest
-from drafttrain.errors import Interrupted, ParityError, UserError, WorkerError
+from drafttrain.errors import Interrupted, OutputError, ParityError, UserError, WorkerError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -55,7 +55,8 @@ class Stop(BaseException):
 
 def main() -> NoReturn:
     """The `drafttrain` command: sys.argv in, exit code out (0 done, 1 bug, 2 user's mistake, 3 an export that
-    drafts otherwise than its checkpoint, 75 to be resumed, 130 Ctrl-C)."""
+    drafts otherwise than its checkpoint, 4 output of a lossless policy that is not the target's, 75 to be resumed, 130
+    Ctrl-C)."""
     sys.exit(run(sys.argv[1:]))
 
 
@@ -168,8 +169,8 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
                 _execute(command, to_run(composed), config_dir)
         except UserError as error:
             raise Stop(str(error)) from error
-        except ParityError as error:
-            raise Stop(str(error), ParityError.CODE) from error
+        except (ParityError, OutputError) as error:
+            raise Stop(str(error), error.CODE) from error
 
     sys.argv[1:] = arguments
     hydra.main(version_base="1.3", config_path="pkg://drafttrain.conf", config_name="config")(task)()

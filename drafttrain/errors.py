@@ -35,3 +35,9 @@ class ParityError(RuntimeError):
     def __init__(self, name: str, text: str) -> None:
         super().__init__(f"Parity: {name}: {text}")
         self.name = name
+
+
+class OutputError(RuntimeError):
+    """A policy that promises the target's own output did not keep it. The command line exits with `OutputError.CODE`."""
+
+    CODE = 4

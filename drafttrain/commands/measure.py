@@ -17,7 +17,8 @@ from drafttrain.commands.together import together
 from drafttrain.commands.watch import watching
 from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import load_prompts
-from drafttrain.errors import UserError
+from drafttrain.errors import OutputError, UserError
+from drafttrain.measure.flags import broken_promises
 from drafttrain.measure.report import Report, report_of, write_report
 from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
 from drafttrain.measure.table import console_table
@@ -28,7 +29,8 @@ from drafttrain.targets.load import LoadedTarget, load_target
 def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
     """Measure one checkpoint and return the report's folder, `<output>/measure/<time>/`.
 
-    Raises UserError for what is missing, damaged or of another target.
+    Raises UserError for what is missing, damaged or of another target, and OutputError, after the report, where a policy that
+    promises the target's output did not keep it.
     """
     if options.checkpoint is None:
         raise UserError("checkpoint is not set; name a step-NNNNN directory of a run with checkpoint=DIR")
@@ -37,7 +39,9 @@ def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
     folder = Path(options.output) / "measure" / time.strftime("%Y-%m-%d_%H-%M-%S")
     with together(options, "measure") as part:
         loaded = load_target(target_of(options.target, record.target), part)
-        measure_run(loaded, [CheckpointRef(directory.name, directory, record.step)], options, folder, Console())
+        report = measure_run(loaded, [CheckpointRef(directory.name, directory, record.step)], options, folder, Console())
+    if broken := broken_promises(report):
+        raise OutputError(f"{broken[0]}; {folder / 'report.json'} names the prompts")
     return folder
 
 

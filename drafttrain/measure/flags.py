@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from drafttrain.verify import POLICIES
+
 LOOPING = 0.2  # share of outputs that end in a loop, above which acceptance figures flatter
 FEW = 200  # verifications that a gap needs to mean something
 NOTICED = 0.03  # share of a difference from which its cause is named
@@ -41,6 +43,21 @@ def flags(entry: dict[str, Any]) -> list[str]:
         found.append(f"{loops} of {prompts} outputs end in a loop, which makes acceptance look good for nothing")
     if entry["speedup"] is not None and entry["speedup"] < 1.0:
         found.append(f"slower than plain decoding ({entry['speedup']:.2f}x)")
+    return found
+
+
+def broken_promises(report: dict[str, Any]) -> list[str]:
+    """Where a policy that is said to be lossless was found not to be, in a sentence each."""
+    found = []
+    for entry in report["checkpoints"]:
+        if not POLICIES[entry["policy"]].lossless:
+            continue
+        said, p_value = f"{entry['name']}: policy {entry['policy']} is lossless", entry["distribution_p_value"]
+        if entry["unexplained"]:
+            differ = f"{entry['unexplained']} of {entry['prompts']} outputs are not plain decoding's"
+            found.append(f"{said}, {differ}, and rounding does not explain it")
+        if p_value is not None and p_value < UNLIKELY:
+            found.append(f"{said}, its samples are not plain sampling's (p = {p_value:.2g})")
     return found
 
 

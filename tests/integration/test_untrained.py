@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
 from drafttrain.train import trainer
+from drafttrain.tree import DraftTree
+from drafttrain.verify import POLICIES, Policy, Verdict, greedy
 
 Command = Callable[..., int]
 SMALL = ("measure.limit=3", "measure.minutes=0.05", "measure.transformers=false", "decode.max_new_tokens=24")
@@ -40,6 +43,14 @@ def test_it_goes_straight_to_the_measurement(
     assert "0 trainable parameters" in (said := capsys.readouterr().out) and "data:" not in said
     assert command("measure", f"checkpoint={checkpoint}", *SMALL, "decode=sampling") == 0
     assert len(list(Path("outputs/measure").glob("*/report.json"))) == 1
+
+    def wrong(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, *rest: Any) -> Verdict:
+        return greedy(tree, ancestor_BNN, logits_BNV.flip(-1) if tree.token_BN.shape[1] > 1 else logits_BNV, *rest)
+
+    monkeypatch.setitem(POLICIES, "greedy", Policy("greedy", True, wrong))
+    capsys.readouterr()
+    assert command("measure", f"checkpoint={checkpoint}", *SMALL) == 4
+    assert "outputs are not plain decoding's" in capsys.readouterr().err
 
 
 def test_an_unfinished_run_of_it_is_finished_by_resume(command: Command) -> None:

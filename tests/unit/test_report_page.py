@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.measure.flags import flags
+from drafttrain.measure.flags import broken_promises, flags
 from drafttrain.measure.page import page
 from drafttrain.measure.samples import samples
 from tests.reports import evidence_of, report_of_figures
@@ -77,3 +77,19 @@ def test_a_gap_of_expected_tau_is_explained() -> None:
     assert "is 20% above the measured 2.40: look for target states" in flags(entry)[0]
     assert "may be easier" in flags(entry | {"expected_gap": -0.2})[0]
     assert "50 verifications say little" in flags(entry | {"verifications": 50})[0]
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({}, []),
+        ({"unexplained": 2}, ["policy greedy is lossless, 2 of 8 outputs are not plain decoding's"]),
+        ({"policy": "coupled", "distribution_p_value": 1e-9}, ["its samples are not plain sampling's (p = 1e-09)"]),
+        ({"policy": "typical", "unexplained": 8, "distribution_p_value": 0.0}, []),
+    ],
+)
+def test_a_lossless_policy_is_held_to_its_word(figures: dict[str, Any], said: list[str]) -> None:
+    report = report_of_figures()
+    report["checkpoints"] = [report["checkpoints"][1] | figures]
+    assert [any(part in line for line in broken_promises(report)) for part in said] == [True] * len(said)
+    assert len(broken_promises(report)) == len(said)
