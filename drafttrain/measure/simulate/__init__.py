@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class SimulateOptions:
-    """What is assumed; null takes a report's figure where one is given. Costs are in plain decode steps (docs/simulate.md)."""
+    """What is assumed; null takes a report's figure where one is given. Costs are in plain decode steps (docs/measuring.md)."""
 
     alpha: str | None = None  # 0.8: at every draft position; +0.05 or -0.05: the report's, so much higher or lower
     draft_cost: float | None = None  # c_d, of one draft pass; without a report 0.05
