@@ -6,6 +6,7 @@ Hydra composes the configuration; a user's mistake becomes one line on stderr an
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import re
 import sys
@@ -39,8 +40,11 @@ PATH_KEYS = (
     "output",
     "out",
     "resume",
+    "report",
+    "simulate.alpha",  # whose plus sign says something
 )
 TEXT_KEYS = ("prompt",)
+POSITIONAL = {"compare": "runs"}  # by command: the key that takes its words without one
 
 
 class Stop(BaseException):
@@ -101,7 +105,10 @@ def _dispatch(arguments: list[str]) -> int:
         return _complete(arguments, config_dir)
     if command is None:
         raise UserError(f"no command given; use one of {', '.join(COMMANDS)}, or drafttrain --help")
-    overrides = [quote(override, sweep=flags.multirun) for override in flags.overrides]
+    words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]
+    overrides = [quote(word, sweep=flags.multirun) for word in flags.overrides if word not in words]
+    if words:
+        overrides.append(f"{POSITIONAL[command]}=[{','.join(map(_quoted, words))}]".replace("${", "\\${"))
     _hydra(command, [word for word in arguments if word not in flags.overrides] + overrides, config_dir)
     return 0
 
@@ -115,6 +122,11 @@ def _parser() -> argparse.ArgumentParser:
             raise UserError(f"{message}; drafttrain --help lists the flags")
 
     return Parser(parents=[get_args_parser()], add_help=False)
+
+
+def _is_positional(word: str) -> bool:
+    """Whether a word names a run rather than a key's value; a path with `=` in it does where it is there."""
+    return "=" not in word or os.path.lexists(os.path.expanduser(word)) or (glob.has_magic(word) and bool(glob.glob(word)))
 
 
 def quote(override: str, sweep: bool = False) -> str:

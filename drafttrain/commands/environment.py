@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +26,21 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def processor() -> str:
+    """The processor's name as its maker writes it; where the system keeps it elsewhere, what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, processor, threads, operators and device, as plain values for a report."""
     found: dict[str, Any] = {**versions(), "platform": platform.platform()}
-    found |= {"machine": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
+    found |= {"machine": platform.machine(), "processor": processor()}
+    found |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
     found["operators"] = library.state_on(device).text
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)

@@ -18,6 +18,7 @@ from drafttrain.export.exporter import export as export_to
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import STACKS, asked
 from drafttrain.targets.load import load_target
+from drafttrain.train.logger import log_export
 
 
 def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
@@ -46,7 +47,10 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
         if material is None:
             console.print("golden drafts: none with the checkpoint, made now from the target", soft_wrap=True)
             material = golden.made(opened, golden.texts_for(loaded))
-        _say(console, export_to(opened, material, wanted), wanted)
+        exported = export_to(opened, material, wanted)
+        _say(console, exported, wanted)
+        places = {stack: out / stack if wanted.several else out for stack in exported.written}
+        log_export(options.logger, resolved, directory, places)
     return out
 
 

@@ -38,7 +38,7 @@ from drafttrain.train.caching import Caching, check_features
 from drafttrain.train.engine import World, divided, join_world, settings
 from drafttrain.train.interrupt import Interrupt
 from drafttrain.train.keeper import Progress
-from drafttrain.train.logger import Logger
+from drafttrain.train.logger import Logger, check_logger
 from drafttrain.train.onpolicy import check_on_policy
 from drafttrain.train.profile import window
 from drafttrain.train.progress import Console
@@ -109,6 +109,7 @@ def _check(options: RunOptions) -> None:
     for name in ("steps", "checkpoint_every", "keep_last", "log_every"):
         if getattr(options.train, name) < 1:
             raise UserError(f"train.{name} is {getattr(options.train, name)}; set it to 1 or more")
+    check_logger(options.logger)
     window(options.train.profile, 0, options.train.steps)
     if options.train.hang_timeout < 0:
         raise UserError(f"train.hang_timeout is {options.train.hang_timeout:g}; set it to seconds, or 0: never")

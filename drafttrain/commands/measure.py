@@ -24,6 +24,7 @@ from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
 from drafttrain.measure.table import console_table
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.train.keeper import Progress
 
 
 def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
@@ -65,6 +66,8 @@ def measure_run(
         body = measure_checkpoints(loaded, checkpoints, prompts, options.decode, options.measure, watch, held_out)
     record = read_meta(checkpoints[-1].path)
     drafter = {"family": record.family, "parameters": body["checkpoints"][-1]["parameters"], "options": record.options}
+    for entry in body["checkpoints"]:
+        entry["training"] = spent(Path(entry["path"]))
     body["measure"]["prompts"] = options.prompts or options.measure.prompts
     report = report_of(body, loaded.description, drafter, environment(loaded.target.device), training)
     if loaded.target.part.first:
@@ -74,6 +77,23 @@ def measure_run(
         console.print(f"note: {note}", style="yellow", soft_wrap=True)
     console.print(f"report: {folder / 'report.html'}", soft_wrap=True, highlight=False)
     return report
+
+
+def spent(checkpoint: Path) -> dict[str, Any] | None:
+    """The report's `training` of a checkpoint: what it took to train up to it; None where it does not say."""
+    try:
+        progress = Progress.of(checkpoint)
+    except (OSError, ValueError, TypeError):
+        return None
+    known = progress.device is not None or not progress.step  # checkpoints of earlier versions have none of the three
+    return {
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "seconds": progress.seconds,
+        "process_seconds": progress.process_seconds if known else None,
+        "flops": progress.flops if progress.flops or not progress.step else None,
+        "device": progress.device,
+    }
 
 
 def target_of(options: TargetOptions, trained: TargetRecord) -> TargetOptions:

@@ -77,6 +77,22 @@ COMMANDS = {
             "drafttrain export checkpoint=DIR format=sglang out=DIR overwrite=true",
         ),
     ),
+    "compare": Command(
+        "rank measured runs side by side, and say which differences are more than chance",
+        (
+            "drafttrain compare RUN RUN",
+            "drafttrain compare 'outputs/NAME/*' ENTITY/PROJECT/RUN out=DIR",
+            "drafttrain compare 'multirun/**' compare.sort=tau compare.checkpoints=all",
+        ),
+    ),
+    "simulate": Command(
+        "what acceptance, draft cost, batch size and tree shape are worth, and where the gain ends",
+        (
+            "drafttrain simulate simulate.alpha=0.8 simulate.draft_cost=0.05",
+            "drafttrain simulate checkpoint=DIR simulate.alpha=+0.05",
+            "drafttrain simulate report=FILE out=PICTURE.png",
+        ),
+    ),
     "doctor": Command(
         "print versions, devices, compilers, kernel backend, writable paths and W&B state",
         ("drafttrain doctor",),

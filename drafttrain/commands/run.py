@@ -9,6 +9,8 @@ from drafttrain.data import DataOptions, InspectOptions, PrepareOptions
 from drafttrain.features import FeatureOptions
 from drafttrain.losses import LossOptions
 from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions
+from drafttrain.measure.compare import CompareOptions
+from drafttrain.measure.simulate import SimulateOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.train import DeepSpeedOptions, LoggerOptions, TrainOptions
 
@@ -61,13 +63,16 @@ class RunOptions:
     prepare: PrepareOptions = field(default_factory=PrepareOptions)
     inspect: InspectOptions = field(default_factory=InspectOptions)
     tune: TuneOptions = field(default_factory=TuneOptions)
+    compare: CompareOptions = field(default_factory=CompareOptions)
+    simulate: SimulateOptions = field(default_factory=SimulateOptions)
     name: str = "default"  # the recipe's name; runs land in <output>/<name>/<time>/
     output: str = "outputs"
     # prepare: the new data set's directory; inspect: the page, an .html file; export: the directory, with format=all one for
-    # each stack in it
+    # each stack in it; compare: the directory of its files; simulate: the picture, a .png file
     out: str | None = None
     resume: str | None = None  # auto: the newest unfinished run of this configuration; or a run directory
-    checkpoint: str | None = None  # measure, tune, generate, export: a checkpoint directory
+    checkpoint: str | None = None  # measure, tune, generate, export, simulate: a checkpoint directory
+    report: str | None = None  # simulate: the report.json to start from, or its run
     prompts: str | None = None  # measure, tune, inspect: a prompt file instead of measure.prompts
     prompt: str | None = None  # generate: the text; null: standard input, or a chat on a terminal
     chat: bool = True  # generate: apply the chat template and remember turns; false continues the text as it is
@@ -75,4 +80,5 @@ class RunOptions:
     dtype: str | None = None  # export: of the weights: float32 | bfloat16 | float16; null: as the target was loaded in training
     overwrite: bool = False  # export: replace an earlier export in `out`
     max_shard_size: str = "5GB"  # export: of one weights file
+    runs: list[str] = field(default_factory=list)  # compare: what the words without a key name
     recipe: str | None = None

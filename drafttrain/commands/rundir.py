@@ -23,20 +23,8 @@ from drafttrain.train.engine import World
 from drafttrain.train.sealed import newest_valid
 
 NOT_HASHED = (
-    *(
-        "output",
-        "resume",
-        "measure",
-        "logger",
-        "launcher",
-        "checkpoint",
-        "prompts",
-        "recipe",
-        "out",
-        "prepare",
-        "inspect",
-        "tune",
-    ),
+    *("output", "resume", "measure", "logger", "launcher", "checkpoint", "prompts", "recipe", "out", "prepare", "inspect"),
+    *("tune", "compare", "runs", "simulate", "report"),
     *("format", "dtype", "overwrite", "max_shard_size"),
     *("deepspeed.zero_stage", "deepspeed.offload_optimizer", "deepspeed.offload_parameters"),
     *(f"train.{key}" for key in ("micro_batch", "sequence_parallel", "log_every", "checkpoint_every", "keep_last")),

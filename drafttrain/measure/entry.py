@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,9 @@ from drafttrain.measure.acceptance import Acceptance, pooled
 from drafttrain.measure.bench import BASELINE, REFERENCE
 from drafttrain.measure.cases import Case
 from drafttrain.measure.exactness import Match
-from drafttrain.measure.expected import FLAGGED_GAP, expected_tau, gap
+from drafttrain.measure.expected import FLAGGED_GAP, expected_tau, gap, rank_shares
 from drafttrain.measure.monitors import counted, ends_in_loop, missed_stop
-from drafttrain.measure.speed import Race, Repeats, costs, over_repeats, seconds, speedup, throughput, tpot, ttft
+from drafttrain.measure.speed import Race, Repeats, by_prompt, costs, over_repeats, seconds, speedup, throughput, tpot, ttft
 from drafttrain.request import Result
 from drafttrain.tree import Path
 
@@ -44,7 +45,14 @@ def whole(evidence: Evidence, name: str, timed: Race, stop_ids: frozenset[int]) 
     baseline = counted([r.tokens for r in evidence.plain], stop_ids)
     monitors = counted([r.tokens for r in evidence.speculative], stop_ids)
     keys["monitors"] = monitors | {f"baseline_{k}": v for k, v in baseline.items()}
-    keys["per_prompt"] = [_one(evidence, i, stop_ids) for i in range(len(evidence.cases))]
+    times = {prefix: by_prompt(timed, whose) for prefix, whose in (("", name), ("baseline_", BASELINE))}
+    keys["per_prompt"] = [
+        _one(evidence, i, stop_ids) | {f"{prefix}decode_ms": _milli(found.get(i)) for prefix, found in times.items()}
+        for i in range(len(evidence.cases))
+    ]
+    keys["rank_by_position"] = None
+    if evidence.hits is not None and not evidence.sampled:
+        keys["rank_by_position"] = rank_shares(evidence.hits, evidence.paths)
     if keys["expected_tau"] is not None and keys["draft_cost"] is not None:
         keys["predicted_speedup"] = keys["expected_tau"] / (keys["draft_cost"] + keys["verify_cost"])
         drift = gap(keys["predicted_speedup"], keys["speedup"])
@@ -88,6 +96,8 @@ def acceptance_keys(counts: Acceptance, expected: float | None) -> Keys:
         "expected_gap_flagged": drift is not None and abs(drift) > FLAGGED_GAP,
         "alpha": counts.alpha,
         "alpha_by_position": [list(a) for a in counts.alpha_by_position],
+        "offered_by_position": list(counts.offered),
+        "accepted_by_position": list(counts.accepted),
         "drafted": sum(counts.offered),
         "accepted": sum(counts.accepted),
         "nodes": counts.nodes,
@@ -157,14 +167,25 @@ def _one(evidence: Evidence, i: int, stop_ids: frozenset[int]) -> Keys:
     return {
         "question_id": evidence.cases[i].question_id,
         "category": evidence.cases[i].category,
+        "prompt": prompt_digest(evidence.cases[i].tokens),
         "tokens": len(ours.tokens),
+        "baseline_tokens": len(plain.tokens),
         "tau": pooled([ours]).tau,
+        "emitted": ours.emitted,
+        "verifications": ours.verifications,
+        "drafted": sum(ours.offered),
+        "accepted": sum(ours.accepted),
         "exact": None if evidence.exact is None else evidence.exact[i].value,
         "loop": ends_in_loop(ours.tokens, stop_ids),
         "baseline_loop": ends_in_loop(plain.tokens, stop_ids),
         "stop_missed": missed_stop(ours.tokens, stop_ids),
         "baseline_stop_missed": missed_stop(plain.tokens, stop_ids),
     }
+
+
+def prompt_digest(tokens: Sequence[int]) -> str:
+    """Names a prompt by its token ids, so that measurements of other days and files can be paired by it."""
+    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
 
 
 def _milli(value: float | None) -> float | None:

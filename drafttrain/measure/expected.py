@@ -65,6 +65,25 @@ def expected_tau(hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, vis
     return 1.0 + float((weight_M[:, None] * arrive_MD).sum() / weight_M.sum())
 
 
+def rank_shares(hits: Sequence[Hits], paths: Sequence[Path], width: int = 10) -> list[list[float]] | None:
+    """[depth][rank]: the share of the positions at which decoding stands where the true token is the drafter's choice of this
+    rank, among those where every token above was one of its first `width`; None without samples.
+    """
+    rows = [h for h in hits if len(h.rank_MK)]
+    if not rows or not paths:
+        return None
+    rank_MK = torch.cat([h.rank_MK for h in rows])
+    alive_M = torch.cat([visits(arrivals(h.rank_MK, paths)) for h in rows])
+    table = []
+    for rank_M in rank_MK.unbind(-1):
+        if not float(alive_M.sum()):
+            break
+        share_R = torch.zeros(width + 1, dtype=torch.float64).index_add_(0, rank_M.clamp_max(width).long(), alive_M)
+        table.append((share_R / share_R.sum())[:width].tolist())
+        alive_M = torch.where(rank_M < width, alive_M, 0.0)
+    return table
+
+
 def _arrivals(hits: Hits, paths: Sequence[Path], sampled: bool) -> Tensor:
     """[M, D] float64: P(the node at depth d + 1 is accepted) at each sample; 0 or 1 where the proposal is deterministic."""
     if not sampled:

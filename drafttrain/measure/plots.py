@@ -16,7 +16,7 @@ from drafttrain.measure.curves import CURVES, read_curves
 Entry = dict[str, Any]
 
 COLOURS = ("#3b6fb6", "#e07b39", "#3f9e7a", "#b24c63", "#7d5ba6", "#8a8a8a")
-_INK, _GRID = "#333333", "#e3e3e3"
+INK, _GRID = "#333333", "#e3e3e3"
 
 
 def acceptance_plot(entries: Sequence[Entry], path: Path) -> Path | None:
@@ -24,19 +24,19 @@ def acceptance_plot(entries: Sequence[Entry], path: Path) -> Path | None:
     drawn = [e for e in entries if e["alpha_by_position"]]
     if not drawn:
         return None
-    figure, (axes,) = _figure(1, 6.4)
+    figure, (axes,) = panels(1, 6.4)
     for i, entry in enumerate(drawn):
         value, low, high = zip(*entry["alpha_by_position"], strict=True)
         at = [position + 1 + 0.06 * (i - (len(drawn) - 1) / 2) for position in range(len(value))]
         spread = [[v - a for v, a in zip(value, low, strict=True)], [b - v for v, b in zip(value, high, strict=True)]]
         label = f"{entry['name']} (tau {entry['tau']:.2f})"
-        axes.errorbar(at, value, yerr=spread, marker="o", markersize=5, capsize=3, linewidth=1.6, color=_colour(i), label=label)
+        axes.errorbar(at, value, yerr=spread, marker="o", markersize=5, capsize=3, linewidth=1.6, color=colour(i), label=label)
     axes.set(xlabel="draft position", ylabel="acceptance, given the positions before", ylim=(0, 1))
     axes.set_title("Acceptance by position", loc="left", fontweight="bold")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.08)
     axes.legend(frameon=False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def speedup_plot(entries: Sequence[Entry], path: Path) -> Path | None:
@@ -45,42 +45,42 @@ def speedup_plot(entries: Sequence[Entry], path: Path) -> Path | None:
     sizes = list(dict.fromkeys(s["value"] for _, slices in timed for s in slices))
     if not sizes:
         return None
-    figure, (axes,) = _figure(1, max(5.0, 1.6 + 0.9 * len(sizes) * len(entries)))
+    figure, (axes,) = panels(1, max(5.0, 1.6 + 0.9 * len(sizes) * len(entries)))
     width = 0.8 / len(timed)
     for i, (name, slices) in enumerate(timed):
         at = [sizes.index(s["value"]) + (i - (len(timed) - 1) / 2) * width for s in slices]
         value = [s["speedup"] for s in slices]
         spread = [[s["speedup"] - s["speedup_min"] for s in slices], [s["speedup_max"] - s["speedup"] for s in slices]]
-        axes.bar(at, value, width * 0.88, color=_colour(i), label=name)
-        axes.errorbar(at, value, yerr=spread, fmt="none", ecolor=_INK, elinewidth=1.2, capsize=4)
+        axes.bar(at, value, width * 0.88, color=colour(i), label=name)
+        axes.errorbar(at, value, yerr=spread, fmt="none", ecolor=INK, elinewidth=1.2, capsize=4)
         for x, s in zip(at, slices, strict=True):
             at_top, text = (x, s["speedup_max"]), f"{s['speedup']:.2f}x"
             axes.annotate(text, at_top, (0, 4), textcoords="offset points", ha="center", fontsize=9)
-    axes.axhline(1.0, color=_INK, linewidth=1, linestyle="--", label="plain decoding")
+    axes.axhline(1.0, color=INK, linewidth=1, linestyle="--", label="plain decoding")
     axes.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
     axes.set_ylim(0, 1.22 * max([1.0, *(s["speedup_max"] for _, slices in timed for s in slices)]))
     axes.set_ylabel("speedup (time per token)")
     axes.set_title("Speedup over plain decoding", loc="left", fontweight="bold")
     axes.grid(axis="x", visible=False)
     axes.legend(frameon=False, ncols=3, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.1))
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def training_plot(metrics: Path, path: Path) -> Path | None:
     """Loss, agreement by position and expected tau over the steps of a metrics.jsonl; None when it holds no step."""
-    panels = read_curves(metrics)
-    if not panels:
+    curves = read_curves(metrics)
+    if not curves:
         return None
-    figure, every = _figure(len(panels), 4.2 * len(panels))
-    for axes, (name, series) in zip(every, panels.items(), strict=True):
+    figure, every = panels(len(curves), 4.2 * len(curves))
+    for axes, (name, series) in zip(every, curves.items(), strict=True):
         for i, (label, points) in enumerate(series.items()):
             marker = "o" if len(points) < 3 else None
-            axes.plot(*zip(*points, strict=True), linewidth=1.6, marker=marker, markersize=4, color=_colour(i), label=label)
+            axes.plot(*zip(*points, strict=True), linewidth=1.6, marker=marker, markersize=4, color=colour(i), label=label)
         axes.set_title(CURVES[name], loc="left", fontweight="bold")
         axes.set_xlabel("step")
         if len(series) > 1:
             axes.legend(frameon=False, fontsize=9)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def data_plot(data: Entry | None, path: Path) -> Path | None:
@@ -88,22 +88,22 @@ def data_plot(data: Entry | None, path: Path) -> Path | None:
     if not data or not data.get("lengths"):
         return None
     vocabulary = data.get("vocabulary")
-    figure, every = _figure(2 if vocabulary else 1, 9.6 if vocabulary else 5.0)
+    figure, every = panels(2 if vocabulary else 1, 9.6 if vocabulary else 5.0)
     edges, counts = zip(*data["lengths"], strict=True)
-    every[0].bar(range(len(edges)), counts, 0.88, color=_colour(0))
+    every[0].bar(range(len(edges)), counts, 0.88, color=colour(0))
     every[0].set_xticks(range(len(edges)), [f"{edge:,}" for edge in edges], rotation=45)
     every[0].set(xlabel="at most so many tokens", ylabel="texts")
     every[0].set_title("Lengths", loc="left", fontweight="bold")
     every[0].grid(axis="x", visible=False)
     if vocabulary:
         size, share = vocabulary["recommended"], vocabulary["recommended_share"]
-        every[1].plot(*zip(*vocabulary["curve"], strict=True), marker="o", markersize=4, linewidth=1.6, color=_colour(0))
-        every[1].plot([size], [share], marker="o", markersize=8, color=_colour(1), linestyle="none")
-        every[1].annotate(f"{size:,}: {share:.1%}", (size, share), (8, -14), textcoords="offset points", color=_INK)
+        every[1].plot(*zip(*vocabulary["curve"], strict=True), marker="o", markersize=4, linewidth=1.6, color=colour(0))
+        every[1].plot([size], [share], marker="o", markersize=8, color=colour(1), linestyle="none")
+        every[1].annotate(f"{size:,}: {share:.1%}", (size, share), (8, -14), textcoords="offset points", color=INK)
         every[1].set_xscale("log", base=2)
         every[1].set(xlabel="commonest tokens", ylabel="share of supervised tokens", ylim=(0, 1.04))
         every[1].set_title("What a draft vocabulary covers", loc="left", fontweight="bold")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def tuning_plot(surface: Sequence[Entry], chosen: Entry, path: Path) -> Path | None:
@@ -113,45 +113,48 @@ def tuning_plot(surface: Sequence[Entry], chosen: Entry, path: Path) -> Path | N
         return None
     depths = sorted({s["depth"] for s in surface})
     along = "depth" if len(depths) == len(surface) else "nodes"
-    figure, (axes,) = _figure(1, 7.2)
+    figure, (axes,) = panels(1, 7.2)
     lines = {None: surface} if along == "depth" else {d: [s for s in surface if s["depth"] == d] for d in depths}
     for i, (depth, points) in enumerate(lines.items()):
         x, y = zip(*sorted((s[along], s["speedup"]) for s in points), strict=True)
         label = None if depth is None else f"depth {depth}"
-        axes.plot(x, y, marker="o", markersize=4, linewidth=1.6, color=_colour(i), label=label)
+        axes.plot(x, y, marker="o", markersize=4, linewidth=1.6, color=colour(i), label=label)
     if (depth := chosen["settings"].get("draft_length")) is not None:
         nodes = len(chosen["settings"].get("paths", ())) or None
         own = [s for s in surface if s["depth"] == depth and nodes in (None, s["nodes"])]
         place = (own[0][along], own[0]["speedup"])
-        axes.plot(*place, marker="o", markersize=11, markerfacecolor="none", color=_INK, linestyle="none")
-        axes.annotate("chosen", place, (8, 8), textcoords="offset points", color=_INK)
-    axes.axhline(1.0, color=_INK, linewidth=1, linestyle="--")
+        axes.plot(*place, marker="o", markersize=11, markerfacecolor="none", color=INK, linestyle="none")
+        axes.annotate("chosen", place, (8, 8), textcoords="offset points", color=INK)
+    axes.axhline(1.0, color=INK, linewidth=1, linestyle="--")
     label = "draft length" if along == "depth" else "nodes of the tree"
     axes.set(xlabel=label, ylabel="predicted speedup over plain decoding")
     axes.set_title("Predicted speedup by the shape of the proposal", loc="left", fontweight="bold")
     if along == "nodes":
         axes.legend(frameon=False, fontsize=9)
-    return _save(figure, path)
+    return save(figure, path)
 
 
-def _colour(i: int) -> str:
+def colour(i: int) -> str:
     return COLOURS[i % len(COLOURS)]
 
 
-def _figure(panels: int, width: float) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, 3.9), dpi=150, layout="constrained")
+def panels(count: int, width: float, columns: int | None = None, height: float = 3.9) -> tuple[Figure, list[Axes]]:
+    """A figure of this size in inches, and its panels, row by row; columns: all in one row unless set."""
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    every = [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
+    across = columns or count
+    every = [figure.add_subplot(-(-count // across), across, i + 1) for i in range(count)]
     for axes in every:
         axes.grid(color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color("#999999")
-        axes.tick_params(colors=_INK)
+        axes.tick_params(colors=INK)
     return figure, every
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
+    """Whole or not at all."""
     aside = path.with_suffix(".aside.png")
     figure.savefig(aside)
     aside.replace(path)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from drafttrain.atomic import atomic_write_json, atomic_write_text
+from drafttrain.errors import UserError
 from drafttrain.measure.flags import best
 from drafttrain.measure.markdown import markdown
 from drafttrain.measure.page import page
 from drafttrain.measure.plots import acceptance_plot, data_plot, speedup_plot, training_plot
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+FILE = "report.json"
 
 Report = dict[str, Any]
 
@@ -49,11 +52,25 @@ def write_report(folder: Path, report: Report, metrics: Path | None = None) -> l
         data_plot((report["training"] or {}).get("data"), folder / "data.png"),
     ]
     figures = [path for path in drawn if path is not None]
-    written = [*figures, folder / "report.html", folder / "report.md", folder / "report.json"]
+    written = [*figures, folder / "report.html", folder / "report.md", folder / FILE]
     atomic_write_text(folder / "report.html", page(rounded(report), metrics))
     atomic_write_text(folder / "report.md", markdown(report, [path.name for path in figures]))
-    atomic_write_json(folder / "report.json", rounded(report))
+    atomic_write_json(folder / FILE, rounded(report))
     return written
+
+
+def read_report(file: Path) -> Report:
+    """A report of this or an earlier version. Raises UserError for anything else."""
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as a report: {error}; name a {FILE} that drafttrain wrote") from error
+    wanted = ("schema_version", "target", "drafter", "environment", "measure", "checkpoints", "best")
+    if not isinstance(report, dict) or any(key not in report for key in wanted) or not report["checkpoints"]:
+        raise UserError(f"{file} is no report of a measurement; name a {FILE} that drafttrain wrote")
+    if report["schema_version"] > SCHEMA_VERSION:
+        raise UserError(f"{file}: schema_version {report['schema_version']} is newer than {SCHEMA_VERSION}; update drafttrain")
+    return report
 
 
 def rounded(value: Any) -> Any:

@@ -97,6 +97,16 @@ def speedup(baseline: Repeats, speculative: Repeats) -> Speedup | None:
     return Speedup(median(ratios), min(ratios), max(ratios)) if ratios else None
 
 
+def by_prompt(timed: Race, name: str) -> dict[int, float]:
+    """Seconds from a text's first token to its last, by case number: the median over repeats."""
+    spent: dict[int, list[float]] = {}
+    for laps in timed.of(name):
+        for wave, lap in zip(timed.waves, laps, strict=True):
+            for case, result in zip(wave, lap.results, strict=True):
+                spent.setdefault(case, []).append(result.ended - result.first)
+    return {case: median(times) for case, times in spent.items()}
+
+
 def costs(repeats: Repeats) -> Costs:
     """Step costs summed over all repeats and waves."""
     total = Costs()

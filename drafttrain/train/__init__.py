@@ -54,5 +54,6 @@ class LoggerOptions:
     name: str = "wandb"  # wandb | none
     project: str = "drafttrain"
     entity: str | None = None
-    group: str | None = None
+    group: str | None = None  # null: the recipe and the target
     mode: str = "auto"  # auto: online when logged in, else offline. online | offline
+    artifacts: str = "none"  # checkpoints and exports at W&B: none | reference: their paths | files: uploaded

@@ -32,13 +32,17 @@ Result = TypeVar("Result")
 
 @dataclass
 class Progress:
-    """What a checkpoint must remember beside tensors. seconds: of training, all sessions of the run together.
-    passing: saved on the way out, to be resumed from and then removed; its proposal is not tuned.
+    """What a checkpoint must remember beside tensors. seconds: of training, all sessions of the run together;
+    process_seconds: times the processes of each. flops: of target and drafter, all processes together, on a GPU.
+    device: cuda or cpu. passing: saved on the way out, to be resumed from and then removed; its proposal is not tuned.
     """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    process_seconds: float = 0.0
+    flops: float = 0.0
+    device: str | None = None
     loss: float | None = None
     expected_tau: float | None = None
     measured_tau: float | None = None

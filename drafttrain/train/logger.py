@@ -6,11 +6,22 @@ import json
 import netrc
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from drafttrain.errors import UserError
 from drafttrain.train import LoggerOptions
+from drafttrain.train.lineage import (
+    COLUMNS,
+    Lineage,
+    check_artifacts,
+    checkpoint_artifact,
+    group_of,
+    measurement_rows,
+    run_of,
+    summary_of,
+)
 
 HOST = "api.wandb.ai"
 
@@ -22,7 +33,12 @@ class Logger:
         self.file = run_dir / "metrics.jsonl"
         _forget_after(self.file, kept_steps)
         self._lines = self.file.open("a", encoding="utf-8")
-        self.run = _start(options, run_dir, config)
+        self.options = options
+        self.run = start(options, run_dir, config, f"{run_dir.parent.name}/{run_dir.name}", "fit")
+        if self.run is not None:
+            lineage = Lineage(self.run, options.artifacts)
+            lineage.note(run_dir)
+            lineage.uses_data(config["data"])
 
     def step(self, step: int, values: Mapping[str, Any]) -> None:
         self._lines.write(json.dumps({"step": step, **values}) + "\n")
@@ -31,28 +47,40 @@ class Logger:
             self.run.log(_flat(values), step=step)
 
     def report(self, report: dict[str, Any], plots: list[Path], checkpoints: list[Path], files: list[Path]) -> None:
-        """The measured checkpoints as summary and artifacts."""
+        """The measured checkpoints as summary, table, pictures and artifacts."""
         if self.run is None:
             return
         import wandb
 
-        best = next(c for c in report["checkpoints"] if c["name"] == report["best"])
-        self.run.summary.update({k: v for k, v in best.items() if isinstance(v, int | float | str)} | {"best": report["best"]})
-        self.run.log({f"report/{p.stem}": wandb.Image(str(p)) for p in plots})
-        for checkpoint in checkpoints:
-            artifact = wandb.Artifact(f"{self.run.id}-{checkpoint.name}", type="drafter")
-            for name in ("drafter.safetensors", "drafter.json"):
-                artifact.add_file(str(checkpoint / name))
-            self.run.log_artifact(artifact, aliases=["best"] if checkpoint.name == report["best"] else [])
-        artifact = wandb.Artifact(f"{self.run.id}-report", type="report")
-        for file in files:
-            artifact.add_file(str(file))
-        self.run.log_artifact(artifact)
+        self.run.summary.update(summary_of(report))
+        pictures = {f"report/{p.stem}": wandb.Image(str(p)) for p in plots}
+        self.run.log(pictures | {"report/measurement": wandb.Table(columns=list(COLUMNS), data=measurement_rows(report))})
+        lineage = Lineage(self.run, self.options.artifacts)
+        lineage.made_checkpoints(checkpoints, report)
+        lineage.made_report(files)
 
     def close(self) -> None:
         self._lines.close()
         if self.run is not None:
             self.run.finish()
+
+
+def log_export(options: LoggerOptions, config: dict[str, Any], checkpoint: Path, folders: Mapping[str, Path]) -> None:
+    """An export as a W&B run of its own that used the checkpoint and made `folders`, by stack. Only for checkpoints of a run
+    that was logged there, and with `logger.artifacts` set.
+    """
+    made_by = run_of(checkpoint)
+    if made_by is None or options.artifacts == "none":
+        return
+    options = replace(options, group=options.group or made_by.get("group"), project=made_by.get("project") or options.project)
+    run = start(options, checkpoint.absolute().parent.parent, config, f"export {checkpoint.name}", "export")
+    if run is None:
+        return
+    lineage = Lineage(run, options.artifacts)
+    lineage.uses_checkpoint(checkpoint, made_by)
+    for stack, folder in folders.items():
+        lineage.made_export(folder, stack, checkpoint_artifact(str(made_by["id"]), checkpoint))
+    run.finish()
 
 
 def logged_in() -> bool:
@@ -65,13 +93,19 @@ def logged_in() -> bool:
         return False
 
 
-def _start(options: LoggerOptions, run_dir: Path, config: dict[str, Any]) -> Any:
-    if options.name == "none":
-        return None
-    if options.name != "wandb":
+def check_logger(options: LoggerOptions) -> None:
+    if options.name not in ("wandb", "none"):
         raise UserError(f"logger.name is {options.name!r}; choose wandb or none")
     if options.mode not in ("auto", "online", "offline"):
         raise UserError(f"logger.mode is {options.mode!r}; choose auto, online or offline")
+    check_artifacts(options.artifacts)
+
+
+def start(options: LoggerOptions, folder: Path, config: dict[str, Any], name: str, job: str) -> Any:
+    """A W&B run that keeps its files in `folder`, or None without W&B. Raises UserError for bad options."""
+    check_logger(options)
+    if options.name == "none":
+        return None
     mode: Any = options.mode
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
@@ -80,9 +114,10 @@ def _start(options: LoggerOptions, run_dir: Path, config: dict[str, Any]) -> Any
     return wandb.init(
         project=options.project,
         entity=options.entity,
-        group=options.group,
-        name=f"{run_dir.parent.name}/{run_dir.name}",
-        dir=str(run_dir),
+        group=options.group or group_of(config),
+        job_type=job,
+        name=name,
+        dir=str(folder),
         config=config,
         mode=mode,
         settings=wandb.Settings(silent=True, console="off"),

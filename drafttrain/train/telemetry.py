@@ -21,6 +21,7 @@ from drafttrain.train.peaks import peak_of
 class Cost:
     """Of one step in one process. Shares are of its seconds; a target that is trained too has no forward of its own.
     mfu: of the device's dense bfloat16 peak; None where that is not known. peak_memory: bytes, since the process began.
+    flops: of this process, as `Flops` counts them.
     """
 
     seconds: float
@@ -29,10 +30,11 @@ class Cost:
     rest_share: float
     mfu: float | None
     peak_memory: int
+    flops: float
 
     def values(self) -> dict[str, Any]:
-        """As they are logged; seconds are in the rate already."""
-        return {name: value for name, value in asdict(self).items() if name != "seconds"}
+        """As they are logged; seconds are in the rate already, operations in the share of the peak."""
+        return {name: value for name, value in asdict(self).items() if name not in ("seconds", "flops")}
 
 
 class Meter:
@@ -85,7 +87,7 @@ class Meter:
         seconds = perf_counter() - self._began
         data, target = min(self._data / seconds, 1.0), min(target / seconds, 1.0)
         mfu = None if self.peak is None else self._work / seconds / self.peak
-        cost = Cost(seconds, target, data, max(0.0, 1.0 - data - target), mfu, peak_memory(self.device))
+        cost = Cost(seconds, target, data, max(0.0, 1.0 - data - target), mfu, peak_memory(self.device), self._work)
         self._begin()
         return cost
 

@@ -33,7 +33,7 @@ from drafttrain.train.onpolicy import OnPolicy
 from drafttrain.train.profile import Profile, window
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
-from drafttrain.train.telemetry import Meter
+from drafttrain.train.telemetry import Cost, Meter
 from drafttrain.train.ulysses import sequence_group
 from drafttrain.train.watchdog import Watchdog
 from drafttrain.tree import expected_nodes
@@ -159,12 +159,22 @@ class Trainer:
 
     def _cost(self, tokens: int) -> dict[str, Any]:
         cost = self.meter.step()
-        self.progress.seconds += cost.seconds
+        self._spend(cost)
         values = {"tokens_per_s": tokens / cost.seconds} | cost.values()
         if self.job.train.per_rank and self.progress.step % self.job.train.log_every == 0:
             costs = [asdict(other) for other in self.world.gather(cost)]
             values |= {f"{name}_by_rank": [c[name] for c in costs] for name in costs[0]}
         return values
+
+    def _spend(self, cost: Cost) -> None:
+        """Add a step to what training has cost; processes work alike, so one's operations stand for each. On a CPU our compiled
+        blocks do part of the work, whose operations nobody counts.
+        """
+        progress, size = self.progress, self.world.size
+        progress.seconds += cost.seconds
+        progress.process_seconds += cost.seconds * size
+        progress.flops += cost.flops * size if self.device.type == "cuda" else 0.0
+        progress.device = self.device.type
 
     def _trace_file(self) -> Path | None:
         """Of the first process, or of each."""

@@ -1,0 +1,47 @@
+"""Floor 5: `drafttrain compare RUN RUN ... [out=DIR]`: measured runs ranked, with what is more than chance between them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from drafttrain.commands.run import RunOptions
+from drafttrain.errors import UserError
+from drafttrain.measure.compare.files import write_comparison
+from drafttrain.measure.compare.ranking import check_options, ranked
+from drafttrain.measure.compare.rows import rows_of
+from drafttrain.measure.compare.runs import find_runs
+from drafttrain.measure.compare.table import console_table
+
+
+def compare(options: RunOptions, resolved: dict[str, Any]) -> Path | None:
+    """Print the table; returns `out`, with the files written there, if it is given.
+
+    Raises UserError for runs that cannot be found or read, and for runs that were not measured alike.
+    """
+    check_options(options.compare)
+    out = _folder(options.out)
+    runs, notes = find_runs(options.runs)
+    comparison = ranked(rows_of(runs, options.compare.checkpoints), options.compare, notes)
+    console = Console()
+    console.print(console_table(comparison))
+    for note in comparison.notes:
+        console.print(f"note: {note}", style="yellow", soft_wrap=True, highlight=False, markup=False)
+    if out is not None:
+        keyed = [word for word in sys.argv[1:] if not word.startswith("runs=")]
+        for file in write_comparison(out, comparison, shlex.join(["drafttrain", "compare", *options.runs, *keyed])):
+            console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+    return out
+
+
+def _folder(out: str | None) -> Path | None:
+    if out is None:
+        return None
+    folder = Path(out).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"out is {out!r}, a file; name a directory with out=DIR")
+    return folder

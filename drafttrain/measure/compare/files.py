@@ -1,0 +1,60 @@
+"""Floor 4: the comparison as compare.csv, pairs.csv, compare.md and compare.html."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from drafttrain.atomic import atomic_write_text
+from drafttrain.measure import cells
+from drafttrain.measure.compare.columns import HEADER, cell_rows, figure_rows, pair_cells, varied_text
+from drafttrain.measure.compare.page import page
+from drafttrain.measure.compare.ranking import Comparison
+from drafttrain.measure.compare.significance import Pair
+
+PAIRS = ("figure", "first", "second", "prompts", "difference", "low", "high", "p", "p_corrected", "verdict")
+
+
+def write_comparison(folder: Path, comparison: Comparison, command: str) -> list[Path]:
+    """Write the four files, each whole or not at all; returns them. Other files in the folder stay."""
+    texts = {
+        "compare.csv": _csv(*figure_rows(comparison)),
+        "pairs.csv": _csv(list(PAIRS), [_pair(comparison, pair) for pair in comparison.pairs]),
+        "compare.md": markdown(comparison),
+        "compare.html": page(comparison, command),
+    }
+    for name, text in texts.items():
+        atomic_write_text(folder / name, text)
+    return [folder / name for name in texts]
+
+
+def markdown(comparison: Comparison) -> str:
+    """The table, the pairs in words, and what to note."""
+    parts = [f"# Comparison, by {comparison.sort}", cells.rows(HEADER, cell_rows(comparison))]
+    varied = [(row.label, varied_text(comparison, i, 99)) for i, row in enumerate(comparison.rows) if row.varied]
+    if varied:
+        parts.append("## Settings in which the runs differ\n\n" + "\n".join(f"- {name}: {text}" for name, text in varied))
+    if comparison.pairs:
+        header = ["", "first", "second", "prompts", "first - second [95 %]", "second against first"]
+        parts.append("## Pairs\n\n" + cells.rows(header, pair_cells(comparison)))
+    if comparison.notes:
+        parts.append("## To note\n\n" + "\n".join(f"- {note}" for note in comparison.notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def _pair(comparison: Comparison, pair: Pair) -> list[Any]:
+    low, high = (None, None) if pair.interval is None else (pair.interval.low, pair.interval.high)
+    names = [comparison.rows[k].label for k in (pair.first, pair.second)]
+    figures = [pair.difference, low, high, pair.p, pair.corrected]
+    return [pair.figure, *names, pair.prompts, *figures, pair.words(comparison.level)]
+
+
+def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(["" if value is None else value for value in row] for row in rows)
+    return text.getvalue()

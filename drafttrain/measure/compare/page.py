@@ -1,0 +1,66 @@
+"""Floor 4: the comparison as one HTML file that asks nothing of a network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import drafttrain
+from drafttrain.measure import cells
+from drafttrain.measure.compare.columns import HEADER, cell_rows, cost_text, pair_cells, varied_text
+from drafttrain.measure.compare.ranking import UNITS, Comparison
+from drafttrain.measure.compare.scatter import Scatter, scatter
+from drafttrain.page import render
+
+SIZES = {"wide": (720, 400), "narrow": (340, 340)}
+
+
+def page(comparison: Comparison, command: str) -> str:
+    """command: the command line that made it."""
+    first = comparison.rows[0]
+    return render(
+        "compare.html",
+        title=f"{len(comparison.rows)} runs by {comparison.sort}",
+        version=drafttrain.__version__,
+        command=command,
+        entry=first.entry,
+        target=first.found.report["target"],
+        header=HEADER,
+        rows=cell_rows(comparison),
+        varied=[varied_text(comparison, i, 99) for i in range(len(comparison.rows))],
+        frontier=comparison.frontier,
+        plots=plots(comparison),
+        unit=UNITS[comparison.cost],
+        pairs=pair_cells(comparison),
+        tests=tests(comparison),
+        level=comparison.level,
+        notes=comparison.notes,
+    )
+
+
+def tests(comparison: Comparison) -> int:
+    """Pairs that could be tested, of one figure: what Holm's correction is for."""
+    return max((sum(p.figure == name and p.p is not None for p in comparison.pairs) for name in ("speedup", "tau")), default=0)
+
+
+def plots(comparison: Comparison) -> dict[str, Scatter]:
+    """The scatter of speedup against cost, for a wide and for a narrow screen; none where no run has both."""
+    points = comparison.points()
+    if not points:
+        return {}
+    marks: list[dict[str, Any]] = []
+    for i, cost, speed in points:
+        entry = comparison.rows[i].entry
+        about = f"{comparison.rows[i].label}: {cells.speedups(entry)}, tau {cells.number(entry['tau'])}"
+        about += f", {cost_text(comparison, i)}"
+        marks.append(
+            {
+                "rank": i + 1,
+                "cost": cost,
+                "speed": speed,
+                "low": entry["speedup_min"],
+                "high": entry["speedup_max"],
+                "about": about,
+                "ahead": i in comparison.frontier,
+            }
+        )
+    return {name: scatter(marks, width, height) for name, (width, height) in SIZES.items()}

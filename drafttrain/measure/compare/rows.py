@@ -1,0 +1,103 @@
+"""Floor 4: one measured checkpoint as a line of the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafttrain.measure.compare.runs import Found
+
+FLOPS, HOURS, TOKENS = "flops", "hours", "tokens"
+UNVARIED = ("output", "name", "recipe", "resume", "logger", "launcher", "measure", "out", "runs")  # no drafter's difference
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """label: its name in the table. varied: settings in which the runs differ. counts, times: by prompt, see below; None in
+    reports of version 1, and for prompts that were not timed.
+    """
+
+    label: str
+    found: Found
+    entry: dict[str, Any]
+    varied: dict[str, Any]
+
+    @property
+    def family(self) -> str:
+        return str(self.found.report["drafter"].get("family", "-"))
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What training up to this checkpoint took; empty where no one noted it."""
+        if (own := self.entry.get("training")) is not None:
+            return dict(own)
+        whole = self.found.report.get("training") or {}
+        last = max((e["step"] or 0) for e in self.found.report["checkpoints"])
+        return dict(whole) if whole and (self.entry["step"] or 0) == last else {}
+
+    def cost(self, kind: str) -> float | None:
+        """Of training: floating-point operations, hours of all processes together, or tokens read; None where not known."""
+        if kind == HOURS:
+            seconds = self.training.get("process_seconds")
+            return None if seconds is None else seconds / 3600
+        value = self.training.get({FLOPS: "flops", TOKENS: "tokens"}[kind])
+        return None if value is None else float(value)
+
+    def counts(self) -> dict[str, NDArray[np.float64]] | None:
+        """By prompt: (emitted, verifications)."""
+        return self._by_prompt(("emitted", "verifications"))
+
+    def times(self) -> dict[str, NDArray[np.float64]] | None:
+        """By timed prompt: (plain ms, plain tokens after the first, speculative ms, its tokens after the first)."""
+        found = self._by_prompt(("baseline_decode_ms", "baseline_tokens", "decode_ms", "tokens"))
+        return None if found is None else {key: x - np.array([0.0, 1.0, 0.0, 1.0]) for key, x in found.items()}
+
+    def _by_prompt(self, keys: Sequence[str]) -> dict[str, NDArray[np.float64]] | None:
+        prompts = self.entry.get("per_prompt") or []
+        if not prompts or any("prompt" not in p for p in prompts):
+            return None
+        whole = [p for p in prompts if all(p.get(key) is not None for key in keys)]
+        return {f"{p['question_id']} {p['prompt']}": np.array([float(p[key]) for key in keys]) for p in whole} or None
+
+
+def rows_of(runs: Sequence[Found], checkpoints: str) -> list[Row]:
+    """A row per run, or per checkpoint, with labels that tell them apart."""
+    varied = _varied([run.config for run in runs if run.config])
+    pairs = [(run, entry) for run in runs for entry in _chosen(run, checkpoints)]
+    labels = _labels(pairs)
+    return [
+        Row(label, run, entry, {key: run.config[key] for key in varied if key in run.config})
+        for label, (run, entry) in zip(labels, pairs, strict=True)
+    ]
+
+
+def _chosen(run: Found, checkpoints: str) -> list[dict[str, Any]]:
+    entries = run.report["checkpoints"]
+    if run.checkpoint is not None:
+        return [e for e in entries if e["name"].split()[0] == run.checkpoint]
+    return [e for e in entries if checkpoints == "all" or e["name"] == run.report["best"]]
+
+
+def _labels(pairs: Sequence[tuple[Found, dict[str, Any]]]) -> list[str]:
+    """The shortest ends of the paths that differ, and the checkpoint where a run has several rows."""
+    paths = list(dict.fromkeys(run.where for run, _ in pairs))
+    parts = {where: Path(where).parts for where in paths}
+    length = next((n for n in range(2, 64) if len({parts[w][-n:] for w in paths}) == len(paths)), 64)
+    short = {where: "/".join(parts[where][-length:]) for where in paths}
+    several = {where for where in paths if sum(run.where == where for run, _ in pairs) > 1}
+    return [f"{short[run.where]} {entry['name']}" if run.where in several else short[run.where] for run, entry in pairs]
+
+
+def _varied(configs: Iterable[dict[str, Any]]) -> list[str]:
+    """Settings that not all of the runs share, where all have them."""
+    configs = list(configs)
+    shared = [key for key in configs[0] if all(key in c for c in configs)] if configs else []
+    if len({c.get("drafter.family") for c in configs}) > 1:  # the table says so, and their keys are not each other's
+        shared = [key for key in shared if not key.startswith("drafter.")]
+    of_interest = [key for key in shared if key.split(".")[0] not in UNVARIED]
+    return [key for key in of_interest if any(c[key] != configs[0][key] for c in configs)]

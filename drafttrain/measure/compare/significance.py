@@ -1,0 +1,143 @@
+"""Floor 4: is a difference more than chance? Paired over prompts: permutation tests, bootstrap intervals, Holm's correction.
+
+Shapes: P prompts, C figures of a prompt that are added up, R resamplings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafttrain.measure.compare.rows import Row
+
+Array = NDArray[np.float64]
+Samples = dict[str, Array]  # by prompt: [C]
+
+EXACT = 12  # prompts up to which every permutation is taken
+LEAST = 5  # prompts below which the least p-value there is, 2 / 2^P, says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two rows' figures, `tau` or `speedup`, on the prompts they share. difference: first - second, with its 95 % bootstrap
+    interval. p: of a two-sided permutation test; corrected: by Holm over all pairs. All are None, and `reason` says why, where
+    none can be given.
+    """
+
+    first: int
+    second: int
+    figure: str
+    prompts: int
+    reason: str | None = None
+    difference: float | None = None
+    interval: Interval | None = None
+    p: float | None = None
+    corrected: float | None = None
+
+    def words(self, level: float) -> str:
+        """Of the second against the first: `behind (p = 0.003)`, `not distinguishable (p = 0.41)`."""
+        if self.corrected is None or self.difference is None:
+            return self.reason or "-"
+        p = f"p = {self.corrected:.2g}" if self.corrected >= 0.001 else "p < 0.001"
+        if self.corrected > level:
+            return f"not distinguishable ({p})"
+        return f"{'behind' if self.difference > 0 else 'ahead'} ({p})"
+
+
+class Figure(Protocol):
+    """[..., C] sums over prompts -> [...] the pooled figure."""
+
+    __name__: str
+
+    def __call__(self, sums_C: Array) -> Array: ...
+
+
+def tau(sums_C: Array) -> Array:
+    """Emitted / verifications."""
+    return np.asarray(sums_C[..., 0] / sums_C[..., 1])
+
+
+def speedup(sums_C: Array) -> Array:
+    """Time per token of plain decoding / of speculative decoding."""
+    return np.asarray((sums_C[..., 0] / sums_C[..., 1]) / (sums_C[..., 2] / sums_C[..., 3]))
+
+
+def samples_of(row: Row, figure: Figure) -> Samples | None:
+    return row.times() if figure is speedup else row.counts()
+
+
+def interval(row: Row, figure: Figure, samples: int, seed: int) -> Interval | None:
+    """The 95 % bootstrap interval of a row's own figure, over its prompts; None without figures by prompt."""
+    found = samples_of(row, figure)
+    if found is None or len(found) < LEAST:
+        return None
+    x_PC = np.stack(list(found.values()))
+    return _percentiles(figure(_resamplings(len(x_PC), samples, seed) @ x_PC))
+
+
+def all_pairs(rows: Sequence[Row], figure: Figure, samples: int, seed: int) -> list[Pair]:
+    """Every pair of rows, the p-values corrected for their number."""
+    pairs = [_pair(rows, i, j, figure, samples, seed) for i, j in combinations(range(len(rows)), 2)]
+    return holm(pairs)
+
+
+def holm(pairs: Sequence[Pair]) -> list[Pair]:
+    """Holm's step-down correction: the k-th least of m p-values times m - k + 1, never below the one before, at most 1."""
+    tested = sorted((pair for pair in pairs if pair.p is not None), key=lambda pair: pair.p or 0.0)
+    corrected: dict[tuple[int, int], float] = {}
+    running = 0.0
+    for k, pair in enumerate(tested):
+        running = max(running, min(1.0, (len(tested) - k) * (pair.p or 0.0)))
+        corrected[pair.first, pair.second] = running
+    return [replace(pair, corrected=corrected.get((pair.first, pair.second))) for pair in pairs]
+
+
+def permutation_p(a_PC: Array, b_PC: Array, figure: Figure, samples: int, seed: int) -> float:
+    """Two-sided: how often exchanging the two rows' figures, prompt by prompt at random, gives a difference as large."""
+    P, exact = len(a_PC), len(a_PC) <= EXACT
+    if exact:
+        swapped_RP = (np.arange(2**P)[:, None] >> np.arange(P)) & 1
+    else:
+        swapped_RP = np.random.default_rng(seed).integers(0, 2, (samples, P))
+    moved_RC = swapped_RP @ (a_PC - b_PC)
+    gap_R = np.abs(figure(a_PC.sum(0) - moved_RC) - figure(b_PC.sum(0) + moved_RC))
+    observed = abs(float(figure(a_PC.sum(0)) - figure(b_PC.sum(0))))
+    extreme = int((gap_R >= observed * (1 - 1e-9) - 1e-12).sum())
+    return extreme / len(gap_R) if exact else (extreme + 1) / (len(gap_R) + 1)  # what was observed is one of them
+
+
+def _pair(rows: Sequence[Row], i: int, j: int, figure: Figure, samples: int, seed: int) -> Pair:
+    ours, theirs = (samples_of(rows[k], figure) for k in (i, j))
+    pair = Pair(i, j, figure.__name__, 0, "no values by prompt")
+    if ours is None or theirs is None:
+        return pair
+    shared = [key for key in ours if key in theirs]
+    if len(shared) < LEAST:
+        return replace(pair, prompts=len(shared), reason=f"too few prompts in common ({len(shared)})")
+    a_PC, b_PC = (np.stack([x[key] for key in shared]) for x in (ours, theirs))
+    weights_RP = _resamplings(len(shared), samples, seed)
+    difference_R = figure(weights_RP @ a_PC) - figure(weights_RP @ b_PC)
+    difference = float(figure(a_PC.sum(0)) - figure(b_PC.sum(0)))
+    p = permutation_p(a_PC, b_PC, figure, samples, seed)
+    return Pair(i, j, pair.figure, len(shared), None, difference, _percentiles(difference_R), p)
+
+
+def _resamplings(P: int, samples: int, seed: int) -> Array:
+    """[R, P] how often each prompt stands in each resampling."""
+    return np.random.default_rng(seed).multinomial(P, np.full(P, 1 / P), size=samples).astype(np.float64)
+
+
+def _percentiles(values_R: Array) -> Interval:
+    low, high = np.percentile(values_R, [2.5, 97.5])
+    return Interval(float(low), float(high))

@@ -1,0 +1,25 @@
+"""Floor 4: what acceptance, costs and batch size are worth, by formula, before anything is trained or bought."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SimulateOptions:
+    """What is assumed; null takes a report's figure where one is given. Costs are in plain decode steps (docs/measuring.md)."""
+
+    alpha: str | None = None  # 0.8: at every draft position; +0.05 or -0.05: the report's, so much higher or lower
+    draft_cost: float | None = None  # c_d, of one draft pass; without a report 0.05
+    token_cost: float | None = None  # of each token more in the target's pass; without a report 0.01
+    other_cost: float | None = None  # per decode step: acceptance, cache, the host; without a report 0
+    parallel: bool = False  # one draft pass gives all drafts, whatever their number
+    ranks: Any = None  # [depth][rank]: shares of true tokens among the drafter's choices, for trees; [[0.6, 0.2], [0.5, 0.2]]
+    alphas: list[float] = field(default_factory=lambda: [0.5, 0.6, 0.7, 0.8, 0.9])  # shown beside `alpha`
+    lengths: list[int] = field(default_factory=lambda: list(range(1, 11)))  # K, drafts of a chain
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64, 128, 256])
+    width: int = 2  # children of every node of the W-ary trees
+    nodes: int = 32  # of the largest tree, root excluded
+    trials: int = 20_000  # of the accept/reject simulation
+    seed: int = 0

@@ -1,0 +1,81 @@
+"""Floor 4: expected tokens of a decode step, and what they are worth.
+
+alpha: P(a draft is accepted | those before it are). E: expected tokens of a step, the target's own token included. All laws
+are taken as independent from step to step, which is Leviathan et al.'s assumption (arXiv 2211.17192).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+from drafttrain.tree import Path
+
+Ranks = Sequence[Sequence[float]]  # [depth][rank]: P(the true token is the choice of this rank | the path above is true)
+
+
+def expected_tokens(alpha_K: Sequence[float]) -> float:
+    """E of a chain: 1 + the sum of P(the first k are accepted). Of one alpha (1 - alpha^(K+1)) / (1 - alpha), their eq. 1."""
+    return 1.0 + sum(accumulate(alpha_K, mul))
+
+
+def speedup(tokens: float, draft: float, verify: float, other: float = 0.0) -> float:
+    """E / what a step costs, in plain steps. With draft = K c, verify = 1 and other = 0 that is their theorem 3.8."""
+    return tokens / (draft + verify + other)
+
+
+def operations(tokens: float, K: int, draft_operations: float) -> float:
+    """How many times the arithmetic of plain decoding a chain takes per token (their theorem 3.11).
+
+    draft_operations: of a draft token, as a share of a target token's.
+    """
+    return (K * draft_operations + K + 1) / tokens
+
+
+def geometric_ranks(alpha: float, width: int, depth: int) -> list[list[float]]:
+    """Ranks where every next choice hits as often as the first: alpha, (1 - alpha) alpha, ..."""
+    return [[alpha * (1.0 - alpha) ** r for r in range(width)]] * depth
+
+
+def path_probability(ranks: Ranks, path: Path) -> float:
+    """P(a node's whole path is true); 0 beyond the table."""
+    found = 1.0
+    for depth, rank in enumerate(path):
+        found *= ranks[depth][rank] if depth < len(ranks) and rank < len(ranks[depth]) else 0.0
+    return found
+
+
+def tree_tokens(ranks: Ranks, paths: Sequence[Path]) -> float:
+    """E of a tree: 1 + the sum over its nodes of P(the node's whole path is true)."""
+    return 1.0 + sum(path_probability(ranks, path) for path in paths)
+
+
+def full_tree(width: int, depth: int) -> list[Path]:
+    """Every path of `width` children at each of `depth` levels: width + width^2 + ... nodes."""
+    levels: list[list[Path]] = [[()]]
+    for _ in range(depth):
+        levels.append([(*path, rank) for path in levels[-1] for rank in range(width)])
+    return [path for level in levels[1:] for path in level]
+
+
+def best_tree(ranks: Ranks, nodes: int) -> list[Path]:
+    """The static tree of most expected tokens: the likeliest paths, which hold their own prefixes. Breadth first."""
+    frontier: list[tuple[float, Path]] = [(-share, (rank,)) for rank, share in enumerate(ranks[0])] if ranks else []
+    heapq.heapify(frontier)
+    chosen: list[Path] = []
+    while frontier and len(chosen) < nodes:
+        share, path = heapq.heappop(frontier)
+        if share == 0.0:
+            break
+        chosen.append(path)
+        below = ranks[len(path)] if len(path) < len(ranks) else ()
+        for rank, further in enumerate(below):
+            heapq.heappush(frontier, (share * further, (*path, rank)))
+    return sorted(chosen, key=lambda path: (len(path), path))
+
+
+def shifted(alpha_K: Sequence[float], change: float) -> list[float]:
+    """Every acceptance so much higher, within 0 and 1."""
+    return [min(1.0, max(0.0, alpha + change)) for alpha in alpha_K]

@@ -1,0 +1,180 @@
+"""Floor 4: everything a simulation finds, from the options and, where there is one, a report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from drafttrain.errors import UserError
+from drafttrain.measure.simulate import SimulateOptions
+from drafttrain.measure.simulate.formulas import Ranks, best_tree, full_tree, geometric_ranks, shifted
+from drafttrain.measure.simulate.measured import Measured
+from drafttrain.measure.simulate.scenario import Scenario, Shape, StepCosts
+from drafttrain.measure.simulate.toy import Trial, sampled_chain, tree_trial
+
+ASSUMED = {"alpha": 0.7, "draft": 0.05, "token": 0.01, "other": 0.0}
+WIDE = 10  # ranks of a tree's level where a report does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """trees: the best chain, W-ary and static tree. batches: the best chain at each batch size. asked: what `simulate.alpha`
+    says; change: the same where it is a change.
+    """
+
+    scenario: Scenario
+    measured: Measured | None
+    asked: float | None
+    change: float | None
+    chains: list[Shape]
+    trees: list[Shape]
+    static_trees: list[Shape]
+    batches: dict[int, Shape]
+    break_even_draft_cost: float | None
+    break_even_alpha: float | None
+    break_even_batch: int | None
+    trials: list[Trial]
+
+    @property
+    def asked_K(self) -> tuple[float, ...]:
+        """The measured proposal's acceptance by position with what was asked for instead, or with the change."""
+        if self.measured is None or self.asked is None:
+            return self.measured.alpha_K if self.measured else self.scenario.alpha_K
+        if self.change is None:
+            return (self.asked,) * len(self.measured.alpha_K)
+        return tuple(shifted(self.measured.alpha_K, self.change))
+
+    def plain(self) -> dict[str, Any]:
+        """For a JSON file."""
+        kept = {name: getattr(self, f"break_even_{name}") for name in ("draft_cost", "alpha", "batch")}
+        what_if = None
+        if self.measured is not None:
+            now, then = self.measured.expected(), self.measured.expected(self.asked_K)
+            what_if = {"now": dict(zip(("tau", "speedup"), now, strict=True))}
+            what_if |= {"then": dict(zip(("tau", "speedup"), then, strict=True))}
+        return {
+            "alpha": list(self.scenario.alpha_K),
+            "costs": asdict(self.scenario.costs),
+            "chains": [asdict(shape) for shape in self.chains],
+            "trees": [asdict(shape) for shape in self.trees],
+            "static_trees": [asdict(shape) for shape in self.static_trees],
+            "batches": {str(size): asdict(shape) for size, shape in self.batches.items()},
+            "break_even": kept,
+            "measured": None if self.measured is None else asdict(self.measured),
+            "what_if": what_if,
+            "trials": [asdict(trial) | {"agrees": trial.agrees} for trial in self.trials],
+        }
+
+
+def simulated(options: SimulateOptions, measured: Measured | None = None) -> Outcome:
+    """Raises UserError for options out of range."""
+    check(options)
+    scenario, change = scenario_of(options, measured)
+    trees = [scenario.best_chain()]
+    if (full := scenario.best_full_tree(options.width, options.nodes)) is not None:
+        trees.append(full)
+    static = scenario.static_trees(options.nodes)
+    trees += [max(static, key=lambda shape: shape.speedup)] if static else []
+    return Outcome(
+        scenario=scenario,
+        measured=measured,
+        asked=alpha_of(options.alpha)[0],
+        change=change,
+        chains=[scenario.chain(K) for K in options.lengths],
+        trees=trees,
+        static_trees=static,
+        batches={size: scenario.best_chain(size) for size in options.batch_sizes},
+        break_even_draft_cost=scenario.break_even_draft_cost(),
+        break_even_alpha=scenario.break_even_alpha(),
+        break_even_batch=scenario.break_even_batch(),
+        trials=trials_of(scenario, options),
+    )
+
+
+def scenario_of(options: SimulateOptions, measured: Measured | None) -> tuple[Scenario, float | None]:
+    """The scenario, and the change of alpha that was asked for, if it was one."""
+    alpha_K = measured.chain_K if measured else (ASSUMED["alpha"],)
+    value, relative = alpha_of(options.alpha)
+    if relative and measured is None:
+        raise UserError(
+            f"simulate.alpha is {options.alpha}, a change, of no report; name one with report=FILE or checkpoint=DIR, or "
+            "set an acceptance as simulate.alpha=0.75"
+        )
+    if value is not None:
+        alpha_K = tuple(shifted(alpha_K, value)) if relative else (value,)
+    known = StepCosts(
+        draft=ASSUMED["draft"] if measured is None else measured.draft / (1 if options.parallel else len(measured.alpha_K)),
+        token=ASSUMED["token"] if measured is None else measured.token,
+        other=ASSUMED["other"] if measured is None else measured.other,
+    )
+    given = {"draft": options.draft_cost, "token": options.token_cost, "other": options.other_cost}
+    costs = StepCosts(**{**asdict(known), **{k: v for k, v in given.items() if v is not None}, "parallel": options.parallel})
+    ranks = _ranks(options, measured, alpha_K, value if relative else None)
+    return Scenario(alpha_K, ranks, costs, options.lengths), value if relative else None
+
+
+def alpha_of(text: str | None) -> tuple[float | None, bool]:
+    """(value, whether it is a change): 0.8 is (0.8, False), +0.05 is (0.05, True). Raises UserError for anything else."""
+    if text is None:
+        return None, False
+    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", text) or not -1.0 <= float(text) <= 1.0:
+        raise UserError(f"simulate.alpha is {text!r}; set an acceptance as 0.8, or a change as +0.05 or -0.05")
+    return float(text), text[0] in "+-"
+
+
+def check(options: SimulateOptions) -> None:
+    costs = (options.draft_cost, options.token_cost, options.other_cost)
+    if any(cost is not None and cost < 0 for cost in costs):
+        raise UserError("simulate.draft_cost, token_cost and other_cost are in plain steps; set them to 0 or more")
+    for name in ("lengths", "batch_sizes"):
+        if not getattr(options, name) or min(getattr(options, name)) < 1:
+            raise UserError(f"simulate.{name} is {getattr(options, name)}; give one or more numbers of at least 1")
+    for name, least in (("width", 1), ("nodes", 1), ("trials", 100)):
+        if getattr(options, name) < least:
+            raise UserError(f"simulate.{name} is {getattr(options, name)}; set it to {least} or more")
+    if any(not 0.0 <= alpha <= 1.0 for alpha in options.alphas):
+        raise UserError(f"simulate.alphas is {list(options.alphas)}; give shares within 0 and 1")
+
+
+def trials_of(scenario: Scenario, options: SimulateOptions) -> list[Trial]:
+    """A sampled chain, and a static tree under every policy that is exact."""
+    K, nodes = min(5, max(options.lengths)), min(15, options.nodes)
+    alpha_K = [*scenario.alpha_K, *[scenario.alpha_K[-1]] * K][:K]
+    trials = [sampled_chain(alpha_K, options.trials, options.seed)]
+    paths = best_tree(scenario.ranks, nodes) or full_tree(1, 1)
+    return trials + [
+        tree_trial(policy, scenario.ranks, paths, options.trials, options.seed) for policy in ("greedy", "lossless", "coupled")
+    ]
+
+
+def _ranks(options: SimulateOptions, measured: Measured | None, alpha_K: Sequence[float], change: float | None) -> Ranks:
+    """The table that trees are built from: given, measured, or that of choices which all hit alike often."""
+    if options.ranks is not None:
+        return _checked(options.ranks)
+    if measured is None or measured.ranks is None or (options.alpha is not None and change is None):
+        depth = max(options.lengths)
+        every = [*alpha_K, *[alpha_K[-1]] * depth][:depth]
+        return [geometric_ranks(alpha, WIDE, 1)[0] for alpha in every]
+    return [_raised(row, change or 0.0) for row in measured.ranks]
+
+
+def _raised(row: Sequence[float], change: float) -> list[float]:
+    """The first choice hits so much more often, at the cost of the others where they would come to more than 1 together."""
+    first, rest = min(1.0, max(0.0, row[0] + change)), sum(row[1:])
+    scale = min(1.0, (1.0 - first) / rest) if rest else 1.0
+    return [first, *(share * scale for share in row[1:])]
+
+
+def _checked(ranks: Any) -> Ranks:
+    rows = ranks if isinstance(ranks, list) and ranks else None
+    good = rows is not None and all(
+        isinstance(row, list) and row and all(isinstance(x, int | float) and x >= 0 for x in row) and sum(row) <= 1.0 + 1e-9
+        for row in rows
+    )
+    if not good:
+        raise UserError(
+            f"simulate.ranks is {ranks}; give for each depth its ranks' shares, of at most 1 together: [[0.6, 0.2], [0.5]]"
+        )
+    return [[float(x) for x in row] for row in ranks]

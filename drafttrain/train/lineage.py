@@ -1,0 +1,162 @@
+"""What W&B is told of a run beside its curves: its measurement, and where data, checkpoints and exports come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drafttrain.atomic import atomic_write_json
+from drafttrain.checkpoint import META, WEIGHTS
+from drafttrain.errors import UserError
+
+RUN = "wandb.json"  # in a run directory: what its run is called at W&B
+WHAT_DRAFTS = (WEIGHTS, META)  # of a checkpoint; the rest is for training to go on
+ARTIFACTS = ("none", "reference", "files")
+COLUMNS = (
+    *(
+        "checkpoint",
+        "slice",
+        "step",
+        "tau",
+        "expected_tau",
+        "alpha",
+        "alpha_by_position",
+        "speedup",
+        "speedup_min",
+        "speedup_max",
+    ),
+    *("tokens_per_s", "baseline_tokens_per_s", "draft_cost", "verify_cost", "exact_matches", "prompts", "parameters"),
+)
+
+
+def check_artifacts(kind: str) -> None:
+    if kind not in ARTIFACTS:
+        raise UserError(f"logger.artifacts is {kind!r}; choose {', '.join(ARTIFACTS)}")
+
+
+def group_of(config: Mapping[str, Any]) -> str:
+    """`medusa on Llama-3.1-8B`: runs of one recipe on one target belong together."""
+    target = config.get("target") or {}
+    named = str(target.get("path") or target.get("name") or "target").rstrip("/")
+    return f"{config.get('name', 'default')} on {named.rpartition('/')[2]}"[:128]
+
+
+def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The best checkpoint's scalars, `exact` among them: the share of outputs identical to plain decoding's."""
+    best = next(entry for entry in report["checkpoints"] if entry["name"] == report["best"])
+    scalars = {key: value for key, value in best.items() if isinstance(value, int | float | str)}
+    if best.get("exact_matches") is not None:
+        scalars["exact"] = best["exact_matches"] / best["prompts"]
+    return scalars | {"best": report["best"]}
+
+
+def measurement_rows(report: Mapping[str, Any]) -> list[list[Any]]:
+    """Under COLUMNS: a row per checkpoint, and per slice of it."""
+    rows = []
+    for entry in report["checkpoints"]:
+        for part in (entry, *entry["slices"]):
+            whole = part is entry
+            own = {"checkpoint": entry["name"], "slice": "all" if whole else f"{part['by'].replace('_', ' ')} {part['value']}"}
+            own["alpha_by_position"] = " ".join(f"{a[0]:.3f}" for a in part["alpha_by_position"])
+            rows.append([own.get(name, part.get(name)) for name in COLUMNS])
+    return rows
+
+
+class Lineage:
+    """The artifacts of one W&B run. Online, W&B draws what a run used and made; offline there is no one to ask for what was
+    used, so inputs are logged as they are, and named in the run's config as `inputs`.
+    """
+
+    def __init__(self, run: Any, kind: str) -> None:
+        check_artifacts(kind)
+        self.run, self.kind = run, kind
+
+    def note(self, run_dir: Path) -> None:
+        """Leave the run's name in its directory, for what is made from its checkpoints later."""
+        kept = {name: getattr(self.run, name, None) for name in ("entity", "project", "id", "group")}
+        atomic_write_json(run_dir / RUN, kept)
+
+    def uses_data(self, data: Mapping[str, Any]) -> None:
+        """The training data, by name and settings; the files themselves stay where they are."""
+        digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        artifact = self._artifact(f"data-{digest}", "dataset", dict(data))
+        path = Path(str(data.get("path") or "")).expanduser()
+        if data.get("path") and path.exists():
+            artifact.add_reference(path.absolute().as_uri(), checksum=False)
+        self._use(artifact, artifact.name)
+
+    def made_checkpoints(self, checkpoints: Sequence[Path], report: Mapping[str, Any]) -> None:
+        """Each checkpoint, by its path or with its files, with its figures; the best one has the alias `best`."""
+        if self.kind == "none":
+            return
+        best = str(report["best"]).split()[0]  # a variant's row is its checkpoint's
+        for checkpoint in checkpoints:
+            entry: Mapping[str, Any] = next((e for e in report["checkpoints"] if e["name"] == checkpoint.name), {})
+            figures = {key: entry.get(key) for key in ("step", "tau", "alpha", "speedup", "parameters")}
+            artifact = self._artifact(checkpoint_artifact(self.run.id, checkpoint), "drafter", figures)
+            self._fill(artifact, checkpoint, WHAT_DRAFTS)
+            self.run.log_artifact(artifact, aliases=["best"] if checkpoint.name == best else [])
+
+    def made_report(self, files: Sequence[Path]) -> None:
+        artifact = self._artifact(f"{self.run.id}-report", "report", {})
+        for file in files:
+            artifact.add_file(str(file))
+        self.run.log_artifact(artifact)
+
+    def uses_checkpoint(self, checkpoint: Path, made_by: Mapping[str, Any]) -> None:
+        """One that an earlier run has logged; or, where there is none at W&B, logged here by its path."""
+        import wandb
+
+        name = checkpoint_artifact(str(made_by["id"]), checkpoint)
+        if not self.run.offline:
+            try:
+                self.run.use_artifact("/".join(str(made_by[k]) for k in ("entity", "project")) + f"/{name}:latest")
+                return
+            except (wandb.Error, ValueError):  # not synced yet, or logged with logger.artifacts=none
+                pass
+        artifact = self._artifact(name, "drafter", {})
+        self._fill(artifact, checkpoint, WHAT_DRAFTS)
+        self._use(artifact, name)
+
+    def made_export(self, folder: Path, stack: str, checkpoint: str) -> None:
+        artifact = self._artifact(f"{checkpoint}-{stack}", "export", {"stack": stack})
+        self._fill(artifact, folder)
+        self.run.log_artifact(artifact, aliases=[stack])
+
+    def _artifact(self, name: str, kind: str, metadata: dict[str, Any]) -> Any:
+        import wandb
+
+        return wandb.Artifact(name, type=kind, metadata=json.loads(json.dumps(metadata, default=str)))
+
+    def _fill(self, artifact: Any, folder: Path, names: Sequence[str] = ()) -> None:
+        """With these files of a folder, or all of them: their paths, or what is in them."""
+        for file in [folder / name for name in names if (folder / name).exists()] if names else [folder]:
+            if self.kind != "files":
+                artifact.add_reference(file.absolute().as_uri(), checksum=False)
+            elif file.is_dir():
+                artifact.add_dir(str(file))
+            else:
+                artifact.add_file(str(file))
+
+    def _use(self, artifact: Any, name: str) -> None:
+        self.run.config.update({"inputs": [*self.run.config.get("inputs", []), name]}, allow_val_change=True)
+        if self.run.offline:
+            self.run.log_artifact(artifact)
+        else:
+            self.run.use_artifact(artifact)
+
+
+def checkpoint_artifact(run_id: str, checkpoint: Path) -> str:
+    return f"{run_id}-{checkpoint.name}"
+
+
+def run_of(checkpoint: Path) -> dict[str, Any] | None:
+    """What the run that made a checkpoint is called at W&B; None where it was not logged there."""
+    try:
+        found = json.loads((checkpoint.absolute().parent.parent / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("id") else None
