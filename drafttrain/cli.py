@@ -38,6 +38,7 @@ PATH_KEYS = (
     "measure.prompts",
     "output",
     "out",
+    "engine_python",
     "resume",
 )
 TEXT_KEYS = ("prompt",)
@@ -55,7 +56,7 @@ class Stop(BaseException):
 
 def main() -> NoReturn:
     """The `drafttrain` command: sys.argv in, exit code out (0 done, 1 bug, 2 user's mistake, 3 an export that
-    drafts otherwise than its checkpoint, 75 to be resumed, 130 Ctrl-C)."""
+    drafts otherwise than its checkpoint, here or in an engine, 75 to be resumed, 130 Ctrl-C)."""
     sys.exit(run(sys.argv[1:]))
 
 
