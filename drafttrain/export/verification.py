@@ -35,22 +35,19 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Sums over all texts, and each of them. ours_by_position: as many as the engine tells, else none."""
+    """Sums over all texts, and each of them. ours_by_position: as many as the engine tells, else none. tau: tokens of a
+    verification in our decoder, those past the texts' ends too.
+    """
 
     engine: str
     versions: dict[str, str]
     draft_length: int
     ours: int
     theirs: int
-    verifications: int
+    tau: float
     ours_by_position: list[int]
     theirs_by_position: list[int]
     lines: list[Line]
-
-    @property
-    def tau(self) -> float:
-        """Tokens of a verification, ours."""
-        return 1.0 + self.ours / self.verifications if self.verifications else float("nan")
 
     @property
     def same_texts(self) -> int:
@@ -73,7 +70,7 @@ class Verification:
             )
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"holds": self.holds, "same_texts": self.same_texts, "tau": self.tau}
+        return asdict(self) | {"holds": self.holds, "same_texts": self.same_texts}
 
 
 def verified(
@@ -85,11 +82,12 @@ def verified(
     draft_length: int,
 ) -> Verification:
     """names: of the prompts; own: the target's plain greedy texts; rounds: of our own decoder, begun as the engine begins."""
-    lines, counts = [], list[int]()
+    lines, counts, agreed = [], list[int](), list[int]()
     told: Sequence[Counts | None] = outcome.prompts or [None] * len(names)
     for name, text, output, ours, theirs in zip(names, own, outcome.outputs, rounds, told, strict=True):
         counted = ours.counted(ending, outcome.ends)
         counts += counted
+        agreed += ours.counted(ending, "whole")
         differs = first_difference(text, output, ending.stop_ids)
         lines.append(Line(name, len(text), differs, sum(counted), None if theirs is None else theirs.accepted))
     by_position = outcome.accepted_by_position or []
@@ -99,7 +97,7 @@ def verified(
         draft_length,
         sum(counts),
         outcome.accepted,
-        len(counts),
+        1.0 + sum(agreed) / len(agreed) if agreed else float("nan"),
         [sum(count > i for count in counts) for i in range(len(by_position))],
         by_position,
         lines,
