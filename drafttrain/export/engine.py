@@ -146,10 +146,8 @@ def python_of(name: str, given: str | None) -> Path:
             raise UserError(f"engine_python is {given!r}, which is no file; name a python that has {engine.label}")
         if _has(python, engine.package):
             return python
-    where = " and ".join(str(python) for python in candidates)
-    raise UserError(
-        f"{engine.label} is not in {where}; install it with {engine.install(name)}, or name a Python: engine_python="
-    )
+    where, way = " and ".join(str(python) for python in candidates), engine.install(name)
+    raise UserError(f"{engine.label} is not in {where}; install it ({way}), or name the Python that has it: engine_python=PATH")
 
 
 def _has(python: Path, package: str) -> bool:
@@ -175,4 +173,9 @@ def run(name: str, python: Path, job: Job) -> Outcome:
         result = json.loads((place / "result.json").read_text(encoding="utf-8"))
         if "error" in result:
             raise UserError(f"{engine.label}: {result['error']}")
-        return Outcome.of(result)
+        try:
+            return Outcome.of(result)
+        except ValueError as error:
+            raise UserError(
+                f"{engine.label}: its result is not of the form that is asked for: {error}; mend the script"
+            ) from error

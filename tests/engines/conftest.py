@@ -27,7 +27,7 @@ DRAFTERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "eagle3": ("eagle3", 300, (*PLAIN, "drafter.draft_vocab=512")),
     "eagle": ("eagle", 150, ()),
     "medusa": ("medusa", 150, ()),
-    "dflash": ("dflash", 150, ()),
+    "dflash": ("dflash", 600, ()),
     "draft_model": ("draft_model", 150, ()),
 }
 

@@ -1,7 +1,7 @@
 """OpenVINO GenAI on an exported drafter; the form of job and result is explained in drafttrain/export/engine.py.
 
-Target and drafter are converted first, by optimum-intel, as the exported directory's README says. Its metrics leave out the
-round that ends a text.
+Target and drafter are converted first, by optimum-intel, as the exported directory's README says. Its metrics of EAGLE-3 and
+draft models leave out the round that ends a text.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
         "accepted_by_position": None,
         "prompts": counts,
         "begins": "plain",
-        "ends": "none",
+        "ends": "capped" if job["family"] == "dflash" else "none",
         "notes": [],
     }
 
@@ -69,8 +69,9 @@ def converted(source: str, place: Path) -> Path:
     from optimum.exporters.openvino import main_export
 
     main_export(
-        source, str(place), task="text-generation-with-past", trust_remote_code=True, stateful=True, library_name="transformers"
-    )
+        source, str(place), task="text-generation-with-past", trust_remote_code=True, library_name="transformers",
+        convert_tokenizer=not Path(source).is_dir() or (Path(source) / "tokenizer.json").is_file(),
+    )  # fmt: skip
     return place
 
 
