@@ -25,6 +25,7 @@ PLAIN = ("drafter.fc_norm=false", "drafter.norm_output=false", "drafter.tap_rule
 DRAFTERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "eagle3.1": ("eagle3", 300, ("drafter.draft_vocab=512",)),
     "eagle3": ("eagle3", 300, (*PLAIN, "drafter.draft_vocab=512")),
+    "eagle3.1, other taps": ("eagle3", 200, ("drafter.draft_vocab=512", "drafter.tap_rule=official")),
     "eagle": ("eagle", 150, ()),
     "medusa": ("medusa", 150, ()),
     "dflash": ("dflash", 600, ()),
@@ -37,7 +38,7 @@ def trained(name: str) -> Path:
     """A checkpoint of this drafter for the embedded target, from an earlier session where there is one."""
     recipe, steps, more = DRAFTERS[name]
     overrides = [f"recipe={recipe}", f"train.steps={steps}", f"train.checkpoint_every={steps}", *more, *COMMON]
-    place = RUNS / f"{name}-{hashlib.sha256(' '.join(overrides).encode()).hexdigest()[:8]}"
+    place = RUNS / f"{recipe}-{hashlib.sha256(' '.join(overrides).encode()).hexdigest()[:8]}"
     if not (found := sorted(place.glob(f"*/*/checkpoints/step-{steps:05d}"))):
         command = [sys.executable, "-m", "drafttrain", "fit", *overrides, f"output={place}"]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafttrain.checkpoint import read_meta
 from tests.engines.conftest import note, python_for, trained
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
@@ -29,9 +30,10 @@ PAIRS = [
     ("dflash", "transformers", "transformers"),
     ("draft_model", "transformers", "transformers"),
     ("eagle3", "speculators", "speculators"),
+    ("eagle3.1, other taps", "speculators", "speculators"),
 ]
 TAU = 1.3  # a drafter of which little is accepted shows little
-ROW = ("family", "stack", "layout", "versions", "draft_length", "ours", "theirs", "same_texts", "tau")
+ROW = ("engine", "family", "stack", "layout", "versions", "draft_length", "ours", "theirs", "same_texts", "tau")
 Verify = Callable[..., tuple[int, dict[str, Any]]]
 
 
@@ -40,9 +42,12 @@ def exported(command: Callable[..., int], drafter: str, stack: str, out: Path) -
     return out
 
 
-def facts(report: dict[str, Any]) -> dict[str, Any]:
+def facts(report: dict[str, Any], drafter: str) -> dict[str, Any]:
+    """options: those that change what a loader must know."""
+    trained_with = read_meta(trained(drafter)).options
+    options = ", ".join(flag for flag in ("fc_norm", "norm_output") if trained_with.get(flag))
     row = {key: report[key] for key in ROW}
-    return row | {"prompts": len(report["lines"]), "tau": round(report["tau"], 2)}
+    return row | {"options": options, "prompts": len(report["lines"]), "tau": round(report["tau"], 2)}
 
 
 @pytest.mark.parametrize(("drafter", "stack", "engine"), PAIRS)
@@ -55,7 +60,7 @@ def test_an_engine_accepts_as_many_drafts_as_our_decoder(
     assert report["holds"] and report["same_texts"] == len(report["lines"]) == 6
     assert report["ours"] == report["theirs"] > 0
     assert report["tau"] > TAU
-    note("runs", f"{engine}: {drafter}, {stack}", facts(report))
+    note("runs", f"{engine}: {drafter}, {stack}", facts(report, drafter))
 
 
 def layers_off_by_one(out: Path) -> None:
@@ -112,4 +117,4 @@ def test_a_broken_export_is_caught_by_what_is_accepted(
     assert "Parity: accepted drafts: vllm accepts" in capsys.readouterr().err
     assert report["same_texts"] == len(report["lines"]), "output equality shows nothing"
     assert report["theirs"] != report["ours"]
-    note("broken", name, facts(report))
+    note("broken", name, facts(report, drafter))
