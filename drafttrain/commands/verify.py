@@ -25,6 +25,7 @@ from drafttrain.export.opened import Opened
 from drafttrain.export.verification import Verification, verified
 from drafttrain.targets.load import LoadedTarget, load_target
 
+NOTED = ("family", "stack", "layout", "dtype", "checkpoint")  # by `export`, of a directory
 SHOWN = 12  # texts of a table at most, those that differ first
 
 
@@ -62,7 +63,7 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
             found = verified(outcome, names, plain(own, ids, ending), rounds, ending, length)
     folder = Path(options.output) / "verify" / time.strftime("%Y-%m-%d_%H-%M-%S")
     folder.mkdir(parents=True, exist_ok=True)
-    about = {key: asked.record[key] for key in ("family", "stack", "layout", "dtype", "checkpoint")}
+    about = {key: asked.record[key] for key in NOTED}
     atomic_write_json(folder / "verification.json", about | found.as_json())
     say(console, found, outcome, folder)
     found.check()
@@ -95,9 +96,12 @@ def record_of(out: Path) -> dict[str, Any]:
         raise UserError(
             f"out is {str(out)!r}, where no export is (no {RECORD} to read); name what drafttrain export wrote"
         ) from error
-    if "stack" not in record:
+    if isinstance(record, dict) and "written" in record:
         inside = ", ".join(map(str, record.get("written", [])))
         raise UserError(f"out is {str(out)!r}, which holds exports to several stacks; name one of {inside} in it")
+    if not isinstance(record, dict) or (lacking := [key for key in NOTED if key not in record]):
+        said = "no mapping" if not isinstance(record, dict) else f"nothing on {', '.join(lacking)}"
+        raise UserError(f"{out / RECORD} holds {said}; export again")
     return record
 
 
@@ -153,5 +157,6 @@ def say(console: Console, found: Verification, outcome: Outcome, folder: Path) -
     for note in outcome.notes:
         console.print(f"note: {note}", style="yellow", soft_wrap=True)
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    console.print(f"tau {found.tau:.2f} with chains of {found.draft_length}; {versions}", soft_wrap=True, highlight=False)
+    tau = "nothing verified" if found.tau is None else f"tau {found.tau:.2f}"
+    console.print(f"{tau} with chains of {found.draft_length}; {versions}", soft_wrap=True, highlight=False)
     console.print(f"report: {folder / 'verification.json'}", soft_wrap=True, highlight=False)

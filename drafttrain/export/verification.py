@@ -36,7 +36,7 @@ class Line:
 @dataclass(frozen=True, slots=True)
 class Verification:
     """Sums over all texts, and each of them. ours_by_position: as many as the engine tells, else none. tau: tokens of a
-    verification in our decoder, those past the texts' ends too.
+    verification in our decoder, those past the texts' ends too; None where nothing was verified.
     """
 
     engine: str
@@ -44,7 +44,7 @@ class Verification:
     draft_length: int
     ours: int
     theirs: int
-    tau: float
+    tau: float | None
     ours_by_position: list[int]
     theirs_by_position: list[int]
     lines: list[Line]
@@ -97,7 +97,7 @@ def verified(
         draft_length,
         sum(counts),
         outcome.accepted,
-        1.0 + sum(agreed) / len(agreed) if agreed else float("nan"),
+        1.0 + sum(agreed) / len(agreed) if agreed else None,
         [sum(count > i for count in counts) for i in range(len(by_position))],
         by_position,
         lines,

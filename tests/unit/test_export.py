@@ -41,7 +41,7 @@ PAIRS = {  # case -> the stacks that it goes to
     "eagle3-whole": ["vllm", "sglang", "trtllm", "speculators", "openvino"],
     "eagle3-two": ["vllm", "sglang", "trtllm", "speculators"],
     "eagle3-last": ["vllm"],
-    "eagle3-normed": ["vllm", "sglang", "trtllm"],
+    "eagle3-normed": ["vllm", "sglang", "trtllm", "speculators"],
     "eagle": ["vllm", "sglang"],
     "eagle-bias": ["sglang"],
     "medusa": ["vllm", "tgi", "official"],
@@ -212,7 +212,11 @@ def test_weights_come_in_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "stack", "says"),
     [
-        ("eagle3-normed", "openvino", r"trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm load it as"),
+        (
+            "eagle3-normed",
+            "openvino",
+            r"trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, speculators load it as",
+        ),
         (
             "eagle3-last",
             "sglang",

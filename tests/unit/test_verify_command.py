@@ -117,6 +117,9 @@ def test_what_does_not_belong_together(
     (other / "drafttrain.json").write_text(json.dumps({"version": "0", "written": ["vllm", "tgi"], "refused": {}}))
     assert command(*asked(other, checkpoint)) == 2
     assert "which holds exports to several stacks; name one of vllm, tgi in it" in capsys.readouterr().err
+    (other / "drafttrain.json").write_text(json.dumps({"stack": "transformers", "family": "draft_model"}))
+    assert command(*asked(other, checkpoint)) == 2
+    assert "holds nothing on layout, dtype, checkpoint; export again" in capsys.readouterr().err
     assert command(*asked(exported, checkpoint, "engine_python=/nowhere/python")) == 2
     assert "engine_python is '/nowhere/python', which is no file" in capsys.readouterr().err
 
