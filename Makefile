@@ -15,7 +15,7 @@ STEPS ?= 1200
 NODES ?= 18
 FLAGS ?=
 
-.PHONY: help install quickstart test test-all test-slow checks kernels gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families export-matrix clean
+.PHONY: help install quickstart test test-all test-slow test-engines checks kernels gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families export-matrix clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -43,10 +43,15 @@ test: install  ## the fast tests
 	$(BIN)/python -m pytest
 
 test-all: install  ## the slow tests too
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -m "not engines"
 
 test-slow: install  ## the slow tests alone
 	$(BIN)/python -m pytest -m slow
+
+test-engines: install  ## serving engines run what is exported here: installs them (6 GB), then some minutes for each family and engine
+	$(BIN)/python -m tests.engines.install
+	$(BIN)/python -m pytest -m engines tests/engines
+	$(BIN)/python -m drafttrain.export.matrix docs/export.md
 
 checks: install  ## ruff, mypy, clang-format and the fast tests
 	$(BIN)/ruff check .
@@ -80,4 +85,4 @@ gpu-real-2:  ## distil drafters from it and measure them: real acceptance, real 
 	$(GPU_PYTHON) -m kernels.bench.real_2 $(GPU_FLAGS)
 
 clean:  ## remove the environment and everything built, but no run in outputs/
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-engines build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,6 +39,7 @@ PATH_KEYS = (
     "measure.prompts",
     "output",
     "out",
+    "engine_python",
     "resume",
     "report",
     "simulate.alpha",  # whose plus sign says something
@@ -59,8 +60,8 @@ class Stop(BaseException):
 
 def main() -> NoReturn:
     """The `drafttrain` command: sys.argv in, exit code out (0 done, 1 bug, 2 user's mistake, 3 an export that
-    drafts otherwise than its checkpoint, 4 output of a lossless policy that is not the target's, 75 to be resumed, 130
-    Ctrl-C)."""
+    drafts otherwise than its checkpoint, here or in an engine, 4 output of a lossless policy that is not the target's, 75 to be
+    resumed, 130 Ctrl-C)."""
     sys.exit(run(sys.argv[1:]))
 
 

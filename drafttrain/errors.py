@@ -24,8 +24,8 @@ class WorkerError(RuntimeError):
 
 
 class ParityError(RuntimeError):
-    """What was exported does not draft as its checkpoint does, and is gone again. The command line exits with
-    `ParityError.CODE`.
+    """What was exported does not draft as its checkpoint does: an export that fails so is gone again, one that an engine fails
+    with stays. The command line exits with `ParityError.CODE`.
 
     name: what differs (layer ids, d2t, tensors, ...).
     """

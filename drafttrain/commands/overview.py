@@ -77,6 +77,14 @@ COMMANDS = {
             "drafttrain export checkpoint=DIR format=sglang out=DIR overwrite=true",
         ),
     ),
+    "verify": Command(
+        "run a serving engine on what was exported, and check that it accepts as many drafts as are accepted here",
+        (
+            "drafttrain verify engine=vllm out=DIR checkpoint=DIR",
+            "drafttrain verify engine=openvino out=DIR checkpoint=DIR prompts=FILE decode.draft_length=3",
+            "drafttrain verify engine=vllm out=DIR checkpoint=DIR engine_python=VENV/bin/python",
+        ),
+    ),
     "compare": Command(
         "rank measured runs side by side, and say which differences are more than chance",
         (

@@ -68,17 +68,19 @@ class RunOptions:
     name: str = "default"  # the recipe's name; runs land in <output>/<name>/<time>/
     output: str = "outputs"
     # prepare: the new data set's directory; inspect: the page, an .html file; export: the directory, with format=all one for
-    # each stack in it; compare: the directory of its files; simulate: the picture, a .png file
+    # each stack in it; verify: what was exported; compare: the directory of its files; simulate: the picture, a .png file
     out: str | None = None
     resume: str | None = None  # auto: the newest unfinished run of this configuration; or a run directory
-    checkpoint: str | None = None  # measure, tune, generate, export, simulate: a checkpoint directory
+    checkpoint: str | None = None  # measure, tune, generate, export, verify, simulate: a checkpoint directory
     report: str | None = None  # simulate: the report.json to start from, or its run
-    prompts: str | None = None  # measure, tune, inspect: a prompt file instead of measure.prompts
+    prompts: str | None = None  # measure, tune, verify, inspect: a prompt file instead of measure.prompts
     prompt: str | None = None  # generate: the text; null: standard input, or a chat on a terminal
     chat: bool = True  # generate: apply the chat template and remember turns; false continues the text as it is
     format: str | None = None  # export: vllm | sglang | trtllm | speculators | transformers | openvino | tgi | ... | all
     dtype: str | None = None  # export: of the weights: float32 | bfloat16 | float16; null: as the target was loaded in training
     overwrite: bool = False  # export: replace an earlier export in `out`
     max_shard_size: str = "5GB"  # export: of one weights file
+    engine: str | None = None  # verify: vllm | openvino | transformers | speculators
+    engine_python: str | None = None  # verify: the Python that has it; null: .venv-engines/<engine>/bin/python, else this one
     runs: list[str] = field(default_factory=list)  # compare: what the words without a key name
     recipe: str | None = None

@@ -1,24 +1,86 @@
-"""The support matrix of docs/export.md, from the table: `python -m drafttrain.export.matrix docs/export.md` renews it there."""
+"""The tables of docs/export.md: `python -m drafttrain.export.matrix docs/export.md` renews them there.
+
+The support matrix comes from `table.py`, what engines did from engines.json beside the page, which `make test-engines` writes.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
+from drafttrain.export.engine import ENGINES
 from drafttrain.export.table import STACKS, TABLE, Layout, loads
 
 BEGIN, END = "<!-- matrix: written by `make export-matrix` -->", "<!-- /matrix -->"
+BEGIN_ENGINES, END_ENGINES = "<!-- engines: written by `make test-engines` -->", "<!-- /engines -->"
+FACTS = "engines.json"
+RUN_HEAD = ["drafter", "layout", "engine", "drafts", "prompts", "accepted here", "by the engine", "tau"]
+BROKEN_HEAD = ["broken", "drafter", "engine", "texts still the target's", "accepted here", "by the engine"]
 
 
-def matrix() -> str:
+def matrix(facts: dict[str, Any]) -> str:
     """Markdown: a table of layouts by family and stack, and under it the reason of every empty cell."""
+    ran = {(run["family"], run["stack"]) for run in facts["runs"].values()}
     families = [family for family in TABLE if loads(family)]
-    rows = [["", *STACKS.values()], ["---"] * (len(STACKS) + 1)]
+    rows = [["", *STACKS.values()]]
     for family in families:
-        cells = (TABLE[family][stack] for stack in STACKS)
-        rows.append([f"`{family}`", *(cell.name if isinstance(cell, Layout) else "–" for cell in cells)])
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([*lines, "", "Why not:", "", *_reasons()])
+        cells = ((TABLE[family][stack], (family, stack) in ran) for stack in STACKS)
+        rows.append([f"`{family}`", *(_cell(cell, run) for cell, run in cells)])
+    return "\n".join([_table(rows), "", "Why not:", "", *_reasons()])
+
+
+def engines(facts: dict[str, Any]) -> str:
+    """Markdown: what engines accepted of exports, and of broken ones."""
+    runs = [RUN_HEAD]
+    for run in facts["runs"].values():
+        sums = [run["draft_length"], run["prompts"], run["ours"], run["theirs"], f"{run['tau']:.2f}"]
+        layout = f"{run['layout']} (`format={run['stack']}`)"
+        runs.append([f"`{run['family']}`{_norms(run)}", layout, _engine(run), *map(str, sums)])
+    broken = [BROKEN_HEAD]
+    for name, run in facts["broken"].items():
+        texts = f"{run['same_texts']} of {run['prompts']}"
+        broken.append([name, f"`{run['family']}`", _engine(run), texts, str(run["ours"]), str(run["theirs"])])
+    return f"{_table(runs)}\n\nBroken on purpose:\n\n{_table(broken)}"
+
+
+def renewed(page: str, facts: dict[str, Any]) -> str:
+    """The page with the tables of now between their marks."""
+    page = _between(page, BEGIN, END, matrix(facts))
+    return _between(page, BEGIN_ENGINES, END_ENGINES, engines(facts))
+
+
+def facts_beside(page: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((page.parent / FACTS).read_text(encoding="utf-8"))
+    return facts
+
+
+def _cell(row: Layout | str, run: bool) -> str:
+    if isinstance(row, str):
+        return "–"
+    return f"**{row.name}**" if run else row.name
+
+
+def _norms(run: dict[str, Any]) -> str:
+    return f" ({run['options']})" if run.get("options") else ""
+
+
+def _engine(run: dict[str, Any]) -> str:
+    name, version = next(iter(run["versions"].items()))
+    label = ENGINES[run["engine"]].label
+    return f"{label} {version}" if name in (run["engine"], run["engine"] + "-genai") else f"{label} ({name} {version})"
+
+
+def _table(rows: list[list[str]]) -> str:
+    head, *body = rows
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body])
+
+
+def _between(page: str, begin: str, end: str, text: str) -> str:
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def _reasons() -> list[str]:
@@ -36,13 +98,6 @@ def _reasons() -> list[str]:
     return lines
 
 
-def renewed(page: str) -> str:
-    """The page with the matrix of now between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{matrix()}\n{END}{after}"
-
-
 if __name__ == "__main__":
     file = Path(sys.argv[1])
-    file.write_text(renewed(file.read_text(encoding="utf-8")), encoding="utf-8")
+    file.write_text(renewed(file.read_text(encoding="utf-8"), facts_beside(file)), encoding="utf-8")

@@ -25,7 +25,7 @@ from drafttrain.export.exporter import Wanted, check_wanted
 from drafttrain.export.golden import GOLDEN, store, stored
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import check_model
-from drafttrain.export.table import STACKS, TABLE, asked, loads
+from drafttrain.export.table import STACKS, TABLE, Layout, asked, loads
 from drafttrain.sampling import Sampling
 from drafttrain.speculate import Decoder
 from drafttrain.target import LoraSpec
@@ -41,7 +41,7 @@ PAIRS = {  # case -> the stacks that it goes to
     "eagle3-whole": ["vllm", "sglang", "trtllm", "speculators", "openvino"],
     "eagle3-two": ["vllm", "sglang", "trtllm", "speculators"],
     "eagle3-last": ["vllm"],
-    "eagle3-normed": ["vllm", "sglang", "trtllm"],
+    "eagle3-normed": ["vllm", "sglang", "trtllm", "speculators"],
     "eagle": ["vllm", "sglang"],
     "eagle-bias": ["sglang"],
     "medusa": ["vllm", "tgi", "official"],
@@ -212,7 +212,11 @@ def test_weights_come_in_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "stack", "says"),
     [
-        ("eagle3-normed", "openvino", r"trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm load it as"),
+        (
+            "eagle3-normed",
+            "openvino",
+            r"trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, speculators load it as",
+        ),
         (
             "eagle3-last",
             "sglang",
@@ -271,8 +275,17 @@ def test_lmdeploy_takes_official_taps_alone(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_table_of_now() -> None:
-    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
-    assert matrix.renewed(page) == page, "run make export-matrix"
+    file = ROOT / "docs" / "export.md"
+    page = file.read_text(encoding="utf-8")
+    assert matrix.renewed(page, matrix.facts_beside(file)) == page, "run make export-matrix"
+
+
+def test_the_page_shows_no_run_that_did_not_hold() -> None:
+    """And of broken exports none that got past: the texts were the target's own, what was accepted was not ours."""
+    facts = matrix.facts_beside(ROOT / "docs" / "export.md")
+    assert all(run["ours"] == run["theirs"] and run["same_texts"] == run["prompts"] for run in facts["runs"].values())
+    assert all(run["ours"] != run["theirs"] and run["same_texts"] == run["prompts"] for run in facts["broken"].values())
+    assert all(isinstance(TABLE[run["family"]][run["stack"]], Layout) for run in facts["runs"].values())
 
 
 def test_readers_share_nothing_with_the_exporter() -> None:

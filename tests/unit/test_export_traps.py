@@ -155,6 +155,8 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (SPEC, "norm flags", drop("norm_before_residual")),
     (NORMED, "norm flags", drop("norm_output")),
     (NORMED, "tensors", drop("fc_norm")),
+    (("eagle3-normed", "speculators"), "norm flags", drop("norm_output")),
+    (("eagle3-normed", "speculators"), "tensors", drop("fc_norm")),
     (E3, "layer ids", put("eagle_config", "use_aux_hidden_state", value=False)),
     (("eagle", "vllm"), "bias", put("bias", value=True)),
     (("eagle", "vllm"), "bias", lambda config, tensors: tensors["fc.bias"].add_(0.1)),

@@ -11,7 +11,7 @@ from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.llama import llama_fields
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-NORMED = ("vllm", "sglang", "trtllm")  # stacks whose loaders know fc_norm and norm_output
+NORMED = ("vllm", "sglang", "trtllm", "speculators")  # stacks whose loaders know fc_norm and norm_output
 THREE = ("llamacpp", "openvino", "lmdeploy", "official")  # stacks that take three layers, no more or fewer
 SPECULATORS_VERSION = "0.9.0"
 
@@ -65,7 +65,7 @@ def speculators(source: Source) -> Files:
         "speculators_version": SPECULATORS_VERSION,
         "transformer_layer_config": {"model_type": "llama", **llama_fields(shape, 1, source.dtype)},
         "draft_vocab_size": len(tensors["lm_head.weight"]),
-        "norm_before_residual": False,
+        **_flags(source),
         "target_hidden_size": shape.hidden_size,
         IDS: source.layer_inputs,
         "tie_word_embeddings": False,

@@ -1,0 +1,128 @@
+"""What our own decoder accepts of a drafter's greedy chain, to be held against what an engine counts.
+
+Shapes: B rows, R logit rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drafttrain.checkpoint import filled
+from drafttrain.drafter import Drafter
+from drafttrain.errors import UserError
+from drafttrain.export.files import DTYPES
+from drafttrain.export.opened import Opened
+from drafttrain.sampling import Sampling
+from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.target import Target, TargetOut
+
+GREEDY = Sampling(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """When a text ends: at one of these tokens, or after so many."""
+
+    stop_ids: frozenset[int]
+    max_new_tokens: int
+
+    def of(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens belong to the text."""
+        stops = (i + 1 for i, token in enumerate(tokens) if token in self.stop_ids)
+        return min(next(stops, len(tokens)), self.max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """A text decoded past its end. accepted: drafts of each verification, in order. first: tokens before the first of them."""
+
+    tokens: list[int]
+    accepted: list[int]
+    first: int
+
+    def counted(self, ending: Ending, ends: str) -> list[int]:
+        """Accepted drafts of each round that belongs to the text; `ends` says what the last one counts, as an engine does
+        (`drafttrain.export.engine`).
+
+        A text of 5 tokens, its first from the prefill: rounds that accept 2 and 3 drafts yield 3 and 4 tokens, of which 3 and 1
+        are kept. The last counts 3 as `whole`, 1 as `cut`, 0 as `capped`, and 0 as `none`, whatever it is.
+        """
+        end, at, counts = ending.of(self.tokens), self.first, list[int]()
+        for accepted in self.accepted:
+            if at >= end:
+                break
+            kept, last = min(accepted + 1, end - at), at + accepted + 1 >= end
+            by_end = {"whole": accepted, "cut": min(accepted, kept), "capped": kept - 1, "none": 0}
+            counts.append(by_end[ends] if last else accepted)
+            at += accepted + 1
+        return counts
+
+
+class Begun:
+    """A target whose prefill yields a given token: where an engine drafts behind the prompt's own last token, ours is to do so.
+
+    The prompt goes in without that token.
+    """
+
+    def __init__(self, target: Target, token: int) -> None:
+        self._target, self._token = target, token
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def __call__(self, token_BN: Any, kv: Any, ancestor_BNN: Any, *args: Any, **kwargs: Any) -> TargetOut:
+        out = self._target(token_BN, kv, ancestor_BNN, *args, **kwargs)
+        if ancestor_BNN is not None or kv is None or out.logits_BRV is None:
+            return out
+        logits_BRV = torch.full_like(out.logits_BRV, -torch.inf)
+        logits_BRV[..., self._token] = 0.0
+        return TargetOut(logits_BRV, out.hidden)
+
+
+def chain_drafter(opened: Opened, draft_length: int, dtype: str) -> Drafter:
+    """The checkpoint's drafter with weights rounded as they were exported, drafting one chain. Raises UserError for a length
+    that it was not made for.
+    """
+    options = opened.meta.options | ({"tree": "chain", "paths": None} if "tree" in opened.meta.options else {})
+    meta = dataclasses.replace(opened.meta, options=options, decode={})
+    drafter = filled(opened.directory, meta, opened.loaded.target, opened.tensors).requires_grad_(False)
+    if not 1 <= draft_length <= drafter.draft_length:
+        raise UserError(
+            f"decode.draft_length is {draft_length}; this drafter drafts {drafter.draft_length}, set it within 1 and that"
+        )
+    for parameter in drafter.parameters():
+        parameter.data.copy_(parameter.data.to(DTYPES[dtype]))
+    return drafter
+
+
+def decoded(target: Target, drafter: Drafter, prompt: Sequence[int], ending: Ending, length: int, begins: str) -> Rounds:
+    """The rounds of one prompt's text, up to the one that ends it. length: of the chains.
+
+    begins: `plain` or `drafted`, as an engine does. Raises UserError for a prompt that leaves no room.
+    """
+    if begins == "drafted" and len(prompt) < 2:
+        raise UserError("a prompt of one token is given, and this engine drafts behind the first one; make it longer")
+    behind = begins == "drafted"
+    own: Any = Begun(target, prompt[-1]) if behind else target
+    controls = Controls(draft_length=length, capture=False)
+    reach = ending.max_new_tokens + length + 1 + behind  # no round that counts is cut off
+    decoder = Decoder(own, drafter, "greedy", GREEDY, max_new_tokens=reach, controls=controls)
+    request = decoder.request(prompt[:-1] if behind else prompt)
+    try:
+        session = Session(decoder, 1, decoder.positions(request))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    (result,) = session.submit(request)
+    accepted = [chunk.drafted for chunk in session][1:]
+    return Rounds(result.tokens[behind:], accepted, 0 if behind else 1)
+
+
+def plain(target: Target, prompts: Sequence[Sequence[int]], ending: Ending) -> list[list[int]]:
+    """The target's own greedy texts."""
+    decoder = Decoder(target, None, "greedy", GREEDY, ending.stop_ids, ending.max_new_tokens)
+    return [result.tokens for result in decoder.run(prompts).results]

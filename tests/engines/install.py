@@ -1,0 +1,45 @@
+"""`python -m tests.engines.install`: the virtual environments of all engines that are not there yet, in .venv-engines.
+
+An engine that cannot be installed gets a file `failed` with the reason, which its tests show as they skip.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from drafttrain.export.engine import ENGINES, VENVS
+
+
+def main() -> None:
+    for name, engine in ENGINES.items():
+        folder = VENVS / name
+        if engine.package == "transformers" or (folder / "installed").is_file():
+            continue
+        print(f"{engine.label}: {', '.join(engine.needs)}, some minutes", flush=True)
+        try:
+            install(name)
+        except subprocess.CalledProcessError as error:
+            lines = [line for line in (error.stderr or "").splitlines() if line.strip()] or ["it said nothing"]
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "failed").write_text(f"{engine.label} could not be installed: {lines[-1]}", encoding="utf-8")
+            print(lines[-1], file=sys.stderr)
+
+
+def install(name: str) -> None:
+    engine, folder = ENGINES[name], VENVS / name
+    run([sys.executable, "-m", "venv", str(folder)])
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    run([*pip, "install", *engine.needs])
+    if engine.after:
+        run([*pip, "uninstall", "-y", *engine.after])
+    (folder / "failed").unlink(missing_ok=True)
+    (folder / "installed").touch()
+
+
+def run(command: list[str]) -> None:
+    subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
+
+
+if __name__ == "__main__":
+    main()

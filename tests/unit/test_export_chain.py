@@ -1,0 +1,68 @@
+"""What our decoder accepts of a chain, counted as engines count it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drafttrain.errors import UserError
+from drafttrain.export.chain import GREEDY, Ending, Rounds, chain_drafter, decoded, plain
+from drafttrain.speculate import Decoder
+from tests.exports import TEXTS, opened
+
+NEVER = Ending(frozenset(), 24)
+
+
+@pytest.mark.parametrize(("ends", "counts"), [("whole", [2, 3]), ("cut", [2, 1]), ("capped", [2, 0]), ("none", [2, 0])])
+def test_the_round_that_ends_a_text_counts_as_the_engine_counts_it(ends: str, counts: list[int]) -> None:
+    """One token of the prefill, rounds of 3 and 4 tokens, of which 3 and 1 are within five."""
+    rounds = Rounds(list(range(12)), [2, 3, 1], 1)
+    assert rounds.counted(Ending(frozenset(), 5), ends) == counts
+
+
+def test_a_stop_token_ends_a_text_as_its_length_does() -> None:
+    rounds = Rounds([9, 8, 7, 6, 5, 4, 3, 2, 1], [2, 3, 0], 1)
+    assert rounds.counted(Ending(frozenset({5}), 100), "cut") == [2, 1]
+    assert rounds.counted(Ending(frozenset({5}), 3), "cut") == [2]
+    assert rounds.counted(Ending(frozenset({9}), 100), "whole") == []
+    assert Rounds([9, 8, 7, 6], [2, 0], 0).counted(Ending(frozenset(), 3), "cut") == [2]
+
+
+@pytest.mark.parametrize("case", ["eagle3", "eagle", "medusa", "dflash", "draft_model"])
+def test_counts_are_those_of_the_decoder(tmp_path: Path, case: str) -> None:
+    """A drafter's tree is left aside, and nothing past a text's end counts within it."""
+    found, _ = opened(tmp_path, case)
+    target, drafter = found.loaded.target, chain_drafter(found, 3, "float32")
+    assert set(drafter.paths()) <= {(0,) * depth for depth in range(1, 16)}
+    texts = plain(target, TEXTS, NEVER)
+    stops = frozenset({texts[0][9]})
+    for ending in (NEVER, Ending(stops, 24), Ending(stops, 5)):
+        usual = Decoder(target, drafter, "greedy", GREEDY, ending.stop_ids, ending.max_new_tokens).run(TEXTS).results
+        for prompt, result, text in zip(TEXTS, usual, plain(target, TEXTS, ending), strict=True):
+            rounds = decoded(target, drafter, prompt, ending, 3, "plain")
+            assert result.tokens == text == rounds.tokens[: ending.of(rounds.tokens)]
+            counts = rounds.counted(ending, "cut")
+            assert [sum(count > i for count in counts) for i in range(len(result.accepted))] == result.accepted
+            assert len(counts) == result.verifications
+
+
+def test_drafts_may_follow_the_prompt_itself(tmp_path: Path) -> None:
+    """What is drafted behind a prompt's last token is what would be drafted, had the prefill yielded that one."""
+    found, _ = opened(tmp_path, "draft_model")
+    target, drafter = found.loaded.target, chain_drafter(found, 3, "float32")
+    for prompt, (first, *_) in zip(TEXTS, plain(target, TEXTS, NEVER), strict=True):
+        usual = decoded(target, drafter, prompt, NEVER, 3, "plain")
+        behind = decoded(target, drafter, [*prompt, first], NEVER, 3, "drafted")
+        assert behind.first == 0 and usual.tokens[1:20] == behind.tokens[:19]
+        assert usual.accepted[:5] == behind.accepted[:5]
+    with pytest.raises(UserError, match="a prompt of one token is given, and this engine drafts behind the first one"):
+        decoded(target, drafter, [3], NEVER, 3, "drafted")
+
+
+def test_chains_no_longer_than_the_drafter_was_made_for(tmp_path: Path) -> None:
+    found, _ = opened(tmp_path, "medusa")
+    with pytest.raises(UserError, match=r"decode\.draft_length is 4; this drafter drafts 3, set it within 1 and that"):
+        chain_drafter(found, 4, "float32")
+    with pytest.raises(UserError, match="exceed the target's"):
+        decoded(found.loaded.target, chain_drafter(found, 3, "float32"), TEXTS[0], Ending(frozenset(), 10**6), 3, "plain")
