@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from drafttrain.errors import UserError
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts import dflash, draft_model, eagle, eagle3, hydra, medusa, mlp_speculator, redrafter
+from drafttrain.export.layouts import dflash, draft_model, eagle, eagle3, gguf, hydra, medusa, mlp_speculator, redrafter
 from drafttrain.export.parity import Reader
 from drafttrain.export.readers import causal_lm
 from drafttrain.export.readers import dflash as read_dflash
 from drafttrain.export.readers import eagle as read_eagle
 from drafttrain.export.readers import eagle3 as read_eagle3
+from drafttrain.export.readers import gguf as read_gguf
 from drafttrain.export.readers import hydra as read_hydra
 from drafttrain.export.readers import medusa as read_medusa
 from drafttrain.export.readers import mlp_speculator as read_mlp_speculator
@@ -51,7 +52,6 @@ class Layout:
 
 Row = Layout | str
 
-NOT_GGUF = "it reads GGUF files, which are not written yet"
 ENGINE_ENDED = "its engine backend, the only one with this family, ended with 1.2"
 NOT_SPECULATORS = "no type of its own for this family"
 ONLY_HEADS = "of these families it loads Medusa and MLP speculators alone"
@@ -91,7 +91,7 @@ TABLE: dict[str, dict[str, Row]] = {
         "trtllm": _eagle3("trtllm"),
         "speculators": Layout("speculators", eagle3.speculators, read_eagle3.speculators, eagle3.refuse),
         "transformers": GENERATE,
-        "llamacpp": NOT_GGUF,
+        "llamacpp": Layout("GGUF", gguf.eagle3_files, read_gguf.eagle3_draft, gguf.refuse_eagle3),
         "openvino": _eagle3("openvino"),
         "tgi": ONLY_HEADS,
         "lmdeploy": _eagle3("lmdeploy"),
@@ -155,7 +155,7 @@ TABLE: dict[str, dict[str, Row]] = {
         "trtllm": _dflash(),
         "speculators": "its own form of this family is not written yet",
         "transformers": Layout("muse_glimmer_assistant", dflash.transformers, read_dflash.transformers, dflash.refuse),
-        "llamacpp": NOT_GGUF,
+        "llamacpp": Layout("GGUF", gguf.dflash_files, read_gguf.dflash_draft, gguf.refuse_dflash),
         "openvino": _dflash(),
         "tgi": ONLY_HEADS,
         "lmdeploy": NOT_CHECKED,
@@ -167,7 +167,7 @@ TABLE: dict[str, dict[str, Row]] = {
         "trtllm": _plain(),
         "speculators": NOT_SPECULATORS,
         "transformers": _plain(),
-        "llamacpp": NOT_GGUF,
+        "llamacpp": Layout("GGUF", gguf.model_files, read_gguf.model, gguf.refuse_model),
         "openvino": _plain(),
         "tgi": ONLY_HEADS,
         "lmdeploy": NOT_CHECKED,

@@ -28,9 +28,9 @@ def zlab(source: Source) -> Files:
         "model_type": "qwen3",
         **_fields(source),
         "num_target_layers": source.shape.blocks,
-        "dflash_config": {"mask_token_id": _mask(source), "target_layer_ids": _ids(source)},
+        "dflash_config": {"mask_token_id": mask_token(source), "target_layer_ids": _ids(source)},
     }
-    return Files(config, source.tensors, facts=_facts(source))
+    return Files(config, source.tensors, facts=facts(source))
 
 
 def transformers(source: Source) -> Files:
@@ -38,11 +38,11 @@ def transformers(source: Source) -> Files:
         "architectures": ["MuseGlimmerAssistantModel"],
         "model_type": "muse_glimmer_assistant",
         **_fields(source),
-        "mask_token_id": _mask(source),
+        "mask_token_id": mask_token(source),
         "target_layer_ids": _ids(source),
     }
     tensors = {RENAMED.get(name, name): x for name, x in source.tensors.items()}
-    return Files(config, tensors, facts=_facts(source))
+    return Files(config, tensors, facts=facts(source))
 
 
 def _fields(source: Source) -> dict[str, Any]:
@@ -59,10 +59,10 @@ def _ids(source: Source) -> list[int]:
     return [k - 1 for k in source.layer_inputs]
 
 
-def _mask(source: Source) -> int:
+def mask_token(source: Source) -> int:
     mask = source.options["mask_token"]
     return source.shape.vocab_size - 1 if mask is None else int(mask)
 
 
-def _facts(source: Source) -> dict[str, Any]:
-    return {"block size": source.options["block_size"], "mask token": _mask(source)}
+def facts(source: Source) -> dict[str, Any]:
+    return {"block size": source.options["block_size"], "mask token": mask_token(source)}

@@ -36,7 +36,7 @@ def refuse(source: Source) -> str | None:
 
 def portable(source: Source) -> Files:
     ids, shape = source.layer_inputs, source.shape
-    tensors = _tensors(source)
+    tensors = weights(source)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -53,12 +53,12 @@ def portable(source: Source) -> Files:
     }
     if len(ids) != 3:
         config["num_aux_hidden_states"] = len(ids)
-    return Files(config, tensors, facts=_facts(source))
+    return Files(config, tensors, facts=facts(source))
 
 
 def speculators(source: Source) -> Files:
     shape = source.shape
-    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in _tensors(source).items()}
+    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in weights(source).items()}
     config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -84,10 +84,10 @@ def speculators(source: Source) -> Files:
             "verifier": {"name_or_path": source.target_name, "architectures": [source.target_architecture]},
         },
     }
-    return Files(config, tensors, facts=_facts(source))
+    return Files(config, tensors, facts=facts(source))
 
 
-def _tensors(source: Source) -> dict[str, Tensor]:
+def weights(source: Source) -> dict[str, Tensor]:
     """d2t as an offset, t2d as bool, as the checkpoint has them; the embedding is the target's."""
     tensors = source.tensors
     if "d2t" in tensors:
@@ -101,6 +101,6 @@ def _flags(source: Source) -> dict[str, Any]:
     return {"norm_before_residual": False, **flags}
 
 
-def _facts(source: Source) -> dict[str, Any]:
+def facts(source: Source) -> dict[str, Any]:
     flags = {flag: bool(source.options[flag]) for flag in ("norm_output", "fc_norm")}
     return {"norm flags": {"norm_before_residual": False, **flags}}

@@ -63,7 +63,7 @@ def portable(stack: str) -> Callable[[Path, Engine, Sequence[Point]], Reading]:
         tensors.finish()
         if head.before and stack in ("sglang", "trtllm"):
             raise MismatchError("norm flags", f"norm_before_residual is true, which {stack} does not read")
-        return _reading(head, engine, points)
+        return reading(head, engine, points)
 
     return read
 
@@ -85,7 +85,7 @@ def speculators(directory: Path, engine: Engine, points: Sequence[Point]) -> Rea
     inner.expect("model_type", "llama", "architecture")
     head = _head(config, inner, tensors, "layers.0", engine, config.get(IDS, "layer ids"))
     tensors.finish()
-    return _reading(head, engine, points)
+    return reading(head, engine, points)
 
 
 def _layers(stack: str, config: Config, nested: Config, blocks: int) -> list[int]:
@@ -135,7 +135,7 @@ def _flag(config: Config, key: str) -> Any:
     return config.values[key]
 
 
-def _reading(head: Head, engine: Engine, points: Sequence[Point]) -> Reading:
+def reading(head: Head, engine: Engine, points: Sequence[Point]) -> Reading:
     facts = head.shape.facts() | {
         "layer ids": head.layers,
         "vocabulary": len(engine.embed),
