@@ -36,7 +36,8 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
         )
     meta, console = read_meta(directory), Console()
     stacks = asked(meta.family, stack)
-    wanted = Wanted(stacks, out, options.dtype or meta.target.dtype, stack == "all", options.overwrite, options.max_shard_size)
+    dtype = options.dtype or meta.target.dtype
+    wanted = Wanted(stacks, out, dtype, stack == "all", options.overwrite, options.max_shard_size, options.with_target)
     check_wanted(wanted)
     with together(options, "export"):
         loaded = load_target(target_of(options.target, meta.target))

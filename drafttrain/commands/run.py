@@ -74,6 +74,9 @@ class RunOptions:
     dtype: str | None = None  # export: of the weights: float32 | bfloat16 | float16; null: as the target was loaded in training
     overwrite: bool = False  # export: replace an earlier export in `out`
     max_shard_size: str = "5GB"  # export: of one weights file
+    with_target: bool = False  # export: the target as GGUF too, with format=llamacpp
+    push_to_hub: str | None = None  # export: upload `out` to this repository of the Hugging Face hub, OWNER/NAME
+    push_private: bool = True  # export: as a private repository, where it is a new one
     engine: str | None = None  # verify: vllm | openvino | transformers | speculators
     engine_python: str | None = None  # verify: the Python that has it; null: .venv-engines/<engine>/bin/python, else this one
     recipe: str | None = None
