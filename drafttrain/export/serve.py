@@ -92,7 +92,7 @@ def _tgi(source: Source, family: str, target: str, directory: str, drafts: int) 
 
 def _lmdeploy(source: Source, family: str, target: str, directory: str, drafts: int) -> str:
     return (
-        f"lmdeploy serve api_server {target} --backend pytorch --speculative-algorithm eagle3 "
+        f"lmdeploy serve api_server {target} --backend pytorch --speculative-algorithm {family} "
         f"--speculative-draft-model {directory} --speculative-num-draft-tokens {drafts}"
     )
 

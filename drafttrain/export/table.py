@@ -56,7 +56,7 @@ ENGINE_ENDED = "its engine backend, the only one with this family, ended with 1.
 NOT_SPECULATORS = "no type of its own for this family"
 ONLY_HEADS = "of these families it loads Medusa and MLP speculators alone"
 GENERATE = "its generate() takes draft models and DFlash alone"
-NOT_CHECKED = "its loader has not been read for this family yet"
+NOT_STRICT = "it loads the names that it knows and says nothing of others; not written until it can be run"
 NO_LOADER = "no loader of this family"
 
 
@@ -94,8 +94,8 @@ TABLE: dict[str, dict[str, Row]] = {
         "llamacpp": Layout("GGUF", gguf.eagle3_files, read_gguf.eagle3_draft, gguf.refuse_eagle3),
         "openvino": _eagle3("openvino"),
         "tgi": ONLY_HEADS,
-        "lmdeploy": _eagle3("lmdeploy"),
-        "official": NOT_CHECKED,
+        "lmdeploy": Layout("portable", eagle3.lmdeploy, read_eagle3.portable("lmdeploy"), eagle3.refuse),
+        "official": NOT_STRICT,
     },
     "eagle": {
         "vllm": _eagle("vllm"),
@@ -106,8 +106,8 @@ TABLE: dict[str, dict[str, Row]] = {
         "llamacpp": NO_LOADER,
         "openvino": NO_LOADER,
         "tgi": ONLY_HEADS,
-        "lmdeploy": NOT_CHECKED,
-        "official": NOT_CHECKED,
+        "lmdeploy": _eagle("lmdeploy"),
+        "official": NOT_STRICT,
     },
     "medusa": {
         "vllm": Layout("MedusaModel", medusa.vllm, read_medusa.vllm, medusa.refuse),
@@ -153,12 +153,12 @@ TABLE: dict[str, dict[str, Row]] = {
         "vllm": _dflash(),
         "sglang": _dflash(),
         "trtllm": _dflash(),
-        "speculators": "its own form of this family is not written yet",
+        "speculators": Layout("speculators", dflash.speculators, read_dflash.speculators, dflash.refuse),
         "transformers": Layout("muse_glimmer_assistant", dflash.transformers, read_dflash.transformers, dflash.refuse),
         "llamacpp": Layout("GGUF", gguf.dflash_files, read_gguf.dflash_draft, gguf.refuse_dflash),
         "openvino": _dflash(),
         "tgi": ONLY_HEADS,
-        "lmdeploy": NOT_CHECKED,
+        "lmdeploy": Layout("z-lab", dflash.lmdeploy, read_dflash.lmdeploy, dflash.lmdeploy_refuse),
         "official": _dflash(),
     },
     "draft_model": {
@@ -170,7 +170,7 @@ TABLE: dict[str, dict[str, Row]] = {
         "llamacpp": Layout("GGUF", gguf.model_files, read_gguf.model, gguf.refuse_model),
         "openvino": _plain(),
         "tgi": ONLY_HEADS,
-        "lmdeploy": NOT_CHECKED,
+        "lmdeploy": "it drafts with no ordinary language model",
         "official": "a draft model is nobody's own layout; format=transformers writes it",
     },
     "prompt_lookup": dict.fromkeys(STACKS, "nothing is trained; turn on the stack's own n-gram drafting"),

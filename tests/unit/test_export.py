@@ -50,7 +50,7 @@ PAIRS = {  # case -> the stacks that it goes to
     "redrafter": ["official"],
     "mlp_speculator": ["tgi", "official"],
     "mlp_speculator-tied": ["tgi", "official"],
-    "dflash": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino", "official"],
+    "dflash": ["vllm", "sglang", "trtllm", "speculators", "transformers", "llamacpp", "openvino", "official"],
     "draft_model": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
     "draft_model-lora": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
 }
@@ -192,7 +192,7 @@ def test_a_target_in_bfloat16_makes_no_ties(tmp_path: Path) -> None:
     """Its head would round logits to three digits; golden ones are of its weights in float32."""
     model = tiny_model().bfloat16()
     target = LoadedTarget(HFTarget(model), loaded().tokenizer, "narrow", loaded().description)  # type: ignore[arg-type]
-    for case, stacks in (("eagle", 2), ("dflash", 7), ("medusa-shared", 3)):
+    for case, stacks in (("eagle", 2), ("dflash", 8), ("medusa-shared", 3)):
         found, golden = opened(tmp_path / case, case, target)
         assert golden.logit_PKR.dtype == torch.float32 and golden.states[-1].dtype == torch.bfloat16
         for dtype in ("float32", "bfloat16"):

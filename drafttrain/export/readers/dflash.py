@@ -1,9 +1,9 @@
-"""DFlash as serving stacks read it (the authors' layout), and as transformers does (`MuseGlimmerAssistantModel`).
+"""DFlash as serving stacks read it (the authors' layout), as transformers does (`MuseGlimmerAssistantModel`), and speculators.
 
 Shapes: c tokens of a text, S slots of a block, H hidden.
 
-The numbers of the layers are k - 1 everywhere: state `id + 1` of `output_hidden_states`. The first of a block's S slots holds
-the root and drafts nothing.
+The numbers of the layers are k - 1, but for speculators: state `id + 1` of `output_hidden_states`. The first of a block's S
+slots holds the root and drafts nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,17 @@ from torch.nn import functional as F
 
 from drafttrain.export.readers.layer import Layer, Shape, rms
 from drafttrain.export.readers.parts import Config, Engine, MismatchError, Point, Reading, Tensors, each
+
+
+def lmdeploy(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+    """The authors' layout, with the size of the blocks inside `dflash_config`; ids ascend."""
+    config = Config.of(directory)
+    inner = config.inside("dflash_config", "layer ids")
+    inner.expect("block_size", config.get("block_size", "block size"), "block size")
+    ids = inner.get("target_layer_ids", "layer ids")
+    if ids != sorted(set(ids)):
+        raise MismatchError("layer ids", f"target_layer_ids are {ids}, LMDeploy takes ascending ones")
+    return zlab(directory, engine, points)
 
 
 def zlab(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
@@ -35,6 +46,29 @@ def transformers(directory: Path, engine: Engine, points: Sequence[Point]) -> Re
     config.expect("architectures", ["MuseGlimmerAssistantModel"], "architecture")
     config.expect("model_type", "muse_glimmer_assistant", "architecture")
     return _read(directory, config, config, ("encoder.fc", "encoder.output_norm_enc"), engine, points)
+
+
+def speculators(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+    """The numbers of the layers are k. vLLM reads it too: with `sliding_window_non_causal` false it makes blocks causal."""
+    config = Config.of(directory)
+    config.expect("architectures", ["DFlashSpeculator"], "architecture")
+    config.expect("speculators_model_type", "dflash", "architecture")
+    config.expect("model_type", None, "architecture")
+    config.get("speculators_version", "architecture")
+    asked = config.inside("speculators_config", "architecture")
+    asked.expect("algorithm", "dflash", "architecture")
+    asked.inside("verifier", "architecture").get("name_or_path", "architecture")
+    inner = config.inside("transformer_layer_config", "config")
+    inner.expect("model_type", "qwen3", "architecture")
+    for holder, key in ((config, "draft_vocab_size"), (inner, "vocab_size")):
+        holder.expect(key, len(engine.embed), "vocabulary")
+    config.expect("sample_from_anchor", False, "config")
+    config.expect("sliding_window_non_causal", True, "config")
+    count = inner.get("num_hidden_layers", "config")
+    inner.expect("layer_types", ["full_attention"] * count, "layer types")
+    taken = list(config.get("aux_hidden_state_layer_ids", "layer ids"))
+    size, mask = config.get("block_size", "block size"), config.get("mask_token_id", "mask token")
+    return reading(Block(Shape.of(inner), count, taken, size, mask), Tensors(directory), ("fc", "hidden_norm"), engine, points)
 
 
 def _read(
