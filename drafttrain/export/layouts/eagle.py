@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.llama import llama_fields
@@ -28,7 +29,7 @@ def files(source: Source) -> Files:
         "bias": False,
     }
     if source.stack == "lmdeploy":  # it takes no bias, and the embedding from here
-        embed: Tensor = source.opened.loaded.target.model.get_input_embeddings().weight
+        embed: Any = source.opened.loaded.target.model.get_input_embeddings().weight
         return Files(
             config, {name: x for name, x in source.tensors.items() if name != "fc.bias"} | {"embed_tokens.weight": embed}
         )

@@ -44,7 +44,7 @@ def lmdeploy(source: Source) -> Files:
     files.config["architectures"] = ["LlamaForCausalLM"]
     if "d2t" not in files.tensors:
         vocab = source.shape.vocab_size
-        files.tensors |= {"d2t": torch.zeros(vocab, dtype=torch.int64), "t2d": torch.ones(vocab, dtype=torch.bool)}
+        files.tensors.update(d2t=torch.zeros(vocab, dtype=torch.int64), t2d=torch.ones(vocab, dtype=torch.bool))
     return files
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-1 as vLLM, SGLang and LMDeploy read it: one layer without an input norm, over [embedding; the target's post-norm state].
+"""EAGLE-1 as vLLM, SGLang and LMDeploy read it: a layer without an input norm over [embedding; the target's post-norm state].
 
 Shapes: c tokens of a text, N positions fed, H hidden.
 
