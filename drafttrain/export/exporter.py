@@ -13,6 +13,7 @@ from drafttrain.errors import UserError
 from drafttrain.export.card import card
 from drafttrain.export.files import DTYPES, Source, write
 from drafttrain.export.golden import Golden
+from drafttrain.export.hub import Repository
 from drafttrain.export.layouts import gguf
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import Parity, check, check_gguf_target, check_model, rounded
@@ -25,7 +26,7 @@ GGUF = "llamacpp"  # the stack that reads targets in a form of its own
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """out: the directory to make; each of several stacks gets one inside, by its name. dtype: of the weights. with_target: the
-    target too, for the stack that reads one file of each.
+    target too, for the stack that reads one file of each. repository: where it is uploaded to later.
     """
 
     stacks: list[str]
@@ -35,6 +36,7 @@ class Wanted:
     overwrite: bool = False
     max_shard_size: str = "5GB"
     with_target: bool = False
+    repository: Repository | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,12 @@ def check_wanted(wanted: Wanted) -> None:
         raise UserError(f"dtype is {wanted.dtype!r}; choose one of {', '.join(DTYPES)}")
     if wanted.with_target and GGUF not in wanted.stacks:
         raise UserError(f"with_target=true writes the target as GGUF, which format={GGUF} alone reads; leave it out")
+    if wanted.repository is not None:
+        if wanted.several:
+            raise UserError(
+                "push_to_hub is given with format=all; stacks load a repository from its top, so choose one of them"
+            )
+        wanted.repository.check()
     out = wanted.out
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
@@ -91,7 +99,7 @@ def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:
             written[stack] = check(folder, to.read, files, source, golden, expected)
             if wanted.with_target and stack == GGUF:
                 _write_gguf_target(folder, source, wanted)
-            _describe(folder, place, to, source, written[stack])
+            _describe(folder, wanted.repository or str(place), to, source, written[stack])
         if wanted.several:
             listed = {stack: row for stack, row in TABLE[family].items() if isinstance(row, str)} | refused
             _record(aside, {"version": __version__, "written": able, "refused": listed})
@@ -105,7 +113,7 @@ def _write_target(aside: Path, opened: Opened, wanted: Wanted) -> str:
     model.save_pretrained(aside / TARGET, max_shard_size=wanted.max_shard_size)
     opened.loaded.tokenizer.save_pretrained(aside / TARGET)
     check_model(aside / TARGET, model)
-    return str(wanted.out / TARGET)
+    return f"{wanted.repository.folder}/{TARGET}" if wanted.repository is not None else str(wanted.out / TARGET)
 
 
 def _write_gguf_target(folder: Path, source: Source, wanted: Wanted) -> None:
@@ -114,8 +122,8 @@ def _write_gguf_target(folder: Path, source: Source, wanted: Wanted) -> None:
     check_gguf_target(folder, files, source)
 
 
-def _describe(folder: Path, place: Path, to: Layout, source: Source, parity: Parity) -> None:
-    (folder / "README.md").write_text(card(source, to.name, str(place), parity), encoding="utf-8")
+def _describe(folder: Path, place: str | Repository, to: Layout, source: Source, parity: Parity) -> None:
+    (folder / "README.md").write_text(card(source, to.name, place, parity), encoding="utf-8")
     about: dict[str, Any] = {"version": __version__, "stack": source.stack, "layout": to.name, "dtype": source.dtype}
     about |= {"family": source.opened.meta.family, "checkpoint": source.opened.meta.sha256}
     _record(folder, about)

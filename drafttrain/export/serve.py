@@ -10,6 +10,7 @@ VLLM = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dfl
 SGLANG = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "draft_model": "STANDALONE"}
 TRTLLM = {"eagle3": "Eagle3", "dflash": "DFlash", "draft_model": "Draft_Target"}
 LLAMACPP = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
+BY_NAME = ("vllm", "sglang", "trtllm", "speculators", "transformers", "tgi", "lmdeploy")  # that load from the hub themselves
 NOTES = {
     ("vllm", "medusa"): "vLLM up to 0.32 loads Medusa heads; 0.33 no longer does.",
     ("speculators", "eagle3"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
