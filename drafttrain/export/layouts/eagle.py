@@ -17,6 +17,9 @@ def refuse(source: Source) -> str | None:
     bias = source.tensors.get("fc.bias")
     if source.stack in ("vllm", "lmdeploy") and bias is not None and bool(bias.any()):
         return f"its fc has a trained bias, for which {source.stack} has no place; train with drafter.bias=false"
+    own = str(source.opened.loaded.target.dtype).removeprefix("torch.")
+    if source.stack == "lmdeploy" and source.dtype not in (own, "float32"):
+        return f"lmdeploy reads the target's embedding from its files, which is {own}; export with dtype={own}"
     return None
 
 
