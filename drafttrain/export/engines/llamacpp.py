@@ -31,9 +31,8 @@ def main() -> None:
     try:
         result = decoded(job)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        result = {"error": f"{type(error).__name__}: {lines[0]}"}
-        place.write_text(json.dumps(result), encoding="utf-8")
+        said = " ".join(str(error).split())[:400]
+        place.write_text(json.dumps({"error": f"{type(error).__name__}: {said}"}), encoding="utf-8")
         raise
     place.write_text(json.dumps(result), encoding="utf-8")
 
