@@ -16,6 +16,7 @@ from drafttrain.errors import UserError
 SUFFIX = ".gguf"
 ARCHITECTURE = "general.architecture"
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # general.file_type, what most tensors are
+FACTORS = "rope_freqs.weight"
 LONG = 2**28  # bytes of a file whose writing shows a bar
 
 
@@ -23,7 +24,8 @@ def write_gguf(file: Path, fields: dict[str, Any], tensors: dict[str, Tensor], d
     """fields: by their whole keys, the architecture among them; integers that are no list become uint32, real numbers float32.
 
     Matrices are stored in `dtype`. Vectors are rounded to it too, and stored in float32: llama.cpp's norms and biases take no
-    other. Integers stay. Raises UserError for weights that the dtype cannot hold.
+    other. Factors of positions, which are no weights, stay as they are, and integers. Raises UserError for weights that the
+    dtype cannot hold.
     """
     from gguf import GGMLQuantizationType as Kind
     from gguf import GGUFWriter
@@ -64,7 +66,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _arrays(name: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> Iterator[Any]:
     long = sum(x.numel() * x.element_size() for x in tensors.values()) > LONG
     for key, tensor in track(tensors.items(), description=name, disable=not long):
-        stored = cast(key, tensor, dtype).to(_stored(tensor, dtype))
+        stored = cast(key, tensor, torch.float32 if key == FACTORS else dtype).to(_stored(tensor, dtype))
         yield (stored.view(torch.uint8) if stored.dtype == torch.bfloat16 else stored).numpy()  # numpy has no bfloat16
 
 

@@ -52,6 +52,8 @@ def trained(name: str) -> Any:
     """A byte-level BPE of a few hundred pieces, with two added tokens."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
     tokenizer.pre_tokenizer, tokenizer.decoder = CUTS[name], decoders.ByteLevel()
+    if name == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     alphabet = pre.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet, show_progress=False

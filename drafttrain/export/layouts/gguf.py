@@ -7,13 +7,14 @@ among them, where others rotate the two halves of a head: rows of queries and ke
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafttrain.export.files import Files, Source
-from drafttrain.export.ggufs import ARCHITECTURE, FILE_TYPES
+from drafttrain.export.ggufs import ARCHITECTURE, FACTORS, FILE_TYPES
 from drafttrain.export.layouts import dflash as zlab
 from drafttrain.export.layouts import draft_model, eagle3
 from drafttrain.export.layouts import gguf_tokenizer as tokens
@@ -54,8 +55,10 @@ def refuse_model(source: Source) -> str | None:
 
 
 def refuse_target(source: Source, model: Any) -> str | None:
-    """Why a language model cannot be written: of the target, or of a draft model with the target's tokenizer."""
+    """Why a language model cannot be written: the target, or a draft model with its tokenizer."""
     config = model.config
+    if (weights := source.opened.loaded.description.get("weights")) is not None:
+        return f"its weights are {weights}, and GGUF files are written of whole ones; leave out target.weights"
     if config.model_type not in PAIRED:
         return f"its architecture is {config.model_type}, and GGUF files are written of {', '.join(PAIRED)} alone"
     if getattr(config, "mlp_bias", False) or getattr(config, "attention_bias", False):
@@ -116,7 +119,7 @@ def _language_model(source: Source, model: Any, shape: TargetShape, weights: dic
         fields |= _own(architecture, {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])})
     if rope.get("rope_type") == "llama3":
         plain_F = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
-        tensors["rope_freqs.weight"] = plain_F / model.model.rotary_emb.inv_freq.float().cpu()
+        tensors[FACTORS] = plain_F / model.model.rotary_emb.inv_freq.float().cpu()
     return Files(fields, tensors, file, True)
 
 
@@ -138,7 +141,7 @@ def _fields(architecture: str, source: Source, shape: TargetShape, blocks: int) 
     }
     general = {
         ARCHITECTURE: architecture,
-        "general.name": f"{source.opened.meta.family} for {source.target_name}",
+        "general.name": f"{source.opened.meta.family} for {Path(source.target_name).name}",
         "general.file_type": FILE_TYPES[source.dtype],
     }
     loaded = source.opened.loaded
