@@ -54,9 +54,11 @@ RECORD_KEYS = ("name", "path", "revision", "dtype", "weights")
 def loaded(name: str = "llama", seed: int = 0) -> LoadedTarget:
     """A tiny target with a tokenizer that knows all its tokens."""
     target = tiny_target(name, seed)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(target.shape.vocab_size)}, "w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    vocab = target.shape.vocab_size
+    pieces = {f"w{i}": i for i in range(vocab - 2)} | {"w": vocab - 2, "0": vocab - 1}
+    words = Tokenizer(models.BPE(pieces, [("w", "0")]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1")
     tokenizer.chat_template = "{{ messages }}"
     about = {"name": "hf", "path": "targets/tiny", "revision": None, "dtype": "float32", "weights": None}
     return LoadedTarget(target, tokenizer, "targets/tiny", about | {"architecture": type(target.model).__name__})

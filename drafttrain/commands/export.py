@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from drafttrain import __version__
 from drafttrain.checkpoint import read_meta
 from drafttrain.commands.measure import target_of
 from drafttrain.commands.run import RunOptions
@@ -15,6 +16,7 @@ from drafttrain.errors import UserError
 from drafttrain.export import golden
 from drafttrain.export.exporter import Exported, Wanted, check_wanted, refusals
 from drafttrain.export.exporter import export as export_to
+from drafttrain.export.hub import Repository, push
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import STACKS, asked
 from drafttrain.targets.load import load_target
@@ -25,7 +27,7 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
     """Write what `format` asks for and return the directory.
 
     Raises UserError for what is missing, damaged, of another target, or loaded by no such stack; ParityError where the written
-    files do not draft as the checkpoint does. Nothing is left in either case.
+    files do not draft as the checkpoint does. Nothing is left in either case, but where only the upload failed.
     """
     directory, out = _given("checkpoint", options.checkpoint), _given("out", options.out)
     stack = options.format
@@ -37,7 +39,11 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
         )
     meta, console = read_meta(directory), Console()
     stacks = asked(meta.family, stack)
-    wanted = Wanted(stacks, out, options.dtype or meta.target.dtype, stack == "all", options.overwrite, options.max_shard_size)
+    dtype = options.dtype or meta.target.dtype
+    repository = None if options.push_to_hub is None else Repository(options.push_to_hub, options.push_private)
+    wanted = Wanted(
+        stacks, out, dtype, stack == "all", options.overwrite, options.max_shard_size, options.with_target, repository
+    )
     check_wanted(wanted)
     with together(options, "export"):
         loaded = load_target(target_of(options.target, meta.target))
@@ -51,6 +57,9 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
         _say(console, exported, wanted)
         places = {stack: out / stack if wanted.several else out for stack in exported.written}
         log_export(options.logger, resolved, directory, places)
+        if repository is not None:
+            address = push(out, repository, f"{meta.family} drafter for {stack}, drafttrain {__version__}")
+            console.print(f"uploaded: {address}", soft_wrap=True, highlight=False)
     return out
 
 

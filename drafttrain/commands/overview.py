@@ -74,7 +74,8 @@ COMMANDS = {
         (
             "drafttrain export checkpoint=DIR format=vllm out=DIR",
             "drafttrain export checkpoint=DIR format=all out=DIR dtype=bfloat16",
-            "drafttrain export checkpoint=DIR format=sglang out=DIR overwrite=true",
+            "drafttrain export checkpoint=DIR format=llamacpp out=DIR with_target=true",
+            "drafttrain export checkpoint=DIR format=sglang out=DIR overwrite=true push_to_hub=OWNER/NAME",
         ),
     ),
     "verify": Command(

@@ -76,11 +76,14 @@ class RunOptions:
     prompts: str | None = None  # measure, tune, verify, inspect: a prompt file instead of measure.prompts
     prompt: str | None = None  # generate: the text; null: standard input, or a chat on a terminal
     chat: bool = True  # generate: apply the chat template and remember turns; false continues the text as it is
-    format: str | None = None  # export: vllm | sglang | trtllm | speculators | transformers | openvino | tgi | ... | all
+    format: str | None = None  # export: vllm | sglang | trtllm | speculators | transformers | llamacpp | openvino | ... | all
     dtype: str | None = None  # export: of the weights: float32 | bfloat16 | float16; null: as the target was loaded in training
     overwrite: bool = False  # export: replace an earlier export in `out`
     max_shard_size: str = "5GB"  # export: of one weights file
-    engine: str | None = None  # verify: vllm | openvino | transformers | speculators
+    with_target: bool = False  # export: the target as GGUF too, with format=llamacpp
+    push_to_hub: str | None = None  # export: upload `out` to this repository of the Hugging Face hub, OWNER/NAME
+    push_private: bool = True  # export: as a private repository, where it is a new one
+    engine: str | None = None  # verify: vllm | openvino | transformers | speculators | llamacpp
     engine_python: str | None = None  # verify: the Python that has it; null: .venv-engines/<engine>/bin/python, else this one
     runs: list[str] = field(default_factory=list)  # compare: what the words without a key name
     recipe: str | None = None

@@ -12,6 +12,7 @@ import yaml
 from drafttrain import __version__
 from drafttrain.export import serve
 from drafttrain.export.files import Source
+from drafttrain.export.hub import Repository, is_repository
 from drafttrain.export.parity import Parity
 
 TAGS = ["speculative-decoding", "drafttrain"]
@@ -50,10 +51,11 @@ class Measured:
             return Measured()
 
 
-def card(source: Source, layout: str, directory: str, parity: Parity) -> str:
-    """directory: where the export will lie."""
+def card(source: Source, layout: str, place: str | Repository, parity: Parity) -> str:
+    """place: the directory where the export will lie, or the repository that it goes to."""
     meta, measured = source.opened.meta, Measured.of(source.opened.directory)
-    head = yaml.safe_dump({"base_model": source.target_name, "tags": TAGS}, sort_keys=False)
+    base = {"base_model": source.target_name} if is_repository(source.target_name) else {}  # the hub takes no directories
+    head = yaml.safe_dump(base | {"tags": TAGS}, sort_keys=False)
     rows: dict[str, Any] = {
         "target": f"`{source.target_name}` ({source.target_architecture}, fingerprint `{meta.target.fingerprint[:12]}`)",
         "family": meta.family,
@@ -65,11 +67,18 @@ def card(source: Source, layout: str, directory: str, parity: Parity) -> str:
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     kind = "python" if source.stack in OWN_MODULE else "bash"
+    files = isinstance(place, Repository) and (source.stack not in serve.BY_NAME or source.merged is not None)
+    directory = place if isinstance(place, str) else place.folder if files else place.name
     parts = [
         f"---\n{head}---",
         f"# {meta.family} drafter for {source.target_name}",
         ADAPTED if source.merged else FROZEN,
         f"| | |\n|---|---|\n{table}",
+        *(
+            [f"Its files are read from a directory: `{place.download}` makes one."]
+            if isinstance(place, Repository) and files
+            else []
+        ),
         f"```{kind}\n{serve.command(source, directory)}\n```",
     ]
     note = serve.note(meta.family, source.stack)

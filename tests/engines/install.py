@@ -5,6 +5,7 @@ An engine that cannot be installed gets a file `failed` with the reason, which i
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -30,15 +31,15 @@ def install(name: str) -> None:
     engine, folder = ENGINES[name], VENVS / name
     run([sys.executable, "-m", "venv", str(folder)])
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    run([*pip, "install", *engine.needs])
+    run([*pip, "install", *engine.needs], engine.build)
     if engine.after:
         run([*pip, "uninstall", "-y", *engine.after])
     (folder / "failed").unlink(missing_ok=True)
     (folder / "installed").touch()
 
 
-def run(command: list[str]) -> None:
-    subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
+def run(command: list[str], build: dict[str, str] | None = None) -> None:
+    subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True, env=os.environ | (build or {}))
 
 
 if __name__ == "__main__":

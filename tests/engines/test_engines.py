@@ -31,6 +31,9 @@ PAIRS = [
     ("draft_model", "transformers", "transformers"),
     ("eagle3", "speculators", "speculators"),
     ("eagle3.1, other taps", "speculators", "speculators"),
+    ("eagle3", "llamacpp", "llamacpp"),
+    ("dflash", "llamacpp", "llamacpp"),
+    ("draft_model", "llamacpp", "llamacpp"),
 ]
 TAU = 1.3  # a drafter of which little is accepted shows little
 ROW = ("engine", "family", "stack", "layout", "versions", "draft_length", "ours", "theirs", "same_texts", "tau")
@@ -38,7 +41,8 @@ Verify = Callable[..., tuple[int, dict[str, Any]]]
 
 
 def exported(command: Callable[..., int], drafter: str, stack: str, out: Path) -> Path:
-    assert command("export", f"checkpoint={trained(drafter)}", f"format={stack}", f"out={out}") == 0
+    more = ["with_target=true"] if stack == "llamacpp" else []
+    assert command("export", f"checkpoint={trained(drafter)}", f"format={stack}", f"out={out}", *more) == 0
     return out
 
 

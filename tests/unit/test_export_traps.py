@@ -121,6 +121,7 @@ def switch(first: str, second: str) -> Change:
 E3, NORMED, SPEC = ("eagle3", "vllm"), ("eagle3-normed", "vllm"), ("eagle3", "speculators")
 NESTED, INNER = ("eagle_config", IDS), "transformer_layer_config"
 DFLASH, MUSE, LM = ("dflash", "vllm"), ("dflash", "transformers"), ("draft_model", "vllm")
+BLOCKS, ONE = ("dflash", "speculators"), ("eagle", "lmdeploy")
 SHIFTED: list[tuple[tuple[str, str], Change]] = [  # off by one in either direction, in each place that a stack looks at
     (E3, put(IDS, value=[0, 1, 2])),
     (E3, put(IDS, value=[2, 3, 4])),
@@ -131,6 +132,7 @@ SHIFTED: list[tuple[tuple[str, str], Change]] = [  # off by one in either direct
     (SPEC, put(IDS, value=[0, 1, 2])),
     (DFLASH, put("dflash_config", "target_layer_ids", value=[1, 2, 3])),
     (MUSE, put("target_layer_ids", value=[1, 2, 3])),
+    (BLOCKS, put("aux_hidden_state_layer_ids", value=[0, 1, 2])),
 ]
 TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     *((where, "layer ids", change) for where, change in SHIFTED),
@@ -185,7 +187,19 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (LM, "head_dim", drop("head_dim")),
     (LM, "max positions", put("max_position_embeddings", value=256)),
     (LM, "norm", put("rms_norm_eps", value=1e-5)),
+    (BLOCKS, "rope", put(INNER, "rope_theta", value=500000.0)),
+    (BLOCKS, "layer types", drop(INNER, "layer_types")),
+    (BLOCKS, "config", put("sliding_window_non_causal", value=False)),
+    (BLOCKS, "config", put("sample_from_anchor", value=True)),
+    (BLOCKS, "mask token", put("mask_token_id", value=5)),
+    (BLOCKS, "block size", drop("block_size")),
+    (BLOCKS, "vocabulary", put("draft_vocab_size", value=32)),
     # names and shapes
+    (BLOCKS, "architecture", put("speculators_model_type", value="dflash2")),
+    (ONE, "architecture", put("architectures", value=["LlamaForCausalLMEagle"])),
+    (ONE, "tensors", lose("embed_tokens.weight")),
+    (ONE, "tensors", lambda config, tensors: tensors.update({"fc.bias": torch.zeros(32)})),
+    (ONE, "logits", shaken("embed_tokens.weight")),
     (E3, "tensors", lose("midlayer.hidden_norm.weight")),
     (E3, "tensors", rename("norm.weight", "model.norm.weight")),
     (SPEC, "tensors", rename("layers.0.mlp.up_proj.weight", "midlayer.mlp.up_proj.weight")),

@@ -1,4 +1,4 @@
-"""DFlash: the authors' (z-lab) layout, which all serving stacks read, and transformers'."""
+"""DFlash: the authors' (z-lab) layout, which most serving stacks read, that of transformers, and that of speculators."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.llama import llama_fields
+from drafttrain.export.layouts.speculators import header
 
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 
@@ -14,12 +15,29 @@ def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     if source.options["slots"] != "in_place":
         return "its slots are shifted, loaders of this family read them in place; train with drafter.slots=in_place"
-    if max(source.layer_inputs) == source.shape.blocks and source.stack != "vllm":
+    if max(source.layer_inputs) == source.shape.blocks and source.stack not in ("vllm", "lmdeploy"):
         return (
             f"it taps the target's last block, and {source.stack} is known to capture the inputs of blocks alone; "
             f"train with drafter.taps below {source.shape.blocks - 1}"
         )
     return None
+
+
+def lmdeploy_refuse(source: Source) -> str | None:
+    """Of the targets that are known here it taps Qwen3's alone."""
+    kind = source.opened.loaded.target.model.config.model_type
+    if kind != "qwen3":
+        return f"LMDeploy gives out no states of {kind} targets for this family; it does of qwen3"
+    if source.layer_inputs != sorted(source.layer_inputs):
+        return "its taps do not ascend, and LMDeploy takes no others; train with ascending drafter.taps"
+    return refuse(source)
+
+
+def lmdeploy(source: Source) -> Files:
+    """The authors' layout, with the size of the blocks where newer ones of theirs have it."""
+    files = zlab(source)
+    files.config["dflash_config"]["block_size"] = source.options["block_size"]
+    return files
 
 
 def zlab(source: Source) -> Files:
@@ -28,9 +46,9 @@ def zlab(source: Source) -> Files:
         "model_type": "qwen3",
         **_fields(source),
         "num_target_layers": source.shape.blocks,
-        "dflash_config": {"mask_token_id": _mask(source), "target_layer_ids": _ids(source)},
+        "dflash_config": {"mask_token_id": mask_token(source), "target_layer_ids": _ids(source)},
     }
-    return Files(config, source.tensors, facts=_facts(source))
+    return Files(config, source.tensors, facts=facts(source))
 
 
 def transformers(source: Source) -> Files:
@@ -38,11 +56,29 @@ def transformers(source: Source) -> Files:
         "architectures": ["MuseGlimmerAssistantModel"],
         "model_type": "muse_glimmer_assistant",
         **_fields(source),
-        "mask_token_id": _mask(source),
+        "mask_token_id": mask_token(source),
         "target_layer_ids": _ids(source),
     }
     tensors = {RENAMED.get(name, name): x for name, x in source.tensors.items()}
-    return Files(config, tensors, facts=_facts(source))
+    return Files(config, tensors, facts=facts(source))
+
+
+def speculators(source: Source) -> Files:
+    """The numbers of the layers are those of the blocks that read them, unlike in the authors' configuration."""
+    layers, shape = source.options["layers"], source.shape
+    inner = {"model_type": "qwen3", **llama_fields(shape, layers, source.dtype)}
+    config = {
+        **header(source, "dflash", "DFlashSpeculator"),
+        "transformer_layer_config": inner | {"layer_types": ["full_attention"] * layers, "use_sliding_window": False},
+        "draft_vocab_size": shape.vocab_size,
+        "target_hidden_size": shape.hidden_size,
+        "block_size": source.options["block_size"],
+        "mask_token_id": mask_token(source),
+        "aux_hidden_state_layer_ids": source.layer_inputs,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": True,  # false makes vLLM take the block for causal
+    }
+    return Files(config, source.tensors, facts=facts(source))
 
 
 def _fields(source: Source) -> dict[str, Any]:
@@ -59,10 +95,10 @@ def _ids(source: Source) -> list[int]:
     return [k - 1 for k in source.layer_inputs]
 
 
-def _mask(source: Source) -> int:
+def mask_token(source: Source) -> int:
     mask = source.options["mask_token"]
     return source.shape.vocab_size - 1 if mask is None else int(mask)
 
 
-def _facts(source: Source) -> dict[str, Any]:
-    return {"block size": source.options["block_size"], "mask token": _mask(source)}
+def facts(source: Source) -> dict[str, Any]:
+    return {"block size": source.options["block_size"], "mask token": mask_token(source)}

@@ -33,7 +33,7 @@ def files(source: Source) -> Files:
     config |= {"architectures": [type(model).__name__], "torch_dtype": source.dtype}
     config.pop("dtype", None)
     config["vocab_size"] = source.shape.vocab_size
-    return Files(config, _merged(model), tokenizer=source.opened.loaded.tokenizer is not None)
+    return Files(config, merged(model), tokenizer=source.opened.loaded.tokenizer is not None)
 
 
 def _model(source: Source) -> Any:
@@ -41,7 +41,7 @@ def _model(source: Source) -> Any:
     return lm.model
 
 
-def _merged(model: Any) -> dict[str, Tensor]:
+def merged(model: Any) -> dict[str, Tensor]:
     """All weights by transformers' names, products of adapters added in float32; none twice that is tied."""
     tensors: dict[str, Tensor] = {}
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

@@ -1,20 +1,25 @@
-"""EAGLE-1 and 2, whose networks are the same: one directory for vLLM and SGLang but for the architecture's name."""
+"""EAGLE-1 and 2, whose networks are the same: one directory for vLLM and SGLang but for the architecture's name; LMDeploy's."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.llama import llama_fields
 
-ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
+ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "lmdeploy": "LlamaForCausalLM"}
 
 
 def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     bias = source.tensors.get("fc.bias")
-    if source.stack == "vllm" and bias is not None and bool(bias.any()):
-        return "its fc has a trained bias, for which vllm has no place; train with drafter.bias=false"
+    if source.stack in ("vllm", "lmdeploy") and bias is not None and bool(bias.any()):
+        return f"its fc has a trained bias, for which {source.stack} has no place; train with drafter.bias=false"
+    own = str(source.opened.loaded.target.dtype).removeprefix("torch.")
+    if source.stack == "lmdeploy" and source.dtype not in (own, "float32"):
+        return f"lmdeploy reads the target's embedding from its files, which is {own}; export with dtype={own}"
     return None
 
 
@@ -26,4 +31,9 @@ def files(source: Source) -> Files:
         **llama_fields(source.shape, 1, source.dtype),
         "bias": False,
     }
+    if source.stack == "lmdeploy":  # it takes no bias, and the embedding from here
+        embed: Any = source.opened.loaded.target.model.get_input_embeddings().weight
+        return Files(
+            config, {name: x for name, x in source.tensors.items() if name != "fc.bias"} | {"embed_tokens.weight": embed}
+        )
     return Files(config, {"fc.bias": torch.zeros(source.shape.hidden_size)} | source.tensors)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.llama import llama_fields
+from drafttrain.export.layouts.speculators import header
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = ("vllm", "sglang", "trtllm", "speculators")  # stacks whose loaders know fc_norm and norm_output
 THREE = ("llamacpp", "openvino", "lmdeploy", "official")  # stacks that take three layers, no more or fewer
-SPECULATORS_VERSION = "0.9.0"
 
 
 def refuse(source: Source) -> str | None:
@@ -31,12 +31,26 @@ def refuse(source: Source) -> str | None:
         return f"it taps {len(layers)} blocks, and {stack} takes exactly three; train with three drafter.taps"
     if stack == "lmdeploy" and layers != [2, blocks // 2, blocks - 3]:
         return "its taps are not the official ones, and lmdeploy takes no others; train with drafter.tap_rule=official"
+    if stack == "lmdeploy" and source.target_architecture != "LlamaForCausalLM":
+        return (
+            f"lmdeploy gives out no states of {source.target_architecture} targets for this family; it does of LlamaForCausalLM"
+        )
     return None
+
+
+def lmdeploy(source: Source) -> Files:
+    """It makes the name of its own class from that of an ordinary Llama, and maps tokens by d2t whether there is one or not."""
+    files = portable(source)
+    files.config["architectures"] = ["LlamaForCausalLM"]
+    if "d2t" not in files.tensors:
+        vocab = source.shape.vocab_size
+        files.tensors.update(d2t=torch.zeros(vocab, dtype=torch.int64), t2d=torch.ones(vocab, dtype=torch.bool))
+    return files
 
 
 def portable(source: Source) -> Files:
     ids, shape = source.layer_inputs, source.shape
-    tensors = _tensors(source)
+    tensors = weights(source)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -53,41 +67,23 @@ def portable(source: Source) -> Files:
     }
     if len(ids) != 3:
         config["num_aux_hidden_states"] = len(ids)
-    return Files(config, tensors, facts=_facts(source))
+    return Files(config, tensors, facts=facts(source))
 
 
 def speculators(source: Source) -> Files:
-    shape = source.shape
-    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in _tensors(source).items()}
+    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in weights(source).items()}
     config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": SPECULATORS_VERSION,
-        "transformer_layer_config": {"model_type": "llama", **llama_fields(shape, 1, source.dtype)},
+        **header(source, "eagle3", "Eagle3Speculator"),
+        "transformer_layer_config": {"model_type": "llama", **llama_fields(source.shape, 1, source.dtype)},
         "draft_vocab_size": len(tensors["lm_head.weight"]),
         **_flags(source),
-        "target_hidden_size": shape.hidden_size,
+        "target_hidden_size": source.shape.hidden_size,
         IDS: source.layer_inputs,
-        "tie_word_embeddings": False,
-        "torch_dtype": source.dtype,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": source.drafter.draft_length,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "verifier": {"name_or_path": source.target_name, "architectures": [source.target_architecture]},
-        },
     }
-    return Files(config, tensors, facts=_facts(source))
+    return Files(config, tensors, facts=facts(source))
 
 
-def _tensors(source: Source) -> dict[str, Tensor]:
+def weights(source: Source) -> dict[str, Tensor]:
     """d2t as an offset, t2d as bool, as the checkpoint has them; the embedding is the target's."""
     tensors = source.tensors
     if "d2t" in tensors:
@@ -101,6 +97,6 @@ def _flags(source: Source) -> dict[str, Any]:
     return {"norm_before_residual": False, **flags}
 
 
-def _facts(source: Source) -> dict[str, Any]:
+def facts(source: Source) -> dict[str, Any]:
     flags = {flag: bool(source.options[flag]) for flag in ("norm_output", "fc_norm")}
     return {"norm flags": {"norm_before_residual": False, **flags}}

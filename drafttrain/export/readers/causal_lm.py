@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,35 @@ def read(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
             raise MismatchError("bias", f"{key} is true, and the reader knows no such biases")
     if kind == "qwen2":  # its heads share the width evenly, by definition
         config.values.setdefault("head_dim", config.get("hidden_size", "config") // config.get("num_attention_heads", "heads"))
-    shape, vocab, width = Shape.of(config), len(engine.embed), config.values["hidden_size"]
+    shape, vocab = Shape.of(config), len(engine.embed)
     if config.get("vocab_size", "vocabulary") != vocab:
         raise MismatchError("vocabulary", f"vocab_size is {config.values['vocab_size']}, the target's is {vocab}")
     if engine.pieces is not None:
         check_tokenizer(directory, engine.pieces)
+    plan = Plan(shape, config.get("num_hidden_layers", "config"), kind == "qwen2", kind == "qwen3")
+    return reading(plan, tensors, engine, points, tied=bool(config.values.get("tie_word_embeddings")))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A decoder's layers. bias: of q, k and v. norms: of each head's query and key."""
+
+    shape: Shape
+    layers: int
+    bias: bool
+    norms: bool
+
+
+def reading(plan: Plan, tensors: Tensors, engine: Engine, points: Sequence[Point], tied: bool) -> Reading:
+    shape, vocab, width = plan.shape, len(engine.embed), plan.shape.width
     embed = tensors.take("model.embed_tokens.weight", vocab, width, fails="vocabulary")
     layers = []
-    for i in range(config.get("num_hidden_layers", "config")):
+    for i in range(plan.layers):
         name = f"model.layers.{i}"
         norm = tensors.take(f"{name}.input_layernorm.weight", width)
-        layers.append((Layer(tensors, name, shape, width, bias=kind == "qwen2", norms=kind == "qwen3"), norm))
+        layers.append((Layer(tensors, name, shape, width, bias=plan.bias, norms=plan.norms), norm))
     norm = tensors.take("model.norm.weight", width)
-    head = embed if config.values.get("tie_word_embeddings") else tensors.take("lm_head.weight", vocab, width)
+    head = embed if tied else tensors.take("lm_head.weight", vocab, width)
     tensors.finish()
 
     def draft(point: Point) -> Tensor:

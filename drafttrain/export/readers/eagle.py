@@ -1,13 +1,15 @@
-"""EAGLE-1 as vLLM and SGLang read it: one layer without an input norm, over [embedding; the target's post-norm state].
+"""EAGLE-1 as vLLM, SGLang and LMDeploy read it: a layer without an input norm over [embedding; the target's post-norm state].
 
 Shapes: c tokens of a text, N positions fed, H hidden.
 
 SGLang's fc always has a bias. vLLM's has none, and with "bias": true in config.json it accepts nothing, without a word.
+LMDeploy's has none either, and stops at one; it reads an embedding of the drafter's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from torch.nn import functional as F
 from drafttrain.export.readers.layer import Cache, Layer, Shape
 from drafttrain.export.readers.parts import Config, Engine, MismatchError, Point, Reading, Tensors, each
 
-ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
+ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "lmdeploy": "LlamaForCausalLM"}
 
 
 def reader(stack: str) -> Callable[[Path, Engine, Sequence[Point]], Reading]:
@@ -30,8 +32,12 @@ def reader(stack: str) -> Callable[[Path, Engine, Sequence[Point]], Reading]:
         shape, (vocab, width) = Shape.of(config), engine.embed.shape
         if config.get("vocab_size", "vocabulary") != vocab:
             raise MismatchError("vocabulary", f"vocab_size is {config.values['vocab_size']}, the target's is {vocab}")
-        fc, bias = tensors.take("fc.weight", shape.width, 2 * width), tensors.take("fc.bias", shape.width)
-        if stack == "vllm" and bool(bias.any()):
+        fc, bias = tensors.take("fc.weight", shape.width, 2 * width), None
+        if stack == "lmdeploy":
+            engine = replace(engine, embed=tensors.take("embed_tokens.weight", vocab, width, fails="vocabulary"))
+        else:
+            bias = tensors.take("fc.bias", shape.width)
+        if stack == "vllm" and bias is not None and bool(bias.any()):
             raise MismatchError("bias", "fc.bias is not zero, and vLLM leaves it out")
         layer = Layer(tensors, "layers.0", shape, shape.width)
         tensors.finish()

@@ -27,6 +27,7 @@ from drafttrain.export.readers.layer import Cache, Layer, Shape, rms
 from drafttrain.export.readers.parts import Config, Engine, MismatchError, Point, Reading, Tensors, each, over_target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+ARCHITECTURES = {"lmdeploy": "LlamaForCausalLM"}  # it puts the method's name before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +53,20 @@ def portable(stack: str) -> Callable[[Path, Engine, Sequence[Point]], Reading]:
 
     def read(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
         config, tensors = Config.of(directory), Tensors(directory)
-        config.expect("architectures", ["LlamaForCausalLMEagle3"], "architecture")
+        config.expect("architectures", [ARCHITECTURES.get(stack, "LlamaForCausalLMEagle3")], "architecture")
         config.expect("model_type", "llama", "architecture")
         nested = config.inside("eagle_config", "layer ids")
         nested.expect("use_aux_hidden_state", True, "layer ids")
         layers = _layers(stack, config, nested, engine.blocks)
         if len(layers) != 3:
             config.expect("num_aux_hidden_states", len(layers), "layer ids")
+        if stack == "lmdeploy" and "d2t" not in tensors.left:
+            raise MismatchError("d2t", "it is missing, and LMDeploy would draft token 0 alone")
         head = _head(config, config, tensors, "midlayer", engine, layers)
         tensors.finish()
         if head.before and stack in ("sglang", "trtllm"):
             raise MismatchError("norm flags", f"norm_before_residual is true, which {stack} does not read")
-        return _reading(head, engine, points)
+        return reading(head, engine, points)
 
     return read
 
@@ -85,7 +88,7 @@ def speculators(directory: Path, engine: Engine, points: Sequence[Point]) -> Rea
     inner.expect("model_type", "llama", "architecture")
     head = _head(config, inner, tensors, "layers.0", engine, config.get(IDS, "layer ids"))
     tensors.finish()
-    return _reading(head, engine, points)
+    return reading(head, engine, points)
 
 
 def _layers(stack: str, config: Config, nested: Config, blocks: int) -> list[int]:
@@ -135,7 +138,7 @@ def _flag(config: Config, key: str) -> Any:
     return config.values[key]
 
 
-def _reading(head: Head, engine: Engine, points: Sequence[Point]) -> Reading:
+def reading(head: Head, engine: Engine, points: Sequence[Point]) -> Reading:
     facts = head.shape.facts() | {
         "layer ids": head.layers,
         "vocabulary": len(engine.embed),

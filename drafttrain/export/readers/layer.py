@@ -17,7 +17,10 @@ from drafttrain.export.readers.parts import Config, MismatchError, Tensors
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder layer's dimensions, from the fields that all stacks read them from."""
+    """A decoder layer's dimensions, from the fields that all stacks read them from.
+
+    paired: neighbouring values are rotated together, where most rotate the two halves of a head.
+    """
 
     width: int
     inner: int
@@ -28,6 +31,7 @@ class Shape:
     eps: float
     max_positions: int
     scaling: dict[str, Any]
+    paired: bool = False
 
     @staticmethod
     def of(config: Config) -> Shape:
@@ -122,15 +126,18 @@ def rms(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def rotated(x_NhD: Tensor, position_N: Tensor, shape: Shape) -> Tensor:
-    """The two halves of a head turned against each other, as in Llama."""
+    """The two halves of a head turned against each other, as in Llama, or its neighbours."""
     angle_NF = position_N[:, None].float() * _frequencies(shape)
     cos_N1F, sin_N1F = angle_NF.cos()[:, None], angle_NF.sin()[:, None]
-    first, second = x_NhD.chunk(2, -1)
-    return torch.cat([first * cos_N1F - second * sin_N1F, second * cos_N1F + first * sin_N1F], -1)
+    first, second = x_NhD.unflatten(-1, (-1, 2)).unbind(-1) if shape.paired else x_NhD.chunk(2, -1)
+    turned = first * cos_N1F - second * sin_N1F, second * cos_N1F + first * sin_N1F
+    return torch.stack(turned, -1).flatten(-2) if shape.paired else torch.cat(turned, -1)
 
 
 def _frequencies(shape: Shape) -> Tensor:
     plain_F = shape.theta ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+    if "factors" in shape.scaling:
+        return plain_F / shape.scaling["factors"]
     if shape.kind == "default":
         return plain_F
     if shape.kind == "linear":

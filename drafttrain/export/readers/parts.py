@@ -6,7 +6,7 @@ Shapes: c tokens of a text, K drafts, V vocabulary, D draft vocabulary, H hidden
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,14 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What a stack has beside the drafter's directory: the target's embedding and head [V, H], its number of blocks, its tokens
-    by their pieces (None: no tokenizer).
+    by their pieces (None: no tokenizer), and texts with the tokens that its tokenizer makes of them.
     """
 
     embed: Tensor
     head: Tensor
     blocks: int
     pieces: dict[str, int] | None = None
+    texts: Sequence[tuple[str, list[int]]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,10 @@ class Reading:
 
     logits: list[Tensor]
     facts: dict[str, Any]
+
+
+Loader = Callable[[Path, str], dict[str, Tensor]]
+Spelling = Callable[[str], str]
 
 
 class Config:
@@ -108,18 +113,24 @@ class Config:
 
 
 class Tensors:
-    """All tensors of a directory, floating ones in float32; each is to be taken once, in the shape that config.json gives."""
+    """All tensors of a directory, floating ones in float32; each is to be taken once, in the shape that config.json gives.
 
-    def __init__(self, directory: Path, file: str = "model.safetensors") -> None:
-        self.left = _load(directory, file)
+    spelled: the names in the files of what readers call by the names of Llama; it differs in other containers.
+    """
+
+    def __init__(
+        self, directory: Path, file: str = "model.safetensors", load: Loader | None = None, spelled: Spelling = str
+    ) -> None:
+        self.left, self.spelled = (load or _load)(directory, file), spelled
 
     def take(self, name: str, *shape: int, fails: str = "tensors") -> Tensor:
         """shape: -1 for what another tensor decides. fails: what a wrong shape points at."""
+        name = self.spelled(name)
         if name not in self.left:
             raise MismatchError("tensors", f"{name} is missing")
         tensor = self.left.pop(name)
         if len(shape) != tensor.ndim or any(want not in (-1, got) for want, got in zip(shape, tensor.shape, strict=True)):
-            raise MismatchError(fails, f"{name} is {list(tensor.shape)}, config.json makes it {list(shape)}")
+            raise MismatchError(fails, f"{name} is {list(tensor.shape)}, the configuration makes it {list(shape)}")
         return tensor
 
     def finish(self) -> None:

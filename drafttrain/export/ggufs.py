@@ -1,0 +1,92 @@
+"""Writing a GGUF file, tensor by tensor: the `gguf` library's container, with our own names and fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from drafttrain.errors import UserError
+
+SUFFIX = ".gguf"
+ARCHITECTURE = "general.architecture"
+FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # general.file_type, what most tensors are
+FACTORS = "rope_freqs.weight"
+LONG = 2**28  # bytes of a file whose writing shows a bar
+
+
+def write_gguf(file: Path, fields: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """fields: by their whole keys, the architecture among them; integers that are no list become uint32, real numbers float32.
+
+    Matrices are stored in `dtype`. Vectors are rounded to it too, and stored in float32: llama.cpp's norms and biases take no
+    other. Factors of positions, which are no weights, stay as they are, and integers. Raises UserError for weights that the
+    dtype cannot hold.
+    """
+    from gguf import GGMLQuantizationType as Kind
+    from gguf import GGUFWriter
+
+    kinds = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16, torch.int64: Kind.I64}
+    writer = GGUFWriter(file, fields[ARCHITECTURE])
+    try:
+        for key, value in fields.items():
+            _add(writer, key, value)
+        for name, tensor in tensors.items():
+            stored = _stored(tensor, dtype)
+            writer.add_tensor_info(
+                name, list(tensor.shape), np.dtype(np.float32), tensor.numel() * stored.itemsize, kinds[stored]
+            )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for array in _arrays(file.name, tensors, dtype):
+            writer.write_tensor_data(array)
+    finally:
+        writer.close()
+
+
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """On the CPU, contiguous, no view of another; integers as they are. Raises UserError for what the dtype cannot hold."""
+    own = tensor.detach().cpu()
+    if not own.is_floating_point():
+        return own.contiguous().clone()
+    rounded = own.to(dtype)
+    if not bool(rounded.isfinite().all()):
+        narrow = str(dtype).removeprefix("torch.")
+        raise UserError(
+            f"{name} reaches {own.abs().max():.3g}, more than {narrow} holds; export with dtype=bfloat16 or float32"
+        )
+    return rounded.contiguous().clone()
+
+
+def _arrays(name: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> Iterator[Any]:
+    long = sum(x.numel() * x.element_size() for x in tensors.values()) > LONG
+    for key, tensor in track(tensors.items(), description=name, disable=not long):
+        stored = cast(key, tensor, torch.float32 if key == FACTORS else dtype).to(_stored(tensor, dtype))
+        yield (stored.view(torch.uint8) if stored.dtype == torch.bfloat16 else stored).numpy()  # numpy has no bfloat16
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    if not tensor.is_floating_point():
+        return torch.int64
+    return dtype if tensor.ndim > 1 else torch.float32
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    if key == ARCHITECTURE:
+        return  # the library has written it
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        assert isinstance(value, list) and value, f"{key} is {value!r}"
+        writer.add_array(key, value)

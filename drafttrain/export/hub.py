@@ -1,0 +1,70 @@
+"""Uploading an export to the Hugging Face hub. The login is huggingface_hub's own: this code neither reads nor keeps it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.utils import validate_repo_id
+
+from drafttrain import __version__
+from drafttrain.errors import UserError
+
+SHOWN = 200  # characters of the hub's answer
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """private: whether it is made so; a repository that is there stays as it is."""
+
+    name: str
+    private: bool
+
+    def check(self) -> None:
+        """Raise UserError for what is known before anything is computed."""
+        try:
+            validate_repo_id(self.name)
+        except HFValidationError as error:
+            raise UserError(f"push_to_hub is {self.name!r}; name a repository as OWNER/NAME") from error
+        if self.name.count("/") != 1:
+            raise UserError(f"push_to_hub is {self.name!r}; name a repository as OWNER/NAME")
+        if constants.HF_HUB_OFFLINE:
+            raise UserError("push_to_hub uploads, and HF_HUB_OFFLINE forbids it; unset one of them")
+        if not get_token():
+            raise UserError("push_to_hub needs a login to the hub; run hf auth login, or set HF_TOKEN")
+
+    @property
+    def folder(self) -> str:
+        """Where a copy of it lies after `download`."""
+        return self.name.rpartition("/")[2]
+
+    @property
+    def download(self) -> str:
+        return f"hf download {self.name} --local-dir {self.folder}"
+
+
+def push(directory: Path, repository: Repository, message: str) -> str:
+    """Upload all that lies there, in one commit; its address. Raises UserError where that fails; the directory stays."""
+    api = HfApi(library_name="drafttrain", library_version=__version__)
+    try:
+        api.create_repo(repository.name, private=repository.private, exist_ok=True)
+        commit = api.upload_folder(repo_id=repository.name, folder_path=directory, commit_message=message)
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        again = f"hf upload {repository.name} {directory} ." + (" --private" if repository.private else "")
+        failed = f"its upload to {repository.name} failed ({_reason(error)})"
+        raise UserError(f"{directory} is complete and stays, but {failed}; repeat it: {again}") from error
+    return str(commit.commit_url)
+
+
+def is_repository(name: str) -> bool:
+    """Whether a target's name is that of a repository, no directory here."""
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None and not Path(name).exists()
+
+
+def _reason(error: Exception) -> str:
+    """In one line; a token that an answer repeats stays out of it."""
+    text, token = " ".join(str(error).split()) or type(error).__name__, get_token()
+    return (text.replace(token, "***") if token else text)[:SHOWN]

@@ -1,0 +1,188 @@
+"""llama.cpp's GGUF files: of a draft model or a target, of EAGLE-3, and of DFlash.
+
+Its loaders of the last two take embedding, and DFlash's head too, from the target that is loaded beside them. Both take the
+target's tokenizer from the drafter's file. It rotates pairs of neighbouring values in models of the kind of Llama, EAGLE-3
+among them, where others rotate the two halves of a head: rows of queries and keys are put in that order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.export.files import Files, Source
+from drafttrain.export.ggufs import ARCHITECTURE, FACTORS, FILE_TYPES
+from drafttrain.export.layouts import dflash as zlab
+from drafttrain.export.layouts import draft_model, eagle3
+from drafttrain.export.layouts import gguf_tokenizer as tokens
+from drafttrain.target import TargetShape
+
+DRAFT, TARGET = "draft.gguf", "target.gguf"
+PAIRED = {"llama": True, "mistral": True, "qwen2": False, "qwen3": False}  # model types -> whether neighbours are rotated
+CAPTURED = ("llama", "mistral", "qwen3", "qwen3_moe")  # targets whose graph gives out the inputs of its blocks
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "hidden_norm": "attn_norm_2",  # of EAGLE-3's layer: the fused states'
+}
+ENDS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+
+
+def refuse_eagle3(source: Source) -> str | None:
+    """Why llama.cpp cannot load this drafter; None where it can."""
+    return eagle3.refuse(source) or _refuse_states(source)
+
+
+def refuse_dflash(source: Source) -> str | None:
+    return zlab.refuse(source) or _refuse_states(source)
+
+
+def refuse_model(source: Source) -> str | None:
+    lm: Any = source.drafter.language_model()
+    return draft_model.refuse(source) or refuse_target(source, lm.model)
+
+
+def refuse_target(source: Source, model: Any) -> str | None:
+    """Why a language model cannot be written: the target, or a draft model with its tokenizer."""
+    config = model.config
+    if (weights := source.opened.loaded.description.get("weights")) is not None:
+        return f"its weights are {weights}, and GGUF files are written of whole ones; leave out target.weights"
+    if config.model_type not in PAIRED:
+        return f"its architecture is {config.model_type}, and GGUF files are written of {', '.join(PAIRED)} alone"
+    if getattr(config, "mlp_bias", False) or getattr(config, "attention_bias", False):
+        return "its linear maps have biases, and GGUF files are checked without them alone"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "linear", "llama3") or (kind == "llama3" and not PAIRED[config.model_type]):
+        return f"its scaling of positions is {kind!r}, for which llama.cpp has no field in models of {config.model_type}"
+    if "sliding_attention" in (getattr(config, "layer_types", None) or [_window(config)]):
+        return "it slides a window over the context, which llama.cpp does not for this architecture"
+    return tokens.refuse(source.opened.loaded.tokenizer)
+
+
+def eagle3_files(source: Source) -> Files:
+    tensors = eagle3.weights(source)
+    shape, d2t = source.shape, tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    tensors = _renamed({name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}, shape, paired=True)
+    if d2t is not None:
+        tensors["d2t"] = d2t + torch.arange(len(d2t))  # the target's ids themselves, no offsets
+    own = {
+        "target_layers": source.layer_inputs,
+        "target_hidden_size": shape.hidden_size,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+    }
+    return Files(_fields("eagle3", source, shape, 1) | _own("eagle3", own), tensors, DRAFT, True, eagle3.facts(source))
+
+
+def dflash_files(source: Source) -> Files:
+    """The numbers of the layers are those of the blocks that read them, unlike in the authors' configuration."""
+    shape, mask = source.shape, zlab.mask_token(source)
+    tensors = {"enc.output_norm.weight" if name == "hidden_norm.weight" else name: x for name, x in source.tensors.items()}
+    own = {"block_size": source.options["block_size"], "target_layers": source.layer_inputs, "attention.causal": False}
+    fields = _fields("dflash", source, shape, source.options["layers"]) | _own("dflash", own)
+    fields["tokenizer.ggml.mask_token_id"] = mask
+    return Files(fields, _renamed(tensors, shape, paired=False), DRAFT, True, zlab.facts(source))
+
+
+def model_files(source: Source) -> Files:
+    lm: Any = source.drafter.language_model()
+    return _language_model(source, lm.model, source.shape, draft_model.merged(lm.model), DRAFT)
+
+
+def target_files(source: Source) -> Files:
+    """The target itself, with what was trained of it."""
+    target = source.opened.loaded.target
+    return _language_model(source, target.model, target.shape, draft_model.merged(target.model), TARGET)
+
+
+def _language_model(source: Source, model: Any, shape: TargetShape, weights: dict[str, Tensor], file: str) -> Files:
+    kind = model.config.model_type
+    architecture = "llama" if kind == "mistral" else kind
+    fields = _fields(architecture, source, shape, model.config.num_hidden_layers)
+    tensors = _renamed({name.removeprefix("model."): x for name, x in weights.items()}, shape, PAIRED[kind])
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "linear":
+        fields |= _own(architecture, {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])})
+    if rope.get("rope_type") == "llama3":
+        plain_F = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+        tensors[FACTORS] = plain_F / model.model.rotary_emb.inv_freq.float().cpu()
+    return Files(fields, tensors, file, True)
+
+
+def _fields(architecture: str, source: Source, shape: TargetShape, blocks: int) -> dict[str, Any]:
+    """Every one is written, those too for which llama.cpp has a value of its own."""
+    own = {
+        "vocab_size": shape.vocab_size,
+        "context_length": shape.max_positions,
+        "embedding_length": shape.hidden_size,
+        "block_count": blocks,
+        "feed_forward_length": shape.intermediate_size,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+        "attention.layer_norm_rms_epsilon": float(shape.norm_eps),
+        "rope.freq_base": float(shape.rope_theta),
+        "rope.dimension_count": shape.head_dim,
+    }
+    general = {
+        ARCHITECTURE: architecture,
+        "general.name": f"{source.opened.meta.family} for {Path(source.target_name).name}",
+        "general.file_type": FILE_TYPES[source.dtype],
+    }
+    loaded = source.opened.loaded
+    vocab = tokens.fields(loaded.tokenizer, loaded.target.shape.vocab_size, frozenset(loaded.target.stop_ids))
+    return general | _own(architecture, own) | vocab
+
+
+def _own(architecture: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {f"{architecture}.{key}": value for key, value in values.items()}
+
+
+def _renamed(tensors: dict[str, Tensor], shape: TargetShape, paired: bool) -> dict[str, Tensor]:
+    """By llama.cpp's names; paired: rows of queries and keys in the order for rotating neighbours."""
+    found = {}
+    for name, tensor in tensors.items():
+        if paired and ("q_proj" in name or "k_proj" in name):
+            tensor = neighbours(tensor, shape.head_dim)
+        found[_name(name)] = tensor
+    return found
+
+
+def _name(name: str) -> str:
+    stem, _, part = name.rpartition(".")
+    if stem.startswith("layers."):
+        _, number, inner = stem.split(".", 2)
+        return f"blk.{number}.{NAMES[inner]}.{part}"
+    return f"{ENDS.get(stem, stem)}.{part}"
+
+
+def neighbours(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows i and i + head_dim / 2 of each head come to stand one behind the other."""
+    halves = weight.unflatten(0, (-1, 2, head_dim // 2))
+    return halves.transpose(1, 2).flatten(0, 2)
+
+
+def _refuse_states(source: Source) -> str | None:
+    kind = source.opened.loaded.target.model.config.model_type
+    if kind not in CAPTURED:
+        return f"llama.cpp gives out no states of {kind} targets; it does of {', '.join(CAPTURED)}"
+    return tokens.refuse(source.opened.loaded.tokenizer)
+
+
+def _window(config: Any) -> str:
+    return "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"

@@ -1,0 +1,178 @@
+"""Tokenizers inside GGUF files: each kind that llama.cpp has a name for makes the same tokens, others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers import pre_tokenizers as pre
+from transformers import PreTrainedTokenizerFast
+
+from drafttrain.data.prompts import load_prompts
+from drafttrain.export.layouts import gguf_tokenizer as layout
+from drafttrain.export.parity import TEXT
+from drafttrain.export.readers.gguf_tokenizer import check_tokenizer
+from drafttrain.export.readers.parts import Config, Engine, MismatchError
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import load_target
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + END
+QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + END
+BYTES = pre.ByteLevel(add_prefix_space=False, use_regex=False)
+WORDS = pre.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def split(pattern: str) -> Any:
+    return pre.Sequence([pre.Split(Regex(pattern), "isolated"), BYTES])
+
+
+CUTS = {
+    "gpt-2": WORDS,
+    "smollm": pre.Sequence([pre.Digits(individual_digits=True), WORDS]),
+    "llama-bpe": split(LLAMA3),
+    "smaug-bpe": split(LLAMA3),
+    "qwen2": split(QWEN2),
+}
+
+
+@cache
+def texts() -> list[str]:
+    asked = [turn for prompt in load_prompts("embedded", 12) for turn in prompt.turns]
+    return [TEXT, "", " ", "\n\n\n", "  two  spaces ", "I'LL say 'tis 1000000 times", "<|end|>a<|end|><|mine|> b", *asked]
+
+
+@cache
+def trained(name: str) -> Any:
+    """A byte-level BPE of a few hundred pieces, with two added tokens."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = CUTS[name], decoders.ByteLevel()
+    if name == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    alphabet = pre.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.add_tokens([AddedToken("<|mine|>", normalized=False)])
+    if name == "llama-bpe":
+        begun = tokenizer.token_to_id("<|begin|>")
+        tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", begun)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>")
+
+
+def engine(tokenizer: Any, rows: int | None = None) -> Engine:
+    made = [(text, list(tokenizer(text)["input_ids"])) for text in texts()]
+    embed = torch.zeros(rows or len(tokenizer), 1)
+    return Engine(embed, embed, 1, tokenizer.get_vocab(), made)
+
+
+def fields(tokenizer: Any, rows: int | None = None) -> dict[str, Any]:
+    return layout.fields(tokenizer, rows or len(tokenizer), frozenset({tokenizer.eos_token_id}))
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_the_same_tokens(name: str) -> None:
+    tokenizer = trained(name)
+    assert layout.refuse(tokenizer) is None
+    found = fields(tokenizer, len(tokenizer) + 3)
+    assert found["tokenizer.ggml.pre"] == name
+    assert found["tokenizer.ggml.tokens"][-1] == f"[PAD{len(tokenizer) + 2}]" and found["tokenizer.ggml.token_type"][-1] == 5
+    assert found["tokenizer.ggml.add_bos_token"] is (name == "llama-bpe")
+    check_tokenizer(Config(found), engine(tokenizer, len(tokenizer) + 3))
+
+
+def test_the_embedded_targets() -> None:
+    loaded = load_target(TargetOptions())
+    tokenizer: Any = loaded.tokenizer
+    found = layout.fields(tokenizer, loaded.target.shape.vocab_size, loaded.target.stop_ids)
+    assert found["tokenizer.ggml.pre"] == "gpt-2" and found["tokenizer.ggml.eos_token_id"] == 3
+    assert found["tokenizer.ggml.eot_token_id"] == 0 and found["tokenizer.chat_template"] == tokenizer.chat_template
+    assert [found["tokenizer.ggml.token_type"][i] for i in range(8)] == [3] * 6 + [1] * 2
+    check_tokenizer(Config(found), engine(tokenizer))
+
+
+def harmed(change: Callable[[dict[str, Any]], Any], name: str = "qwen2") -> None:
+    found = fields(trained(name))
+    change(found)
+    check_tokenizer(Config(found), engine(trained(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("qwen2", lambda f: f.update({"tokenizer.ggml.pre": "gpt-2"})),
+        ("llama-bpe", lambda f: f.update({"tokenizer.ggml.pre": "qwen2"})),
+        ("gpt-2", lambda f: f.update({"tokenizer.ggml.pre": "smollm"})),
+        ("qwen2", lambda f: f["tokenizer.ggml.merges"].reverse()),
+        ("qwen2", lambda f: f["tokenizer.ggml.merges"].pop(0)),
+        ("qwen2", lambda f: f.update({"tokenizer.ggml.add_bos_token": True})),
+        ("llama-bpe", lambda f: f.update({"tokenizer.ggml.add_bos_token": False})),
+        ("qwen2", lambda f: f["tokenizer.ggml.token_type"].__setitem__(1, 1)),
+        ("qwen2", lambda f: f["tokenizer.ggml.tokens"].pop()),
+    ],
+)
+def test_another_tokenizer_is_seen(name: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    with pytest.raises(MismatchError) as caught:
+        harmed(change, name)
+    assert caught.value.name == "tokenizer"
+
+
+def test_a_name_by_which_words_are_taken_whole_is_seen() -> None:
+    """It differs for a piece that no merges lead to."""
+    tokenizer = trained("smaug-bpe")
+    content, ids = fields(tokenizer), tokenizer.get_vocab()
+    word = next(piece for piece in sorted(ids) if len(piece) > 5 and piece.isalpha() and piece.isascii())
+    merges = [merge for merge in content["tokenizer.ggml.merges"] if merge.replace(" ", "") != word]
+    apart = Engine(torch.zeros(len(tokenizer), 1), torch.zeros(1, 1), 1, ids, [(word, [0])])
+    content |= {"tokenizer.ggml.merges": merges, "tokenizer.ggml.pre": "llama-bpe"}
+    with pytest.raises(MismatchError, match=rf"is \[{ids[word]}\] there"):
+        check_tokenizer(Config(content), apart)
+
+
+def made(model: Any, cut: Any, **more: Any) -> Any:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = cut
+    if "normalizer" in more:
+        tokenizer.normalizer = more.pop("normalizer")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{"eos_token": "a", **more})
+
+
+def bpe(**options: Any) -> Any:
+    return models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], **options)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [
+        (
+            lambda: made(models.WordLevel({"a": 0, "b": 1}, "a"), WORDS),
+            r"no byte-level BPE \(WordLevel\); .*convert_hf_to_gguf",
+        ),
+        (lambda: made(bpe(byte_fallback=True), WORDS), r"no byte-level BPE \(BPE, with byte fallback\)"),
+        (lambda: made(models.BPE({"a": 0}, []), WORDS), r"no byte-level BPE \(BPE, no merges\)"),
+        (lambda: made(bpe(), WORDS, normalizer=normalizers.Lowercase()), r"normalizes texts \(Lowercase\)"),
+        (lambda: made(bpe(), pre.Whitespace()), "cuts texts in a way that has no name here"),
+        (lambda: made(bpe(), pre.ByteLevel(add_prefix_space=True)), "cuts texts in a way that has no name here"),
+        (lambda: made(bpe(), split(r"\w+")), "cuts texts in a way that has no name here"),
+        (lambda: made(bpe(), None), "cuts texts in a way that has no name here"),
+        (lambda: made(bpe(ignore_merges=True), WORDS), "cuts texts in a way that has no name here"),
+        (lambda: made(bpe(), WORDS, eos_token=None), "has no end of text, for which llama.cpp would take token 11"),
+        (lambda: object(), "is no fast one"),
+    ],
+)
+def test_what_has_no_form_there_is_refused(tokenizer: Callable[[], Any], says: str) -> None:
+    reason = layout.refuse(tokenizer())
+    assert reason is not None
+    with pytest.raises(ValueError, match=says):
+        raise ValueError(reason)
+
+
+def test_nfc_is_let_through() -> None:
+    """Qwen's tokenizer asks for it; llama.cpp's own converter leaves it out too."""
+    assert layout.refuse(made(bpe(), WORDS, normalizer=normalizers.NFC())) is None
