@@ -248,11 +248,7 @@ def test_scaled_positions_are_kept(rope: dict[str, Any], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("case", "changes", "says"),
     [
-        (
-            "eagle3-normed",
-            {},
-            "trained with fc_norm, which llamacpp does not read; .*; vllm, sglang, trtllm, speculators load it",
-        ),
+        ("eagle3-normed", {}, "with fc_norm, which llamacpp does not read; .*; vllm, sglang, trtllm, speculators load it"),
         ("eagle3-last", {}, "taps the target's last block, and llamacpp is known .*; vllm load it as it is"),
         ("eagle3-two", {}, "taps 2 blocks, and llamacpp takes exactly three; .*; vllm, sglang, trtllm, speculators load it"),
         ("dflash-shifted", {}, "its slots are shifted"),
