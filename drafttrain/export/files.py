@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafttrain.drafter import Drafter
 from drafttrain.errors import UserError
+from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.opened import Opened
 from drafttrain.target import TargetShape
 
@@ -43,9 +44,18 @@ class Source:
         """A copy of the drafter's own, by their names in its checkpoint."""
         return dict(self.opened.tensors)
 
+    def named(self, renames: Renames) -> dict[str, Tensor]:
+        """The same by the names of a layout, which has one for each."""
+        return {str(renames.theirs(name)): tensor for name, tensor in self.opened.tensors.items()}
+
     @property
     def shape(self) -> TargetShape:
         return self.opened.loaded.target.shape
+
+    @property
+    def layer_shape(self) -> TargetShape:
+        """Of the drafter's own decoder layers."""
+        return self.drafter.layer_shape or self.shape
 
     @property
     def layer_inputs(self) -> list[int]:

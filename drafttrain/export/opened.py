@@ -81,6 +81,6 @@ class Opened:
 
     @property
     def shape(self) -> TargetShape:
-        """Of the model that drafts, where the drafter is one, else of the target."""
+        """Of the model that drafts, where the drafter is one; of its own decoder layers, if any; else the target's."""
         model = self.drafter.language_model()
-        return self.loaded.target.shape if model is None else model.shape
+        return (self.drafter.layer_shape or self.loaded.target.shape) if model is None else model.shape

@@ -6,8 +6,11 @@ from typing import Any
 
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.llama import llama_fields
+from drafttrain.export.layouts.renames import Renames
 
-RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+TRANSFORMERS = Renames(
+    {"fc.{rest}": "encoder.fc.{rest}", "hidden_norm.{rest}": "encoder.output_norm_enc.{rest}", "{rest}": "{rest}"}
+)
 
 
 def refuse(source: Source) -> str | None:
@@ -41,14 +44,13 @@ def transformers(source: Source) -> Files:
         "mask_token_id": _mask(source),
         "target_layer_ids": _ids(source),
     }
-    tensors = {RENAMED.get(name, name): x for name, x in source.tensors.items()}
-    return Files(config, tensors, facts=_facts(source))
+    return Files(config, source.named(TRANSFORMERS), facts=_facts(source))
 
 
 def _fields(source: Source) -> dict[str, Any]:
     layers = source.options["layers"]
     return {
-        **llama_fields(source.shape, layers, source.dtype),
+        **llama_fields(source.layer_shape, layers, source.dtype),
         "block_size": source.options["block_size"],
         "layer_types": ["full_attention"] * layers,
         "use_sliding_window": False,

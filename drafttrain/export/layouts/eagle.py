@@ -23,7 +23,7 @@ def files(source: Source) -> Files:
     config = {
         "architectures": [ARCHITECTURES[source.stack]],
         "model_type": "llama",
-        **llama_fields(source.shape, 1, source.dtype),
+        **llama_fields(source.layer_shape, 1, source.dtype),
         "bias": False,
     }
     return Files(config, {"fc.bias": torch.zeros(source.shape.hidden_size)} | source.tensors)
