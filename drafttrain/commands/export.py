@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from drafttrain.checkpoint import read_meta
-from drafttrain.commands.measure import target_of
+from drafttrain.commands.given import Given
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
 from drafttrain.errors import UserError
@@ -27,7 +27,7 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
     Raises UserError for what is missing, damaged, of another target, or loaded by no such stack; ParityError where the written
     files do not draft as the checkpoint does. Nothing is left in either case.
     """
-    directory, out = _given("checkpoint", options.checkpoint), _given("out", options.out)
+    name, out = _given("checkpoint", options.checkpoint), Path(_given("out", options.out)).expanduser()
     stack = options.format
     if stack is None:
         raise UserError(f"format is not set; choose one of {', '.join(STACKS)}, or all, with format=STACK")
@@ -35,12 +35,13 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
         raise UserError(
             f"target.tensor_parallel is {options.target.tensor_parallel}, an export reads the whole target; leave it out"
         )
-    meta, console = read_meta(directory), Console()
-    stacks = asked(meta.family, stack)
-    wanted = Wanted(stacks, out, options.dtype or meta.target.dtype, stack == "all", options.overwrite, options.max_shard_size)
+    given, console = Given.of(name), Console()
+    stacks = asked(given.family, stack)
+    wanted = Wanted(stacks, out, options.dtype or given.dtype, stack == "all", options.overwrite, options.max_shard_size)
     check_wanted(wanted)
     with together(options, "export"):
-        loaded = load_target(target_of(options.target, meta.target))
+        loaded = load_target(given.target(options.target))
+        directory = given.checkpoint(loaded, partial(console.print, soft_wrap=True, highlight=False, markup=False))
         opened = Opened.of(directory, loaded)
         refusals(opened, wanted)  # before anything is computed
         material = golden.stored(directory)
@@ -54,10 +55,10 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
     return out
 
 
-def _given(name: str, value: str | None) -> Path:
+def _given(name: str, value: str | None) -> str:
     if value is None:
         raise UserError(f"{name} is not set; name a directory with {name}=DIR")
-    return Path(value).expanduser()
+    return value
 
 
 def _say(console: Console, exported: Exported, wanted: Wanted) -> None:

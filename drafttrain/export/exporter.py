@@ -99,7 +99,8 @@ def _write_target(aside: Path, opened: Opened, wanted: Wanted) -> str:
 def _describe(folder: Path, place: Path, to: Layout, source: Source, parity: Parity) -> None:
     (folder / "README.md").write_text(card(source, to.name, str(place), parity), encoding="utf-8")
     about: dict[str, Any] = {"version": __version__, "stack": source.stack, "layout": to.name, "dtype": source.dtype}
-    about |= {"family": source.opened.meta.family, "checkpoint": source.opened.meta.sha256}
+    meta = source.opened.meta  # options and decode settings: what the layout has no place for, an import finds here
+    about |= {"family": meta.family, "checkpoint": meta.sha256, "options": meta.options, "decode": meta.decode}
     _record(folder, about)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -41,8 +41,8 @@ class Foreign:
         self.config_file = next((directory / name for name in CONFIGS if (directory / name).is_file()), None)
         if self.config_file is None:
             raise UserError(
-                f"{self.origin}: expected a checkpoint of a drafter, got neither drafter.json nor {' or '.join(CONFIGS)} there; "
-                f"name a step-NNNNN directory of a run, or a drafter's own directory"
+                f"{self.origin}: expected a checkpoint of a drafter, got no drafter.json, {' or '.join(CONFIGS)} there; "
+                "name a step-NNNNN directory of a run, or a published drafter"
             )
         self.config = _json(self.config_file)
         self.weights, self.files = self._find()
@@ -57,7 +57,9 @@ class Foreign:
                 return there[0], self._parts(there[0])
         found = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".safetensors", ".bin", ".pt"))
         got = f"got {', '.join(found)}" if found else "got none"
-        raise UserError(f"{self.origin}: expected weights in one of {', '.join(SAFE + PICKLED)}, {got}; rename the file, or {AGAIN}")
+        raise UserError(
+            f"{self.origin}: expected weights in one of {', '.join(SAFE + PICKLED)}, {got}; rename the file, or {AGAIN}"
+        )
 
     def _parts(self, name: str) -> list[Path]:
         index = self.directory / f"{name}.index.json"
@@ -93,7 +95,9 @@ class Foreign:
 
     def said(self) -> str:
         """What is there, in a few words."""
-        about = {key: self.config[key] for key in ("architectures", "model_type", "speculators_model_type") if key in self.config}
+        about = {
+            key: self.config[key] for key in ("architectures", "model_type", "speculators_model_type") if key in self.config
+        }
         told = ", ".join(f"{key} {value!r}" for key, value in about.items()) or f"no architecture in {self.config_name}"
         return f"{told}, and {len(self.tensors)} tensors in {self.weights} ({listed(list(self.tensors))})"
 
@@ -126,26 +130,25 @@ class Foreign:
             raise UserError(f"{self.origin}: {key} is {value!r}, {why}; only {shown} can be imported")
 
 
-def fetched(name: str) -> Foreign:
+def fetched(name: str) -> Path:
     """Of a hub id, `owner/name` or `owner/name@revision`. Weights are fetched once, pickles where there is nothing else.
 
-    Raises UserError where it cannot be had.
+    Where it lies on disk. Raises UserError where it cannot be had.
     """
     repository, _, revision = name.partition("@")
-    wanted: Callable[[list[str]], str] = lambda patterns: snapshot_download(  # noqa: E731
-        repository, revision=revision or None, allow_patterns=patterns
-    )
+    asked: dict[str, Any] = {"repo_id": repository, "revision": revision or None}
     try:
-        directory = Path(wanted([*SMALL_FILES, "*.safetensors"]))
+        directory = Path(snapshot_download(**asked, allow_patterns=[*SMALL_FILES, "*.safetensors"]))
         if not any(directory.glob("*.safetensors")):
-            directory = Path(wanted([*SMALL_FILES, *(f"{Path(file).stem}*{Path(file).suffix}" for file in PICKLED)]))
+            pickles = [f"{Path(file).stem}*{Path(file).suffix}" for file in PICKLED]
+            directory = Path(snapshot_download(**asked, allow_patterns=[*SMALL_FILES, *pickles]))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(
             f"checkpoint {name!r} is no directory here, and could not be fetched as a hub id ({reason}); "
             "name a directory, or a hub id that can be reached"
         ) from error
-    return Foreign(directory, name)
+    return directory
 
 
 def listed(names: list[str]) -> str:

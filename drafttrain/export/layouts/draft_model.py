@@ -9,10 +9,13 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from drafttrain.export.files import Files, Source
+from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.readers.causal_lm import MODEL_TYPES
 
 LAYER = ".base_layer"
 ADAPTER = "default"
+RENAMES = Renames({"lm.model.{rest}": "{rest}"})
+ADAPTED = Renames({f"lm.model.{{path}}.lora_{x}.{ADAPTER}.weight": f"base_model.model.{{path}}.lora_{x}.weight" for x in "AB"})
 
 
 def refuse(source: Source) -> str | None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 PLACE = re.compile(r"\{(\w+)\}")
-PIECES = {"rest": ".+", "part": "weight|bias"}  # what a place stands for; a number where it is none of these
+PIECES = {"rest": ".+", "path": ".+", "part": "weight|bias"}  # what a place stands for; a number where it is none of these
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
