@@ -79,7 +79,7 @@ def check_start(name: str, meta: CheckpointMeta, options: dict[str, object], set
     apart = [key for key in about["determined"] if here[key] != meta.options[key]]
     if apart:
         words = " ".join(f"drafter.{word}" for key in apart for word in _overrides(key, meta.options[key], here[key]))
-        raise UserError(f"train.init {name}: a {meta.family} drafter of other options than this one; add {words}")
+        raise UserError(f"train.init {name}: its {meta.family} drafter has other options than this one; add {words}")
 
 
 def _overrides(key: str, wanted: object, here: object) -> list[str]:

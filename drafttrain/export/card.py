@@ -58,7 +58,7 @@ def card(source: Source, layout: str, directory: str, parity: Parity) -> str:
         "target": f"`{source.target_name}` ({source.target_architecture}, fingerprint `{meta.target.fingerprint[:12]}`)",
         "family": meta.family,
         "layout": f"{layout}, {source.dtype}",
-        "trained": f"{meta.step} steps" + (f" on `{measured.data}`" if measured.data else ""),
+        "trained": _trained(source, measured),
         "measured": _measured(measured),
         "parity": _parity(source, parity),
         "written by": f"drafttrain {__version__}",
@@ -74,6 +74,13 @@ def card(source: Source, layout: str, directory: str, parity: Parity) -> str:
     ]
     note = serve.note(meta.family, source.stack)
     return "\n\n".join(parts + ([note] if note else [])) + "\n"
+
+
+def _trained(source: Source, measured: Measured) -> str:
+    meta = source.opened.meta
+    if meta.imported is not None:
+        return f"by others: `{meta.imported['from']}` ({meta.imported['layout']}, {meta.imported['dtype']})"
+    return f"{meta.step} steps" + (f" on `{measured.data}`" if measured.data else "")
 
 
 def _measured(measured: Measured) -> str:

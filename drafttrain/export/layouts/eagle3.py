@@ -26,7 +26,8 @@ def refuse(source: Source) -> str | None:
         if options[flag] and stack not in NORMED:
             return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
     if options.get("norm_before_residual") and stack not in UNNORMED:
-        return f"it was trained with norm_before_residual, which {stack} does not read; {', '.join(UNNORMED)} do"
+        flag = "norm_before_residual"
+        return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
     if max(layers) == blocks and stack != "vllm":
         return (
             f"it taps the target's last block, and {stack} is known to capture the inputs of blocks alone; "
