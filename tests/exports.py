@@ -103,7 +103,7 @@ def drafter_of(family: str, options: Any, target: LoadedTarget) -> Drafter:
     torch.manual_seed(1)
     drafter = families()[family].build(options, target.target)
     drafter.prepare(lambda: torch.arange(64) * 37 % 64)
-    for parameter in drafter.parameters():
+    for parameter in (p for p in drafter.parameters() if p.requires_grad):
         parameter.data.add_(torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0).clamp_min(0.1))
     return drafter
 
@@ -144,3 +144,14 @@ def opened(folder: Path, case: str, target: LoadedTarget | None = None, **more: 
 def written(found: Opened, golden: Golden, stack: str, out: Path, dtype: str = "float32", **more: Any) -> Exported:
     stacks = asked(found.meta.family, stack)
     return export(found, golden, Wanted(stacks, out, dtype, stack == "all", **more))
+
+
+def put_model(folder: Path, blocks: int = 2) -> Path:
+    """A small language model in a directory of transformers, with the target's tokenizer."""
+    model: Any = tiny_model(seed=3)
+    config = model.config
+    config.num_hidden_layers = blocks
+    torch.manual_seed(3)
+    type(model)(config).save_pretrained(folder)
+    loaded().tokenizer.save_pretrained(folder)
+    return folder

@@ -37,7 +37,8 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
         )
     given, console = Given.of(name), Console()
     stacks = asked(given.family, stack)
-    wanted = Wanted(stacks, out, options.dtype or given.dtype, stack == "all", options.overwrite, options.max_shard_size)
+    dtype = options.dtype or ("float32" if options.adapter else given.dtype)
+    wanted = Wanted(stacks, out, dtype, stack == "all", options.overwrite, options.max_shard_size, options.adapter)
     check_wanted(wanted)
     with together(options, "export"):
         loaded = load_target(given.target(options.target))

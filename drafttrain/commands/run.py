@@ -78,6 +78,7 @@ class RunOptions:
     chat: bool = True  # generate: apply the chat template and remember turns; false continues the text as it is
     format: str | None = None  # export: vllm | sglang | trtllm | speculators | transformers | openvino | tgi | ... | all
     dtype: str | None = None  # export: of the weights: float32 | bfloat16 | float16; null: as the target was loaded in training
+    adapter: bool = False  # export: what was trained by low-rank matrices as a peft adapter instead of merged
     overwrite: bool = False  # export: replace an earlier export in `out`
     max_shard_size: str = "5GB"  # export: of one weights file
     engine: str | None = None  # verify: vllm | openvino | transformers | speculators

@@ -17,6 +17,14 @@ from drafttrain.export.parity import Parity
 TAGS = ["speculative-decoding", "drafttrain"]
 FROZEN = "It drafts tokens for this target and no other, which verifies them: the target's output stays its own."
 ADAPTED = "The target was trained with it, and lies beside it, merged: serve that one. Its output is not the original's."
+APART = (
+    "The target was trained with it. What was trained lies beside it, as a peft adapter: merge it into the target, and serve "
+    "what comes out. Its output is not the original's."
+)
+MERGE = (
+    "from peft import AutoPeftModelForCausalLM\n"
+    'AutoPeftModelForCausalLM.from_pretrained("{adapter}").merge_and_unload().save_pretrained("{merged}")'
+)
 OWN_MODULE = ("official", "transformers")  # what is typed there is Python
 
 
@@ -68,12 +76,18 @@ def card(source: Source, layout: str, directory: str, parity: Parity) -> str:
     parts = [
         f"---\n{head}---",
         f"# {meta.family} drafter for {source.target_name}",
-        ADAPTED if source.merged else FROZEN,
+        _about_target(source),
         f"| | |\n|---|---|\n{table}",
         f"```{kind}\n{serve.command(source, directory)}\n```",
     ]
     note = serve.note(meta.family, source.stack)
     return "\n\n".join(parts + ([note] if note else [])) + "\n"
+
+
+def _about_target(source: Source) -> str:
+    if source.adapter is None:
+        return ADAPTED if source.merged else FROZEN
+    return f"{APART}\n\n```python\n{MERGE.format(adapter=source.adapter, merged=source.merged)}\n```"
 
 
 def _trained(source: Source, measured: Measured) -> str:

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peft.tuners.lora import LoraLayer
+
 from drafttrain import __version__
 from drafttrain.atomic import atomic_directory
 from drafttrain.errors import UserError
 from drafttrain.export.card import card
 from drafttrain.export.files import DTYPES, Source, write
 from drafttrain.export.golden import Golden
+from drafttrain.export.layouts.adapter import write_alone
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import Parity, check, check_model, rounded
 from drafttrain.export.table import TABLE, Layout, layout, loads
@@ -22,7 +25,9 @@ RECORD, TARGET = "drafttrain.json", "target"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """out: the directory to make; each of several stacks gets one inside, by its name. dtype: of the weights."""
+    """out: the directory to make; each of several stacks gets one inside, by its name. dtype: of the weights. adapter: what was
+    trained by low-rank matrices is not merged.
+    """
 
     stacks: list[str]
     out: Path
@@ -30,6 +35,7 @@ class Wanted:
     several: bool
     overwrite: bool = False
     max_shard_size: str = "5GB"
+    adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +61,33 @@ def check_wanted(wanted: Wanted) -> None:
 
 def refusals(opened: Opened, wanted: Wanted) -> dict[str, str]:
     """Stack -> why this very drafter cannot go there, though others of its family can. Raises UserError where all refuse it."""
-    reasons = {stack: layout(opened.meta.family, stack).refuse(Source(opened, stack, wanted.dtype)) for stack in wanted.stacks}
+    reasons = {stack: _refusal(opened, stack, wanted) for stack in wanted.stacks}
     found = {stack: reason for stack, reason in reasons.items() if reason is not None}
     if len(found) == len(reasons):
         raise UserError(_nowhere(opened, wanted, found))
     return found
+
+
+def _apart(opened: Opened, wanted: Wanted) -> bool:
+    """Whether the drafter's own matrices are exported; those of a target that was trained too concern the target alone."""
+    if not wanted.adapter or opened.meta.adapter is not None:
+        return False
+    if not any(isinstance(module, LoraLayer) for module in opened.drafter.modules()):
+        raise UserError(f"adapter=true, and nothing of this {opened.meta.family} drafter is a low-rank adapter; leave it out")
+    return True
+
+
+def _to(opened: Opened, stack: str, wanted: Wanted) -> Layout | None:
+    """None: the stack takes no adapter."""
+    whole = layout(opened.meta.family, stack)
+    return whole.adapter if _apart(opened, wanted) else whole
+
+
+def _refusal(opened: Opened, stack: str, wanted: Wanted) -> str | None:
+    to = _to(opened, stack, wanted)
+    if to is None:
+        return "it takes no adapter as a drafter; leave adapter out, and it is merged"
+    return to.refuse(Source(opened, stack, wanted.dtype))
 
 
 def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:
@@ -70,12 +98,12 @@ def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:
     able = [stack for stack in wanted.stacks if stack not in refused]
     written, expected = dict[str, Parity](), rounded(opened, golden, wanted.dtype)
     with atomic_directory(wanted.out, f"free space under {wanted.out.parent}, or name another out=") as aside:
-        merged = None if opened.meta.adapter is None else _write_target(aside, opened, wanted)
+        merged, matrices = (None, None) if opened.meta.adapter is None else _write_target(aside, opened, wanted)
         for stack in able:
             folder, place = (aside / stack, wanted.out / stack) if wanted.several else (aside, wanted.out)
             folder.mkdir(exist_ok=True)
-            source = Source(opened, stack, wanted.dtype, merged)
-            to = layout(family, stack)
+            source, to = Source(opened, stack, wanted.dtype, merged, matrices, str(place)), _to(opened, stack, wanted)
+            assert to is not None, "refused above"
             files = to.write(source)
             write(folder, files, source, wanted.max_shard_size)
             written[stack] = check(folder, to.read, files, source, golden, expected)
@@ -87,13 +115,20 @@ def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:
     return Exported(written, {})
 
 
-def _write_target(aside: Path, opened: Opened, wanted: Wanted) -> str:
-    """The target that was trained with the drafter, its adapter merged, in its own dtype; where it will lie."""
+def _write_target(aside: Path, opened: Opened, wanted: Wanted) -> tuple[str, str | None]:
+    """(the target that was trained with the drafter, where it will lie; where its matrices lie, for it to be made from).
+
+    Merged, in its own dtype, or as a peft adapter, in float32.
+    """
+    if wanted.adapter and opened.meta.adapter is not None:
+        spec = opened.meta.adapter
+        write_alone(aside / TARGET, opened.matrices, spec["rank"], spec["alpha"], opened.loaded.path)
+        return str(wanted.out / f"{TARGET}-merged"), str(wanted.out / TARGET)
     model: Any = opened.loaded.target.model
     model.save_pretrained(aside / TARGET, max_shard_size=wanted.max_shard_size)
     opened.loaded.tokenizer.save_pretrained(aside / TARGET)
     check_model(aside / TARGET, model)
-    return str(wanted.out / TARGET)
+    return str(wanted.out / TARGET), None
 
 
 def _describe(folder: Path, place: Path, to: Layout, source: Source, parity: Parity) -> None:
@@ -114,6 +149,6 @@ def _nowhere(opened: Opened, wanted: Wanted, refused: dict[str, str]) -> str:
     if wanted.several:
         return f"no stack loads this {family} drafter: " + "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     others = [other for other in loads(family) if other != stack]
-    fit = [o for o in others if layout(family, o).refuse(Source(opened, o, wanted.dtype)) is None]
+    fit = [other for other in others if _refusal(opened, other, wanted) is None]
     loaders = f"{', '.join(fit)} load it as it is" if fit else "no other stack loads it as it is"
     return f"this {family} drafter cannot be exported to {stack}: {refused[stack]}; {loaders}"

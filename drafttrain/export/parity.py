@@ -100,7 +100,7 @@ def engine_of(opened: Opened, files: Files) -> Engine:
     model: Any = opened.loaded.target.model
     embed_VH = model.get_input_embeddings().weight.detach().float().cpu()
     pieces = opened.loaded.tokenizer.get_vocab() if files.tokenizer else None
-    return Engine(embed_VH, opened.target.head_weight.cpu(), opened.loaded.target.shape.blocks, pieces)
+    return Engine(embed_VH, opened.target.head_weight.cpu(), opened.loaded.target.shape.blocks, pieces, files.base)
 
 
 def check_model(directory: Path, model: Any) -> None:

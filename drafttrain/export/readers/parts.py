@@ -60,13 +60,14 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What a stack has beside the drafter's directory: the target's embedding and head [V, H], its number of blocks, its tokens
-    by their pieces (None: no tokenizer).
+    by their pieces (None: no tokenizer), and where the model lies that an adapter is of.
     """
 
     embed: Tensor
     head: Tensor
     blocks: int
     pieces: dict[str, int] | None = None
+    base: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,11 @@ class Config:
         self.values, self.where = values, where
 
     @staticmethod
-    def of(directory: Path) -> Config:
+    def of(directory: Path, file: str = "config.json") -> Config:
         try:
-            return Config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+            return Config(json.loads((directory / file).read_text(encoding="utf-8")), file)
         except (OSError, ValueError) as error:
-            raise MismatchError("config", f"config.json cannot be read ({error})") from error
+            raise MismatchError("config", f"{file} cannot be read ({error})") from error
 
     def get(self, key: str, name: str) -> Any:
         """name: of the failure where the field is not there."""
