@@ -369,6 +369,7 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     ),
     "another head": ("hydra", lambda c, t: c.update(hydra_head_arch="prefix-mlp"), "hydra_head_arch is 'prefix-mlp'"),
     "a projection": ("redrafter", lambda c, t: c.update(exit_dim=16), "exit_dim is 16, behind a projection"),
+    "another form": ("dflash", lambda c, t: c.update(speculators_model_type="dflash"), "speculators_model_type 'dflash'"),
     "P-EAGLE": (
         "eagle3, speculators",
         lambda c, t: c.update(speculators_model_type="peagle"),

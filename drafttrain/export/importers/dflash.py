@@ -15,7 +15,9 @@ SHIFTED = "sample_from_anchor"
 
 
 def _zlab(found: Foreign) -> bool:
-    return found.has("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
+    """speculators has a form of its own, with the same names."""
+    named = found.has("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
+    return named and "speculators_model_type" not in found.config
 
 
 def _transformers(found: Foreign) -> bool:

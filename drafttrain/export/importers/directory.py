@@ -55,7 +55,9 @@ class Foreign:
                 raise UserError(f"{self.origin}: holds {' and '.join(there)}; keep the drafter's own weights in a directory")
             if there:
                 return there[0], self._parts(there[0])
-        found = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".safetensors", ".bin", ".pt"))
+        found = sorted(
+            path.name for path in self.directory.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".gguf")
+        )
         got = f"got {', '.join(found)}" if found else "got none"
         raise UserError(
             f"{self.origin}: expected weights in one of {', '.join(SAFE + PICKLED)}, {got}; rename the file, or {AGAIN}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -99,7 +100,7 @@ def layer_options(found: Foreign, fields: Mapping[str, Any], target: Target, kin
     given = {key: fields[key] for key in known + rope if fields.get(key) is not None}
     of: Any = Qwen3Config if kind == "qwen3" else LlamaConfig
     try:
-        config = of(hidden_size=target.shape.hidden_size, **given)
+        config = of(hidden_size=target.shape.hidden_size, **copy.deepcopy(given))  # which it writes into
         shape = shape_of(config)
     except Exception as error:  # whatever its validation raises
         reason = " ".join(str(error).split())[:160]
