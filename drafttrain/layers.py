@@ -87,7 +87,7 @@ class LayerOptions:
     intermediate_size: int | None = None
     rope_theta: float | None = None
     norm_eps: float | None = None
-    rope_scaling: dict[str, Any] | None = None  # {rope_type: linear or llama3, factor: ..., ...}; null: none
+    rope_scaling: Any = None  # {rope_type: linear or llama3, factor: ..., ...}; null: none. Any: Hydra fills no null mapping
 
     @staticmethod
     def of(given: LayerOptions | Mapping[str, Any]) -> LayerOptions:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from drafttrain.commands.given import Given
+from drafttrain.commands.given import Given, say_plainly
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
 from drafttrain.errors import UserError
@@ -42,7 +41,7 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
     check_wanted(wanted)
     with together(options, "export"):
         loaded = load_target(given.target(options.target))
-        directory = given.checkpoint(loaded, partial(console.print, soft_wrap=True, highlight=False, markup=False))
+        directory = given.checkpoint(loaded, say_plainly(console))
         opened = Opened.of(directory, loaded)
         refusals(opened, wanted)  # before anything is computed
         material = golden.stored(directory)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+from rich.console import Console
 
 from drafttrain.checkpoint import META, CheckpointMeta, list_checkpoints, read_meta
 from drafttrain.errors import UserError
@@ -65,6 +68,11 @@ class Given:
     def checkpoint(self, loaded: LoadedTarget, say: Callable[[str], None]) -> Path:
         """Ours; what is not is converted. Raises UserError where that is not possible for this target."""
         return self.directory if self.foreign is None else converted(self.foreign, loaded, say)
+
+
+def say_plainly(console: Console) -> Callable[[str], None]:
+    """Lines as they are, paths in them included."""
+    return partial(console.print, soft_wrap=True, highlight=False, markup=False)
 
 
 def check_start(name: str, meta: CheckpointMeta, options: dict[str, object], settled: dict[str, object]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from drafttrain.checkpoint import read_meta
 from drafttrain.commands.environment import environment
-from drafttrain.commands.given import Given
+from drafttrain.commands.given import Given, say_plainly
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
 from drafttrain.commands.watch import watching
@@ -41,7 +40,7 @@ def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
     folder = Path(options.output) / "measure" / time.strftime("%Y-%m-%d_%H-%M-%S")
     with together(options, "measure") as part:
         loaded = load_target(given.target(options.target), part)
-        directory = given.checkpoint(loaded, partial(console.print, soft_wrap=True, highlight=False, markup=False))
+        directory = given.checkpoint(loaded, say_plainly(console))
         ref = CheckpointRef(given.directory.name, directory, given.step)
         report = measure_run(loaded, [ref], options, folder, console)
     if broken := broken_promises(report):

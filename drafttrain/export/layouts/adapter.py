@@ -43,6 +43,6 @@ def write_alone(directory: Path, matrices: dict[str, Tensor], rank: int, alpha: 
     write_config(directory / CONFIG, config_of(tensors, rank, alpha, base))
     save_file(tensors, directory / WEIGHTS, {"format": "pt"})
     again = load_file(directory / WEIGHTS)
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         if name not in again or not again[name].equal(tensor):
             raise ParityError("target", f"{name} of the adapter was not saved as it is")
