@@ -75,6 +75,7 @@ COMMANDS = {
             "drafttrain export checkpoint=DIR format=vllm out=DIR",
             "drafttrain export checkpoint=DIR format=all out=DIR dtype=bfloat16",
             "drafttrain export checkpoint=DIR format=sglang out=DIR overwrite=true",
+            "drafttrain export checkpoint=PUBLISHED target=hf target.path=DIR format=sglang out=DIR",
         ),
     ),
     "verify": Command(

@@ -71,7 +71,8 @@ class RunOptions:
     # each stack in it; verify: what was exported; compare: the directory of its files; simulate: the picture, a .png file
     out: str | None = None
     resume: str | None = None  # auto: the newest unfinished run of this configuration; or a run directory
-    checkpoint: str | None = None  # measure, tune, generate, export, verify, simulate: a checkpoint directory
+    # measure, tune, generate, export, verify, simulate: a checkpoint, or a published drafter (directory, hub id)
+    checkpoint: str | None = None
     report: str | None = None  # simulate: the report.json to start from, or its run
     prompts: str | None = None  # measure, tune, verify, inspect: a prompt file instead of measure.prompts
     prompt: str | None = None  # generate: the text; null: standard input, or a chat on a terminal
