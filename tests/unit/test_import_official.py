@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -96,6 +98,40 @@ def test_a_draft_model_drafts_as_transformers_does(tmp_path: Path) -> None:
     text = torch.cat([golden.text_PT[0, :row], golden.root_P[:1], golden.draft_PK[0, :-1]])
     assert model(text[None]).logits[0, row:].argmax(-1).tolist() == golden.draft_PK[0].tolist()
     assert found.meta.options["path"] == str(folder)
+
+
+def tied(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    config["tie_word_embeddings"] = True
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def tied_once(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tied(config, tensors)
+    del tensors["lm_head.weight"]
+
+
+def test_a_tied_head_may_come_once_or_twice(tmp_path: Path) -> None:
+    drafters = [imported(put(tmp_path / str(i), changed("draft_model", c)))[0] for i, c in enumerate((tied, tied_once))]
+    assert drafters[0].meta.sha256 == drafters[1].meta.sha256
+    model: Any = drafters[0].drafter.language_model()
+    assert model.model.lm_head.weight.data_ptr() == model.model.model.embed_tokens.weight.data_ptr()
+    with pytest.raises(UserError, match=r"says tie_word_embeddings, and lm_head.weight is not the embedding"):
+        imported(put(tmp_path / "bad", changed("draft_model", lambda config, _: config.update(tie_word_embeddings=True))))
+
+
+def test_a_padded_vocabulary_is_brought_to_the_targets(tmp_path: Path) -> None:
+    def pad(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config["vocab_size"] = V + 8
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = torch.cat([tensors[name], torch.ones(8, H)]).bfloat16()
+
+    folder = put(tmp_path / "hand", changed("draft_model", pad))
+    loaded().tokenizer.save_pretrained(folder)
+    target = copy.copy(loaded().target)
+    target.tokenizer = loaded().tokenizer
+    found, _ = imported(folder, dataclasses.replace(loaded(), target=target))
+    whole = LAYOUTS["draft_model"]()[1]
+    assert torch.equal(found.tensors["lm.model.lm_head.weight"], whole["lm_head.weight"].bfloat16())
 
 
 def test_both_names_of_the_layer_are_one_drafter(tmp_path: Path) -> None:
@@ -211,11 +247,12 @@ def test_weights_keep_their_dtype(tmp_path: Path) -> None:
         assert found.meta.imported is not None and found.meta.imported["dtype"] == str(dtype).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    ("name", "file"), [("medusa", "medusa_lm_head.pt"), ("eagle3", "pytorch_model.bin"), ("draft_model", "pytorch_model.bin")]
+)
 def test_pickles_are_read_once_and_kept_as_safetensors(
-    file: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, file: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "medusa" if file.startswith("medusa") else "eagle3"
     config, tensors, _ = LAYOUTS[name]()
     folder = put(tmp_path / "hand", (config, tensors, file))
     found, said = imported(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from drafttrain.errors import UserError
@@ -76,14 +77,28 @@ def _complete(draft: Draft, own: Mapping[str, Tensor]) -> None:
         draft.notes.append(f"another tokenizer than the target's: its drafts go over as text, and its weights stay in {model}")
         tensors.clear()
         return
-    tied = {name for name in own if name.endswith("lm_head.weight")} if draft.found.config.get("tie_word_embeddings") else set()
-    for name in tied - tensors.keys():
-        tensors[name] = own[name].to(draft.tensors[next(iter(tensors))].dtype)
+    if draft.found.config.get("tie_word_embeddings"):
+        _tie(draft, own)
     for name, tensor in own.items():
         given = tensors.get(name)
         padded = given is not None and given.ndim == 2 and given.shape[1:] == tensor.shape[1:] and given.shape != tensor.shape
         if padded and given is not None and bool(tensor.isfinite().all()):
             tensors[name] = tensor.to(given.dtype)
+
+
+def _tie(draft: Draft, own: Mapping[str, Tensor]) -> None:
+    """A head that is the embedding may be there or not; one that is another would be lost."""
+    tensors = draft.tensors
+    (embedding,) = [name for name in tensors if name.endswith(EMBEDDINGS)]
+    head = next((name for name in own if name.endswith("lm_head.weight")), None)
+    if head is None:
+        return
+    if head in tensors and not torch.equal(tensors[head], tensors[embedding]):
+        raise UserError(
+            f"{draft.found.origin}: config.json says tie_word_embeddings, and lm_head.weight is not the embedding; "
+            "set tie_word_embeddings to false there, or take the matrix out"
+        )
+    tensors[head] = tensors[embedding]
 
 
 def _complete_adapter(draft: Draft, own: Mapping[str, Tensor]) -> None:
