@@ -202,3 +202,14 @@ def test_matrices_that_are_not_saved_as_they_are(tmp_path: Path, monkeypatch: py
     with pytest.raises(ParityError, match=r"Parity: target: base_model.model.model.layers.0.* was not saved as it is"):
         written(found, golden, "vllm", tmp_path / "out", adapter=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_heads_of_a_target_that_was_trained_too_come_back_for_the_merged_one(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "medusa", spec=LoraSpec(rank=2))
+    written(found, golden, "vllm", tmp_path / "out")
+    said: list[str] = []
+    merged = found.loaded
+    again = Opened.of(convert.converted(Foreign(tmp_path / "out"), merged, said.append), merged)
+    assert again.drafter.adapts is None and again.meta.adapter is None
+    assert torch.equal(made(again, TEXTS).draft_PK, golden.draft_PK)
+    assert all(torch.equal(x, again.tensors[name]) for name, x in found.tensors.items())

@@ -25,6 +25,7 @@ from drafttrain.ops.build import cache_folder
 from drafttrain.targets.load import LoadedTarget
 
 RECORD = "drafttrain.json"  # of our own exports: options and decode settings that a layout has no place for
+LEFT_BEHIND = {"adapter"}  # of these options: a target that was trained too was exported merged, and is a target like others
 FORM = 1  # of what is kept; a change makes everything be converted again
 
 Say = Callable[[str], None]
@@ -55,7 +56,7 @@ def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[Checkpoi
     draft = _draft(row, found, loaded)
     record, determined = _record(found, row.family), dict(draft.options)
     known = {f.name for f in fields(families()[row.family].options)}
-    others = {key: value for key, value in record.get("options", {}).items() if key in known}
+    others = {key: value for key, value in record.get("options", {}).items() if key in known - LEFT_BEHIND}
     options = asdict(families()[row.family].options(**(others | determined)))
     meta = CheckpointMeta(row.family, options, {}, TargetRecord.of(loaded), step=0)
     drafter = _built(found, meta, loaded)

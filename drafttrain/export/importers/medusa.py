@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Draft, Importer, counted, same_size
 from drafttrain.export.layouts.medusa import VLLM, official_names
 from drafttrain.export.layouts.renames import Renames, compiled
-from drafttrain.target import LoraSpec, Target
-
-ALONE = asdict(LoraSpec(rank=0))  # heads come for a target that is what it is
+from drafttrain.target import Target
 
 
 def _official(found: Foreign) -> Renames:
@@ -40,13 +37,13 @@ def _sizes(found: Foreign, target: Target) -> None:
 def _vllm_options(found: Foreign, target: Target) -> dict[str, Any]:
     _sizes(found, target)
     heads, layers = _numbers(found, "lm_heads.{i}.weight"), _numbers(found, "blocks.0.layers.{i}.weight")
-    return {"heads": heads, "layers": layers, "init": "copy", "adapter": ALONE}
+    return {"heads": heads, "layers": layers, "init": "copy"}
 
 
 def _official_options(found: Foreign, target: Target) -> dict[str, Any]:
     _sizes(found, target)
     heads = _numbers(found, "{i}.0.linear.weight")
-    return {"heads": heads, "layers": _numbers(found, "0.{i}.linear.weight"), "init": "copy", "adapter": ALONE}
+    return {"heads": heads, "layers": _numbers(found, "0.{i}.linear.weight"), "init": "copy"}
 
 
 def _mend(draft: Draft) -> None:
