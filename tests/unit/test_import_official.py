@@ -258,10 +258,12 @@ def test_pickles_are_read_once_and_kept_as_safetensors(
     found, said = imported(folder)
     right, _ = imported(put(tmp_path / "safe", LAYOUTS[name]()))
     assert found.meta.sha256 == right.meta.sha256
-    assert any(line.startswith(f"note: {file} is a pickle: its tensors alone were read, once, and are kept") for line in said)
+    assert any(line.startswith(f"note: {file} is a pickle: its tensors alone were read, and are kept") for line in said)
     assert sorted(path.name for path in folder.iterdir()) == sorted(["config.json", file])
     monkeypatch.setattr(convert, "taken", lambda *_: pytest.fail("converted again"))
     assert imported(folder)[0].meta == found.meta
+    monkeypatch.setattr(directory, "load_file", lambda *_: pytest.fail("read again"))
+    assert imported(tmp_path / "safe")[0].meta == right.meta
     assert len(list((cache / "imports").iterdir())) == 2
 
 

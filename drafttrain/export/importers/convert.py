@@ -43,7 +43,7 @@ def converted(found: Foreign, loaded: LoadedTarget, say: Say) -> Path:
     about = json.loads((final / META).read_text(encoding="utf-8"))["imported"]
     say(f"imported: {found.origin} ({about['layout']}, {row.family}, {about['dtype']})")
     if found.pickled:
-        say(f"note: {found.weights} is a pickle: its tensors alone were read, once, and are kept as safetensors in {final}")
+        say(f"note: {found.weights} is a pickle: its tensors alone were read, and are kept as safetensors in {final}")
     for note in about["notes"]:
         say(f"note: {note}")
     return final

@@ -10,12 +10,12 @@ import pickle
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,8 +26,10 @@ PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", "adapte
 CONFIGS = ("config.json", "adapter_config.json")
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 AGAIN = "fetch it again"
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of weights
 SHOWN = 4  # names of tensors in a message
+
+Found = TypeVar("Found")
 
 
 class Foreign:
@@ -68,9 +70,13 @@ class Foreign:
         if not index.is_file():
             return [self.directory / name] if (self.directory / name).is_file() else []
         try:
-            return [self.directory / file for file in sorted(set(_json(index)["weight_map"].values()))]
+            files = sorted(set(_json(index)["weight_map"].values()))
+            lacking = [file for file in files if not (self.directory / file).is_file()]
         except (KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{index}: expected an index of weights, got something else ({error}); {AGAIN}") from error
+        if lacking:
+            raise UserError(f"{self.origin}: its index names {lacking[0]}, which is not there; {AGAIN}")
+        return [self.directory / file for file in files]
 
     @property
     def pickled(self) -> bool:
@@ -78,22 +84,30 @@ class Foreign:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, on the CPU, as they were saved."""
+        """All of them, on the CPU, as they were saved. Raises UserError for what no weights can be."""
         found: dict[str, Tensor] = {}
         for file in self.files:
-            if not file.is_file():
-                raise UserError(f"{self.origin}: its index names {file.name}, which is not there; {AGAIN}")
-            found |= _read(file, _unpickled if self.pickled else load_file)
+            tensors = _readable(file, lambda: (_unpickled if self.pickled else load_file)(file))  # noqa: B023
+            _check_weights(file, tensors)
+            found |= tensors
         return found
+
+    @cached_property
+    def kinds(self) -> dict[str, str]:
+        """Name -> dtype, as safetensors calls it. Of safetensors the beginning of the files alone is read."""
+        if self.pickled:
+            return {name: KINDS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in self.tensors.items()}
+        return {name: kind for file in self.files for name, kind in _readable(file, lambda: _kinds(file)).items()}  # noqa: B023
 
     @property
     def dtype(self) -> str:
         """The narrowest that holds all its weights: float32, bfloat16 or float16."""
-        held = {tensor.dtype for tensor in self.tensors.values() if tensor.is_floating_point()}
-        return str(held.pop() if len(held) == 1 else torch.float32).removeprefix("torch.")
+        names = {kind: str(dtype).removeprefix("torch.") for dtype, kind in KINDS.items()}
+        held = {names[kind] for kind in self.kinds.values() if kind in names}
+        return held.pop() if len(held) == 1 else "float32"
 
     def has(self, *names: str) -> bool:
-        return all(name in self.tensors for name in names)
+        return all(name in self.kinds for name in names)
 
     def said(self) -> str:
         """What is there, in a few words."""
@@ -101,7 +115,7 @@ class Foreign:
             key: self.config[key] for key in ("architectures", "model_type", "speculators_model_type") if key in self.config
         }
         told = ", ".join(f"{key} {value!r}" for key, value in about.items()) or f"no architecture in {self.config_name}"
-        return f"{told}, and {len(self.tensors)} tensors in {self.weights} ({listed(list(self.tensors))})"
+        return f"{told}, and {len(self.kinds)} tensors in {self.weights} ({listed(list(self.kinds))})"
 
     @property
     def config_name(self) -> str:
@@ -168,17 +182,24 @@ def _json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _read(file: Path, load: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
+def _readable(file: Path, read: Callable[[], dict[str, Found]]) -> dict[str, Found]:
     try:
-        found = load(file)
+        return read()
     except (SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
         raise UserError(f"{file}: damaged, cut off, or no tensors ({' '.join(str(error).split())[:120]}); {AGAIN}") from error
+
+
+def _kinds(file: Path) -> dict[str, str]:
+    with safe_open(file, "pt") as opened:
+        return {name: str(opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118
+
+
+def _check_weights(file: Path, found: Mapping[str, Tensor]) -> None:
     for name, tensor in found.items():
-        if tensor.is_floating_point() and tensor.dtype not in FLOATS:
+        if tensor.is_floating_point() and tensor.dtype not in KINDS:
             raise UserError(f"{file}: {name} is {tensor.dtype}; weights must be float32, bfloat16 or float16")
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise UserError(f"{file}: {name} holds NaN or infinity; these weights cannot draft, {AGAIN}")
-    return found
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

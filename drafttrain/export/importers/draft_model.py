@@ -28,7 +28,7 @@ EMPTY = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transfor
 def _model(found: Foreign) -> bool:
     """Heads and layers of drafters call themselves language models too; those have an `fc`, and no embedding's prefix."""
     named = found.config.get("architectures") or [""]
-    inside = any(name.endswith(EMBEDDINGS) for name in found.tensors)
+    inside = any(name.endswith(EMBEDDINGS) for name in found.kinds)
     return found.weights in WHOLE and str(named[0]).endswith(MODELS) and inside and not found.has("fc.weight")
 
 

@@ -12,7 +12,7 @@ ATTENTION = "layers.0.self_attn.q_proj.weight"
 
 
 def _knows(found: Foreign) -> bool:
-    return found.has("fc.weight", ATTENTION) and not any("hidden_norm" in name for name in found.tensors)
+    return found.has("fc.weight", ATTENTION) and not any("hidden_norm" in name for name in found.kinds)
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def _vllm(found: Foreign) -> Renames:
 
 def _numbers(found: Foreign, pattern: str) -> int:
     """How many tensors are named so."""
-    return sum(compiled(pattern).fullmatch(name) is not None for name in found.tensors)
+    return sum(compiled(pattern).fullmatch(name) is not None for name in found.kinds)
 
 
 def _sizes(found: Foreign, target: Target) -> None:
