@@ -45,7 +45,7 @@ def adapter(source: Source) -> Files:
     """Beside the matrices stands the model that they are of, unless it lies elsewhere as it is."""
     tensors = {theirs: x for name, x in source.tensors.items() if (theirs := ADAPTED.theirs(name)) is not None}
     elsewhere = _elsewhere(source)
-    base = f"{source.place}/{BASE}" if elsewhere is None else str(source.options["path"])
+    base = str(Path(source.place, BASE).absolute()) if elsewhere is None else str(source.options["path"])
     config = config_of(tensors, source.options["lora_rank"], source.options["lora_alpha"], base)
     beside = {BASE: Files(_config(source), _own(_model(source)))} if elsewhere is None else {}
     tokenizer = source.opened.loaded.tokenizer is not None
