@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafttrain.commands.given import check_start
+from drafttrain.drafters import families
 from drafttrain.errors import UserError
 from drafttrain.export import parity
 from drafttrain.export.files import Files
@@ -513,3 +516,22 @@ def test_the_numbers_here_are_the_targets() -> None:
         LLAMA["num_key_value_heads"],
         LLAMA["head_dim"],
     )
+
+
+def test_a_draft_model_can_start_one_that_was_made_otherwise(tmp_path: Path) -> None:
+    """The same network, whatever its weights came from first."""
+    folder = put(tmp_path / "hand", LAYOUTS["draft_model"]())
+    meta = imported(folder)[0].meta
+    pruned = dataclasses.asdict(families()["draft_model"].options(blocks=2))
+    check_start("hand", meta, pruned, {})
+    with pytest.raises(UserError, match=r"train.init hand: .* has other options than this one; add drafter.lora_rank=0$"):
+        check_start("hand", meta, pruned | {"lora_rank": 4}, {})
+
+
+def test_what_to_add_is_typed_as_hydra_reads_it(tmp_path: Path) -> None:
+    scaled = changed("eagle3", lambda config, _: config.update(rope_scaling=dict(LINEAR), rope_theta=500.0))
+    meta = imported(put(tmp_path / "hand", scaled))[0].meta
+    plain = dataclasses.asdict(families()["eagle3"].options(draft_vocab=D))
+    words = "add drafter.layer.rope_theta=500.0 drafter.layer.rope_scaling='{rope_type:linear,factor:2.0}' drafter.taps=[0,1,2]"
+    with pytest.raises(UserError, match=re.escape(words)):
+        check_start("hand", meta, plain, {"taps": [1, 2]})

@@ -64,7 +64,12 @@ def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[Checkpoi
     row.complete(draft, own)
     _check(row, draft, own)
     drafter.use_decode_settings(record.get("decode", {}))
-    about = {"from": found.origin, "layout": row.name, "dtype": found.dtype, "determined": sorted(determined)}
+    about = {
+        "from": found.origin,
+        "layout": row.name,
+        "dtype": found.dtype,
+        "determined": sorted(determined.keys() - set(row.places)),
+    }
     return (
         CheckpointMeta(row.family, options, drafter.decode_settings(), meta.target, 0, imported=about | {"notes": draft.notes}),
         draft.tensors,

@@ -20,6 +20,7 @@ from drafttrain.target import Target
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 MODELS = ("ForCausalLM", "LMHeadModel")
+PLACES = ("source", "path", "revision", "hidden_size")
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 PLAIN = {"bias": ("none", None), "use_dora": (False, None), "use_rslora": (False, None), "fan_in_fan_out": (False, None)}
 EMPTY = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "trainable_token_indices")
@@ -122,6 +123,14 @@ def _complete_adapter(draft: Draft, own: Mapping[str, Tensor]) -> None:
 
 
 ROWS = [
-    Importer("transformers", "draft_model", _model, _options, _renames, complete=_complete),
-    Importer("peft adapter", "draft_model", _adapter, _adapter_options, _adapter_renames, complete=_complete_adapter),
+    Importer("transformers", "draft_model", _model, _options, _renames, complete=_complete, places=PLACES),
+    Importer(
+        "peft adapter",
+        "draft_model",
+        _adapter,
+        _adapter_options,
+        _adapter_renames,
+        complete=_complete_adapter,
+        places=PLACES,
+    ),
 ]

@@ -49,6 +49,7 @@ class Importer:
 
     shared: tensors that are the target's, by their names: they must be equal to it, and are not kept. mend: brings tensors to
     our form, under our names. complete: with the tensors of the drafter that was built, where some come from elsewhere.
+    places: options that say where weights are from, not what they are of.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Importer:
     shared: Mapping[str, str] = field(default_factory=dict)
     mend: Callable[[Draft], None] = nothing
     complete: Callable[[Draft, Mapping[str, Tensor]], None] = as_built
+    places: tuple[str, ...] = ()
 
 
 def same_size(found: Foreign, what: str, got: Any, wanted: int) -> None:
