@@ -71,7 +71,8 @@ class RunOptions:
     # each stack in it; verify: what was exported; compare: the directory of its files; simulate: the picture, a .png file
     out: str | None = None
     resume: str | None = None  # auto: the newest unfinished run of this configuration; or a run directory
-    # measure, tune, generate, export, verify, simulate: a checkpoint, or a published drafter (directory, hub id)
+    # measure, tune, generate, export, verify, simulate: a checkpoint directory; the first four take published drafters too, by
+    # directory or hub id
     checkpoint: str | None = None
     report: str | None = None  # simulate: the report.json to start from, or its run
     prompts: str | None = None  # measure, tune, verify, inspect: a prompt file instead of measure.prompts
