@@ -18,7 +18,8 @@ What is made of the slots' states (a head, its loss, how drafts are chosen) is t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from drafttrain.batch import Anchors, Context, Pairs, TrainBatch
 from drafttrain.drafter import Commit
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
-from drafttrain.layers import Attention, AttentionShape, GatedMLP, RMSNorm, recomputed
+from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm, recomputed
 from drafttrain.ops.tree_attention import MOST_NODES
 from drafttrain.span import Span
 from drafttrain.staged import CachedDrafter, OwnCache, Staged
@@ -52,6 +53,7 @@ class BlockShape:
     mask_token: int
     slots: str = "in_place"
     anchors: int = 512
+    layer: LayerOptions = field(default_factory=LayerOptions)
 
     def __post_init__(self) -> None:
         if self.slots not in CONVENTIONS:
@@ -81,9 +83,7 @@ class BlockLayer(nn.Module):
         super().__init__()
         width, eps = shape.hidden_size, shape.norm_eps
         self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = Attention(
-            AttentionShape(width, width, shape.heads, shape.kv_heads, shape.head_dim, shape.rope_theta, qk_eps=eps)
-        )
+        self.self_attn = Attention(AttentionShape.of(shape, width, qk_norm=True))
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(width, shape.intermediate_size)
 
@@ -122,7 +122,8 @@ class BlockDrafter(CachedDrafter):
 
     def __init__(self, shape: BlockShape, target: Target) -> None:
         super().__init__()
-        of = target.shape
+        of = shape.layer.shape(target.shape)
+        self.layer_shape = of
         self.shape, self.taps, self.draft_length = shape, Taps(shape.taps), shape.drafts
         self.taps.check(of.blocks)
         if not 0 <= shape.mask_token < of.vocab_size:
@@ -134,6 +135,10 @@ class BlockDrafter(CachedDrafter):
         self.layers = nn.ModuleList(BlockLayer(of) for _ in range(shape.layers))
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
         self._target = [target]  # in a list: read, never trained or saved with the drafter
+
+    def settled(self) -> dict[str, Any]:
+        own = LayerOptions.between(self.layer_shape, self._target[0].shape)
+        return {"taps": list(self.shape.taps), "mask_token": self.shape.mask_token, "layer": asdict(own)}
 
     def fed(self, length: int) -> int:
         return length + min(length, self.shape.anchors) * self.shape.size

@@ -53,11 +53,27 @@ class TargetRecord:
     fingerprint: str
     weights: str | None = None  # int8, int4: they were quantised
 
+    @staticmethod
+    def of(loaded: LoadedTarget) -> TargetRecord:
+        about, shape = loaded.description, loaded.target.shape
+        return TargetRecord(
+            name=about["name"],
+            path=about["path"],
+            revision=about["revision"],
+            dtype=about["dtype"],
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            blocks=shape.blocks,
+            fingerprint=loaded.target.fingerprint,
+            weights=about["weights"],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMeta:
     """What stands in `drafter.json`. adapter: the `LoraSpec` of a target that was trained too, as plain data; left out where
-    it was not. The last three are filled in by `save_drafter`.
+    it was not. imported: where a drafter of other people came from, left out where it did not. The last three are filled in by
+    `save_drafter`.
     """
 
     family: str
@@ -66,6 +82,7 @@ class CheckpointMeta:
     target: TargetRecord
     step: int
     adapter: dict[str, Any] | None = None
+    imported: dict[str, Any] | None = None
     schema_version: int = SCHEMA_VERSION
     version: str = __version__
     sha256: str = ""
@@ -88,7 +105,7 @@ def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointM
     )
     (directory / WEIGHTS).write_bytes(weights)
     content = dataclasses.asdict(done)
-    atomic_write_json(directory / META, {k: v for k, v in content.items() if k != "adapter" or v is not None})
+    atomic_write_json(directory / META, {k: v for k, v in content.items() if k not in ("adapter", "imported") or v is not None})
     return done
 
 
@@ -152,7 +169,7 @@ def _take_matrices(directory: Path, state: dict[str, Tensor], adapter: Adapter, 
 
 def filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping[str, Tensor]) -> Drafter:
     """The checkpoint's drafter with these tensors, none of an adapter among them; otherwise as `load_drafter` gives it."""
-    drafter = _build(directory, meta, target)
+    drafter = build(directory, meta, target)
     _check_state(directory, drafter.state_dict(), state)
     drafter.load_state_dict(state, strict=True)
     settings = meta.decode | tuned_settings(directory)
@@ -161,17 +178,13 @@ def filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping
     return drafter.to(target.device, target.dtype).eval()
 
 
-def start_weights(directory: Path, family: str, drafter: Drafter, adapter: Adapter | None = None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that this drafter, of whichever target, can start its training from; the adapter takes up its
-    own at once, where the checkpoint has any.
+def start_weights(directory: Path, drafter: Drafter, adapter: Adapter | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that this drafter, of the same family and whichever target, can start its training from; the
+    adapter takes up its own at once, where the checkpoint has any.
 
-    Raises UserError for a damaged checkpoint, another family, and tensors that do not fill this drafter.
+    Raises UserError for a damaged checkpoint, and for tensors that do not fill this drafter.
     """
     meta = read_meta(directory)
-    if meta.family != family:
-        raise UserError(
-            f"train.init {directory} is of the family {meta.family}, this drafter of {family}; give one of {family}"
-        )
     state, way_out = _read_weights(directory, meta), "give the options it was trained with, or leave out train.init"
     if adapter is not None and meta.adapter is not None:
         _take_matrices(directory, state, adapter, way_out)
@@ -269,7 +282,8 @@ def _read_weights(directory: Path, meta: CheckpointMeta) -> dict[str, Tensor]:
         raise UserError(f"{directory / WEIGHTS}: expected safetensors, got something else ({error}); {ANOTHER}") from error
 
 
-def _build(directory: Path, meta: CheckpointMeta, target: Target) -> Drafter:
+def build(directory: Path, meta: CheckpointMeta, target: Target) -> Drafter:
+    """A fresh drafter of the family and the options that are written down. Raises UserError where there are none such."""
     if meta.family not in families():
         near = difflib.get_close_matches(meta.family, families(), n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(families())}"

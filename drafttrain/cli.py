@@ -35,6 +35,7 @@ PATH_KEYS = (
     "data.template",
     "data.cache",
     "checkpoint",
+    "train.init",
     "prompts",
     "measure.prompts",
     "output",

@@ -17,7 +17,7 @@ from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.kv import KVCache
 from drafttrain.ops.sample import sample
 from drafttrain.sampling import Lane, Sampling, law
-from drafttrain.target import LoraSpec, PrunedTarget, Taps, Target
+from drafttrain.target import LoraSpec, PrunedTarget, Taps, Target, TargetShape
 from drafttrain.tree import DraftTree
 
 
@@ -59,6 +59,7 @@ class Drafter(nn.Module, ABC):
     remark: str = ""  # what a user should know of this drafter before it is run, in one line
     recomputes: bool = False  # in training, layers keep their inputs alone and compute the rest again for the gradient
     preferred: Preferred = Preferred()
+    layer_shape: TargetShape | None = None  # of decoder layers of its own
     trained: bool = True  # False: nothing is learnt, `predict` says nothing, and `fit` goes straight to the measurement
 
     @abstractmethod
@@ -123,6 +124,10 @@ class Drafter(nn.Module, ABC):
     def language_model(self) -> Target | None:
         """The causal model whose own next tokens are the drafts, where there is one: it can verify a cheaper drafter's."""
         return None
+
+    def settled(self) -> dict[str, Any]:
+        """Options that were left to a rule, as the rule has set them for this target; plain data."""
+        return {}
 
     def caches(self, state: Any) -> list[KVCache]:
         """The drafter's own caches, whose `bound` the session sets."""

@@ -38,9 +38,8 @@ class Result:
     """One text. tokens[0] comes from the prefill; the rest, `emitted` of them, from `verifications`.
 
     offered[i], accepted[i]: verifications in which a draft at depth i + 1 was offered below an accepted path, and
-    those that accepted it. runs: accepted drafts of each verification, in turn. nodes: draft nodes verified, roots excluded.
-    ended_by: stop, text or length; None while it runs.
-    queued, started (its prefill begins), first, ended: seconds of perf_counter.
+    those that accepted it. nodes: draft nodes verified, roots excluded. ended_by: stop, text or length; None while it runs.
+    queued, started (its prefill begins), first, ended: seconds of perf_counter. runs: accepted drafts of each verification, in turn.
     """
 
     request: int
@@ -50,13 +49,13 @@ class Result:
     emitted: int = 0
     offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    runs: list[int] = field(default_factory=list)
     nodes: int = 0
     ended_by: str | None = None
     queued: float = 0.0
     started: float = 0.0
     first: float = 0.0
     ended: float = 0.0
+    runs: list[int] = field(default_factory=list)
 
     @property
     def tau(self) -> float:

@@ -20,9 +20,18 @@ from drafttrain.export.opened import Opened
 from drafttrain.export.table import asked
 from drafttrain.target import LoraSpec
 from drafttrain.targets.adapt import Adapter
+from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
-from tests.helpers import tiny_target
+from tests.helpers import tiny_model, tiny_target
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 # by what a test calls them: (family, options)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"taps": [0, 1, 2], "draft_length": 3, "draft_vocab": 40}),
@@ -30,6 +39,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3-two": ("eagle3", {"taps": [0, 2], "draft_length": 3}),
     "eagle3-last": ("eagle3", {"taps": [0, 1, 3], "draft_length": 3}),
     "eagle3-normed": ("eagle3", {"taps": [0, 1, 2], "draft_length": 3, "fc_norm": True, "norm_output": True}),
+    "eagle3-unlike": (
+        "eagle3",
+        {
+            "taps": [0, 1, 2],
+            "draft_length": 3,
+            "norm_before_residual": True,
+            "layer": {"heads": 2, "kv_heads": 1, "intermediate_size": 40, "rope_theta": 500.0, "norm_eps": 1e-4},
+        },
+    ),
+    "eagle3-scaled": (
+        "eagle3",
+        {"taps": [2, 0, 1], "draft_length": 3, "layer": {"head_dim": 6, "rope_scaling": LLAMA3}},
+    ),
     "eagle": ("eagle", {"draft_length": 3, "bias": False}),
     "eagle-bias": ("eagle", {"draft_length": 3}),
     "medusa": ("medusa", {"heads": 3}),
@@ -41,6 +63,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp_speculator-tied": ("mlp_speculator", {"n_predict": 3, "inner_dim": 24, "tie_weights": True}),
     "redrafter": ("redrafter", {"width": 1, "length": 3}),
     "dflash": ("dflash", {"block_size": 4, "layers": 2, "taps": [0, 1, 2]}),
+    "dflash-unlike": (
+        "dflash",
+        {"block_size": 3, "layers": 1, "taps": [1], "mask_token": 5, "layer": {"rope_scaling": LINEAR, "head_dim": 12}},
+    ),
     "dflash-shifted": ("dflash", {"block_size": 4, "layers": 1, "taps": [0, 1, 2], "slots": "shifted"}),
     "draft_model": ("draft_model", {"blocks": 2, "draft_length": 3}),
     "draft_model-lora": ("draft_model", {"blocks": 2, "draft_length": 3, "lora_rank": 2}),
@@ -64,12 +90,22 @@ def loaded(name: str = "llama", seed: int = 0) -> LoadedTarget:
     return LoadedTarget(target, tokenizer, "targets/tiny", about | {"architecture": type(target.model).__name__})
 
 
+@cache
+def deep() -> LoadedTarget:
+    """One of eight blocks, whose official taps are three."""
+    model: Any = tiny_model()
+    config = model.config
+    config.num_hidden_layers = 8
+    torch.manual_seed(0)
+    return LoadedTarget(HFTarget(type(model)(config)), loaded().tokenizer, "deep", loaded().description)
+
+
 def drafter_of(family: str, options: Any, target: LoadedTarget) -> Drafter:
     """A fresh one whose weights are shaken, so that nothing about it is special."""
     torch.manual_seed(1)
     drafter = families()[family].build(options, target.target)
     drafter.prepare(lambda: torch.arange(64) * 37 % 64)
-    for parameter in drafter.parameters():
+    for parameter in (p for p in drafter.parameters() if p.requires_grad):
         parameter.data.add_(torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0).clamp_min(0.1))
     return drafter
 
@@ -110,3 +146,14 @@ def opened(folder: Path, case: str, target: LoadedTarget | None = None, **more: 
 def written(found: Opened, golden: Golden, stack: str, out: Path, dtype: str = "float32", **more: Any) -> Exported:
     stacks = asked(found.meta.family, stack)
     return export(found, golden, Wanted(stacks, out, dtype, stack == "all", **more))
+
+
+def put_model(folder: Path, blocks: int = 2) -> Path:
+    """A small language model in a directory of transformers, with the target's tokenizer."""
+    model: Any = tiny_model(seed=3)
+    config = model.config
+    config.num_hidden_layers = blocks
+    torch.manual_seed(3)
+    type(model)(config).save_pretrained(folder)
+    loaded().tokenizer.save_pretrained(folder)
+    return folder

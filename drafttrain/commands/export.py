@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from drafttrain import __version__
-from drafttrain.checkpoint import read_meta
-from drafttrain.commands.measure import target_of
+from drafttrain.commands.given import Given, say_plainly
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
 from drafttrain.errors import UserError
@@ -29,7 +28,7 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
     Raises UserError for what is missing, damaged, of another target, or loaded by no such stack; ParityError where the written
     files do not draft as the checkpoint does. Nothing is left in either case, but where only the upload failed.
     """
-    directory, out = _given("checkpoint", options.checkpoint), _given("out", options.out)
+    name, out = _given("checkpoint", options.checkpoint), Path(_given("out", options.out)).expanduser()
     stack = options.format
     if stack is None:
         raise UserError(f"format is not set; choose one of {', '.join(STACKS)}, or all, with format=STACK")
@@ -37,16 +36,25 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
         raise UserError(
             f"target.tensor_parallel is {options.target.tensor_parallel}, an export reads the whole target; leave it out"
         )
-    meta, console = read_meta(directory), Console()
-    stacks = asked(meta.family, stack)
-    dtype = options.dtype or meta.target.dtype
+    given, console = Given.of(name), Console()
+    stacks = asked(given.family, stack)
+    dtype = options.dtype or ("float32" if options.adapter else given.dtype)
     repository = None if options.push_to_hub is None else Repository(options.push_to_hub, options.push_private)
     wanted = Wanted(
-        stacks, out, dtype, stack == "all", options.overwrite, options.max_shard_size, options.with_target, repository
+        stacks,
+        out,
+        dtype,
+        stack == "all",
+        options.overwrite,
+        options.max_shard_size,
+        options.with_target,
+        repository,
+        options.adapter,
     )
     check_wanted(wanted)
     with together(options, "export"):
-        loaded = load_target(target_of(options.target, meta.target))
+        loaded = load_target(given.target(options.target))
+        directory = given.checkpoint(loaded, say_plainly(console))
         opened = Opened.of(directory, loaded)
         refusals(opened, wanted)  # before anything is computed
         material = golden.stored(directory)
@@ -58,15 +66,15 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
         places = {stack: out / stack if wanted.several else out for stack in exported.written}
         log_export(options.logger, resolved, directory, places)
         if repository is not None:
-            address = push(out, repository, f"{meta.family} drafter for {stack}, drafttrain {__version__}")
+            address = push(out, repository, f"{given.family} drafter for {stack}, drafttrain {__version__}")
             console.print(f"uploaded: {address}", soft_wrap=True, highlight=False)
     return out
 
 
-def _given(name: str, value: str | None) -> Path:
+def _given(name: str, value: str | None) -> str:
     if value is None:
         raise UserError(f"{name} is not set; name a directory with {name}=DIR")
-    return Path(value).expanduser()
+    return value
 
 
 def _say(console: Console, exported: Exported, wanted: Wanted) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from drafttrain.checkpoint import list_checkpoints, read_meta, start_weights
 from drafttrain.commands.data import data_report, say_counts, say_vocabulary, training_data, write_rejected
+from drafttrain.commands.given import Given, check_start
 from drafttrain.commands.measure import measure_run
 from drafttrain.commands.origin import origin_of
 from drafttrain.commands.place import Place, built, check_placement, load_placed, measurable, place
@@ -132,7 +133,7 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console) 
     loaded = load_placed(options, where)
     drafter = built(options, loaded.target)
     adapter = _adapter(options, loaded, drafter)
-    start = _start(options, drafter, adapter)
+    start = _start(options, loaded, drafter, adapter, console)
     look = _look(options, loaded, drafter, adapter, where) if options.measure.every else None
     check_on_policy(drafter, options.train, options.deepspeed)
     check_sequence_parallel(options.train, options.loss, loaded.target, drafter, adapter)
@@ -223,13 +224,23 @@ def _with_features(job: Job, options: RunOptions, world: World, console: Console
     return replace(job, features=caching.features(job.data, world, console))
 
 
-def _start(options: RunOptions, drafter: Drafter, adapter: Adapter | None) -> dict[str, Tensor] | None:
+def _start(
+    options: RunOptions, loaded: LoadedTarget, drafter: Drafter, adapter: Adapter | None, console: Console
+) -> dict[str, Tensor] | None:
     init = options.train.init
     if init is None:
         return None
     if not drafter.trained:
         raise UserError(f"train.init is {init!r}; {options.drafter.family} trains nothing, leave it out")
-    return start_weights(Path(init).expanduser(), options.drafter.family, drafter, adapter)
+    given = Given.of(init)
+    if given.family != options.drafter.family:
+        raise UserError(
+            f"train.init {init} is of the family {given.family}, this drafter of {options.drafter.family}; "
+            f"give one of {options.drafter.family}"
+        )
+    directory = given.checkpoint(loaded, console.say)
+    check_start(init, read_meta(directory), asdict(options.drafter), drafter.settled())
+    return start_weights(directory, drafter, adapter)
 
 
 def _adapter(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> Adapter | None:

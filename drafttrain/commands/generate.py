@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from drafttrain.checkpoint import load_checkpoint, read_meta
-from drafttrain.commands.measure import target_of
+from drafttrain.checkpoint import load_checkpoint
+from drafttrain.commands.given import Given
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
 from drafttrain.data.prompts import encode_prompt
@@ -40,12 +39,11 @@ def generate(options: RunOptions, resolved: dict[str, Any]) -> None:
 
 
 def _generate(options: RunOptions, part: Part) -> None:
-    directory = None if options.checkpoint is None else Path(options.checkpoint).expanduser()
-    wanted = options.target if directory is None else target_of(options.target, read_meta(directory).target)
-    loaded = load_target(wanted, part)
+    given = None if options.checkpoint is None else Given.of(options.checkpoint)
+    loaded = load_target(options.target if given is None else given.target(options.target), part)
     drafter = None
-    if directory is not None:
-        restored = load_checkpoint(directory, loaded)
+    if given is not None:
+        restored = load_checkpoint(given.checkpoint(loaded, lambda text: note(Console(stderr=True), text)), loaded)
         loaded, drafter = restored.loaded, restored.drafter.requires_grad_(False)
     writer = Writer(loaded, decoder_of(loaded, options.decode, drafter), Console(), chat=options.chat)
     if drafter is not None and drafter.adapts is not None:
@@ -60,6 +58,10 @@ def _generate(options: RunOptions, part: Part) -> None:
     while (said := asked(writer.console)) is not None:
         if said.strip():
             writer.answer(said)
+
+
+def note(console: Console, text: str) -> None:
+    console.print(text, style=STATUS, soft_wrap=True, highlight=False, markup=False)
 
 
 def asked(console: Console) -> str | None:
@@ -81,7 +83,7 @@ class Writer:
         self.status = Console(stderr=True)
 
     def note(self, text: str) -> None:
-        self.status.print(text, style=STATUS, soft_wrap=True, highlight=False)
+        note(self.status, text)
 
     def answer(self, said: str) -> Result:
         """Stream the reply to one turn, then a line of counts on stderr."""

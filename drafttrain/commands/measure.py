@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from drafttrain.checkpoint import TargetRecord, read_meta
+from drafttrain.checkpoint import read_meta
 from drafttrain.commands.environment import environment
+from drafttrain.commands.given import Given, say_plainly
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
 from drafttrain.commands.watch import watching
@@ -22,7 +22,6 @@ from drafttrain.measure.flags import broken_promises
 from drafttrain.measure.report import Report, report_of, write_report
 from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
 from drafttrain.measure.table import console_table
-from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.train.keeper import Progress
 
@@ -34,13 +33,16 @@ def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
     promises the target's output did not keep it.
     """
     if options.checkpoint is None:
-        raise UserError("checkpoint is not set; name a step-NNNNN directory of a run with checkpoint=DIR")
-    directory = Path(options.checkpoint).expanduser()
-    record = read_meta(directory)
+        raise UserError(
+            "checkpoint is not set; name a step-NNNNN directory of a run, or a published drafter, with checkpoint=DIR"
+        )
+    given, console = Given.of(options.checkpoint), Console()
     folder = Path(options.output) / "measure" / time.strftime("%Y-%m-%d_%H-%M-%S")
     with together(options, "measure") as part:
-        loaded = load_target(target_of(options.target, record.target), part)
-        report = measure_run(loaded, [CheckpointRef(directory.name, directory, record.step)], options, folder, Console())
+        loaded = load_target(given.target(options.target), part)
+        directory = given.checkpoint(loaded, say_plainly(console))
+        ref = CheckpointRef(given.directory.name, directory, given.step)
+        report = measure_run(loaded, [ref], options, folder, console)
     if broken := broken_promises(report):
         raise OutputError(f"{broken[0]}; {folder / 'report.json'} names the prompts")
     return folder
@@ -94,11 +96,3 @@ def spent(checkpoint: Path) -> dict[str, Any] | None:
         "flops": progress.flops if progress.flops or not progress.step else None,
         "device": progress.device,
     }
-
-
-def target_of(options: TargetOptions, trained: TargetRecord) -> TargetOptions:
-    """The target the user names, else the one that the checkpoint records."""
-    if options.name != "embedded" or trained.name == "embedded":
-        return options
-    recorded = {name: getattr(trained, name) for name in ("name", "path", "revision", "dtype", "weights")}
-    return replace(options, **recorded)

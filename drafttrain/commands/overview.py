@@ -76,6 +76,7 @@ COMMANDS = {
             "drafttrain export checkpoint=DIR format=all out=DIR dtype=bfloat16",
             "drafttrain export checkpoint=DIR format=llamacpp out=DIR with_target=true",
             "drafttrain export checkpoint=DIR format=sglang out=DIR overwrite=true push_to_hub=OWNER/NAME",
+            "drafttrain export checkpoint=PUBLISHED target=hf target.path=DIR format=sglang out=DIR",
         ),
     ),
     "verify": Command(

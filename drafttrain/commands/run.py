@@ -71,13 +71,16 @@ class RunOptions:
     # each stack in it; verify: what was exported; compare: the directory of its files; simulate: the picture, a .png file
     out: str | None = None
     resume: str | None = None  # auto: the newest unfinished run of this configuration; or a run directory
-    checkpoint: str | None = None  # measure, tune, generate, export, verify, simulate: a checkpoint directory
+    # measure, tune, generate, export, verify, simulate: a checkpoint directory; the first four take published drafters too, by
+    # directory or hub id
+    checkpoint: str | None = None
     report: str | None = None  # simulate: the report.json to start from, or its run
     prompts: str | None = None  # measure, tune, verify, inspect: a prompt file instead of measure.prompts
     prompt: str | None = None  # generate: the text; null: standard input, or a chat on a terminal
     chat: bool = True  # generate: apply the chat template and remember turns; false continues the text as it is
     format: str | None = None  # export: vllm | sglang | trtllm | speculators | transformers | llamacpp | openvino | ... | all
     dtype: str | None = None  # export: of the weights: float32 | bfloat16 | float16; null: as the target was loaded in training
+    adapter: bool = False  # export: what was trained by low-rank matrices as a peft adapter instead of merged
     overwrite: bool = False  # export: replace an earlier export in `out`
     max_shard_size: str = "5GB"  # export: of one weights file
     with_target: bool = False  # export: the target as GGUF too, with format=llamacpp

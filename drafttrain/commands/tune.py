@@ -19,7 +19,7 @@ from rich.table import Table
 from drafttrain.atomic import atomic_write_json
 from drafttrain.checkpoint import TUNED, keep_tuned, load_checkpoint, read_meta
 from drafttrain.commands.environment import environment
-from drafttrain.commands.measure import target_of
+from drafttrain.commands.given import Given, say_plainly
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
 from drafttrain.commands.watch import watching
@@ -101,16 +101,16 @@ def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
     Raises UserError for bad options, and as `measure` does.
     """
     _check(options)
-    directory = Path(str(options.checkpoint)).expanduser()
-    record, folder = read_meta(directory), Path(options.output) / "tune" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    given, console = Given.of(str(options.checkpoint)), Console()
+    folder = Path(options.output) / "tune" / time.strftime("%Y-%m-%d_%H-%M-%S")
     prompts = load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
     with together(options, "tune") as part:
-        loaded = load_target(target_of(options.target, record.target), part)
-        restored = load_checkpoint(directory, loaded)
+        loaded = load_target(given.target(options.target), part)
+        directory = given.checkpoint(loaded, say_plainly(console))
+        record, restored = read_meta(directory), load_checkpoint(directory, loaded)
         room = loaded.target.shape.max_positions - options.decode.max_new_tokens
         cases, _ = encode_cases(prompts, loaded.tokenizer, room)
         _check_prompts(len(cases), options.tune.batch_size)
-        console = Console()
         with watching(console) as watch:
             measure = MeasureOptions(minutes=options.tune.minutes, repeats=options.tune.repeats)
             bench = Bench(restored.loaded, options.decode, measure, Budget(60 * options.tune.minutes), watch)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from drafttrain.atomic import atomic_write_json
 from drafttrain.checkpoint import read_meta
-from drafttrain.commands.measure import target_of
+from drafttrain.commands.given import Given
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
 from drafttrain.data.prompts import encode_prompt, load_prompts
@@ -49,7 +49,7 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
     asked, console = asked_of(options), Console()
     meta = read_meta(asked.checkpoint)
     with together(options, "verify"):
-        target = replace(target_of(options.target, meta.target), dtype="float32")
+        target = replace(Given(asked.checkpoint, meta).target(options.target), dtype="float32")
         opened = Opened.of(asked.checkpoint, load_target(target))
         ids, names = prompts_of(options, opened.loaded)
         ending = Ending(opened.loaded.target.stop_ids, options.decode.max_new_tokens)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from drafttrain.block_drafter import BlockDrafter, BlockShape, spread_taps
 from drafttrain.drafters import Family
 from drafttrain.dynamic import DynamicTree, Generation, Scored, StaticTree
 from drafttrain.errors import UserError
+from drafttrain.layers import LayerOptions
 from drafttrain.proposal import Proposal, Proposing, TreeOptions
 from drafttrain.sampling import Sampling
 from drafttrain.staged import OwnCache
@@ -42,6 +43,7 @@ class DFlashOptions(TreeOptions):
     weights: str = "decay"  # decay: exp(-k / gamma) for draft k from 0. dpace: by the drafter's own confidence
     gamma: float | None = None  # None: 7, 5, 4 for blocks of 16, of 10, and smaller
     alpha: float = 0.5  # of dpace: 1 is no doubt in any draft, near 0 the drafter's own confidence
+    layer: LayerOptions = field(default_factory=LayerOptions)
 
 
 @dataclass
@@ -59,8 +61,9 @@ class DFlash(BlockDrafter, Proposing):
         of = target.shape
         taps = spread_taps(of.blocks) if options.taps is None else tuple(options.taps)
         mask = of.vocab_size - 1 if options.mask_token is None else options.mask_token
+        layer = LayerOptions.of(options.layer)
         super().__init__(
-            BlockShape(options.block_size, options.layers, taps, mask, options.slots, options.anchors), target
+            BlockShape(options.block_size, options.layers, taps, mask, options.slots, options.anchors, layer), target
         )  # fmt: skip
         self.proposal = Proposal(options, self.draft_length, target)
         if options.weights not in ("decay", "dpace"):

@@ -9,7 +9,8 @@ Shapes: B rows, N positions or nodes, T positions, H hidden, M predictions, C a 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
-from drafttrain.layers import Attention, AttentionShape, GatedMLP, RMSNorm
+from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm
 from drafttrain.proposal import Proposal, TreeOptions
 from drafttrain.recurrent import Recurrent
 from drafttrain.target import FINAL, Taps, Target, TargetShape
@@ -41,6 +42,7 @@ class EagleOptions(TreeOptions):
     noise: float = 0.0  # uniform in +- noise * 512 / length, added to the target's features in training; officially 0.1
     top_weight: float = 0.0  # of a cross-entropy over the target's likeliest tokens alone (HASS: 1)
     top_k: int = 10  # how many those are
+    layer: LayerOptions = field(default_factory=LayerOptions)
 
 
 class EagleLayer(nn.Module):
@@ -49,7 +51,7 @@ class EagleLayer(nn.Module):
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()
         width = shape.hidden_size
-        self.self_attn = Attention(AttentionShape(width, width, shape.heads, shape.kv_heads, shape.head_dim, shape.rope_theta))
+        self.self_attn = Attention(AttentionShape.of(shape, width))
         self.post_attention_layernorm = RMSNorm(width, shape.norm_eps)
         self.mlp = GatedMLP(width, shape.intermediate_size)
 
@@ -61,7 +63,8 @@ class Eagle(Recurrent):
         super().__init__(Proposal(options, options.draft_length, target), target)
         if options.steps < 1 or options.top_k < 1:
             raise UserError(f"drafter.steps is {options.steps}, drafter.top_k {options.top_k}; both must be 1 or more")
-        shape, self.options, self.taps = target.shape, options, Taps(final=True)
+        shape, self.options, self.taps = LayerOptions.of(options.layer).shape(target.shape), options, Taps(final=True)
+        self.layer_shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=options.bias)
         self.layers = nn.ModuleList([EagleLayer(shape)])
 
@@ -89,6 +92,9 @@ class Eagle(Recurrent):
         """By the target's head, in the target's dtype."""
         target = self._target[0]
         return target.head(state_H.to(target.head_weight.dtype))
+
+    def settled(self) -> dict[str, Any]:
+        return {"layer": asdict(LayerOptions.between(self.layer_shape, self._target[0].shape))}
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Step i's feature at source t stands for the target's at t + 1 + i, where the law of label t + 2 + i is read."""

@@ -11,7 +11,8 @@ x[t+1+i] and its own state of step i-1 *at the same index*, and predicts x[t+2+i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
-from drafttrain.layers import Attention, AttentionShape, GatedMLP, RMSNorm
+from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm
 from drafttrain.proposal import Proposal, TreeOptions
 from drafttrain.recurrent import Recurrent
 from drafttrain.target import Taps, Target, TargetShape
@@ -39,17 +40,18 @@ class Eagle3Options(TreeOptions):
     draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data; None: all
     fc_norm: bool = False  # EAGLE 3.1: an RMS norm of each tapped state
     norm_output: bool = False  # EAGLE 3.1: the normed state goes to the next step too
+    norm_before_residual: bool = False  # the residual is the normed state; officially not
+    layer: LayerOptions = field(default_factory=LayerOptions)
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer whose attention reads [norm(embedding); norm(state)] and whose residual is the state, un-normed."""
+    """A decoder layer whose attention reads [norm(embedding); norm(state)] and whose residual is the state."""
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()
         width, eps = shape.hidden_size, shape.norm_eps
         self.input_layernorm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
-        attention = AttentionShape(2 * width, width, shape.heads, shape.kv_heads, shape.head_dim, shape.rope_theta)
-        self.self_attn = Attention(attention)
+        self.self_attn = Attention(AttentionShape.of(shape, 2 * width))
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(width, shape.intermediate_size)
 
@@ -65,13 +67,14 @@ class Eagle3(Recurrent):
 
     def __init__(self, options: Eagle3Options, target: Target) -> None:
         super().__init__(Proposal(options, options.draft_length, target), target)
-        shape, vocab = target.shape, options.draft_vocab
+        shape, vocab = LayerOptions.of(options.layer).shape(target.shape), options.draft_vocab
         if options.steps < 1:
             raise UserError(f"drafter.steps is {options.steps}; set it to 1 or more")
         if vocab is not None and not 1 <= vocab <= shape.vocab_size:
             raise UserError(f"drafter.draft_vocab is {vocab}; the target has {shape.vocab_size} tokens, leave it out for all")
         blocks = options.taps if options.taps is not None else default_taps(shape.blocks, options.tap_rule)
-        self.taps, self.norm_output = Taps(tuple(blocks)), options.norm_output
+        self.taps, self.norm_output, self.before = Taps(tuple(blocks)), options.norm_output, options.norm_before_residual
+        self.layer_shape = shape
         self.taps.check(shape.blocks)
         self.steps, self.decay = options.steps, options.step_decay
         norms = [RMSNorm(shape.hidden_size, shape.norm_eps) for _ in blocks] if options.fc_norm else []
@@ -104,6 +107,10 @@ class Eagle3(Recurrent):
     def attention(self) -> Attention:
         return self.midlayer.self_attn
 
+    def settled(self) -> dict[str, Any]:
+        own = LayerOptions.between(self.layer_shape, self._target[0].shape)
+        return {"taps": list(self.taps.blocks), "layer": asdict(own)}
+
     def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
         states = [hidden[b].to(self.fc.weight.dtype) for b in self.taps.blocks]
         if len(self.fc_norm):
@@ -113,7 +120,8 @@ class Eagle3(Recurrent):
 
     def enter(self, token_BN: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
         embedded_BNH = self.midlayer.input_layernorm(self.embed(token_BN, state_BNH))
-        return state_BNH, torch.cat([embedded_BNH, self.midlayer.hidden_norm(state_BNH)], -1)
+        normed_BNH = self.midlayer.hidden_norm(state_BNH)
+        return normed_BNH if self.before else state_BNH, torch.cat([embedded_BNH, normed_BNH], -1)
 
     def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
         state_BNH = residual_BNH + attended_BNH

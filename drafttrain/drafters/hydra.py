@@ -65,8 +65,7 @@ class PrefixLayer(nn.Module):
         super().__init__()
         width, eps = shape.hidden_size, shape.norm_eps
         self.input_layernorm = RMSNorm(width, eps)
-        attention = AttentionShape(width, width, shape.heads, shape.kv_heads, shape.head_dim, shape.rope_theta)
-        self.self_attn = Attention(attention)
+        self.self_attn = Attention(AttentionShape.of(shape, width))
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(width, shape.intermediate_size)
         self.norm = RMSNorm(width, eps)

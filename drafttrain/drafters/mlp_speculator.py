@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +99,9 @@ class MLPSpeculator(TipDrafter, Proposing):
                 token_V = torch.arange(target.shape.vocab_size, device=target.device)
                 emb.weight.data.copy_(unit_rms(target.embed(token_V).detach().float()) * inner**-0.5)  # type: ignore[operator]
                 head.weight.data.copy_(target.head_weight.detach())  # type: ignore[operator]
+
+    def settled(self) -> dict[str, Any]:
+        return {"inner_dim": self.head[0].in_features}
 
     def _first(self, hidden_H: Tensor) -> Tensor:
         """What the first stage projects."""

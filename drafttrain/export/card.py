@@ -18,6 +18,14 @@ from drafttrain.export.parity import Parity
 TAGS = ["speculative-decoding", "drafttrain"]
 FROZEN = "It drafts tokens for this target and no other, which verifies them: the target's output stays its own."
 ADAPTED = "The target was trained with it, and lies beside it, merged: serve that one. Its output is not the original's."
+APART = (
+    "The target was trained with it. What was trained lies beside it, as a peft adapter: merge it into the target, and serve "
+    "what comes out. Its output is not the original's."
+)
+MERGE = (
+    "from peft import AutoPeftModelForCausalLM\n"
+    'AutoPeftModelForCausalLM.from_pretrained("{adapter}").merge_and_unload().save_pretrained("{merged}")'
+)
 OWN_MODULE = ("official", "transformers")  # what is typed there is Python
 
 
@@ -60,7 +68,7 @@ def card(source: Source, layout: str, place: str | Repository, parity: Parity) -
         "target": f"`{source.target_name}` ({source.target_architecture}, fingerprint `{meta.target.fingerprint[:12]}`)",
         "family": meta.family,
         "layout": f"{layout}, {source.dtype}",
-        "trained": f"{meta.step} steps" + (f" on `{measured.data}`" if measured.data else ""),
+        "trained": _trained(source, measured),
         "measured": _measured(measured),
         "parity": _parity(source, parity),
         "written by": f"drafttrain {__version__}",
@@ -72,7 +80,7 @@ def card(source: Source, layout: str, place: str | Repository, parity: Parity) -
     parts = [
         f"---\n{head}---",
         f"# {meta.family} drafter for {source.target_name}",
-        ADAPTED if source.merged else FROZEN,
+        _about_target(source),
         f"| | |\n|---|---|\n{table}",
         *(
             [f"Its files are read from a directory: `{place.download}` makes one."]
@@ -83,6 +91,19 @@ def card(source: Source, layout: str, place: str | Repository, parity: Parity) -
     ]
     note = serve.note(meta.family, source.stack)
     return "\n\n".join(parts + ([note] if note else [])) + "\n"
+
+
+def _about_target(source: Source) -> str:
+    if source.adapter is None:
+        return ADAPTED if source.merged else FROZEN
+    return f"{APART}\n\n```python\n{MERGE.format(adapter=source.adapter, merged=source.merged)}\n```"
+
+
+def _trained(source: Source, measured: Measured) -> str:
+    meta = source.opened.meta
+    if meta.imported is not None:
+        return f"by others: `{meta.imported['from']}` ({meta.imported['layout']}, {meta.imported['dtype']})"
+    return f"{meta.step} steps" + (f" on `{measured.data}`" if measured.data else "")
 
 
 def _measured(measured: Measured) -> str:

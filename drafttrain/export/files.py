@@ -15,6 +15,7 @@ from torch import Tensor
 from drafttrain.drafter import Drafter
 from drafttrain.errors import UserError
 from drafttrain.export.ggufs import SUFFIX, cast, write_gguf
+from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.opened import Opened
 from drafttrain.target import TargetShape
 
@@ -24,12 +25,16 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint on its way to a stack. dtype: of the exported weights. merged: where a target that was trained too lies."""
+    """A checkpoint on its way to a stack. dtype: of the exported weights. merged: where a target that was trained too lies;
+    adapter: where its matrices lie instead, to be merged into there. place: where the directory will lie.
+    """
 
     opened: Opened
     stack: str
     dtype: str
     merged: str | None = None
+    adapter: str | None = None
+    place: str = ""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -44,9 +49,18 @@ class Source:
         """A copy of the drafter's own, by their names in its checkpoint."""
         return dict(self.opened.tensors)
 
+    def named(self, renames: Renames) -> dict[str, Tensor]:
+        """The same by the names of a layout, which has one for each."""
+        return {str(renames.theirs(name)): tensor for name, tensor in self.opened.tensors.items()}
+
     @property
     def shape(self) -> TargetShape:
         return self.opened.loaded.target.shape
+
+    @property
+    def layer_shape(self) -> TargetShape:
+        """Of the drafter's own decoder layers."""
+        return self.drafter.layer_shape or self.shape
 
     @property
     def layer_inputs(self) -> list[int]:
@@ -66,7 +80,8 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Files:
     """config: config.json. weights: the file that tensors go to; `model.safetensors` alone may come in shards, the others are
-    read as one; a GGUF file holds its configuration itself. tokenizer: the target's goes with them.
+    read as one; a GGUF file holds its configuration itself. tokenizer: the target's goes with them. base: the model's
+    directory, where these are an adapter of it; beside: directories inside this one.
     """
 
     config: dict[str, Any]
@@ -74,13 +89,16 @@ class Files:
     weights: str = WEIGHTS
     tokenizer: bool = False
     facts: dict[str, Any] = field(default_factory=dict)  # further ones that the reader must find, as `golden.facts_of`
+    config_file: str = "config.json"
+    base: Path | None = None
+    beside: dict[str, Files] = field(default_factory=dict)
 
 
 def write(directory: Path, files: Files, source: Source, max_shard_size: str) -> None:
     """Raises UserError for weights that the dtype cannot hold."""
     if files.weights.endswith(SUFFIX):
         return write_gguf(directory / files.weights, files.config, files.tensors, DTYPES[source.dtype])
-    (directory / "config.json").write_text(json.dumps(files.config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    write_config(directory / files.config_file, files.config)
     tensors = {name: cast(name, tensor, DTYPES[source.dtype]) for name, tensor in files.tensors.items()}
     if files.weights == WEIGHTS:
         _write_shards(directory, tensors, max_shard_size)
@@ -88,6 +106,13 @@ def write(directory: Path, files: Files, source: Source, max_shard_size: str) ->
         save_file(tensors, directory / files.weights, {"format": "pt"})
     if files.tokenizer:
         source.opened.loaded.tokenizer.save_pretrained(directory)
+    for name, others in files.beside.items():
+        (directory / name).mkdir()
+        write(directory / name, others, source, max_shard_size)
+
+
+def write_config(file: Path, config: dict[str, Any]) -> None:
+    file.write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _write_shards(directory: Path, tensors: dict[str, Tensor], max_shard_size: str) -> None:

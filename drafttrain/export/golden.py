@@ -29,7 +29,8 @@ from drafttrain.data.prompts import load_prompts
 from drafttrain.drafter import Drafter
 from drafttrain.errors import UserError
 from drafttrain.export.opened import Opened
-from drafttrain.target import FINAL, Taps
+from drafttrain.layers import LayerShape
+from drafttrain.target import FINAL, Taps, TargetShape
 from drafttrain.targets.load import LoadedTarget
 
 GOLDEN = "golden.safetensors"
@@ -129,7 +130,7 @@ def facts_of(opened: Opened) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "vocabulary": opened.loaded.target.shape.vocab_size,
         "rope": shape.rope_theta,
-        "rope scaling": "default" if model is None else _scaling(model),
+        "rope scaling": _scaling(shape) if model is None else _model_scaling(model),
         "norm": shape.norm_eps,
         "head_dim": shape.head_dim,
         "heads": [shape.heads, shape.kv_heads],
@@ -196,8 +197,14 @@ def _wanted(taps: Taps, blocks: int) -> set[int]:
     return beside | ({FINAL} if tapped else set())
 
 
-def _scaling(model: Any) -> str:
-    """How a model of transformers scales its positions; drafters of our own layers do not."""
+def _scaling(shape: TargetShape) -> str:
+    """How a drafter's own layers scale their positions."""
+    scaling = shape.rope_scaling if isinstance(shape, LayerShape) else None
+    return str((scaling or {}).get("rope_type", "default"))
+
+
+def _model_scaling(model: Any) -> str:
+    """How a model of transformers scales its positions."""
     rope = getattr(model.model.config.get_text_config(), "rope_parameters", None) or {}
     return str(rope.get("rope_type", "default"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Wide:
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A checkpoint as it is exported. drafter: in float32, for `target`, the adapted one where it was trained too; tensors: the
-    drafter's own, as they were saved.
+    drafter's own, as they were saved; matrices: those of the target's adapter, by their names in it.
     """
 
     directory: Path
@@ -62,6 +62,7 @@ class Opened:
     target: Any
     drafter: Drafter
     tensors: dict[str, Tensor]
+    matrices: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(directory: Path, loaded: LoadedTarget) -> Opened:
@@ -71,16 +72,17 @@ class Opened:
             loaded = load_checkpoint(directory, loaded).loaded
         else:
             check_target(directory, meta.target, loaded.target)
-        tensors = {name: x for name, x in read_weights(directory).items() if not name.startswith(ADAPTER)}
+        tensors = read_weights(directory)
+        matrices = {n.removeprefix(ADAPTER): tensors.pop(n) for n in list(tensors) if n.startswith(ADAPTER)}
         for name, x in tensors.items():
             if x.is_floating_point() and not bool(x.isfinite().all()):
                 raise UserError(f"{directory}: {name} holds NaN or infinity: training diverged; use an earlier checkpoint")
         target = Wide(loaded.target)
         drafter = filled(directory, meta, target, tensors).requires_grad_(False)
-        return Opened(directory, meta, loaded, target, drafter, tensors)
+        return Opened(directory, meta, loaded, target, drafter, tensors, matrices)
 
     @property
     def shape(self) -> TargetShape:
-        """Of the model that drafts, where the drafter is one, else of the target."""
+        """Of the model that drafts, where the drafter is one; of its own decoder layers, if any; else the target's."""
         model = self.drafter.language_model()
-        return self.loaded.target.shape if model is None else model.shape
+        return (self.drafter.layer_shape or self.loaded.target.shape) if model is None else model.shape

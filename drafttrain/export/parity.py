@@ -108,7 +108,7 @@ def engine_of(opened: Opened, files: Files) -> Engine:
     pieces = tokenizer.get_vocab() if files.tokenizer else None
     texts = [TEXT, f"{TEXT}{tokenizer.eos_token or ''}{TEXT}"] if files.tokenizer else []
     made = [(text, list(tokenizer(text, verbose=False)["input_ids"])) for text in texts]
-    return Engine(embed_VH, opened.target.head_weight.cpu(), opened.loaded.target.shape.blocks, pieces, made)
+    return Engine(embed_VH, opened.target.head_weight.cpu(), opened.loaded.target.shape.blocks, pieces, made, files.base)
 
 
 def check_gguf_target(directory: Path, files: Files, source: Source) -> None:

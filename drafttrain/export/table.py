@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drafttrain.errors import UserError
 from drafttrain.export.files import Files, Source
@@ -41,13 +41,14 @@ def never(source: Source) -> str | None:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """name: in the support matrix. write: makes its files. read: the stack's own way to read them. refuse: why a drafter of the
-    family cannot go there; None where it can.
+    family cannot go there; None where it can. adapter: with adapter=true in its place.
     """
 
     name: str
     write: Callable[[Source], Files]
     read: Reader
     refuse: Callable[[Source], str | None] = never
+    adapter: Layout | None = None
 
 
 Row = Layout | str
@@ -66,6 +67,10 @@ def _eagle3(stack: str) -> Layout:
 
 def _plain() -> Layout:
     return Layout("transformers", draft_model.files, causal_lm.read, draft_model.refuse)
+
+
+def _adapter() -> Layout:
+    return Layout("peft adapter", draft_model.adapter, causal_lm.adapter, draft_model.refuse_adapter)
 
 
 def _dflash() -> Layout:
@@ -166,7 +171,7 @@ TABLE: dict[str, dict[str, Row]] = {
         "sglang": _plain(),
         "trtllm": _plain(),
         "speculators": NOT_SPECULATORS,
-        "transformers": _plain(),
+        "transformers": replace(_plain(), adapter=_adapter()),
         "llamacpp": Layout("GGUF", gguf.model_files, read_gguf.model, gguf.refuse_model),
         "openvino": _plain(),
         "tgi": ONLY_HEADS,

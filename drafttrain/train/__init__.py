@@ -28,7 +28,7 @@ class TrainOptions:
     on_policy: float = 0.0  # share of a batch's conversations that get a reply by the drafter's own model (arXiv 2306.13649)
     on_policy_temperature: float = 1.0
     seed: int = 0
-    init: str | None = None  # a checkpoint directory of the same family, whose weights training starts from
+    init: str | None = None  # a checkpoint, or a published drafter, of the same family, whose weights training starts from
     log_every: int = 10
     checkpoint_every: int = 200
     keep_last: int = 2  # plus the best, by expected tau on the held-out conversations

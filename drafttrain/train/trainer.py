@@ -313,20 +313,8 @@ def without_training(job: Job, world: World, run_dir: Path) -> Progress:
 
 
 def meta_of(job: Job, step: int) -> CheckpointMeta:
-    shape, about = job.loaded.target.shape, job.loaded.description
-    target = TargetRecord(
-        name=about["name"],
-        path=about["path"],
-        revision=about["revision"],
-        dtype=about["dtype"],
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        blocks=shape.blocks,
-        fingerprint=job.loaded.target.fingerprint,
-        weights=about["weights"],
-    )
     adapter = None if job.adapter is None else asdict(job.adapter.spec)
-    return CheckpointMeta(job.family, job.options, job.drafter.decode_settings(), target, step, adapter)
+    return CheckpointMeta(job.family, job.options, job.drafter.decode_settings(), TargetRecord.of(job.loaded), step, adapter)
 
 
 def figures(counts: StepCounts) -> dict[str, Any]:

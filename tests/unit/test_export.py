@@ -32,7 +32,7 @@ from drafttrain.target import LoraSpec
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.tree import DraftTree
-from tests.exports import CASES, TEXTS, checkpoint, loaded, opened, written
+from tests.exports import CASES, TEXTS, checkpoint, deep, loaded, opened, written
 from tests.helpers import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +41,8 @@ PAIRS = {  # case -> the stacks that it goes to
     "eagle3-whole": ["vllm", "sglang", "trtllm", "speculators", "llamacpp", "openvino"],
     "eagle3-two": ["vllm", "sglang", "trtllm", "speculators"],
     "eagle3-last": ["vllm"],
+    "eagle3-unlike": ["vllm", "speculators"],
+    "eagle3-scaled": ["vllm", "sglang", "trtllm", "speculators", "openvino"],
     "eagle3-normed": ["vllm", "sglang", "trtllm", "speculators"],
     "eagle": ["vllm", "sglang", "lmdeploy"],
     "eagle-bias": ["sglang"],
@@ -51,6 +53,7 @@ PAIRS = {  # case -> the stacks that it goes to
     "mlp_speculator": ["tgi", "official"],
     "mlp_speculator-tied": ["tgi", "official"],
     "dflash": ["vllm", "sglang", "trtllm", "speculators", "transformers", "llamacpp", "openvino", "official"],
+    "dflash-unlike": ["vllm", "sglang", "trtllm", "speculators", "transformers", "openvino", "official"],
     "draft_model": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
     "draft_model-lora": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
 }
@@ -270,18 +273,14 @@ def test_the_table_has_a_row_for_every_family_and_stack() -> None:
 
 def test_lmdeploy_takes_official_taps_alone(tmp_path: Path) -> None:
     """Which it finds by itself; a target of six blocks or more has three of them."""
-    model: Any = tiny_model()
-    config = model.config
-    config.num_hidden_layers = 8
-    torch.manual_seed(0)
-    deep = LoadedTarget(HFTarget(type(model)(config)), loaded().tokenizer, "deep", loaded().description)
-    found, golden = opened(tmp_path, "eagle3", deep, taps=None)
+    target = deep()
+    found, golden = opened(tmp_path, "eagle3", target, taps=None)
     assert found.drafter.taps.blocks == (1, 3, 4)
     assert written(found, golden, "lmdeploy", tmp_path / "out").written["lmdeploy"].gap < 0.5
-    whole, golden = opened(tmp_path / "whole", "eagle3-whole", deep, taps=None)
+    whole, golden = opened(tmp_path / "whole", "eagle3-whole", target, taps=None)
     written(whole, golden, "lmdeploy", tmp_path / "all")
     assert not load_file(tmp_path / "all" / "model.safetensors")["d2t"].any()  # it maps by it whether it is there or not
-    other = LoadedTarget(deep.target, deep.tokenizer, "deep", deep.description | {"architecture": "Qwen3ForCausalLM"})
+    other = LoadedTarget(target.target, target.tokenizer, "deep", target.description | {"architecture": "Qwen3ForCausalLM"})
     found, golden = opened(tmp_path / "other", "eagle3", other, taps=None)
     with pytest.raises(UserError, match="lmdeploy gives out no states of Qwen3ForCausalLM targets for this family"):
         written(found, golden, "lmdeploy", tmp_path / "none")

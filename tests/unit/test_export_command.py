@@ -104,3 +104,12 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
     assert not Path("x").exists()
+
+
+def test_an_adapter(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = checkpoint(tmp_path / "lora", "draft_model-lora", load_target(TargetOptions()))
+    assert command("export", f"checkpoint={made}", "format=transformers", "adapter=true", "out=out") == 0
+    assert "transformers: out (18 golden drafts reproduced)" in capsys.readouterr().out
+    assert {"adapter_config.json", "adapter_model.safetensors", "base"} <= {path.name for path in Path("out").iterdir()}
+    assert command("export", f"checkpoint={made}", "format=vllm", "adapter=true", "out=other") == 2
+    assert "it takes no adapter as a drafter" in capsys.readouterr().err and not Path("other").exists()

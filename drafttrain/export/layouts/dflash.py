@@ -6,9 +6,12 @@ from typing import Any
 
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.llama import llama_fields
+from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 
-RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+TRANSFORMERS = Renames(
+    {"fc.{rest}": "encoder.fc.{rest}", "hidden_norm.{rest}": "encoder.output_norm_enc.{rest}", "{rest}": "{rest}"}
+)
 
 
 def refuse(source: Source) -> str | None:
@@ -59,19 +62,18 @@ def transformers(source: Source) -> Files:
         "mask_token_id": mask_token(source),
         "target_layer_ids": _ids(source),
     }
-    tensors = {RENAMED.get(name, name): x for name, x in source.tensors.items()}
-    return Files(config, tensors, facts=facts(source))
+    return Files(config, source.named(TRANSFORMERS), facts=facts(source))
 
 
 def speculators(source: Source) -> Files:
     """The numbers of the layers are those of the blocks that read them, unlike in the authors' configuration."""
-    layers, shape = source.options["layers"], source.shape
-    inner = {"model_type": "qwen3", **llama_fields(shape, layers, source.dtype)}
+    layers = source.options["layers"]
+    inner = {"model_type": "qwen3", **llama_fields(source.layer_shape, layers, source.dtype)}
     config = {
         **header(source, "dflash", "DFlashSpeculator"),
         "transformer_layer_config": inner | {"layer_types": ["full_attention"] * layers, "use_sliding_window": False},
-        "draft_vocab_size": shape.vocab_size,
-        "target_hidden_size": shape.hidden_size,
+        "draft_vocab_size": source.shape.vocab_size,
+        "target_hidden_size": source.shape.hidden_size,
         "block_size": source.options["block_size"],
         "mask_token_id": mask_token(source),
         "aux_hidden_state_layer_ids": source.layer_inputs,
@@ -84,7 +86,7 @@ def speculators(source: Source) -> Files:
 def _fields(source: Source) -> dict[str, Any]:
     layers = source.options["layers"]
     return {
-        **llama_fields(source.shape, layers, source.dtype),
+        **llama_fields(source.layer_shape, layers, source.dtype),
         "block_size": source.options["block_size"],
         "layer_types": ["full_attention"] * layers,
         "use_sliding_window": False,

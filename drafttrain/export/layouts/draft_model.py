@@ -1,18 +1,25 @@
-"""Draft models: an ordinary directory of transformers, with the target's tokenizer; adapters are merged."""
+"""Draft models: an ordinary directory of transformers, with the target's tokenizer; adapters merged, or apart."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
+from transformers.utils import cached_file
 
 from drafttrain.export.files import Files, Source
+from drafttrain.export.layouts.adapter import CONFIG, WEIGHTS, config_of
+from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.readers.causal_lm import MODEL_TYPES
 
 LAYER = ".base_layer"
 ADAPTER = "default"
+BASE = "base"  # in an adapter's directory: the model that it is of
+RENAMES = Renames({"lm.model.{rest}": "{rest}"})
+ADAPTED = Renames({f"lm.model.{{path}}.lora_{x}.{ADAPTER}.weight": f"base_model.model.{{path}}.lora_{x}.weight" for x in "AB"})
 
 
 def refuse(source: Source) -> str | None:
@@ -27,13 +34,46 @@ def refuse(source: Source) -> str | None:
     return None
 
 
+def refuse_adapter(source: Source) -> str | None:
+    """Why its matrices cannot be exported apart; None where they can."""
+    if source.dtype != "float32":
+        return f"dtype is {source.dtype}, and an adapter is written in float32; leave dtype out"
+    return refuse(source)
+
+
+def adapter(source: Source) -> Files:
+    """Beside the matrices stands the model that they are of, unless it lies elsewhere as it is."""
+    tensors = {theirs: x for name, x in source.tensors.items() if (theirs := ADAPTED.theirs(name)) is not None}
+    elsewhere = _elsewhere(source)
+    base = str(Path(source.place, BASE).absolute()) if elsewhere is None else str(source.options["path"])
+    config = config_of(tensors, source.options["lora_rank"], source.options["lora_alpha"], base)
+    beside = {BASE: Files(_config(source), _own(_model(source)))} if elsewhere is None else {}
+    tokenizer = source.opened.loaded.tokenizer is not None
+    return Files(config, tensors, WEIGHTS, tokenizer, config_file=CONFIG, base=elsewhere, beside=beside)
+
+
+def _elsewhere(source: Source) -> Path | None:
+    """The directory of the model that was adapted; None where it is a part of the target, or was brought to its vocabulary."""
+    if source.options["source"] != "hf":
+        return None
+    path, revision = Path(source.options["path"]).expanduser(), source.options["revision"]
+    if not path.is_dir():
+        path = Path(str(cached_file(source.options["path"], "config.json", revision=revision))).parent
+    size = json.loads((path / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    return path if size == source.shape.vocab_size and any(path.glob("*.safetensors")) else None
+
+
 def files(source: Source) -> Files:
+    return Files(_config(source), merged(_model(source)), tokenizer=source.opened.loaded.tokenizer is not None)
+
+
+def _config(source: Source) -> dict[str, Any]:
     model = _model(source)
     config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     config |= {"architectures": [type(model).__name__], "torch_dtype": source.dtype}
     config.pop("dtype", None)
     config["vocab_size"] = source.shape.vocab_size
-    return Files(config, merged(model), tokenizer=source.opened.loaded.tokenizer is not None)
+    return config
 
 
 def _model(source: Source) -> Any:
@@ -43,15 +83,22 @@ def _model(source: Source) -> Any:
 
 def merged(model: Any) -> dict[str, Tensor]:
     """All weights by transformers' names, products of adapters added in float32; none twice that is tied."""
+    tensors = _own(model)
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            layer: Any = module
+            tensors[f"{name}.weight"] = tensors[f"{name}.weight"].float() + layer.get_delta_weight(ADAPTER).float()
+    return tensors
+
+
+def _own(model: Any) -> dict[str, Tensor]:
+    """The same without them."""
     tensors: dict[str, Tensor] = {}
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    layers = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     for name, tensor in model.state_dict().items():
         owner = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if owner is None:
             tensors[name] = tensor
-        elif name == f"{owner}{LAYER}.weight":
-            module: Any = layers[owner]
-            tensors[f"{owner}.weight"] = tensor.float() + module.get_delta_weight(ADAPTER).float()
         elif name.startswith(f"{owner}{LAYER}."):
             tensors[name.replace(LAYER, "")] = tensor
     if model.config.tie_word_embeddings:

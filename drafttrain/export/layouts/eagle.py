@@ -28,7 +28,7 @@ def files(source: Source) -> Files:
     config = {
         "architectures": [ARCHITECTURES[source.stack]],
         "model_type": "llama",
-        **llama_fields(source.shape, 1, source.dtype),
+        **llama_fields(source.layer_shape, 1, source.dtype),
         "bias": False,
     }
     if source.stack == "lmdeploy":  # it takes no bias, and the embedding from here

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.llama import llama_fields
+from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = ("vllm", "sglang", "trtllm", "speculators")  # stacks whose loaders know fc_norm and norm_output
 THREE = ("llamacpp", "openvino", "lmdeploy", "official")  # stacks that take three layers, no more or fewer
+UNNORMED = ("vllm", "speculators")  # stacks that read norm_before_residual
+SPECULATORS = Renames({"midlayer.{rest}": "layers.0.{rest}", "{rest}": "{rest}"})
 
 
 def refuse(source: Source) -> str | None:
@@ -22,6 +25,9 @@ def refuse(source: Source) -> str | None:
     for flag in ("fc_norm", "norm_output"):
         if options[flag] and stack not in NORMED:
             return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
+    if options.get("norm_before_residual") and stack not in UNNORMED:
+        flag = "norm_before_residual"
+        return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
     if max(layers) == blocks and stack != "vllm":
         return (
             f"it taps the target's last block, and {stack} is known to capture the inputs of blocks alone; "
@@ -49,7 +55,7 @@ def lmdeploy(source: Source) -> Files:
 
 
 def portable(source: Source) -> Files:
-    ids, shape = source.layer_inputs, source.shape
+    ids, shape = source.layer_inputs, source.layer_shape
     tensors = weights(source)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -71,10 +77,10 @@ def portable(source: Source) -> Files:
 
 
 def speculators(source: Source) -> Files:
-    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in weights(source).items()}
+    tensors = {str(SPECULATORS.theirs(name)): x for name, x in weights(source).items()}
     config = {
         **header(source, "eagle3", "Eagle3Speculator"),
-        "transformer_layer_config": {"model_type": "llama", **llama_fields(source.shape, 1, source.dtype)},
+        "transformer_layer_config": {"model_type": "llama", **llama_fields(source.layer_shape, 1, source.dtype)},
         "draft_vocab_size": len(tensors["lm_head.weight"]),
         **_flags(source),
         "target_hidden_size": source.shape.hidden_size,
@@ -92,11 +98,16 @@ def weights(source: Source) -> dict[str, Tensor]:
 
 
 def _flags(source: Source) -> dict[str, Any]:
-    """The residual is the un-normed state. The others are written where they are set: not all loaders know them."""
+    """norm_before_residual always, since stacks differ in what they take else; the others where set: not all know them."""
     flags = {flag: True for flag in ("fc_norm", "norm_output") if source.options[flag]}
-    return {"norm_before_residual": False, **flags}
+    return {"norm_before_residual": _before(source), **flags}
+
+
+def _before(source: Source) -> bool:
+    """Checkpoints from before there was the option have it not."""
+    return bool(source.options.get("norm_before_residual", False))
 
 
 def facts(source: Source) -> dict[str, Any]:
     flags = {flag: bool(source.options[flag]) for flag in ("norm_output", "fc_norm")}
-    return {"norm flags": {"norm_before_residual": False, **flags}}
+    return {"norm flags": {"norm_before_residual": _before(source), **flags}}

@@ -74,7 +74,7 @@ def refuse_target(source: Source, model: Any) -> str | None:
 
 def eagle3_files(source: Source) -> Files:
     tensors = eagle3.weights(source)
-    shape, d2t = source.shape, tensors.pop("d2t", None)
+    shape, d2t = source.layer_shape, tensors.pop("d2t", None)
     tensors.pop("t2d", None)
     tensors = _renamed({name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}, shape, paired=True)
     if d2t is not None:
@@ -90,7 +90,7 @@ def eagle3_files(source: Source) -> Files:
 
 def dflash_files(source: Source) -> Files:
     """The numbers of the layers are those of the blocks that read them, unlike in the authors' configuration."""
-    shape, mask = source.shape, zlab.mask_token(source)
+    shape, mask = source.layer_shape, zlab.mask_token(source)
     tensors = {"enc.output_norm.weight" if name == "hidden_norm.weight" else name: x for name, x in source.tensors.items()}
     own = {"block_size": source.options["block_size"], "target_layers": source.layer_inputs, "attention.causal": False}
     fields = _fields("dflash", source, shape, source.options["layers"]) | _own("dflash", own)
@@ -181,6 +181,8 @@ def _refuse_states(source: Source) -> str | None:
     kind = source.opened.loaded.target.model.config.model_type
     if kind not in CAPTURED:
         return f"llama.cpp gives out no states of {kind} targets; it does of {', '.join(CAPTURED)}"
+    if getattr(source.layer_shape, "rope_scaling", None) is not None:
+        return "positions of its own layers are scaled, which is not written to GGUF; train without drafter.layer.rope_scaling"
     return tokens.refuse(source.opened.loaded.tokenizer)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from drafttrain.layers import LayerShape
 from drafttrain.target import TargetShape
 
 
@@ -23,7 +24,7 @@ def llama_fields(shape: TargetShape, layers: int, dtype: str) -> dict[str, Any]:
         "mlp_bias": False,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": shape.rope_scaling if isinstance(shape, LayerShape) else None,
         "max_position_embeddings": shape.max_positions,
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": False,

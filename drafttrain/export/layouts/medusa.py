@@ -7,7 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from drafttrain.export.files import Files, Source
+from drafttrain.export.layouts.renames import Renames
 
+VLLM = Renames(
+    {"heads.{i}.blocks.{j}.linear.{part}": "blocks.{i}.layers.{j}.{part}", "heads.{i}.output.weight": "lm_heads.{i}.weight"}
+)
 TIED = "its heads have {} blocks each, and the authors' code repeats one; train with drafter.layers=1"
 
 
@@ -23,12 +27,6 @@ def refuse(source: Source) -> str | None:
 
 def vllm(source: Source) -> Files:
     shape, options = source.shape, source.options
-    tensors = {}
-    for head in range(options["heads"]):
-        tensors[f"lm_heads.{head}.weight"] = _output(source, head)
-        for layer in range(options["layers"]):
-            for part in ("weight", "bias"):
-                tensors[f"blocks.{head}.layers.{layer}.{part}"] = _block(source, head, layer, part)
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -40,19 +38,14 @@ def vllm(source: Source) -> Files:
         "medusa_fc_bias": True,
         "torch_dtype": source.dtype,
     }
-    return Files(config, tensors, facts=_facts(source))
+    return Files(config, _tensors(source, VLLM), facts=_facts(source))
 
 
 def official(source: Source) -> Files:
     """Without `architectures`: text-generation-inference takes a directory that has them for a whole model. `hidden_size` and
     `medusa_fc_bias` make vLLM 0.32 load it too.
     """
-    options, tensors = source.options, {}
-    for head in range(options["heads"]):
-        tensors[f"{head}.{options['layers']}.weight"] = _output(source, head)
-        for layer in range(options["layers"]):
-            for part in ("weight", "bias"):
-                tensors[f"{head}.{layer}.linear.{part}"] = _block(source, head, layer, part)
+    options = source.options
     config = {
         "medusa_num_heads": options["heads"],
         "medusa_num_layers": options["layers"],
@@ -61,17 +54,24 @@ def official(source: Source) -> Files:
         "medusa_fc_bias": True,
         "torch_dtype": source.dtype,
     }
+    tensors = _tensors(source, official_names(options["layers"]))
     return Files(config, tensors, "medusa_lm_head.safetensors", facts=_facts(source))
 
 
-def _output(source: Source, head: int) -> Tensor:
-    """A head's own output matrix, or the target's that all heads share."""
-    own = source.tensors.get(f"heads.{head}.output.weight")
-    return source.opened.target.head_weight if own is None else own
+def official_names(layers: int) -> Renames:
+    """A head is a sequence there: its blocks, then the output matrix."""
+    return Renames(
+        {
+            "heads.{i}.blocks.{j}.linear.{part}": "{i}.{j}.linear.{part}",
+            "heads.{i}.output.weight": f"{{i}}.{layers}.weight",
+        }
+    )
 
 
-def _block(source: Source, head: int, layer: int, part: str) -> Tensor:
-    return source.opened.tensors[f"heads.{head}.blocks.{layer}.linear.{part}"]
+def _tensors(source: Source, renames: Renames) -> dict[str, Tensor]:
+    """Every head has its output matrix; where all share the target's, that one."""
+    outputs = {str(renames.theirs(f"heads.{head}.output.weight")) for head in range(source.options["heads"])}
+    return dict.fromkeys(sorted(outputs), source.opened.target.head_weight) | source.named(renames)
 
 
 def _facts(source: Source) -> dict[str, Any]:

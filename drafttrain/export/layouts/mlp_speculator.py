@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from drafttrain.export.files import Files, Source
+from drafttrain.export.layouts.renames import Renames
 
+RENAMES = Renames({"{rest}": "speculator.{rest}"})
 PARTS = {"emb": ["weight"], "proj": ["weight"], "ln": ["weight", "bias"], "head": ["weight"]}
 
 
@@ -15,7 +17,8 @@ def files(source: Source) -> Files:
         own = sum(name.startswith(f"{part}.") and name.endswith(".weight") for name in source.tensors)
         for stage in range(count):
             for name in names:
-                tensors[f"speculator.{part}.{stage}.{name}"] = source.tensors[f"{part}.{min(stage, own - 1)}.{name}"]
+                theirs = str(RENAMES.theirs(f"{part}.{stage}.{name}"))
+                tensors[theirs] = source.tensors[f"{part}.{min(stage, own - 1)}.{name}"]
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",

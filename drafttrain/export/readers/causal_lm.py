@@ -29,7 +29,38 @@ MODEL_TYPES = {
 
 
 def read(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
-    config, tensors = Config.of(directory), Tensors(directory)
+    if engine.pieces is not None:
+        check_tokenizer(directory, engine.pieces)
+    return _model(Config.of(directory), Tensors(directory), engine, points)
+
+
+def adapter(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+    """A peft adapter, whose matrices' products are added to the weights of its base: the directory inside, or elsewhere."""
+    if engine.pieces is not None:
+        check_tokenizer(directory, engine.pieces)
+    config, matrices = Config.of(directory, "adapter_config.json"), Tensors(directory, "adapter_model.safetensors")
+    config.expect("peft_type", "LORA", "architecture")
+    config.expect("task_type", "CAUSAL_LM", "architecture")
+    for key, value in (("bias", "none"), ("use_rslora", False), ("use_dora", False), ("fan_in_fan_out", False)):
+        config.expect(key, value, "config")
+    base = directory / "base" if (directory / "base").is_dir() else engine.base
+    if base is None:
+        raise MismatchError("tensors", "the model that the adapter is of is nowhere")
+    rank = config.get("r", "config")
+    tensors, scale = Tensors(base), config.get("lora_alpha", "config") / rank
+    first = [name for name in matrices.left if name.endswith(".lora_A.weight")]
+    config.expect("target_modules", sorted({name.split(".")[-3] for name in first}), "config")
+    for name in first:
+        weight = name.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
+        if weight not in tensors.left:
+            raise MismatchError("tensors", f"{name} is of a map that the model has not")
+        down, up = matrices.take(name, rank, -1), matrices.take(name.replace("lora_A", "lora_B"), -1, rank)
+        tensors.left[weight] = tensors.left[weight] + scale * (up @ down)
+    matrices.finish()
+    return _model(Config.of(base), tensors, engine, points)
+
+
+def _model(config: Config, tensors: Tensors, engine: Engine, points: Sequence[Point]) -> Reading:
     kind = config.get("model_type", "architecture")
     if kind not in MODEL_TYPES:
         raise MismatchError("architecture", f"model_type is {kind!r}; the reader knows {', '.join(MODEL_TYPES)}")
@@ -42,8 +73,6 @@ def read(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
     shape, vocab = Shape.of(config), len(engine.embed)
     if config.get("vocab_size", "vocabulary") != vocab:
         raise MismatchError("vocabulary", f"vocab_size is {config.values['vocab_size']}, the target's is {vocab}")
-    if engine.pieces is not None:
-        check_tokenizer(directory, engine.pieces)
     plan = Plan(shape, config.get("num_hidden_layers", "config"), kind == "qwen2", kind == "qwen3")
     return reading(plan, tensors, engine, points, tied=bool(config.values.get("tie_word_embeddings")))
 

@@ -60,7 +60,8 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What a stack has beside the drafter's directory: the target's embedding and head [V, H], its number of blocks, its tokens
-    by their pieces (None: no tokenizer), and texts with the tokens that its tokenizer makes of them.
+    by their pieces (None: no tokenizer), texts with the tokens that its tokenizer makes of them, and where the model lies that
+    an adapter is of.
     """
 
     embed: Tensor
@@ -68,6 +69,7 @@ class Engine:
     blocks: int
     pieces: dict[str, int] | None = None
     texts: Sequence[tuple[str, list[int]]] = ()
+    base: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,11 @@ class Config:
         self.values, self.where = values, where
 
     @staticmethod
-    def of(directory: Path) -> Config:
+    def of(directory: Path, file: str = "config.json") -> Config:
         try:
-            return Config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+            return Config(json.loads((directory / file).read_text(encoding="utf-8")), file)
         except (OSError, ValueError) as error:
-            raise MismatchError("config", f"config.json cannot be read ({error})") from error
+            raise MismatchError("config", f"{file} cannot be read ({error})") from error
 
     def get(self, key: str, name: str) -> Any:
         """name: of the failure where the field is not there."""

@@ -1,0 +1,161 @@
+"""A drafter of other people becomes a checkpoint of ours, kept in the cache, for everything that reads checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from drafttrain import __version__
+from drafttrain.atomic import atomic_directory, remove_directory
+from drafttrain.checkpoint import META, CheckpointMeta, TargetRecord, build, save_drafter
+from drafttrain.drafter import Drafter
+from drafttrain.drafters import families
+from drafttrain.errors import UserError
+from drafttrain.export.importers.directory import Foreign, listed
+from drafttrain.export.importers.row import TRAINED_FOR, Draft, Importer, check_shared
+from drafttrain.export.importers.table import recognised
+from drafttrain.ops.build import cache_folder
+from drafttrain.targets.load import LoadedTarget
+
+RECORD = "drafttrain.json"  # of our own exports: options and decode settings that a layout has no place for
+LEFT_BEHIND = {"adapter"}  # of these options: a target that was trained too was exported merged, and is a target like others
+FORM = 1  # of what is kept; a change makes everything be converted again
+
+Say = Callable[[str], None]
+
+
+def converted(found: Foreign, loaded: LoadedTarget, say: Say) -> Path:
+    """The checkpoint's directory, for this target; say: what the user should know of it.
+
+    Raises UserError for a directory that is no drafter, none for this target, or damaged; nothing is left then.
+    """
+    row = recognised(found)
+    final = cache_folder() / "imports" / f"{found.directory.resolve().name}-{_key(found, loaded)}"
+    if not (final / META).is_file():
+        _keep(final, taken(row, found, loaded))
+    about = json.loads((final / META).read_text(encoding="utf-8"))["imported"]
+    say(f"imported: {found.origin} ({about['layout']}, {row.family}, {about['dtype']})")
+    if found.pickled:
+        say(f"note: {found.weights} is a pickle: its tensors alone were read, and are kept as safetensors in {final}")
+    for note in about["notes"]:
+        say(f"note: {note}")
+    return final
+
+
+def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[CheckpointMeta, dict[str, Tensor]]:
+    """What a checkpoint of ours is made of. The options that the directory cannot tell are those of an export of ours, which
+    lie beside it, else the family's defaults.
+    """
+    draft = _draft(row, found, loaded)
+    record, determined = _record(found, row.family), dict(draft.options)
+    known = {f.name for f in fields(families()[row.family].options)}
+    others = {key: value for key, value in record.get("options", {}).items() if key in known - LEFT_BEHIND}
+    options = asdict(families()[row.family].options(**(others | determined)))
+    meta = CheckpointMeta(row.family, options, {}, TargetRecord.of(loaded), step=0)
+    drafter = _built(found, meta, loaded)
+    own = drafter.state_dict()
+    row.complete(draft, own)
+    _check(row, draft, own)
+    drafter.use_decode_settings(record.get("decode", {}))
+    about = {
+        "from": found.origin,
+        "layout": row.name,
+        "dtype": found.dtype,
+        "determined": sorted(determined.keys() - set(row.places)),
+    }
+    return (
+        CheckpointMeta(row.family, options, drafter.decode_settings(), meta.target, 0, imported=about | {"notes": draft.notes}),
+        draft.tensors,
+    )
+
+
+def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
+    """By our names and in our form, but for what comes from elsewhere."""
+    tensors, strange, renames = dict[str, Tensor](), list[str](), row.renames(found)
+    for name, tensor in found.tensors.items():
+        if name in row.shared:
+            check_shared(found, name, row.shared[name], loaded.target)
+        elif (ours := renames.ours(name)) is None:
+            strange.append(name)
+        else:
+            tensors[ours] = tensor
+    if strange:
+        raise UserError(
+            f"{found.origin}: {found.weights} has unexpected {listed(strange)}, for which drafters of {row.family} have no "
+            f"place here ({row.name}); take one without them"
+        )
+    draft = Draft(found, loaded.target, row.options(found, loaded.target), tensors)
+    row.mend(draft)
+    return draft
+
+
+def _built(found: Foreign, meta: CheckpointMeta, loaded: LoadedTarget) -> Drafter:
+    try:
+        return build(found.directory, meta, loaded.target)
+    except ValueError as error:  # UserError is one too: of options that do not fit this target
+        raise UserError(f"{found.origin}: {error}") from error
+
+
+def _check(row: Importer, draft: Draft, own: Mapping[str, Tensor]) -> None:
+    """Raise UserError unless these tensors fill the drafter; in the words of the directory."""
+    found, given, renames = draft.found, draft.tensors, row.renames(draft.found)
+
+    def named(names: set[str]) -> str:
+        return listed([renames.theirs(name) or name for name in names])
+
+    missing, strange = set(own) - set(given), set(given) - set(own)
+    if missing or strange:
+        told = [f"lacks {named(missing)}"] * bool(missing) + [f"has unexpected {named(strange)}"] * bool(strange)
+        raise UserError(
+            f"{found.origin}: {found.weights} {' and '.join(told)}, by what {found.config_name} says; correct it, "
+            "or fetch it again"
+        )
+    for name, tensor in own.items():
+        theirs = renames.theirs(name) or name
+        if given[name].shape != tensor.shape:
+            raise UserError(
+                f"{found.origin}: {theirs} is {list(given[name].shape)}, by {found.config_name} and this target it should be "
+                f"{list(tensor.shape)}; {TRAINED_FOR}"
+            )
+        if given[name].is_floating_point() != tensor.is_floating_point():
+            raise UserError(f"{found.origin}: {theirs} is {given[name].dtype}, {tensor.dtype} is needed; fetch it again")
+
+
+def _record(found: Foreign, family: str) -> dict[str, Any]:
+    """What one of our exports wrote beside the drafter; nothing where it is none."""
+    try:
+        record = json.loads((found.directory / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) and record.get("family") == family else {}
+
+
+def _key(found: Foreign, loaded: LoadedTarget) -> str:
+    """Another one for other files, and for another target."""
+    files = sorted(path for path in found.directory.iterdir() if path.is_file())
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    about = [FORM, __version__, str(found.directory.resolve()), stats, asdict(TargetRecord.of(loaded))]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+
+
+def _keep(final: Path, made: tuple[CheckpointMeta, dict[str, Tensor]]) -> None:
+    """Several processes may convert the same at once: the first to be done counts."""
+    meta, tensors = made
+    own = final.with_name(f"{final.name}.{os.getpid()}")
+    with atomic_directory(
+        own, f"free space under {final.parent}, or set XDG_CACHE_HOME to a directory on another disk"
+    ) as aside:
+        save_drafter(aside, tensors, meta)
+    try:
+        own.rename(final)
+    except OSError:
+        remove_directory(own)
+        if not (final / META).is_file():
+            raise

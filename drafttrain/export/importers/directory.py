@@ -1,0 +1,209 @@
+"""A directory that is not ours: where it lies, its configuration, its tensors.
+
+Pickles are read as tensors and nothing else (`weights_only`): no code in them runs.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drafttrain.errors import UserError
+
+SAFE = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", "adapter_model.safetensors")
+PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", "adapter_model.bin")
+CONFIGS = ("config.json", "adapter_config.json")
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+AGAIN = "fetch it again"
+KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of weights
+SHOWN = 4  # names of tensors in a message
+
+Found = TypeVar("Found")
+
+
+class Foreign:
+    """origin: as the user named it. config: of config.json, or of a peft adapter's adapter_config.json.
+
+    Raises UserError for a directory without a configuration or without weights, and for files that cannot be read.
+    """
+
+    def __init__(self, directory: Path, origin: str | None = None) -> None:
+        self.directory, self.origin = directory, origin or str(directory)
+        self.config_file = next((directory / name for name in CONFIGS if (directory / name).is_file()), None)
+        if self.config_file is None:
+            raise UserError(
+                f"{self.origin}: expected a checkpoint of a drafter, got no drafter.json, {' or '.join(CONFIGS)} there; "
+                "name a step-NNNNN directory of a run, or a published drafter"
+            )
+        self.config = _json(self.config_file)
+        self.weights, self.files = self._find()
+
+    def _find(self) -> tuple[str, list[Path]]:
+        """(the name that its weights go by, the files that hold them): safetensors before pickles."""
+        for names in (SAFE, PICKLED):
+            there = [name for name in names if self._parts(name)]
+            if len(there) > 1:
+                raise UserError(f"{self.origin}: holds {' and '.join(there)}; keep the drafter's own weights in a directory")
+            if there:
+                return there[0], self._parts(there[0])
+        found = sorted(
+            path.name for path in self.directory.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".gguf")
+        )
+        got = f"got {', '.join(found)}" if found else "got none"
+        raise UserError(
+            f"{self.origin}: expected weights in one of {', '.join(SAFE + PICKLED)}, {got}; rename the file, or {AGAIN}"
+        )
+
+    def _parts(self, name: str) -> list[Path]:
+        index = self.directory / f"{name}.index.json"
+        if not index.is_file():
+            return [self.directory / name] if (self.directory / name).is_file() else []
+        try:
+            files = sorted(set(_json(index)["weight_map"].values()))
+            lacking = [file for file in files if not (self.directory / file).is_file()]
+        except (KeyError, AttributeError, TypeError) as error:
+            raise UserError(f"{index}: expected an index of weights, got something else ({error}); {AGAIN}") from error
+        if lacking:
+            raise UserError(f"{self.origin}: its index names {lacking[0]}, which is not there; {AGAIN}")
+        return [self.directory / file for file in files]
+
+    @property
+    def pickled(self) -> bool:
+        return self.weights in PICKLED
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, on the CPU, as they were saved. Raises UserError for what no weights can be."""
+        found: dict[str, Tensor] = {}
+        for file in self.files:
+            tensors = _readable(file, lambda: (_unpickled if self.pickled else load_file)(file))  # noqa: B023
+            _check_weights(file, tensors)
+            found |= tensors
+        return found
+
+    @cached_property
+    def kinds(self) -> dict[str, str]:
+        """Name -> dtype, as safetensors calls it. Of safetensors the beginning of the files alone is read."""
+        if self.pickled:
+            return {name: KINDS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in self.tensors.items()}
+        return {name: kind for file in self.files for name, kind in _readable(file, lambda: _kinds(file)).items()}  # noqa: B023
+
+    @property
+    def dtype(self) -> str:
+        """The narrowest that holds all its weights: float32, bfloat16 or float16."""
+        names = {kind: str(dtype).removeprefix("torch.") for dtype, kind in KINDS.items()}
+        held = {names[kind] for kind in self.kinds.values() if kind in names}
+        return held.pop() if len(held) == 1 else "float32"
+
+    def has(self, *names: str) -> bool:
+        return all(name in self.kinds for name in names)
+
+    def said(self) -> str:
+        """What is there, in a few words."""
+        about = {
+            key: self.config[key] for key in ("architectures", "model_type", "speculators_model_type") if key in self.config
+        }
+        told = ", ".join(f"{key} {value!r}" for key, value in about.items()) or f"no architecture in {self.config_name}"
+        return f"{told}, and {len(self.kinds)} tensors in {self.weights} ({listed(list(self.kinds))})"
+
+    @property
+    def config_name(self) -> str:
+        assert self.config_file is not None
+        return self.config_file.name
+
+    def field(self, key: str, *inside: str) -> Any:
+        """A value of the configuration, of an object in it where `inside` names one. Raises UserError where it is not said."""
+        values: Any = self.config
+        for name in inside:
+            values = values.get(name) if isinstance(values, Mapping) else None
+        if not isinstance(values, Mapping) or values.get(key) is None:
+            where = "'s ".join([self.config_name, *inside])
+            raise UserError(f"{self.origin}: {where} does not say {key}, which the drafter cannot be built without; add it")
+        return values[key]
+
+    def number(self, key: str, *inside: str) -> int:
+        """As `field`, a count of one or more."""
+        value = self.field(key, *inside)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{self.origin}: {key} is {value!r} in {self.config_name}; a number from 1 is needed")
+        return value
+
+    def wants(self, key: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
+        """Raise UserError unless the configuration's value is one that our drafter can be."""
+        if value not in allowed:
+            shown = " or ".join(repr(x) for x in allowed if x is not None)
+            raise UserError(f"{self.origin}: {key} is {value!r}, {why}; only {shown} can be imported")
+
+
+def fetched(name: str) -> Path:
+    """Of a hub id, `owner/name` or `owner/name@revision`. Weights are fetched once, pickles where there is nothing else.
+
+    Where it lies on disk. Raises UserError where it cannot be had.
+    """
+    repository, _, revision = name.partition("@")
+    asked: dict[str, Any] = {"repo_id": repository, "revision": revision or None}
+    try:
+        directory = Path(snapshot_download(**asked, allow_patterns=[*SMALL_FILES, "*.safetensors"]))
+        if not any(directory.glob("*.safetensors")):
+            pickles = [f"{Path(file).stem}*{Path(file).suffix}" for file in PICKLED]
+            directory = Path(snapshot_download(**asked, allow_patterns=[*SMALL_FILES, *pickles]))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(
+            f"checkpoint {name!r} is no directory here, and could not be fetched as a hub id ({reason}); "
+            "name a directory, or a hub id that can be reached"
+        ) from error
+    return directory
+
+
+def listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(sorted(names)[:SHOWN]) + more
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: damaged or cut off ({error}); {AGAIN}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: expected an object, got {type(content).__name__}; {AGAIN}")
+    return content
+
+
+def _readable(file: Path, read: Callable[[], dict[str, Found]]) -> dict[str, Found]:
+    try:
+        return read()
+    except (SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"{file}: damaged, cut off, or no tensors ({' '.join(str(error).split())[:120]}); {AGAIN}") from error
+
+
+def _kinds(file: Path) -> dict[str, str]:
+    with safe_open(file, "pt") as opened:
+        return {name: str(opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118
+
+
+def _check_weights(file: Path, found: Mapping[str, Tensor]) -> None:
+    for name, tensor in found.items():
+        if tensor.is_floating_point() and tensor.dtype not in KINDS:
+            raise UserError(f"{file}: {name} is {tensor.dtype}; weights must be float32, bfloat16 or float16")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise UserError(f"{file}: {name} holds NaN or infinity; these weights cannot draft, {AGAIN}")
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    content = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict) or not all(isinstance(x, Tensor) for x in content.values()):
+        raise ValueError(f"a {type(content).__name__} instead of named tensors")
+    return {str(name): tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in content.items()}

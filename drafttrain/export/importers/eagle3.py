@@ -1,0 +1,156 @@
+"""EAGLE-3: the portable layout (`midlayer.*` or `layers.0.*`) and that of speculators.
+
+Shapes: D draft vocabulary, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.errors import UserError
+from drafttrain.export.importers.directory import Foreign
+from drafttrain.export.importers.row import EMBEDDING, TRAINED_FOR, Draft, Importer, layer_options, same_size
+from drafttrain.export.layouts.eagle3 import IDS, SPECULATORS
+from drafttrain.export.layouts.renames import Renames
+from drafttrain.target import Target
+
+INNER = "transformer_layer_config"
+TYPE = "speculators_model_type"
+
+
+def _portable(found: Foreign) -> bool:
+    layered = found.has("midlayer.hidden_norm.weight") or found.has("layers.0.hidden_norm.weight")
+    return found.has("fc.weight") and layered and TYPE not in found.config
+
+
+def _speculators(found: Foreign) -> bool:
+    return found.config.get(TYPE) == "eagle3"
+
+
+def _renames(found: Foreign) -> Renames:
+    return SPECULATORS
+
+
+def _options(found: Foreign, target: Target) -> dict[str, Any]:
+    config = found.config
+    inner = found.field(INNER) if TYPE in config else config
+    found.wants("num_hidden_layers", inner.get("num_hidden_layers", 1), (1,), "and drafters of this family have one layer")
+    same_size(found, "target_hidden_size", config.get("target_hidden_size"), target.shape.hidden_size)
+    for flag in ("norm_before_fc", "embed_requires_grad"):
+        found.wants(flag, config.get(flag, False), (False,), "which drafters here have not")
+    layers = layer_inputs(found, target.shape.blocks)
+    same_size(found, "num_aux_hidden_states", config.get("num_aux_hidden_states"), len(layers))
+    return {
+        "taps": [k - 1 for k in layers],
+        "draft_vocab": _spoken(found, target.shape.vocab_size),
+        "fc_norm": bool(config.get("fc_norm", found.has("fc_norm.0.weight"))),
+        "norm_output": _norm_output(found),
+        "norm_before_residual": bool(config.get("norm_before_residual", False)),
+        "layer": layer_options(found, inner, target),
+    }
+
+
+def layer_inputs(found: Foreign, blocks: int) -> list[int]:
+    """The numbers of the blocks whose inputs are read, where stacks look for them: k at the top level, k - 1 in eagle_config;
+    neither: 2, n // 2, n - 3.
+    """
+    config, eagle = found.config, found.config.get("eagle_config") or {}
+    if not isinstance(eagle, Mapping):
+        raise UserError(f"{found.origin}: eagle_config is {eagle!r}; an object is needed")
+    found.wants("use_aux_hidden_state", eagle.get("use_aux_hidden_state", True), (True,), "which is no EAGLE-3")
+    top, nested = _ids(found, config.get(IDS)), _ids(found, eagle.get(IDS))
+    inner = None if nested is None else [number + 1 for number in nested]
+    if top is not None and inner is not None and top != inner:
+        raise UserError(
+            f"{found.origin}: its layer ids contradict each other: {IDS} is {top}, that in eagle_config is {nested}, "
+            f"which means {inner}; correct one of them"
+        )
+    layers = top or inner or [2, blocks // 2, blocks - 3]
+    if any(not 1 <= k <= blocks for k in layers) or len(set(layers)) != len(layers):
+        said = f"its layer ids are {layers}" if top or inner else f"it names no layer ids, and the usual ones are {layers}"
+        raise UserError(
+            f"{found.origin}: {said}; of a target of {blocks} blocks, 1 to {blocks} can be read, once each; {TRAINED_FOR}"
+        )
+    return layers
+
+
+def _ids(found: Foreign, given: Any) -> list[int] | None:
+    if given is None:
+        return None
+    if not isinstance(given, list) or not given or not all(isinstance(k, int) and not isinstance(k, bool) for k in given):
+        raise UserError(f"{found.origin}: {IDS} is {given!r}; a list of numbers is needed")
+    return given
+
+
+def _norm_output(found: Foreign) -> bool:
+    eagle = found.config.get("eagle_config") or {}
+    said = {bool(x) for x in (found.config.get("norm_output"), eagle.get("return_hidden_post_norm")) if x is not None}
+    if len(said) > 1:
+        raise UserError(f"{found.origin}: norm_output and eagle_config's return_hidden_post_norm differ; correct one of them")
+    return said.pop() if said else False
+
+
+def _spoken(found: Foreign, vocab: int) -> int | None:
+    """The drafter's own vocabulary; None: the target's."""
+    if not found.has("lm_head.weight"):
+        raise UserError(f"{found.origin}: {found.weights} lacks lm_head.weight; fetch it again")
+    rows = len(found.tensors["lm_head.weight"])
+    said = found.config.get("draft_vocab_size")
+    if said is not None and said != rows:
+        raise UserError(f"{found.origin}: draft_vocab_size is {said}, lm_head.weight has {rows} rows; correct config.json")
+    if rows > vocab:
+        same_size(found, "vocabulary", rows, vocab)
+    if rows < vocab and not found.has("d2t"):
+        raise UserError(
+            f"{found.origin}: drafts of {rows} tokens, this target has {vocab}, and no d2t says which; {TRAINED_FOR}"
+        )
+    whole = rows == vocab and found.has("d2t") and not bool(found.tensors["d2t"].any())  # each token is itself
+    return rows if found.has("d2t") and not whole else None
+
+
+def _mend(draft: Draft) -> None:
+    """d2t as offsets, t2d as bool; t2d is made where it is missing."""
+    found, tensors, vocab = draft.found, draft.tensors, draft.target.shape.vocab_size
+    if found.config.get(TYPE) and "norm_before_residual" not in found.config:
+        draft.notes.append("config.json does not say norm_before_residual: false, as speculators takes it (vLLM takes true)")
+    if draft.options["draft_vocab"] is None:
+        tensors.pop("d2t", None)
+        if "t2d" in tensors and bool(tensors["t2d"].all()):
+            del tensors["t2d"]
+        return
+    d2t = tensors["d2t"]
+    if d2t.is_floating_point() or d2t.ndim != 1 or len(d2t) != draft.options["draft_vocab"]:
+        raise UserError(
+            f"{found.origin}: d2t is {d2t.dtype} {list(d2t.shape)}; whole numbers are needed, one for each of "
+            f"{draft.options['draft_vocab']} draft tokens"
+        )
+    marked = tensors.get("t2d")
+    if marked is not None and (marked.is_floating_point() or list(marked.shape) != [vocab]):
+        raise UserError(f"{found.origin}: t2d is {marked.dtype} {list(marked.shape)}; bool [{vocab}] is needed")
+    ids_D = _target_ids(draft, d2t.long(), None if marked is None else marked.bool())
+    tensors["d2t"] = ids_D - torch.arange(len(ids_D))
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids_D, True)
+
+
+def _target_ids(draft: Draft, d2t: Tensor, marked: Tensor | None) -> Tensor:
+    """[D] the target's ids, ascending: offsets (target = i + d2t[i]), or ids, as some converters write them."""
+    vocab, found = draft.target.shape.vocab_size, draft.found
+    for ids, absolute in ((d2t + torch.arange(len(d2t)), False), (d2t, True)):
+        ascending = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocab
+        if ascending and (marked is None or (int(marked.sum()) == len(ids) and bool(marked[ids].all()))):
+            if absolute:
+                draft.notes.append("d2t holds the target's ids; they are kept as offsets, as stacks read them")
+            return ids
+    why = "ascending ids of the target" if marked is None else "the tokens that t2d marks"
+    raise UserError(f"{found.origin}: d2t gives {why} neither as offsets nor as ids, of {vocab} tokens; {TRAINED_FOR}")
+
+
+SHARED = {"embed_tokens.weight": EMBEDDING}
+ROWS = [
+    Importer("portable", "eagle3", _portable, _options, _renames, SHARED, _mend),
+    Importer("speculators", "eagle3", _speculators, _options, _renames, SHARED, _mend),
+]

@@ -1,0 +1,52 @@
+"""MLP speculator: the authors' layout, and text-generation-inference's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from drafttrain.errors import UserError
+from drafttrain.export.importers.directory import Foreign
+from drafttrain.export.importers.row import Draft, Importer, same_size
+from drafttrain.export.layouts.mlp_speculator import RENAMES
+from drafttrain.export.layouts.renames import Renames
+from drafttrain.target import Target
+
+
+def _renames(found: Foreign) -> Renames:
+    return RENAMES
+
+
+def _options(found: Foreign, target: Target) -> dict[str, Any]:
+    config, width = found.config, target.shape.hidden_size
+    same_size(found, "emb_dim", config.get("emb_dim"), width)
+    same_size(found, "vocabulary", config.get("vocab_size"), target.shape.vocab_size)
+    return {
+        "n_predict": found.number("n_predict"),
+        "inner_dim": config.get("inner_dim") or width,
+        "tie_weights": bool(config.get("tie_weights", False)),
+        "scale_input": bool(config.get("scale_input", False)),
+    }
+
+
+def _mend(draft: Draft) -> None:
+    """Stages that share their weights have them once here; there they may have them once or all."""
+    if not draft.options["tie_weights"]:
+        return
+    apart = draft.options["inner_dim"] != draft.target.shape.hidden_size
+    for name in list(draft.tensors):
+        part, stage, what = name.split(".", 2) if name.count(".") >= 2 else (name, "0", "")
+        last = 1 if part == "proj" and apart else 0
+        if not stage.isdigit() or int(stage) <= last:
+            continue
+        first = draft.tensors.get(f"{part}.{last}.{what}")
+        if int(stage) >= draft.options["n_predict"] or first is None or not torch.equal(first, draft.tensors[name]):
+            raise UserError(
+                f"{draft.found.origin}: config.json says tie_weights, and {RENAMES.theirs(name)} is not that of stage {last}; "
+                "set tie_weights to false there, or fetch it again"
+            )
+        del draft.tensors[name]
+
+
+ROWS = [Importer("MLPSpeculator", "mlp_speculator", lambda f: f.has("speculator.emb.0.weight"), _options, _renames, mend=_mend)]

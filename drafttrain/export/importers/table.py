@@ -1,0 +1,24 @@
+"""All layouts that are known when they come in. Exactly one must know a directory."""
+
+from __future__ import annotations
+
+from drafttrain.errors import UserError
+from drafttrain.export.importers import dflash, draft_model, eagle, eagle3, hydra, medusa, mlp_speculator, redrafter
+from drafttrain.export.importers.directory import Foreign
+from drafttrain.export.importers.row import Importer
+
+IMPORTERS: list[Importer] = [
+    row for module in (eagle3, eagle, medusa, hydra, redrafter, mlp_speculator, dflash, draft_model) for row in module.ROWS
+]
+
+
+def recognised(found: Foreign) -> Importer:
+    """Raises UserError for a directory that no layout knows, or more than one."""
+    fits = [row for row in IMPORTERS if row.knows(found)]
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        named = " and ".join(f"{row.name} ({row.family})" for row in fits)
+        raise UserError(f"{found.origin}: could be {named}: {found.said()}; keep one drafter's files in a directory")
+    layouts = ", ".join(dict.fromkeys(f"{row.name} ({row.family})" for row in IMPORTERS))
+    raise UserError(f"{found.origin}: no drafter that is known here: {found.said()}; known: {layouts}")

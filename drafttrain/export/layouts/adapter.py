@@ -1,0 +1,48 @@
+"""Low-rank matrices apart from the model that they change: a directory that `peft.PeftModel.from_pretrained` loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafttrain.errors import ParityError
+from drafttrain.export.files import write_config
+from drafttrain.export.layouts.renames import Renames
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MATRICES = Renames({f"{{path}}.lora_{x}.weight": f"base_model.model.{{path}}.lora_{x}.weight" for x in "AB"})
+
+
+def config_of(names: Iterable[str], rank: int, alpha: float, base: str) -> dict[str, Any]:
+    """names: of the matrices, as peft has them. base: directory or hub id of the model."""
+    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names}
+    whole = int(alpha) if alpha == int(alpha) else alpha
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=whole,  # type: ignore[arg-type]
+        target_modules=sorted(modules),
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+
+
+def write_alone(directory: Path, matrices: dict[str, Tensor], rank: int, alpha: float, base: str) -> None:
+    """Of a model that is not exported itself. matrices: float32, by the names of a checkpoint.
+
+    Raises ParityError unless they are read back bit by bit.
+    """
+    tensors = {str(MATRICES.theirs(name)): tensor.contiguous() for name, tensor in matrices.items()}
+    directory.mkdir()
+    write_config(directory / CONFIG, config_of(tensors, rank, alpha, base))
+    save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+    again = load_file(directory / WEIGHTS)
+    for name, tensor in sorted(tensors.items()):
+        if name not in again or not again[name].equal(tensor):
+            raise ParityError("target", f"{name} of the adapter was not saved as it is")

@@ -1,0 +1,272 @@
+"""Published drafters' directories, written by hand from what their loaders read: no name or shape here comes from our exporter.
+
+They fit the target of `tests.exports.loaded`: 64 tokens, width 32, four blocks, 4 heads over 2 KV heads of width 8, 48 inside.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+V, H, D, INNER = 64, 32, 40, 48
+Made = tuple[dict[str, Any], dict[str, Tensor], str]
+
+LLAMA = {
+    "hidden_act": "silu",
+    "hidden_size": H,
+    "intermediate_size": INNER,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "vocab_size": V,
+    "tie_word_embeddings": False,
+}
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+class Weights:
+    """Random ones, the same each time."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator) * (1.2 / shape[-1] ** 0.5)
+
+    def norm(self, width: int = H) -> Tensor:
+        return 1 + 0.1 * torch.randn(width, generator=self.generator)
+
+    def layer(self, prefix: str, reads: int = H, qk: bool = False) -> dict[str, Tensor]:
+        found = {
+            f"{prefix}.self_attn.q_proj.weight": self(32, reads),
+            f"{prefix}.self_attn.k_proj.weight": self(16, reads),
+            f"{prefix}.self_attn.v_proj.weight": self(16, reads),
+            f"{prefix}.self_attn.o_proj.weight": self(H, 32),
+            f"{prefix}.mlp.gate_proj.weight": self(INNER, H),
+            f"{prefix}.mlp.up_proj.weight": self(INNER, H),
+            f"{prefix}.mlp.down_proj.weight": self(H, INNER),
+            f"{prefix}.post_attention_layernorm.weight": self.norm(),
+        }
+        if qk:
+            found |= {f"{prefix}.self_attn.{x}_norm.weight": self.norm(8) for x in "qk"}
+        return found
+
+
+def offsets() -> tuple[Tensor, Tensor]:
+    """(d2t, t2d): every draft token below 20 is its own, the others lie 24 further on."""
+    d2t = torch.cat([torch.zeros(20, dtype=torch.int64), torch.full((20,), 24, dtype=torch.int64)])
+    t2d = torch.tensor([i < 20 or i >= 44 for i in range(V)])
+    return d2t, t2d
+
+
+def eagle3(prefix: str = "midlayer") -> Made:
+    w = Weights()
+    d2t, t2d = offsets()
+    tensors = {
+        "fc.weight": w(H, 3 * H),
+        **w.layer(prefix, 2 * H),
+        f"{prefix}.hidden_norm.weight": w.norm(),
+        f"{prefix}.input_layernorm.weight": w.norm(),
+        "norm.weight": w.norm(),
+        "lm_head.weight": w(D, H),
+        "d2t": d2t,
+        "t2d": t2d,
+    }
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **LLAMA,
+        "draft_vocab_size": D,
+        "norm_before_residual": False,
+        IDS: [1, 2, 3],
+        "eagle_config": {"use_aux_hidden_state": True, IDS: [0, 1, 2]},
+    }
+    return config, tensors, "model.safetensors"
+
+
+def eagle3_speculators() -> Made:
+    _, tensors, file = eagle3("layers.0")
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.5.0",
+        "transformer_layer_config": {"model_type": "llama", **LLAMA},
+        "draft_vocab_size": D,
+        "norm_before_residual": True,
+        "target_hidden_size": H,
+        IDS: [1, 2, 3],
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "owner/target", "architectures": ["X"]}},
+    }
+    return config, tensors, file
+
+
+def eagle() -> Made:
+    w = Weights()
+    config = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", **LLAMA, "bias": False}
+    return config, {"fc.weight": w(H, 2 * H), "fc.bias": w(H), **w.layer("layers.0")}, "model.safetensors"
+
+
+def medusa_vllm() -> Made:
+    w, tensors = Weights(), {}
+    for i in range(3):
+        tensors |= {
+            f"blocks.{i}.layers.0.weight": w(H, H),
+            f"blocks.{i}.layers.0.bias": w(H),
+            f"lm_heads.{i}.weight": w(V, H),
+        }
+    sizes = {"hidden_size": H, "vocab_size": V, "truncated_vocab_size": V, "num_heads": 3, "num_hidden_layers": 1}
+    return (
+        {"architectures": ["MedusaModel"], "model_type": "medusa", **sizes, "medusa_fc_bias": True},
+        tensors,
+        "model.safetensors",
+    )
+
+
+def medusa_official() -> Made:
+    w, tensors = Weights(), {}
+    for i in range(3):
+        tensors |= {f"{i}.0.linear.weight": w(H, H), f"{i}.0.linear.bias": w(H), f"{i}.1.weight": w(V, H)}
+    config = {"base_model_name_or_path": "owner/target", "medusa_num_heads": 3, "medusa_num_layers": 1}
+    return config, tensors, "medusa_lm_head.safetensors"
+
+
+def hydra() -> Made:
+    w, tensors = Weights(), {}
+    for i in range(2):
+        for name in ("linear", "res_connection"):
+            tensors |= {f"hydra_mlp.{i}.0.{name}.weight": w(H, (i + 2) * H), f"hydra_mlp.{i}.0.{name}.bias": w(H)}
+        tensors |= {f"hydra_mlp.{i}.1.linear.weight": w(H, H), f"hydra_mlp.{i}.1.linear.bias": w(H)}
+        tensors |= {f"hydra_lm_head.{i}.weight": w(V, H), f"hydra_lm_head.{i}.bias": w(V)}
+    config = {"hydra_num_heads": 2, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
+    return {**config, "hidden_state_offset": 0, "base_model_name_or_path": "owner/target"}, tensors, "hydra_lm_head.safetensors"
+
+
+def redrafter() -> Made:
+    w = Weights()
+    tensors = {"rnn_w.weight": w(H, H), "rnn_u.weight": w(H, H), "rnn_u.bias": w(H), "lm_head.2.weight": w(V, 2 * H)}
+    for j in range(2):
+        tensors |= {f"lm_head.{j}.linear.weight": w(2 * H, 2 * H), f"lm_head.{j}.linear.bias": w(2 * H)}
+    sizes = {"vocab_size": V, "hidden_size": H, "exit_dim": 2 * H, "num_draft_layers": 2, "num_lookback_tokens": 4}
+    return {"model_type": "recurrent_drafting_drafter", **sizes, "rnn": True}, tensors, "model.safetensors"
+
+
+def mlp_speculator() -> Made:
+    w, tensors, inner = Weights(), {}, 24
+    for i in range(3):
+        tensors |= {
+            f"speculator.emb.{i}.weight": w(V, inner),
+            f"speculator.proj.{i}.weight": w(inner, inner if i else H),
+            f"speculator.ln.{i}.weight": w.norm(inner),
+            f"speculator.ln.{i}.bias": w(inner),
+            f"speculator.head.{i}.weight": w(V, inner),
+        }
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "emb_dim": H,
+        "inner_dim": inner,
+        "vocab_size": V,
+        "n_predict": 3,
+        "n_candidates": 4,
+        "top_k_tokens_per_head": [4, 3, 2],
+        "tie_weights": False,
+        "scale_input": True,
+    }
+    return config, tensors, "model.safetensors"
+
+
+def dflash() -> Made:
+    w, tensors = Weights(), {}
+    for i in range(2):
+        tensors |= w.layer(f"layers.{i}", qk=True) | {f"layers.{i}.input_layernorm.weight": w.norm()}
+    tensors |= {"fc.weight": w(H, 3 * H), "hidden_norm.weight": w.norm(), "norm.weight": w.norm()}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        **LLAMA,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+        "block_size": 4,
+        "num_target_layers": 4,
+        "dflash_config": {"mask_token_id": 63, "target_layer_ids": [0, 1, 2]},
+    }
+    return config, tensors, "model.safetensors"
+
+
+def dflash_speculators() -> Made:
+    config, tensors, file = dflash()
+    size, mask = config.pop("block_size"), config.pop("dflash_config")["mask_token_id"]
+    for key in ("architectures", "num_target_layers"):
+        config.pop(key)
+    own = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": config,
+        "draft_vocab_size": V,
+        "target_hidden_size": H,
+        "block_size": size,
+        "mask_token_id": mask,
+        "aux_hidden_state_layer_ids": [1, 2, 3],
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": True,
+        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "owner/target", "architectures": ["X"]}},
+    }
+    return own, tensors, file
+
+
+def dflash_transformers() -> Made:
+    config, tensors, file = dflash()
+    config |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
+    config |= config.pop("dflash_config")
+    tensors["encoder.fc.weight"] = tensors.pop("fc.weight")
+    tensors["encoder.output_norm_enc.weight"] = tensors.pop("hidden_norm.weight")
+    return config, tensors, file
+
+
+def draft_model() -> Made:
+    w = Weights()
+    tensors = {"model.embed_tokens.weight": w(V, H), "model.norm.weight": w.norm(), "lm_head.weight": w(V, H)}
+    for i in range(2):
+        tensors |= w.layer(f"model.layers.{i}") | {f"model.layers.{i}.input_layernorm.weight": w.norm()}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **LLAMA, "num_hidden_layers": 2}
+    return config, tensors, "model.safetensors"
+
+
+LAYOUTS: dict[str, Callable[[], Made]] = {
+    "eagle3": eagle3,
+    "eagle3, layers.0": lambda: eagle3("layers.0"),
+    "eagle3, speculators": eagle3_speculators,
+    "eagle": eagle,
+    "medusa, vllm": medusa_vllm,
+    "medusa": medusa_official,
+    "hydra": hydra,
+    "redrafter": redrafter,
+    "mlp_speculator": mlp_speculator,
+    "dflash": dflash,
+    "dflash, speculators": dflash_speculators,
+    "dflash, transformers": dflash_transformers,
+    "draft_model": draft_model,
+}
+
+
+def put(folder: Path, made: Made) -> Path:
+    """On disk; the format of the weights by the file's ending."""
+    config, tensors, file = made
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(tensors, folder / file, {"format": "pt"})
+    else:
+        torch.save(tensors, folder / file)
+    return folder
