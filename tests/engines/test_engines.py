@@ -16,7 +16,7 @@ from tests.engines.conftest import note, python_for, trained
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
-VLLM_DFLASH = "vLLM 0.32 accepts 86 drafts where we count 83; transformers and OpenVINO agree with us, why is not known"
+VLLM_DFLASH = "vLLM 0.32 accepts 86 drafts where we count 83; all other engines agree with us, why is not known"
 
 # (drafter, format, engine)
 PAIRS = [
