@@ -39,7 +39,8 @@ class Result:
 
     offered[i], accepted[i]: verifications in which a draft at depth i + 1 was offered below an accepted path, and
     those that accepted it. nodes: draft nodes verified, roots excluded. ended_by: stop, text or length; None while it runs.
-    queued, started (its prefill begins), first, ended: seconds of perf_counter. runs: accepted drafts of each verification, in turn.
+    queued, started (its prefill begins), first, ended: seconds of perf_counter. runs: accepted drafts of
+    each verification, in turn.
     """
 
     request: int
