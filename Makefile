@@ -11,6 +11,10 @@ KERNELS := $(wildcard kernels/*/*.c* kernels/*/*/*.c* kernels/*/*/*.h* tests/ker
 GPU_PYTHON ?= $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
 GPU_FLAGS = $(if $(REHEARSE),--rehearse) $(if $(FORCE),--force) $(if $(RESULTS),--results $(RESULTS)) $(if $(REAL),--real $(REAL))
 
+# a process has a thread of its own; each that runs tests steals from the other's end
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 STEPS ?= 1200
 NODES ?= 18
 FLAGS ?=
@@ -39,14 +43,14 @@ $(VENV)/installed: pyproject.toml constraints.txt
 quickstart: install  ## train Medusa heads for the embedded target and measure them: minutes on two CPU cores
 	$(BIN)/drafttrain fit recipe=medusa
 
-test: install  ## the fast tests
-	$(BIN)/python -m pytest
+test: install  ## the fast tests (WORKERS=2: processes)
+	$(PYTEST)
 
 test-all: install  ## the slow tests too
-	$(BIN)/python -m pytest -m "not engines"
+	$(PYTEST) -m "not engines"
 
 test-slow: install  ## the slow tests alone
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 test-engines: install  ## serving engines run what is exported here: installs them (6 GB), then some minutes for each family and engine
 	$(BIN)/python -m tests.engines.install
@@ -58,7 +62,7 @@ checks: install  ## ruff, mypy, clang-format and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(if $(KERNELS),$(BIN)/clang-format --dry-run --Werror $(KERNELS))
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 families: install  ## all families with one budget, side by side: an hour on two CPU cores (STEPS=1200 NODES=18 FLAGS=...)
 	$(BIN)/python benchmarks/families.py --steps $(STEPS) --nodes $(NODES) $(FLAGS)

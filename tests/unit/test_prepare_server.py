@@ -167,8 +167,11 @@ def test_every_turn_is_asked_with_bounded_concurrency(command: Command, serve: A
     assert provenance["served_as"] == provenance["target"]["path"] == "tiny-model"
 
 
-def test_faults_cost_time_alone(command: Command, serve: Any, prompts: Path, tmp_path: Path) -> None:
+def test_faults_cost_time_alone(
+    command: Command, serve: Any, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Dropped, torn and malformed answers, and every status that passes."""
+    monkeypatch.setattr(server_file, "TRIES", 9)  # however many of them happen to meet one text
     faults = ["drop", "half", "status 500", "status 502", "status 503", "status 408", "text not json", "text []", "null"]
     fake = serve(dict(zip(range(0, 27, 3), faults, strict=True)))
     assert prepare(command, fake, prompts) == 0
