@@ -12,6 +12,7 @@ from drafttrain.measure.flags import best
 from drafttrain.measure.markdown import markdown
 from drafttrain.measure.page import page
 from drafttrain.measure.plots import acceptance_plot, data_plot, speedup_plot, training_plot
+from drafttrain.measure.sheet import write_sheet
 
 SCHEMA_VERSION = 2
 FILE = "report.json"
@@ -52,7 +53,7 @@ def write_report(folder: Path, report: Report, metrics: Path | None = None) -> l
         data_plot((report["training"] or {}).get("data"), folder / "data.png"),
     ]
     figures = [path for path in drawn if path is not None]
-    written = [*figures, folder / "report.html", folder / "report.md", folder / FILE]
+    written = [*figures, *write_sheet(folder, report), folder / "report.html", folder / "report.md", folder / FILE]
     atomic_write_text(folder / "report.html", page(rounded(report), metrics))
     atomic_write_text(folder / "report.md", markdown(report, [path.name for path in figures]))
     atomic_write_json(folder / FILE, rounded(report))

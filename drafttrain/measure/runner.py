@@ -26,6 +26,7 @@ from drafttrain.measure.floor import step_floor
 from drafttrain.measure.plan import Budget
 from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.measure.samples import samples
+from drafttrain.measure.sheet import outputs
 from drafttrain.measure.slices import conditions, other_slices
 from drafttrain.measure.speed import Race
 from drafttrain.request import Result
@@ -229,6 +230,7 @@ def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: 
     head: Keys = {"name": checkpoint.name, "path": str(checkpoint.path), "step": checkpoint.step}
     keys = head | whole(evidence, checkpoint.name, first, stop_ids)
     keys["samples"] = samples(evidence, bench.loaded.tokenizer)
+    keys["outputs"] = [] if POLICIES[bench.decode.policy].lossless else outputs(evidence, bench.loaded.tokenizer)
     keys |= {"policy": bench.decode.policy, "temperature": bench.decode.temperature, "batch_size": first.batch_size}
     keys["slices"] = by_category(evidence, checkpoint.name, first) + by_batch_size(races, checkpoint.name)
     for part in (keys, *(s for s in keys["slices"] if s["by"] == "batch_size")):

@@ -1,0 +1,64 @@
+"""Floor 4: a blind side-by-side sheet for a policy that is not lossless: plain and speculative outputs in random order.
+
+`sheet.html` and `sheet.csv` show them as A and B, `sheet-key.csv` says which is which.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from drafttrain.atomic import atomic_write_text
+from drafttrain.measure.entry import Evidence
+from drafttrain.page import render
+
+TEXTS = 50  # of a sheet at most: what a person reads in an hour
+PLAIN, SPECULATIVE = "plain", "speculative"
+
+
+def outputs(evidence: Evidence, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+    """Both texts of the first prompts whose texts differ; the prompts are spread over the categories."""
+
+    def text(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    found = []
+    for case, plain, ours in zip(evidence.cases, evidence.plain, evidence.speculative, strict=True):
+        texts = {PLAIN: text(plain.tokens), SPECULATIVE: text(ours.tokens)}
+        if texts[PLAIN] != texts[SPECULATIVE]:
+            found.append({"question_id": case.question_id, "category": case.category, "prompt": text(case.tokens)} | texts)
+    return found[:TEXTS]
+
+
+def write_sheet(folder: Path, report: dict[str, Any]) -> list[Path]:
+    """Of the best checkpoint; nothing where no texts differ, as with lossless policies. Raises UserError on a full disk."""
+    best = next(entry for entry in report["checkpoints"] if entry["name"] == report["best"])
+    pairs = best.get("outputs") or []
+    if not pairs:
+        return []
+    draw = random.Random(hashlib.sha256(best["path"].encode()).digest())
+    items, key = [], []
+    for number, pair in enumerate(draw.sample(pairs, len(pairs)), start=1):
+        order = draw.sample((PLAIN, SPECULATIVE), 2)
+        items.append({"number": number, "prompt": pair["prompt"], "A": pair[order[0]], "B": pair[order[1]]})
+        key.append({"number": number, "question_id": pair["question_id"], "A": order[0], "B": order[1]})
+    files = [folder / name for name in ("sheet.html", "sheet.csv", "sheet-key.csv")]
+    atomic_write_text(files[0], render("sheet.html", items=items))
+    atomic_write_text(files[1], _csv([item | {"better": ""} for item in items]))
+    atomic_write_text(files[2], _csv(key))
+    return files
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
