@@ -57,3 +57,9 @@ def evidence_of(tokens: list[int], runs: list[int]) -> Evidence:
     """One output, with the accepted drafts of each verification."""
     result = Result(0, 1, tokens, verifications=len(runs), emitted=len(tokens) - 1, runs=runs)
     return Evidence([Case("1", "code", [65])], [result], [result], None, [], False, None, None)
+
+
+def counted(entry: dict[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint's figures does not depend on the clock."""
+    lines = [{key: value for key, value in line.items() if not key.endswith("_ms")} for line in entry["per_prompt"]]
+    return {key: entry[key] for key in ("tau", "expected_tau", "accepted", "exact_matches", "samples")} | {"per_prompt": lines}

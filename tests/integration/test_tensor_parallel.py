@@ -31,6 +31,7 @@ from drafttrain.targets.split import SplitTarget, _keep_rows, split_target
 from tests.contract.test_families import NAMES, build
 from tests.helpers import ARCHITECTURES, GATED, prompts, tiny_model
 from tests.recorder import Graph, cpu_graphs
+from tests.reports import counted
 
 CPU = torch.device("cpu")
 WHOLE = ("draft_model", "cascade")  # families built, here, of whole blocks of the target
@@ -225,7 +226,7 @@ def test_measure_reports_what_one_process_reports(command: Callable[..., int], c
         assert command("measure", *run) == 0
         (file,) = output.glob("measure/*/report.json")
         reports.append(json.loads(file.read_text(encoding="utf-8")))
-    one, two = ([r["checkpoints"][0][k] for k in ("tau", "expected_tau", "accepted", "per_prompt")] for r in reports)
+    one, two = (counted(r["checkpoints"][0]) for r in reports)
     assert one == two
     assert reports[1]["checkpoints"][0]["transformers_exact_matches"] == 3
     assert reports[1]["target"] == reports[0]["target"] | {"tensor_parallel": 2}
