@@ -6,9 +6,7 @@ draft models leave out the round that ends a text.
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,25 +16,16 @@ EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}  # else
 PACKAGES = ("openvino-genai", "openvino", "optimum-intel", "transformers")
 
 
-def main() -> None:
-    job, place = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
-    try:
-        result = decoded(job)
-    except Exception as error:
-        said = " ".join(str(error).split())[:400]
-        place.write_text(json.dumps({"error": f"{type(error).__name__}: {said}"}), encoding="utf-8")
-        raise
-    place.write_text(json.dumps(result), encoding="utf-8")
-
-
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
     import openvino_genai
 
     if job["family"] not in FAMILIES:
         raise ValueError(f"no drafters of the family {job['family']}; it takes {', '.join(FAMILIES)}")
     scratch = Path(job["scratch"])
-    target = converted(job["target"], scratch / "target")
-    drafter = converted(job["drafter"], scratch / "drafter")
+    if code := sorted(file.name for file in Path(job["drafter"]).rglob("*.py")):
+        raise ValueError(f"the exported directory holds code, {code[0]}, which is not run; export again")
+    target = converted(job["target"], scratch / "target", trusted=False)
+    drafter = converted(job["drafter"], scratch / "drafter", trusted=True)
     if job["family"] == "eagle3":
         name_layers(drafter, [k - 1 for k in job["facts"]["layer_inputs"]])
     draft = openvino_genai.draft_model(str(drafter), "CPU", **EXACT)
@@ -63,13 +52,13 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def converted(source: str, place: Path) -> Path:
-    """In float32. A drafter's architecture is one of optimum-intel's own, which it asks `trust_remote_code` for; no code comes
-    with the directory."""
+def converted(source: str, place: Path, trusted: bool) -> Path:
+    """In float32. A drafter's architecture is one of optimum-intel's own, which it asks `trust_remote_code` for: trusted is a
+    directory that holds no code. What a target brings with it is never run."""
     from optimum.exporters.openvino import main_export
 
     main_export(
-        source, str(place), task="text-generation-with-past", trust_remote_code=True, library_name="transformers",
+        source, str(place), task="text-generation-with-past", trust_remote_code=trusted, library_name="transformers",
         convert_tokenizer=not Path(source).is_dir() or (Path(source) / "tokenizer.json").is_file(),
     )  # fmt: skip
     return place
@@ -115,7 +104,3 @@ def answered(pipeline: Any, prompt: list[int], settings: Any) -> tuple[list[int]
     answer = pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), settings)
     metrics = answer.extended_perf_metrics
     return list(answer.tokens[0]), metrics.get_num_accepted_tokens(), metrics.get_num_draft_tokens()
-
-
-if __name__ == "__main__":
-    main()
