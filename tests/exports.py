@@ -110,18 +110,24 @@ def drafter_of(family: str, options: Any, target: LoadedTarget) -> Drafter:
     return drafter
 
 
-def checkpoint(folder: Path, case: str, target: LoadedTarget | None = None, spec: LoraSpec | None = None, **more: Any) -> Path:
-    """A checkpoint of this case, without golden material. spec: of a target that was trained too."""
-    target = target or loaded()
-    family, chosen = CASES[case]
-    options, shape = families()[family].options(**chosen | more), target.target.shape
-    record = TargetRecord(
+def record_of(target: LoadedTarget) -> TargetRecord:
+    """What a checkpoint keeps of this target."""
+    shape = target.target.shape
+    return TargetRecord(
         **{key: target.description[key] for key in RECORD_KEYS},
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         blocks=shape.blocks,
         fingerprint=target.target.fingerprint,
     )
+
+
+def checkpoint(folder: Path, case: str, target: LoadedTarget | None = None, spec: LoraSpec | None = None, **more: Any) -> Path:
+    """A checkpoint of this case, without golden material. spec: of a target that was trained too."""
+    target = target or loaded()
+    family, chosen = CASES[case]
+    options = families()[family].options(**chosen | more)
+    record = record_of(target)
     directory = folder / "step-00004"
     directory.mkdir(parents=True)
     state, adapter = drafter_of(family, options, target).state_dict(), None

@@ -1,10 +1,10 @@
 """Run a serving engine on an exported directory: a job goes in as JSON, what the engine did comes out as JSON.
 
 An engine lives in a Python of its own (3.11 or later). `engines/<engine>.py` is a script for that Python; it imports the engine
-and nothing of this package, and is run as `python -P engines/<engine>.py JOB RESULT` (-P: a script that is called as the
-package it imports must not be found in its place). It decodes every prompt by itself (batch 1), greedily and in float32, with a
-chain of `draft_length` drafts, and writes the result. What it prints goes to a log. What it cannot do becomes one line,
-`{"error": "..."}`, in the place of the result.
+and nothing of this package. Its `decoded(job)` decodes every prompt by itself (batch 1), greedily and in float32, with a chain
+of `draft_length` drafts, and gives the result. `python -P engines/serve.py engines/<engine>.py JOB RESULT` calls it (-P: a
+script that is called as the package it imports must not be found in its place). What it prints goes to a log. What it cannot do
+becomes one line, `{"error": "..."}`, in the place of the result.
 
 Job:
 
@@ -46,6 +46,7 @@ from typing import Any
 from drafttrain.errors import UserError
 
 SCRIPTS = Path(__file__).parent / "engines"
+SERVE = SCRIPTS / "serve.py"
 VENVS = Path(".venv-engines")  # under the working directory
 SHOWN = 12  # lines of an engine's log in a message
 
@@ -169,7 +170,8 @@ def run(name: str, python: Path, job: Job) -> Outcome:
         (place / "scratch").mkdir()
         content = asdict(job) | {"scratch": str(place / "scratch")}
         (place / "job.json").write_text(json.dumps(content), encoding="utf-8")
-        command = [str(python), "-P", str(SCRIPTS / f"{name}.py"), str(place / "job.json"), str(place / "result.json")]
+        files = (SERVE, SCRIPTS / f"{name}.py", place / "job.json", place / "result.json")
+        command = [str(python), "-P", *map(str, files)]
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | engine.environment
         with (place / "log").open("w", encoding="utf-8") as log:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False).returncode

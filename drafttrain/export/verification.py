@@ -65,9 +65,16 @@ class Verification:
                 "output", f"{len(self.lines) - self.same_texts} of {len(self.lines)} texts are not the target's own"
             )
         if not self.holds:
-            raise ParityError(
-                "accepted drafts", f"{self.engine} accepts {self.theirs}, our decoder {self.ours} of the same chains"
-            )
+            said = f"{self.engine} accepts {self.theirs}, our decoder {self.ours} of the same chains"
+            raise ParityError("accepted drafts", said if self.ours != self.theirs else f"{said}, but {self._apart()}")
+
+    def _apart(self) -> str:
+        """Where equal sums are made of other parts."""
+        other = [line for line in self.lines if not line.holds]
+        if other:
+            line = other[0]
+            return f"not of the same texts: of prompt {line.prompt} it accepts {line.theirs}, we {line.ours}"
+        return f"not at the same positions: {self.theirs_by_position} there, {self.ours_by_position} here"
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"holds": self.holds, "same_texts": self.same_texts}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, checkpoint_name, load_drafter, save_drafter, tuned_settings
+from drafttrain.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter, tuned_settings
 from drafttrain.commands import tune as tune_file
 from drafttrain.drafter import Drafter, Preferred
 from drafttrain.drafters import families
@@ -22,6 +22,7 @@ from drafttrain.measure.decoding import decoder_of, depth_limit
 from drafttrain.measure.tuning import shapes_of
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
+from tests.exports import record_of
 from tests.helpers import tiny_target
 
 QUICK = ("measure.limit=8", "decode.max_new_tokens=16", "tune.minutes=0.02", "tune.repeats=1", "tune.finalists=2", "output=out")
@@ -38,9 +39,7 @@ def built(family: str, target: Any, **options: Any) -> Drafter:
 
 
 def saved(folder: Path, loaded: LoadedTarget, family: str, **options: Any) -> Path:
-    drafter, target = built(family, loaded.target, **options), loaded.target
-    sizes = (target.shape.vocab_size, target.shape.hidden_size, target.shape.blocks)
-    record = TargetRecord("embedded", None, None, "float32", *sizes, target.fingerprint)
+    drafter, record = built(family, loaded.target, **options), record_of(loaded)
     own = dataclasses.asdict(families()[family].options(**options))
     path = folder / checkpoint_name(1)
     path.mkdir(parents=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, save_drafter
+from drafttrain.checkpoint import CheckpointMeta, save_drafter
 from drafttrain.drafters import families
 from drafttrain.errors import ParityError, UserError
 from drafttrain.export import engine
@@ -20,7 +20,7 @@ from drafttrain.export.engine import ENGINES, Engine, Job, Outcome, python_of, r
 from drafttrain.export.verification import Verification, first_difference, verified
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
-from tests.exports import RECORD_KEYS
+from tests.exports import record_of
 
 Command = Callable[..., int]
 ENDING = Ending(frozenset({1}), 5)
@@ -30,14 +30,8 @@ ENDING = Ending(frozenset({1}), 5)
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft model of the embedded target: all its blocks but the last two, untrained."""
     family, target = families()["draft_model"], load_target(TargetOptions())
-    options, shape = family.options(blocks=10, draft_length=3), target.target.shape
-    record = TargetRecord(
-        **{key: target.description[key] for key in RECORD_KEYS},
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        blocks=shape.blocks,
-        fingerprint=target.target.fingerprint,
-    )
+    options = family.options(blocks=10, draft_length=3)
+    record = record_of(target)
     directory = tmp_path_factory.mktemp("run") / "step-00001"
     directory.mkdir()
     meta = CheckpointMeta("draft_model", dataclasses.asdict(options), {}, record, step=1)
@@ -136,11 +130,11 @@ def test_an_engine_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 SCRIPT = """
-import json, os, pathlib, sys
-job = json.loads(pathlib.Path(sys.argv[1]).read_text())
-assert not os.listdir(job["scratch"]) and os.environ["ONLY_HERE"] == "1" and "PYTHONPATH" not in os.environ
-{body}
-pathlib.Path(sys.argv[2]).write_text(json.dumps(result))
+import os, sys
+def decoded(job):
+    assert not os.listdir(job["scratch"]) and os.environ["ONLY_HERE"] == "1" and "PYTHONPATH" not in os.environ
+    {body}
+    return result
 """
 ANSWER = """result = {"engine": "spoken", "versions": {"spoken": "1"}, "outputs": job["prompts"], "accepted": 1, "drafted": 2,
 "begins": "plain", "ends": "whole", "prompts": [{"accepted": 1, "drafted": 2}]}"""
@@ -150,7 +144,7 @@ ANSWER = """result = {"engine": "spoken", "versions": {"spoken": "1"}, "outputs"
     ("body", "line"),
     [
         (ANSWER, None),
-        ("result = {'error': 'no room'}", "Spoken: no room"),
+        ("raise ValueError('no room')", "Spoken: ValueError: no room"),
         ("print('first'); sys.exit('a bad day')", "Spoken ended with 1 and no result: first | a bad day"),
         (ANSWER + "; result['ends'] = 'soon'", "Spoken: its result is not of the form that is asked for"),
         ("result = {'engine': 'spoken'}", "Spoken: its result is not of the form that is asked for"),
@@ -188,8 +182,11 @@ def test_what_holds_and_what_does_not() -> None:
     assert found(prompts=None, accepted_by_position=None).holds
     for wrong, line in (
         ({"accepted": 3}, "Parity: accepted drafts: spoken accepts 3, our decoder 2"),
-        ({"accepted_by_position": [2, 0, 0]}, "Parity: accepted drafts: spoken accepts 2, our decoder 2"),
-        ({"prompts": [{"accepted": 1, "drafted": 6}, {"accepted": 1, "drafted": 12}]}, "Parity: accepted drafts"),
+        ({"accepted_by_position": [2, 0, 0]}, "not at the same positions: \\[2, 0, 0\\] there, \\[1, 1, 0\\] here"),
+        (
+            {"prompts": [{"accepted": 1, "drafted": 6}, {"accepted": 1, "drafted": 12}]},
+            "our decoder 2 of the same chains, but not of the same texts: of prompt a it accepts 1, we 2",
+        ),
         ({"outputs": [[9, 8, 7, 7, 5], [4, 4, 4, 4]]}, "Parity: output: 1 of 2 texts are not the target's own"),
     ):
         with pytest.raises(ParityError, match=line):

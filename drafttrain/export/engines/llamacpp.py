@@ -12,7 +12,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -24,17 +23,6 @@ from urllib.request import Request, urlopen
 KINDS = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
 ROUND = re.compile(r"accepted\s+(\d+)/\s*(\d+) draft tokens\s*$", re.MULTILINE)
 PATIENCE = 600.0  # seconds until the server has to be there, and for each text
-
-
-def main() -> None:
-    job, place = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
-    try:
-        result = decoded(job)
-    except Exception as error:
-        said = " ".join(str(error).split())[:400]
-        place.write_text(json.dumps({"error": f"{type(error).__name__}: {said}"}), encoding="utf-8")
-        raise
-    place.write_text(json.dumps(result), encoding="utf-8")
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +144,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -9,24 +9,11 @@ Shapes: T positions of prompt and text, K drafts, D ids of the drafter's vocabul
 
 from __future__ import annotations
 
-import json
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-
-
-def main() -> None:
-    job, place = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
-    try:
-        result = decoded(job)
-    except Exception as error:
-        said = " ".join(str(error).split())[:400]
-        place.write_text(json.dumps({"error": f"{type(error).__name__}: {said}"}), encoding="utf-8")
-        raise
-    place.write_text(json.dumps(result), encoding="utf-8")
 
 
 @torch.no_grad()
@@ -116,7 +103,3 @@ def walked(reached: list[int], prompt: int, end: int) -> list[int]:
         counts.append(reached[prompt + at - 1])
         at += counts[-1] + 1
     return counts
-
-
-if __name__ == "__main__":
-    main()

@@ -6,26 +6,12 @@ Its candidate generators are told after every verification how many drafts match
 
 from __future__ import annotations
 
-import json
-import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 ASSISTANTS = {"draft_model": "AutoModelForCausalLM", "dflash": "AutoModel"}
-
-
-def main() -> None:
-    job, place = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
-    try:
-        result = decoded(job)
-    except Exception as error:
-        said = " ".join(str(error).split())[:400]
-        place.write_text(json.dumps({"error": f"{type(error).__name__}: {said}"}), encoding="utf-8")
-        raise
-    place.write_text(json.dumps(result), encoding="utf-8")
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +72,3 @@ def recorded(target: Any) -> list[tuple[int, int]]:
 
     target._get_candidate_generator = made
     return rounds
-
-
-if __name__ == "__main__":
-    main()

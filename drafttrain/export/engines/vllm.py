@@ -6,26 +6,12 @@ text is cut at its end.
 
 from __future__ import annotations
 
-import json
-import sys
 from importlib.metadata import packages_distributions, version
-from pathlib import Path
 from typing import Any
 
 METHODS = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
-
-
-def main() -> None:
-    job, place = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
-    try:
-        result = decoded(job)
-    except Exception as error:
-        said = " ".join(str(error).split())[:400]
-        place.write_text(json.dumps({"error": f"{type(error).__name__}: {said}"}), encoding="utf-8")
-        raise
-    place.write_text(json.dumps(result), encoding="utf-8")
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +75,3 @@ def versions() -> dict[str, str]:
     """By distribution: which of vLLM's names is installed differs by its build."""
     names = [packages_distributions()["vllm"][0], "torch", "transformers"]
     return {name: version(name) for name in names}
-
-
-if __name__ == "__main__":
-    main()
