@@ -35,7 +35,7 @@ DRAFTERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 @cache
 def trained(name: str) -> Path:
-    """A checkpoint of this drafter for the embedded target, from an earlier session where there is one."""
+    """A checkpoint of this drafter for the embedded target, kept from an earlier run where there is one."""
     recipe, steps, more = DRAFTERS[name]
     overrides = [f"recipe={recipe}", f"train.steps={steps}", f"train.checkpoint_every={steps}", *more, *COMMON]
     place = RUNS / f"{recipe}-{hashlib.sha256(' '.join(overrides).encode()).hexdigest()[:8]}"
