@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -39,11 +40,12 @@ class Done:
     block: Block
 
 
-class Team(Iterator[Done]):
+class Team(Iterator[Done], ABC):
     """Prepares tasks in the order in which they are added; an iterator over what is done."""
 
+    @abstractmethod
     def add(self, tasks: Sequence[Task]) -> None:
-        raise NotImplementedError
+        """After what was added before."""
 
     def finished(self) -> Iterator[Done]:
         """What is done already."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +16,15 @@ def rows(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     """A markdown table."""
     lines = [header, ["---"] * len(header), *body]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def csv_text(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    """A CSV file's text; what is missing is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(["" if value is None else value for value in line] for line in lines)
+    return text.getvalue()
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.atomic import atomic_write_text
+from drafttrain.measure import cells
 from drafttrain.measure.entry import Evidence
 from drafttrain.page import render
 
@@ -51,14 +50,8 @@ def write_sheet(folder: Path, report: dict[str, Any]) -> list[Path]:
         key.append({"number": number, "question_id": pair["question_id"], "A": order[0], "B": order[1]})
     files = [folder / name for name in ("sheet.html", "sheet.csv", "sheet-key.csv")]
     atomic_write_text(files[0], render("sheet.html", items=items))
-    atomic_write_text(files[1], _csv([item | {"better": ""} for item in items]))
-    atomic_write_text(files[2], _csv(key))
+    atomic_write_text(
+        files[1], cells.csv_text(("number", "prompt", "A", "B", "better"), [[*item.values(), None] for item in items])
+    )
+    atomic_write_text(files[2], cells.csv_text(("number", "question_id", "A", "B"), [list(line.values()) for line in key]))
     return files
-
-
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

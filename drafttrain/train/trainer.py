@@ -135,7 +135,9 @@ class Trainer:
         self._tune()
         if self.world.first:
             state = {name: weights[inner] for name, inner in self.keeper.names.items()}
-            with torch.random.fork_rng():  # training goes on as if nobody had looked
+            with torch.random.fork_rng(
+                [self.device] if self.device.type == "cuda" else []
+            ):  # training goes on as if nobody had looked
                 found = look(filled(self.run_dir, meta_of(self.job, step), self.job.loaded.target, state))
         found = dict(self.world.share(found))
         self.progress.measured_tau = found["measured_tau"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,8 @@ PAIRS = ("figure", "first", "second", "prompts", "difference", "low", "high", "p
 def write_comparison(folder: Path, comparison: Comparison, command: str) -> list[Path]:
     """Write the four files, each whole or not at all; returns them. Other files in the folder stay."""
     texts = {
-        "compare.csv": _csv(*figure_rows(comparison)),
-        "pairs.csv": _csv(list(PAIRS), [_pair(comparison, pair) for pair in comparison.pairs]),
+        "compare.csv": cells.csv_text(*figure_rows(comparison)),
+        "pairs.csv": cells.csv_text(list(PAIRS), [_pair(comparison, pair) for pair in comparison.pairs]),
         "compare.md": markdown(comparison),
         "compare.html": page(comparison, command),
     }
@@ -50,11 +47,3 @@ def _pair(comparison: Comparison, pair: Pair) -> list[Any]:
     names = [comparison.rows[k].label for k in (pair.first, pair.second)]
     figures = [pair.difference, low, high, pair.p, pair.corrected]
     return [pair.figure, *names, pair.prompts, *figures, pair.words(comparison.level)]
-
-
-def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(["" if value is None else value for value in row] for row in rows)
-    return text.getvalue()
