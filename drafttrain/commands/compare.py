@@ -15,7 +15,9 @@ from drafttrain.measure.compare.files import write_comparison
 from drafttrain.measure.compare.ranking import check_options, ranked
 from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import find_runs
+from drafttrain.measure.compare.saved import check_place, save
 from drafttrain.measure.compare.table import console_table
+from drafttrain.train.lineage import noted
 
 
 def compare(options: RunOptions, resolved: dict[str, Any]) -> Path | None:
@@ -24,6 +26,7 @@ def compare(options: RunOptions, resolved: dict[str, Any]) -> Path | None:
     Raises UserError for runs that cannot be found or read, and for runs that were not measured alike.
     """
     check_options(options.compare)
+    check_place(options.compare.wandb)
     out = _folder(options.out)
     runs, notes = find_runs(options.runs)
     comparison = ranked(rows_of(runs, options.compare.checkpoints), options.compare, notes)
@@ -35,7 +38,22 @@ def compare(options: RunOptions, resolved: dict[str, Any]) -> Path | None:
         keyed = [word for word in sys.argv[1:] if not word.startswith("runs=")]
         for file in write_comparison(out, comparison, shlex.join(["drafttrain", "compare", *options.runs, *keyed])):
             console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+    if options.compare.wandb is not None:
+        known = [_at_wandb(row.found.where) for row in comparison.rows]
+        address = save(comparison, options.compare.wandb, known)
+        without = [row.label for row, path in zip(comparison.rows, known, strict=True) if path is None]
+        left = f" (in its table alone, not being at W&B: {', '.join(without)})" if without else ""
+        console.print(f"saved {address}{left}", highlight=False, soft_wrap=True, markup=False)
     return out
+
+
+def _at_wandb(where: str) -> str | None:
+    """A run's entity/project/id, if W&B may know it."""
+    if not Path(where).exists():
+        return where
+    run = noted(Path(where)) or {}
+    parts = [str(run.get(key) or "") for key in ("entity", "project", "id")]
+    return "/".join(parts) if all(parts) else None
 
 
 def _folder(out: str | None) -> Path | None:

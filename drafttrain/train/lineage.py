@@ -45,11 +45,16 @@ def group_of(config: Mapping[str, Any]) -> str:
 
 
 def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The best checkpoint's scalars, `exact` among them: the share of outputs identical to plain decoding's."""
+    """The best checkpoint's scalars, `exact` among them: the share of outputs identical to plain decoding's; and what its
+    training took."""
     best = next(entry for entry in report["checkpoints"] if entry["name"] == report["best"])
     scalars = {key: value for key, value in best.items() if isinstance(value, int | float | str)}
     if best.get("exact_matches") is not None:
         scalars["exact"] = best["exact_matches"] / best["prompts"]
+    cost = best.get("training") or {}
+    scalars |= {f"training_{key}": cost[key] for key in ("tokens", "flops") if cost.get(key) is not None}
+    if cost.get("process_seconds") is not None:
+        scalars["training_hours"] = cost["process_seconds"] / 3600
     return scalars | {"best": report["best"]}
 
 
@@ -155,8 +160,13 @@ def checkpoint_artifact(run_id: str, checkpoint: Path) -> str:
 
 def run_of(checkpoint: Path) -> dict[str, Any] | None:
     """What the run that made a checkpoint is called at W&B; None where it was not logged there."""
+    return noted(checkpoint.absolute().parent.parent)
+
+
+def noted(run_dir: Path) -> dict[str, Any] | None:
+    """What `Lineage.note` has left in a run directory; None where there is nothing."""
     try:
-        found = json.loads((checkpoint.absolute().parent.parent / RUN).read_text(encoding="utf-8"))
+        found = json.loads((run_dir / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and found.get("id") else None

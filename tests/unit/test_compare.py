@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import product
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import wandb
+import wandb_workspaces.reports.v2 as wr
 
 from drafttrain.errors import UserError
 from drafttrain.measure.compare import CompareOptions
@@ -309,3 +311,39 @@ def test_a_run_at_wandb(command: Command, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(wandb, "Api", lambda: Weights(None))
     assert command("compare", "me/drafttrain/abc123") == 2
     assert "W&B run me/drafttrain/abc123 has no report" in capfd.readouterr().err
+
+
+def test_the_comparison_as_a_report_at_wandb(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    write(tmp_path / "here", report(2.0, 1.2), "train: {lr: 0.1}\n")
+    write(tmp_path / "logged", report(2.5, 1.5, seed=2), "train: {lr: 0.2}\n")
+    noted = {"entity": "me", "project": "drafts", "id": "xyz", "group": None}
+    (tmp_path / "logged/wandb.json").write_text(json.dumps(noted), encoding="utf-8")
+    monkeypatch.setattr(wandb, "Api", lambda: Weights(report(3.0, 2.0, seed=1)))
+    saved: list[Any] = []
+    monkeypatch.setattr(wr.Report, "save", lambda made: saved.append(made))
+    monkeypatch.setattr(wr.Report, "url", "https://wandb.ai/me/all/reports/1")
+    words = ["here", "logged", "me/drafttrain/abc123", "compare.samples=500", "compare.cost=tokens"]
+    assert command("compare", *words, "compare.wandb=me/all") == 0
+    assert "saved https://wandb.ai/me/all/reports/1 (in its table alone, not being at W&B: here)" in capfd.readouterr().out
+    (made,) = saved
+    _, grid, _, table = made.blocks
+    assert (made.entity, made.project) == ("me", "all") and "## Pairs" in table.text and "| 3 |" in table.text
+    assert [(r.entity, r.project, "abc123" in r.filters, "xyz" in r.filters) for r in grid.runsets] == [
+        ("me", "drafttrain", True, False), ("me", "drafts", False, True)
+    ]  # fmt: skip
+    assert [panel.title for panel in grid.panels] == ["tau", "speedup", "speedup over training tokens"]
+    assert grid.panels[2].x == wr.SummaryMetric("training_tokens")
+
+    def refused(_: Any) -> None:
+        raise wandb.errors.CommError("permission\ndenied")
+
+    monkeypatch.setattr(wr.Report, "save", refused)
+    assert command("compare", *words, "compare.wandb=me/all") == 2
+    assert "cannot save the report in me/all: permission denied; check the name" in capfd.readouterr().err
+    assert command("compare", *words, "compare.wandb=all") == 2
+    assert "compare.wandb is 'all'; name a project as ENTITY/PROJECT" in capfd.readouterr().err
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    assert command("compare", *words, "compare.wandb=me/all") == 2
+    assert "pip install 'drafttrain[reports]'" in capfd.readouterr().err

@@ -16,3 +16,4 @@ class CompareOptions:
     level: float = 0.05  # a difference whose corrected p-value is above it counts as none
     samples: int = 10_000  # of permutations and of the bootstrap
     seed: int = 0
+    wandb: str | None = None  # save the comparison as a report in this project at W&B, as ENTITY/PROJECT

@@ -1,0 +1,79 @@
+"""Floor 4: the comparison as a saved report at W&B: the table in words, and plots of the runs that are there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from drafttrain.errors import UserError
+from drafttrain.measure.compare.files import markdown
+from drafttrain.measure.compare.ranking import Comparison
+
+PROJECT = re.compile(r"([\w.-]+)/([\w.-]+)")
+
+
+def check_place(place: str | None) -> None:
+    """Raises UserError for what cannot name a project, and where the library that writes reports is missing."""
+    if place is None:
+        return
+    if not PROJECT.fullmatch(place):
+        raise UserError(f"compare.wandb is {place!r}; name a project as ENTITY/PROJECT")
+    try:
+        import wandb_workspaces  # noqa: F401
+    except ImportError as error:
+        raise UserError("compare.wandb needs wandb-workspaces; pip install 'drafttrain[reports]'") from error
+
+
+def save(comparison: Comparison, place: str, known: Sequence[str | None]) -> str:
+    """The address of the new report in this project. known: each row's run at W&B as entity/project/id, None where it has none.
+
+    Raises UserError where W&B refuses or cannot be reached.
+    """
+    import wandb
+
+    entity, project = place.split("/")
+    report = _report(comparison, entity, project, [path for path in known if path is not None])
+    try:
+        report.save()
+    except (wandb.Error, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot save the report in {place}: {reason}; check the name, and wandb login") from error
+    return str(report.url)
+
+
+def _report(comparison: Comparison, entity: str, project: str, runs: Sequence[str]) -> Any:
+    """With plots for the runs that are at W&B; what is said in words has all of them."""
+    import wandb_workspaces.reports.v2 as wr
+
+    title = f"{len(comparison.rows)} runs by {comparison.sort}"
+    blocks: list[Any] = [wr.MarkdownBlock(markdown(comparison).split("\n", 2)[2])]
+    if runs:
+        grid = wr.PanelGrid(runsets=_runsets(runs), panels=_panels(comparison))
+        blocks = [wr.H2("Plots"), grid, wr.H2("Table"), *blocks]
+    return wr.Report(project=project, entity=entity, title=title, description="by drafttrain compare", blocks=blocks)
+
+
+def _runsets(runs: Sequence[str]) -> list[Any]:
+    """One for each project."""
+    import wandb_workspaces.reports.v2 as wr
+
+    found: dict[tuple[str, str], list[str]] = {}
+    for entity, project, name in (path.split("/") for path in runs):
+        found.setdefault((entity, project), []).append(name)
+    return [
+        wr.Runset(entity=entity, project=project, name=project, filters=f"Metric('ID') in {names!r}")
+        for (entity, project), names in found.items()
+    ]
+
+
+def _panels(comparison: Comparison) -> list[Any]:
+    import wandb_workspaces.reports.v2 as wr
+
+    summary: Callable[[str], Any] = wr.SummaryMetric
+    speed, cost = summary("speedup"), summary(f"training_{comparison.cost}")
+    return [
+        wr.BarPlot(title="tau", metrics=[summary("tau")]),
+        wr.BarPlot(title="speedup", metrics=[speed]),
+        wr.ScatterPlot(title=f"speedup over training {comparison.cost}", x=cost, y=speed),
+    ]
