@@ -47,18 +47,21 @@ AS_DECODED = {"policy": "greedy", "temperature": 0.0, "repetition_penalty": 1.0,
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """pythons: of engines that run here; endpoints: of those that are asked over the network. notes: on what was left out."""
+    """pythons: of engines that run here; endpoints: of those asked over the network. every: whoever cannot is left out,
+    and notes say so.
+    """
 
     pythons: dict[str, Path] = field(default_factory=dict)
     endpoints: dict[str, dict[str, Where]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    every: bool = False
 
     @staticmethod
     def of(options: RunOptions, family: str) -> Asked:
         """Raises UserError for an engine that is not known, not installed, or loads no such drafter, and for settings that it
         cannot follow; with engine=all such engines are left out."""
         names = _names(options)
-        asked, every = Asked(), options.engine == ALL
+        asked = Asked(every=options.engine == ALL)
         if names:
             _check(options, names)
         for name in names:
@@ -69,10 +72,14 @@ class Asked:
                 _loaded_by(name, family)
                 asked.pythons[name] = python_of(name, options.engine_python)
             except UserError as error:
-                if not every:
-                    raise
-                asked.notes.append(f"{ENGINES[name].label} was left out: {error}")
+                asked.leave_out(name, error)
         return asked
+
+    def leave_out(self, name: str, error: UserError) -> None:
+        """Raises the error where the engine was named."""
+        if not self.every:
+            raise error
+        self.notes.append(f"{ENGINES[name].label} was left out: {error}")
 
     def __bool__(self) -> bool:
         return bool(self.pythons or self.endpoints or self.notes)
@@ -121,7 +128,11 @@ def exports(asked: Asked, directory: Path, loaded: LoadedTarget) -> Iterator[dic
         material = golden.stored(directory) or golden.made(opened, golden.texts_for(loaded))
         dtype, done = str(loaded.target.dtype).removeprefix("torch."), {}
         for name in asked.pythons:
-            wanted = _wanted(opened, name, Path(folder) / name, dtype)
+            try:
+                wanted = _wanted(opened, name, Path(folder) / name, dtype)
+            except UserError as error:
+                asked.leave_out(name, error)
+                continue
             export_to(opened, material, wanted)
             done[name] = Exported(wanted.out, wanted.stacks[0], dtype)
         del opened, material
@@ -139,7 +150,7 @@ def beside(
         given = _given(report, directory, loaded, options)
         given.here("plain")
         watch("our chains", 1, 1, 0)
-        for name in (*asked.pythons, *asked.endpoints):
+        for name in (*ready, *asked.endpoints):
             label = ENDPOINTS[name] if name in ENDPOINTS else ENGINES[name].label
             entry: dict[str, Any] = {"engine": name, "label": label}
             entry |= dict.fromkeys(("stack", "url", "dtype", "threads", "error"))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from drafttrain.commands import engines as command_file
+from drafttrain.commands.run import RunOptions
 from drafttrain.errors import UserError
 from drafttrain.export import engine
 from drafttrain.export.engine import ENGINES, Engine, Job
@@ -211,6 +212,20 @@ def test_mistakes_get_one_line_before_anything_is_measured(
     said = capsys.readouterr().err
     assert line in said and len(said.strip().splitlines()) == 1
     assert not list(tmp_path.rglob("report.json"))
+
+
+def test_all_leaves_out_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        command_file, "python_of", lambda name, given: absent(name, given) if name != "vllm" else Path("python")
+    )
+    asked = command_file.Asked.of(RunOptions(engine="all"), "medusa")
+    assert list(asked.pythons) == ["vllm"] and not asked.endpoints
+    assert [note.partition(":")[0] for note in asked.notes] == [
+        "OpenVINO GenAI was left out",
+        "transformers was left out",
+        "llama.cpp was left out",
+    ]
+    assert "cannot be exported to transformers" in asked.notes[1]
 
 
 def absent(name: str, given: str | None) -> Path:
