@@ -60,7 +60,7 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
         counts: dict[str, int | None] = dict.fromkeys(("verifications", "drafted", "accepted"))
         if drafts:
             passes, told = metrics.raw_metrics.m_batch_sizes, found.extended_perf_metrics
-            counts = {"verifications": len(passes) - 1, "drafted": told.get_num_draft_tokens()}
+            counts = {"verifications": len(passes) - 1, "drafted": told.get_num_draft_tokens() or None}  # DFlash: not counted
             counts["accepted"] = told.get_num_accepted_tokens()
         return {"texts": [text], **counts}
 
