@@ -41,6 +41,8 @@ PATH_KEYS = (
     "output",
     "out",
     "engine_python",
+    "engine_url",
+    "engine_plain_url",
     "resume",
     "report",
     "simulate.alpha",  # whose plus sign says something

@@ -38,6 +38,18 @@ def entry_of(step: int, tau: float, speedup: float) -> dict[str, Any]:
     return figures
 
 
+def engine_of(name: str, label: str, **more: Any) -> dict[str, Any]:
+    """An engine of a report, timed at one batch size, with a tau of ours."""
+    part = {"by": "batch_size", "value": 1, "speedup": 1.2, "speedup_min": 1.1, "speedup_max": 1.3, "tokens_per_s": 240.0}
+    part |= {"baseline_tokens_per_s": 200.0, "ttft_ms": 5.0, "tpot_ms": 4.0, "baseline_ttft_ms": 5.0, "baseline_tpot_ms": 5.0}
+    part |= {"verifications": 300, "drafted": 900, "accepted": 300, "tau": 2.0, "tau_here": 2.0, "tau_gap": 0.0}
+    part |= {"tau_gap_flagged": False, "exact_matches": 8, "prompts": 8, "repeats": 3}
+    entry = {"engine": name, "label": label, "versions": {name: "1.0"}, "stack": name, "url": None, "dtype": "float32"}
+    entry |= {"threads": 2, "error": None, "flags": [], "notes": [], "draft_length": 3, "batch_size": 1, "same_as_here": 8}
+    figures = {key: value for key, value in part.items() if key not in ("by", "value")} | entry | more
+    return figures | {"slices": [part]}
+
+
 def report_of_figures() -> dict[str, Any]:
     """Two checkpoints, the second the best."""
     measure = {"minutes": 1.0, "seconds": 9.0, "prompts": "embedded", "notes": [], "decode": {"policy": "greedy"}}
@@ -49,6 +61,7 @@ def report_of_figures() -> dict[str, Any]:
         "measure": measure,
         "checkpoints": [entry_of(1, 2.0, 1.3), entry_of(2, 2.4, 1.6)],
         "best": "step-00002",
+        "engines": [engine_of("openvino", "OpenVINO GenAI"), engine_of("http", "HTTP endpoint", speedup=None, tau=None)],
         "training": None,
     }
 

@@ -107,7 +107,7 @@ const Charts = (() => {
     const bar = Math.min(46, wide * 0.8 / series.length);
     groups.forEach((name, g) => {
       const middle = at.inside.left + wide * (g + 0.5);
-      const most = Math.max(3, Math.floor(wide / 7));
+      const most = Math.max(3, Math.floor((wide - 8) / 7));
       const said = name.length > most ? `${name.slice(0, most - 1)}…` : name;
       at.svg.append(element("text", {class: "tick", x: middle, y: at.inside.bottom + 16, "text-anchor": "middle"}, said));
       series.forEach((s, i) => {

@@ -79,6 +79,23 @@ function batchSizes() {
   byName("crossover").textContent = points.length ? `${entries[shown].name}: ${crossover(points)}.` : "";
 }
 
+function engines() {
+  const best = entries[shown], one = batches(best).find((slice) => slice.value === best.batch_size);
+  const own = one && {...one, label: "drafttrain", batch_size: one.value, tau_here: null, exact_matches: null};
+  const rows = own && report.engines.length ? [own, ...report.engines] : report.engines;
+  const rate = (row, key, what) => row[key] === null ? null : {y: row[key], lines: [
+    `${row.label}, ${what}`, `${row[key].toFixed(row[key] < 10 ? 1 : 0)} tokens/s`,
+    `batch ${row.batch_size}, ${row.prompts} prompts`,
+    ...(row.speedup === null ? [] : [`${times(row.speedup)} (${two(row.speedup_min)} to ${two(row.speedup_max)})`]),
+    ...(row.tau === null ? [] : [`tau ${two(row.tau)}${row.tau_here === null ? "" : `, ours ${two(row.tau_here)}`}`]),
+    ...(row.exact_matches === null ? [] : [`${row.exact_matches} texts are its plain ones`])]};
+  const series = [{name: "speculative", values: rows.map((row) => rate(row, "tokens_per_s", "speculative"))},
+    {name: "plain", colour: 5, values: rows.map((row) => rate(row, "baseline_tokens_per_s", "plain"))}];
+  const most = Math.max(1, ...rows.flatMap((row) => [row.tokens_per_s ?? 0, row.baseline_tokens_per_s ?? 0]));
+  const y = {low: 0, high: 1.1 * most, label: "tokens/s", format: (v) => v.toLocaleString("en")};
+  figure("engines", rows.length, (box) => Charts.bars(box, rows.map((row) => row.label), series, {label: "engine"}, y, 0), named(series));
+}
+
 const temperatures = () => speedups("temperature", "temperature", "temperature");
 const contexts = () => speedups("context", "context", "context");
 const PARTS = [["draft", "draft_ms", 1], ["verify", "verify_ms", 0], ["commit", "commit_ms", 2], ["host", "host_ms", 4]];
@@ -174,7 +191,7 @@ function outputs() {
 }
 
 function draw() {
-  for (const part of [acceptance, categories, batchSizes, temperatures, contexts, step, waterfall, training]) part();
+  for (const part of [acceptance, categories, batchSizes, engines, temperatures, contexts, step, waterfall, training]) part();
 }
 
 const chooser = byName("chooser");

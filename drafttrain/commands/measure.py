@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from drafttrain.checkpoint import read_meta
+from drafttrain.commands.engines import Asked, Exported, beside, exports
 from drafttrain.commands.environment import environment
 from drafttrain.commands.given import Given, say_plainly
 from drafttrain.commands.run import RunOptions
@@ -18,6 +19,7 @@ from drafttrain.commands.watch import watching
 from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import load_prompts
 from drafttrain.errors import OutputError, UserError
+from drafttrain.measure.enginetext import engines_table
 from drafttrain.measure.flags import broken_promises
 from drafttrain.measure.report import Report, report_of, write_report
 from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
@@ -27,22 +29,28 @@ from drafttrain.train.keeper import Progress
 
 
 def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
-    """Measure one checkpoint and return the report's folder, `<output>/measure/<time>/`.
+    """Measure one checkpoint, and the engines that are named beside it; return the report's folder, `<output>/measure/<time>/`.
 
-    Raises UserError for what is missing, damaged or of another target, and OutputError, after the report, where a policy that
-    promises the target's output did not keep it.
+    Raises UserError for what is missing, damaged or of another target, and, after the report, for an engine that failed;
+    OutputError, after the report, where a policy that promises the target's output did not keep it.
     """
     if options.checkpoint is None:
         raise UserError(
             "checkpoint is not set; name a step-NNNNN directory of a run, or a published drafter, with checkpoint=DIR"
         )
     given, console = Given.of(options.checkpoint), Console()
+    asked = Asked.of(options, given.family)
     folder = Path(options.output) / "measure" / time.strftime("%Y-%m-%d_%H-%M-%S")
     with together(options, "measure") as part:
         loaded = load_target(given.target(options.target), part)
         directory = given.checkpoint(loaded, say_plainly(console))
         ref = CheckpointRef(given.directory.name, directory, given.step)
-        report = measure_run(loaded, [ref], options, folder, console)
+        with exports(asked, directory, loaded) as ready:
+            report = measure_run(loaded, [ref], options, folder, console)
+            if asked:
+                _add_engines(report, asked, ready, ref, loaded, options, folder, console)
+    if failed := [entry["error"] for entry in report["engines"] if entry["error"] is not None]:
+        raise UserError(f"{failed[0]}; the other figures are in {folder / 'report.json'}")
     if broken := broken_promises(report):
         raise OutputError(f"{broken[0]}; {folder / 'report.json'} names the prompts")
     return folder
@@ -79,6 +87,19 @@ def measure_run(
         console.print(f"note: {note}", style="yellow", soft_wrap=True)
     console.print(f"report: {folder / 'report.html'}", soft_wrap=True, highlight=False)
     return report
+
+
+def _add_engines(
+    report: Report, asked: Asked, ready: dict[str, Exported], ref: CheckpointRef, loaded: LoadedTarget, options: RunOptions,
+    folder: Path, console: Console,
+) -> None:  # fmt: skip
+    """Write the report again, with them in it."""
+    report["engines"] = beside(asked, ready, report, ref.path, loaded, options, console)
+    report["measure"]["notes"] += asked.notes
+    write_report(folder, report)
+    console.print(engines_table(report))
+    for note in (*asked.notes, *(note for entry in report["engines"] for note in entry["notes"])):
+        console.print(f"note: {note}", style="yellow", soft_wrap=True)
 
 
 def spent(checkpoint: Path) -> dict[str, Any] | None:

@@ -28,10 +28,12 @@ COMMANDS = {
         ),
     ),
     "measure": Command(
-        "measure a checkpoint: acceptance, speed, exactness",
+        "measure a checkpoint: acceptance, speed, exactness, and serving engines beside our decoder",
         (
             "drafttrain measure checkpoint=DIR",
             "drafttrain measure checkpoint=DIR prompts=FILE decode=sampling",
+            "drafttrain measure checkpoint=DIR engine=[transformers,openvino]",
+            "drafttrain measure checkpoint=DIR engine=http engine_url=http://HOST:8000/v1 engine_plain_url=http://HOST:8001/v1",
             "drafttrain measure checkpoint=DIR target=hf target.path=DIR target.tensor_parallel=4 launcher.nproc=4",
         ),
     ),

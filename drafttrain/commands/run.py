@@ -86,7 +86,14 @@ class RunOptions:
     with_target: bool = False  # export: the target as GGUF too, with format=llamacpp
     push_to_hub: str | None = None  # export: upload `out` to this repository of the Hugging Face hub, OWNER/NAME
     push_private: bool = True  # export: as a private repository, where it is a new one
-    engine: str | None = None  # verify: vllm | openvino | transformers | speculators | llamacpp
-    engine_python: str | None = None  # verify: the Python that has it; null: .venv-engines/<engine>/bin/python, else this one
+    # verify: vllm | openvino | transformers | speculators | llamacpp; measure: one of them but speculators, or http | sglang (a
+    # server), a list, or all that are installed and load the drafter
+    engine: Any = None
+    engine_python: str | None = None  # the Python that has it; null: .venv-engines/<engine>/bin/python, else this one
+    engine_url: str | None = None  # measure engine=http: of a server with speculation, http://HOST:PORT/v1
+    engine_plain_url: str | None = None  # measure engine=http: of the same without
+    engine_model: str | None = None  # its name at both; null: the only one there
+    engine_key_env: str = "OPENAI_API_KEY"  # the environment variable that holds the servers' key, where they want one
+    engine_api: str = "tokens"  # tokens: completions of our token ids | chat: messages, by the server's own template
     runs: list[str] = field(default_factory=list)  # compare: what the words without a key name
     recipe: str | None = None

@@ -72,7 +72,7 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
 
 def asked_of(options: RunOptions) -> Asked:
     """Raises UserError for what is not set, not there, or not of this engine and checkpoint."""
-    if options.engine not in ENGINES:
+    if not isinstance(options.engine, str) or options.engine not in ENGINES:
         raise UserError(f"engine is {options.engine!r}; choose one of {', '.join(ENGINES)}")
     if options.out is None or options.checkpoint is None:
         raise UserError("verify needs out=DIR, what was exported, and checkpoint=DIR, what it was exported from")
@@ -114,7 +114,7 @@ def prompts_of(options: RunOptions, loaded: LoadedTarget) -> tuple[list[list[int
 
 def job_of(asked: Asked, opened: Opened, prompts: list[list[int]], ending: Ending, length: int) -> Job:
     return Job(
-        target=target_place(asked, opened),
+        target=target_place(asked.out, opened),
         drafter=str(asked.out),
         family=asked.record["family"],
         layout=asked.record["stack"],
@@ -126,15 +126,15 @@ def job_of(asked: Asked, opened: Opened, prompts: list[list[int]], ending: Endin
     )
 
 
-def target_place(asked: Asked, opened: Opened) -> str:
+def target_place(out: Path, opened: Opened) -> str:
     """The target that the engine serves: where it was trained too, the merged one beside the export."""
     if opened.meta.adapter is None:
         path = Path(opened.loaded.path).expanduser()
         return str(path.absolute()) if path.exists() else opened.loaded.path
-    places = [folder / TARGET for folder in (asked.out, asked.out.parent)]
+    places = [folder / TARGET for folder in (out, out.parent)]
     found = next((place for place in places if (place / "config.json").is_file()), None)
     if found is None:
-        raise UserError(f"the target was trained with this drafter, and {asked.out} has no {TARGET} beside it; export it again")
+        raise UserError(f"the target was trained with this drafter, and {out} has no {TARGET} beside it; export it again")
     return str(found)
 
 

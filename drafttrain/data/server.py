@@ -59,19 +59,30 @@ class ServerOptions:
     top_k: int = 0
 
 
-def client_of(options: ServerOptions) -> httpx.AsyncClient:
-    """Raises UserError for a URL that is none, and where httpx is missing."""
+def base_of(url: str, key: str, secret: str) -> httpx.URL:
+    """Where requests go. key, secret: the names of the settings that hold the URL and the key, for messages.
+
+    Raises UserError for a URL that is none, and where httpx is missing.
+    """
     try:
         import httpx
     except ImportError as error:
-        raise UserError("prepare.server needs httpx; pip install 'drafttrain[server]'") from error
-    url = options.url if options.url.rstrip("/").endswith("/v1") else options.url.rstrip("/") + "/v1"
+        raise UserError(f"{key} needs httpx; pip install 'drafttrain[server]'") from error
+    whole = url if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1"
     try:
-        base = httpx.URL(url)
+        base = httpx.URL(whole)
     except httpx.InvalidURL as error:
-        raise UserError(f"prepare.server is {options.url!r}, which is no URL ({error}); set http://HOST:PORT/v1") from error
-    if base.scheme not in ("http", "https") or not base.host or base.userinfo:
-        raise UserError("prepare.server must be http://HOST:PORT/v1, without a user in it; a key goes into prepare.key_env")
+        raise UserError(f"{key} is {url!r}, which is no URL ({error}); set http://HOST:PORT/v1") from error
+    if base.scheme not in ("http", "https") or not base.host or base.userinfo or base.query:
+        raise UserError(f"{key} must be http://HOST:PORT/v1, without a user or a query in it; a key goes into {secret}")
+    return base
+
+
+def client_of(options: ServerOptions) -> httpx.AsyncClient:
+    """Raises UserError for a URL that is none, and where httpx is missing."""
+    base = base_of(options.url, "prepare.server", "prepare.key_env")
+    import httpx
+
     headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
     limits = httpx.Limits(max_connections=options.concurrency, max_keepalive_connections=options.concurrency)
     return httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=httpx.Timeout(options.timeout, connect=30))
@@ -195,13 +206,13 @@ class _Sender:
             raise _AgainError(f"it is busy (status {status})", _seconds(response.headers.get("Retry-After")))
         if status in HOPELESS:
             raise UserError(
-                f"{self.options.url} refuses {path} with status {status}: {_said(response)}; check prepare.server, "
+                f"{self.options.url} refuses {path} with status {status}: {said(response)}; check prepare.server, "
                 "prepare.model and the key in prepare.key_env"
             )
         if status >= 500:
             raise _AgainError(f"it fails with status {status}", busy=False)
         if status >= 400:
-            raise _RefusedError(f"status {status}: {_said(response)}")
+            raise _RefusedError(f"status {status}: {said(response)}")
         try:
             return read(response.json())
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -220,6 +231,6 @@ def _seconds(retry_after: str | None) -> float | None:
         return None
 
 
-def _said(response: httpx.Response) -> str:
+def said(response: httpx.Response) -> str:
     """What an error's body says, short."""
     return " ".join(response.text.split())[:200] or "nothing"

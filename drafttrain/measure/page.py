@@ -8,7 +8,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 import drafttrain
-from drafttrain.measure import cells
+from drafttrain.measure import cells, enginetext
 from drafttrain.measure.curves import CURVES, read_curves
 from drafttrain.measure.markdown import headline, markdown
 from drafttrain.page import render, script_json
@@ -20,6 +20,11 @@ CHARTS = (
         "speedup",
         "Speedup by batch size",
         "Time per token of plain decoding over that of speculative decoding: median, least, greatest.",
+    ),
+    (
+        "engines",
+        "Engines beside it",
+        "Tokens a second on the same prompts, with and without speculation, of our decoder and of serving engines.",
     ),
     ("temperature", "Speedup by temperature", "At the first batch size, sampled without loss above 0."),
     ("context", "Speedup by context length", "At the first batch size, of prompts of so many tokens, cut from long documents."),
@@ -39,6 +44,10 @@ SLICE: tuple[str, ...] = (
     *("by", "value", "prompts", "tau", "expected_tau", "speedup", "speedup_min", "speedup_max"),
     *("tokens_per_s", "baseline_tokens_per_s"),
 )
+ENGINE: tuple[str, ...] = (
+    *("label", "tokens_per_s", "baseline_tokens_per_s", "speedup", "speedup_min", "speedup_max", "tau", "tau_here"),
+    *("batch_size", "prompts", "exact_matches"),
+)
 
 
 def page(report: dict[str, Any], metrics: Path | None) -> str:
@@ -50,7 +59,7 @@ def page(report: dict[str, Any], metrics: Path | None) -> str:
         title=title,
         said=f"{said.replace('**', '')} drafttrain {drafttrain.__version__}.",
         cards=_cards(next(entry for entry in report["checkpoints"] if entry["name"] == report["best"])),
-        notes=[*flags, *report["measure"]["notes"]],
+        notes=[*flags, *enginetext.flags(report), *report["measure"]["notes"]],
         charts=CHARTS,
         tables=_tables(report),
         data=script_json(_data(report, metrics)),
@@ -88,4 +97,5 @@ def _data(report: dict[str, Any], metrics: Path | None) -> dict[str, Any]:
         name: [{"name": label, "points": points} for label, points in series.items()]
         for name, series in read_curves(metrics).items()
     }
-    return {"best": report["best"], "checkpoints": entries, "curves": curves}
+    engines = [{key: entry[key] for key in ENGINE} for entry in enginetext.engines_of(report)]
+    return {"best": report["best"], "checkpoints": entries, "curves": curves, "engines": engines}

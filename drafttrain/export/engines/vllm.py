@@ -1,4 +1,5 @@
-"""vLLM on an exported drafter; the form of job and result is explained in drafttrain/export/engine.py.
+"""vLLM on an exported drafter; the form of job and result is explained in drafttrain/export/engine.py, that of a timed one in
+drafttrain/export/serving.py.
 
 Its counters are sums over all requests, so prompts run one by one, and what each adds is taken. They count a round before the
 text is cut at its end.
@@ -6,39 +7,31 @@ text is cut at its end.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import packages_distributions, version
+from itertools import count
+from time import perf_counter
 from typing import Any
 
 METHODS = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
+ROUNDS = "vllm:spec_decode_num_drafts"
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+SHARE = 0.42  # of a GPU's memory: two of them, with and without speculation, stand beside the process that asks
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    if job["family"] not in METHODS:
-        raise ValueError(f"no speculative method for the family {job['family']}")
-    speculative = {
-        "method": METHODS[job["family"]],
-        "model": job["drafter"],
-        "num_speculative_tokens": job["draft_length"],
-    }
-    longest = max(map(len, job["prompts"]))
     llm = LLM(
-        job["target"],
-        dtype="float32",
+        **settings(job, "float32"),
         enforce_eager=True,
-        enable_prefix_caching=False,
         async_scheduling=False,
-        disable_log_stats=False,
         max_num_seqs=1,
-        max_num_batched_tokens=max(2048, longest + job["draft_length"]),
-        speculative_config=speculative,
+        speculative_config=speculation(job),
     )
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=job["max_new_tokens"], stop_token_ids=job["stop_ids"], detokenize=False
-    )
+    sampling = sampling_of(job)
     outputs, prompts, before = [], [], counters(llm)
     for prompt in job["prompts"]:
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
@@ -60,9 +53,62 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list[int]], dict[str, Any]]]]:
+    """Its own steps are driven, so that the first token of each text is seen when it comes."""
+    from vllm import LLM
+
+    timed, drafts = job["timed"], job["timed"]["speculative"]
+    more: dict[str, Any] = {"gpu_memory_utilization": SHARE} if timed["device"] == "cuda" else {}
+    if drafts:
+        more["speculative_config"] = speculation(job)
+    llm = LLM(**settings(job, timed["dtype"]), max_num_seqs=timed["batch"], **more)
+    engine, sampling, numbers = llm.llm_engine, sampling_of(job), count()
+
+    def answer(wave: list[int]) -> dict[str, Any]:
+        before, began = counters(llm), perf_counter()
+        texts: dict[str, dict[str, Any]] = {}
+        for i in wave:
+            name = str(next(numbers))
+            texts[name] = {}
+            engine.add_request(name, {"prompt_token_ids": job["prompts"][i]}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens, now = list(output.outputs[0].token_ids), perf_counter() - began
+                texts[output.request_id] = {"first": now, "ahead": len(tokens)} | texts[output.request_id]
+                texts[output.request_id] |= {"tokens": tokens, "ended": now}
+        after, names = counters(llm), {"verifications": ROUNDS, "drafted": DRAFTED, "accepted": ACCEPTED}
+        return {"texts": list(texts.values()), **{key: after[n] - before[n] if drafts else None for key, n in names.items()}}
+
+    yield {"versions": versions()}, answer
+
+
+def settings(job: dict[str, Any], dtype: str) -> dict[str, Any]:
+    longest = max(map(len, job["prompts"]))
+    return {
+        "model": job["target"],
+        "dtype": dtype,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "max_num_batched_tokens": max(2048, longest + job["draft_length"]),
+    }
+
+
+def speculation(job: dict[str, Any]) -> dict[str, Any]:
+    if job["family"] not in METHODS:
+        raise ValueError(f"no speculative method for the family {job['family']}")
+    return {"method": METHODS[job["family"]], "model": job["drafter"], "num_speculative_tokens": job["draft_length"]}
+
+
+def sampling_of(job: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], stop_token_ids=job["stop_ids"], detokenize=False)
+
+
 def counters(llm: Any) -> dict[str, Any]:
     """The speculative ones as they stand; zero before the first request."""
-    found: dict[str, Any] = {DRAFTED: 0, ACCEPTED: 0, BY_POSITION: []}
+    found: dict[str, Any] = {ROUNDS: 0, DRAFTED: 0, ACCEPTED: 0, BY_POSITION: []}
     for metric in llm.get_metrics():
         if metric.name == BY_POSITION:
             found[BY_POSITION] = list(metric.values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from drafttrain.measure import cells
+from drafttrain.measure import cells, enginetext
 from drafttrain.measure.compare.ranking import Comparison
 from drafttrain.measure.compare.rows import FLOPS, HOURS, TOKENS
 
@@ -19,9 +19,33 @@ FIGURES = (
 )
 
 
+ENGINE = ("speedup", "tokens_per_s", "baseline_tokens_per_s", "tau")
+
+
+def header(comparison: Comparison) -> list[str]:
+    """HEADER, and a column of engines where a run has any."""
+    return [*HEADER, *(["engines"] if _with_engines(comparison) else [])]
+
+
 def cell_rows(comparison: Comparison) -> list[list[str]]:
-    """One list of texts per row, under HEADER."""
-    return [_cells(comparison, i) for i in range(len(comparison.rows))]
+    """One list of texts per row, under `header`."""
+    shown = _with_engines(comparison)
+    rows = range(len(comparison.rows))
+    return [_cells(comparison, i) + ([engines_text(comparison, i) or cells.MISSING] if shown else []) for i in rows]
+
+
+def engines_of(comparison: Comparison, i: int) -> list[dict[str, Any]]:
+    """Of the run's best checkpoint, which they were measured with."""
+    report, name = comparison.rows[i].found.report, comparison.rows[i].entry["name"]
+    return enginetext.engines_of(report) if name == report["best"] else []
+
+
+def engines_text(comparison: Comparison, i: int) -> str:
+    return "; ".join(enginetext.short(entry) for entry in engines_of(comparison, i))
+
+
+def _with_engines(comparison: Comparison) -> bool:
+    return any(engines_of(comparison, i) for i in range(len(comparison.rows)))
 
 
 def _cells(comparison: Comparison, i: int) -> list[str]:
@@ -90,7 +114,15 @@ def figure_rows(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
     header = ["rank", "run", "where", "checkpoint", "family", "policy", "temperature", "batch_size", *FIGURES]
     header += ["tau_low", "tau_high", *(f"alpha_{k + 1}" for k in range(depth)), "training_tokens", "training_flops"]
     header += ["training_hours", "frontier", "against_the_first", *varied]
-    return header, [_figures(comparison, i, depth, varied) for i in range(len(comparison.rows))]
+    rows = range(len(comparison.rows))
+    engines = list(dict.fromkeys(entry["engine"] for i in rows for entry in engines_of(comparison, i)))
+    header += [f"{name}_{key}" for name in engines for key in ENGINE]
+    return header, [_figures(comparison, i, depth, varied) + _engine_figures(comparison, i, engines) for i in rows]
+
+
+def _engine_figures(comparison: Comparison, i: int, engines: Sequence[str]) -> list[Any]:
+    found = {entry["engine"]: entry for entry in engines_of(comparison, i)}
+    return [found.get(name, {}).get(key) for name in engines for key in ENGINE]
 
 
 def _figures(comparison: Comparison, i: int, depth: int, varied: Sequence[str]) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from drafttrain.atomic import atomic_write_text
 from drafttrain.measure import cells
-from drafttrain.measure.compare.columns import HEADER, cell_rows, figure_rows, pair_cells, varied_text
+from drafttrain.measure.compare.columns import cell_rows, figure_rows, header, pair_cells, varied_text
 from drafttrain.measure.compare.page import page
 from drafttrain.measure.compare.ranking import Comparison
 from drafttrain.measure.compare.significance import Pair
@@ -30,13 +30,13 @@ def write_comparison(folder: Path, comparison: Comparison, command: str) -> list
 
 def markdown(comparison: Comparison) -> str:
     """The table, the pairs in words, and what to note."""
-    parts = [f"# Comparison, by {comparison.sort}", cells.rows(HEADER, cell_rows(comparison))]
+    parts = [f"# Comparison, by {comparison.sort}", cells.rows(header(comparison), cell_rows(comparison))]
     varied = [(row.label, varied_text(comparison, i, 99)) for i, row in enumerate(comparison.rows) if row.varied]
     if varied:
         parts.append("## Settings in which the runs differ\n\n" + "\n".join(f"- {name}: {text}" for name, text in varied))
     if comparison.pairs:
-        header = ["", "first", "second", "prompts", "first - second [95 %]", "second against first"]
-        parts.append("## Pairs\n\n" + cells.rows(header, pair_cells(comparison)))
+        names = ["", "first", "second", "prompts", "first - second [95 %]", "second against first"]
+        parts.append("## Pairs\n\n" + cells.rows(names, pair_cells(comparison)))
     if comparison.notes:
         parts.append("## To note\n\n" + "\n".join(f"- {note}" for note in comparison.notes))
     return "\n\n".join(parts) + "\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 import drafttrain
 from drafttrain.measure import cells
-from drafttrain.measure.compare.columns import HEADER, cell_rows, cost_text, pair_cells, varied_text
+from drafttrain.measure.compare.columns import cell_rows, cost_text, header, pair_cells, varied_text
 from drafttrain.measure.compare.ranking import UNITS, Comparison
 from drafttrain.measure.compare.scatter import Scatter, scatter
 from drafttrain.page import render
@@ -24,7 +24,7 @@ def page(comparison: Comparison, command: str) -> str:
         command=command,
         entry=first.entry,
         target=first.found.report["target"],
-        header=HEADER,
+        header=header(comparison),
         rows=cell_rows(comparison),
         varied=[varied_text(comparison, i, 99) for i in range(len(comparison.rows))],
         frontier=comparison.frontier,

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drafttrain.measure import cells
-from drafttrain.measure.compare.columns import cost_text, varied_text
+from drafttrain.measure.compare.columns import cost_text, engines_of, varied_text
 from drafttrain.measure.compare.ranking import Comparison
 
 _COLUMNS = (*("", "run", "tau\n95 %", "alpha\nby depth", "c_d\nc_v", "speedup\nmin-max\ntokens/s", "against 1"),)
@@ -35,6 +35,7 @@ def _line(comparison: Comparison, i: int) -> list[str | Text]:
     run = Text(row.label)
     about = [row.family, entry["name"], *varied_text(comparison, i, 3).replace(" and ", ", and ").split(", ")]
     about += [f"exact {cells.exact(entry)}", f"{short(entry['parameters'])} parameters"]
+    about += [f"{e['label']} {cells.speedups(e)}, {cells.number(e['tokens_per_s'], 0)}/s" for e in engines_of(comparison, i)]
     if (tokens := row.training.get("tokens")) is not None:
         about += [f"{short(tokens)} tokens", *cost_text(comparison, i).split(", ")]
     run.append("".join(f"\n{line}" for line in about if line), style="dim")

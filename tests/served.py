@@ -1,0 +1,93 @@
+"""A checkpoint that is measured in moments, and a server that stands for those of other people."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from drafttrain.checkpoint import CheckpointMeta, save_drafter
+from drafttrain.drafters import families
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import load_target
+from tests.exports import record_of
+
+SMALL = (
+    *("measure.limit=2", "decode.max_new_tokens=10", "measure.batch_sizes=[1]", "measure.repeats=2"),
+    *("measure.transformers=false", "measure.minutes=10"),
+)
+
+
+def untrained(directory: Path) -> Path:
+    """A draft model of the embedded target: all its blocks but two, untrained, with three drafts."""
+    family, target = families()["draft_model"], load_target(TargetOptions())
+    options = family.options(blocks=10, draft_length=3)
+    directory.mkdir()
+    meta = CheckpointMeta("draft_model", dataclasses.asdict(options), {}, record_of(target), step=1)
+    save_drafter(directory, family.build(options, target.target).state_dict(), meta)
+    return directory
+
+
+class Fake:
+    """An OpenAI-compatible server of four tokens a text, three of them from two verifications. counts: as `vllm`, `sglang` or
+    nobody does; others: tokens that it generates for somebody else meanwhile."""
+
+    def __init__(self, counts: str | None = None, others: int = 0, refuse: int = 0) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        self.texts, self.counts, self.others, self.refuse = 0, counts, others, refuse
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def metrics(self) -> str:
+        made = {"generation_tokens": 4 * self.texts + self.others * self.texts}
+        if self.counts == "vllm":
+            made |= {
+                f"spec_decode_num_{name}": n * self.texts
+                for name, n in (("drafts", 2), ("draft_tokens", 6), ("accepted_tokens", 1))
+            }
+        else:
+            made["spec_verify_calls"] = 2 * self.texts
+        lines = [f'{self.counts}:{name}_total{{engine="{i}"}} {value / 2}' for name, value in made.items() for i in range(2)]
+        return "\n".join(["# HELP x of nothing", "process_cpu_seconds_total 1.5", *lines])
+
+    def handler(fake) -> type[BaseHTTPRequestHandler]:  # noqa: N805
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                fake.keys.add(self.headers.get("Authorization"))
+                known = {
+                    "/v1/models": json.dumps({"data": [{"id": "tiny", "owned_by": "fake"}]}),
+                    "/version": '{"version": "7"}',
+                }
+                if fake.counts:
+                    known["/metrics"] = fake.metrics()
+                self.give(200 if self.path in known else 404, known.get(self.path, ""))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                fake.bodies.append(body | {"path": self.path})
+                if fake.refuse:
+                    self.give(fake.refuse, '{"error": "so it is"}')
+                    return
+                pieces = ["", "one", " two", " three"]
+                parts = [{"choices": [{"text": p} if "prompt" in body else {"delta": {"content": p}}]} for p in pieces]
+                parts.append({"choices": [], "usage": {"completion_tokens": 4}})
+                fake.texts += 1
+                self.give(200, "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n")
+
+            def give(self, status: int, content: str) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content.encode())
+
+        return Handler
