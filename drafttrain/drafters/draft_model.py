@@ -17,7 +17,7 @@ from torch import Tensor
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Commit, Drafter, draft_chain
 from drafttrain.drafters import Family
-from drafttrain.dynamic import DynamicTree, Generation, Scored, StaticTree
+from drafttrain.dynamic import Generation, Grower, Scored
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
 from drafttrain.ops.quantised import BITS
@@ -101,7 +101,7 @@ def _check(options: DraftModelOptions) -> None:
 class DraftModelState(OwnCache):
     """grower: of the proposals; None: chains."""
 
-    grower: StaticTree | DynamicTree | None
+    grower: Grower | None
 
 
 @dataclass
