@@ -1,4 +1,4 @@
-"""Floor 1: what shape a drafter's proposals have: a chain, one static tree, or one that grows by confidence; how it is chosen."""
+"""Floor 1: what shape a drafter's proposals have (a chain, a static tree, or one grown by confidence); how it is chosen."""
 
 from __future__ import annotations
 
