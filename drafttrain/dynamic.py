@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +55,29 @@ class Scored:
 
 
 Feed = Callable[[Generation], Scored]
+
+
+class Grower(Protocol):
+    """What makes a tree of a drafter's scores."""
+
+    def grow(self, root_B: Tensor, first: Scored, feed: Feed, ids: Tensor | None, depth: int | None) -> DraftTree:
+        """No deeper than `depth`. first: of the root, W = 1. ids: target ids of the drafter's vocabulary."""
+        ...
+
+
+def grown_from_slots(
+    grower: Grower, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None = None, depth: int | None = None
+) -> DraftTree:
+    """A tree of drafts that do not know each other's tokens: draft k's logits are the same below all nodes of depth k."""
+    no_state_B10 = logits_BKV[:, :1, :0]
+
+    def scored(draft: int) -> Scored:
+        return Scored(logits_BKV[:, draft, None], no_state_B10)
+
+    def feed(nodes: Generation) -> Scored:
+        return scored(nodes.depth)
+
+    return grower.grow(root_B, scored(0), feed, ids, min(logits_BKV.shape[1], depth or logits_BKV.shape[1]))
 
 
 class Scratch:
@@ -128,12 +152,12 @@ class StaticTree:
         return StaticTree(shapes, levels)
 
     def grow(self, root_B: Tensor, first: Scored, feed: Feed, ids: Tensor | None, depth: int | None) -> DraftTree:
-        """first: of the root, W = 1. ids: target ids of the drafter's vocabulary."""
+        """As `Grower.grow`."""
         steps = min(len(self.levels), depth or len(self.levels))
         ranks = self.shapes[-1].max_rank + 1
         scored, tokens = first, [root_B[:, None]]
         for number, level in enumerate(self.levels[:steps]):
-            choice_BWR, alike = _choices(scored.logits_BWV, ranks, ids)[1], scored.logits_BWV.shape[1] == 1
+            choice_BWR, alike = choices(scored.logits_BWV, ranks, ids)[1], scored.logits_BWV.shape[1] == 1
             token_BW = choice_BWR[:, 0 if alike else level.above_W, level.rank_W]
             tokens.append(token_BW)
             if number + 1 < steps:
@@ -171,17 +195,17 @@ class DynamicTree:
         return self.width + (depth - 1) * self.width**2
 
     def grow(self, root_B: Tensor, first: Scored, feed: Feed, ids: Tensor | None, depth: int | None) -> DraftTree:
-        """As `StaticTree.grow`. A smaller depth drafts with the same budget of nodes, as far as there are candidates."""
+        """As `Grower.grow`. A smaller depth drafts with the same budget of nodes, as far as there are candidates."""
         steps, W, B = min(self.depth, depth or self.depth), self.width, len(root_B)
         slot_W = torch.arange(W, device=root_B.device)
-        score_BW, token_BW = (x[:, 0] for x in _choices(first.logits_BWV, W, ids))
+        score_BW, token_BW = (x[:, 0] for x in choices(first.logits_BWV, W, ids))
         zero_B1 = torch.zeros_like(root_B)[:, None]
         tokens, scores, parents = [root_B[:, None], token_BW], [score_BW[:, :1], score_BW], [zero_B1 - 1, zero_B1.expand(B, W)]
         state_BWH = first.state_BWH.expand(B, W, first.state_BWH.shape[-1])
         node_BW, bits_BW, held = (1 + slot_W).expand(B, W), (1 << slot_W).expand(B, W), 1 + W
         for step in range(1, steps):
             scored = feed(Generation(token_BW, state_BWH, step, bits_BW))
-            gain_BWW, choice_BWW = (x.expand(B, W, W) for x in _choices(scored.logits_BWV, W, ids))
+            gain_BWW, choice_BWW = (x.expand(B, W, W) for x in choices(scored.logits_BWV, W, ids))
             total_BC, choice_BC = (score_BW[..., None] + gain_BWW).flatten(1), choice_BWW.flatten(1)
             tokens.append(choice_BC)
             scores.append(total_BC)
@@ -200,7 +224,7 @@ class DynamicTree:
         return DraftTree(token_BN, built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BN))
 
 
-def _choices(logits_BWV: Tensor, ranks: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+def choices(logits_BWV: Tensor, ranks: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
     """(log-probability, token), [B, W, R] each, likeliest first. No log-probability is above 0, so that no path gains by
     growing."""
     B, W, V = logits_BWV.shape

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafttrain.batch import Pairs, TrainBatch
 from drafttrain.drafter import Commit, draft_chain
-from drafttrain.dynamic import DynamicTree, Generation, Scored, Scratch, StaticTree
+from drafttrain.dynamic import Generation, Grower, Scored, Scratch
 from drafttrain.kv import KVCache
 from drafttrain.layers import Attention, recomputed
 from drafttrain.ops.remap import remap_logits
@@ -35,7 +35,7 @@ from drafttrain.tree import DraftTree
 class RecurrentState(OwnCache):
     """grower: of the proposals; None: chains."""
 
-    grower: StaticTree | DynamicTree | None
+    grower: Grower | None
 
 
 class Recurrent(CachedDrafter, Proposing):

@@ -147,7 +147,16 @@ class Target(Protocol):
         """[V, H]: what a drafter's own head may start from."""
         ...
 
+    def norm(self, hidden_H: Tensor) -> Tensor:
+        """[..., H] the last block's outputs -> what `head` reads. Raises UserError where the model has no such norm."""
+        ...
+
     def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache: ...
+
+    def shallow(self, blocks: int) -> Target:
+        """The first blocks with embedding, norm and head as a target of their own, over the same weights: frozen, fewer than
+        there are. Raises UserError for another number, and for a target whose blocks cannot be run by themselves."""
+        ...
 
     def pruned(self, blocks: int) -> PrunedTarget:
         """A trainable copy of the first `blocks` blocks with norm and head."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from drafttrain.batch import Anchors, Prediction, TrainBatch
 from drafttrain.block_drafter import BlockDrafter, BlockShape, spread_taps
 from drafttrain.drafters import Family
-from drafttrain.dynamic import DynamicTree, Generation, Scored, StaticTree
+from drafttrain.dynamic import Grower, grown_from_slots
 from drafttrain.errors import UserError
 from drafttrain.layers import LayerOptions
 from drafttrain.proposal import Proposal, Proposing, TreeOptions
@@ -50,7 +50,7 @@ class DFlashOptions(TreeOptions):
 class DFlashState(OwnCache):
     """grower: of the proposals."""
 
-    grower: StaticTree | DynamicTree
+    grower: Grower
 
 
 class DFlash(BlockDrafter, Proposing):
@@ -65,7 +65,7 @@ class DFlash(BlockDrafter, Proposing):
         super().__init__(
             BlockShape(options.block_size, options.layers, taps, mask, options.slots, options.anchors, layer), target
         )  # fmt: skip
-        self.proposal = Proposal(options, self.draft_length, target)
+        self.proposal = Proposal(options, self.draft_length, target, independent=True)
         if options.weights not in ("decay", "dpace"):
             raise UserError(f"drafter.weights is {options.weights!r}; choose decay or dpace")
         gamma = default_gamma(options.block_size) if options.gamma is None else options.gamma
@@ -114,14 +114,7 @@ class DFlash(BlockDrafter, Proposing):
         root_B, state_BSH = self.block(state, slot_B)
         first, drafts = self.shape.first, min(self.draft_length, depth or self.draft_length)
         logits_BKV = self.head(state_BSH[:, first : first + drafts])
-
-        def scored(draft: int) -> Scored:
-            return Scored(logits_BKV[:, draft, None], state_BSH[:, :1, :0])  # no node has a state of its own
-
-        def feed(nodes: Generation) -> Scored:
-            return scored(nodes.depth)
-
-        return state.grower.grow(root_B, scored(0), feed, None, depth)
+        return grown_from_slots(state.grower, root_B, logits_BKV)
 
 
 def default_gamma(size: int) -> float:

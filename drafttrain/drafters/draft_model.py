@@ -1,6 +1,6 @@
 """A separate draft model: a small causal LM with a cache of its own, distilled (arXiv 2211.17192, 2302.01318, 2310.08461).
 
-Shapes: B rows, N tree nodes, A staged positions, W nodes fed at once, M nodes fed so far, R logit rows, V vocabulary.
+Shapes: B rows, N tokens fed, T positions, M predictions, R logit rows, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,26 +8,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from drafttrain.autoregressive import Autoregressive, AutoregressiveState
 from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Commit, Drafter, draft_chain
+from drafttrain.drafter import Drafter
 from drafttrain.drafters import Family
-from drafttrain.dynamic import DynamicTree, Generation, Scored, StaticTree
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
 from drafttrain.ops.quantised import BITS
-from drafttrain.ops.tree_attention import ancestors_of
-from drafttrain.proposal import Proposal, Proposing, TreeOptions
-from drafttrain.sampling import Sampling
-from drafttrain.staged import CachedDrafter, OwnCache, Staged, with_root
+from drafttrain.proposal import Proposal, TreeOptions
 from drafttrain.target import FINAL, Taps, Target
 from drafttrain.translation import TranslatedDraft, Translation
-from drafttrain.tree import DraftTree
 
 
 @dataclass
@@ -97,41 +91,15 @@ def _check(options: DraftModelOptions) -> None:
         raise UserError("drafter.lora_rank adapts trained weights, drafter.source=scratch has none; set lora_rank=0")
 
 
-@dataclass
-class DraftModelState(OwnCache):
-    """grower: of the proposals; None: chains."""
-
-    grower: StaticTree | DynamicTree | None
-
-
-@dataclass
-class Above:
-    """The nodes fed so far in one proposal, root excluded."""
-
-    token_BM: Tensor
-    bits_BM: Tensor
-    depth_BM: Tensor
-
-    @staticmethod
-    def of(root_B: Tensor) -> Above:
-        return Above(*(root_B.new_empty(len(root_B), 0) for _ in range(3)))
-
-    def add(self, nodes: Generation) -> None:
-        self.token_BM = torch.cat([self.token_BM, nodes.token_BW], 1)
-        self.bits_BM = torch.cat([self.bits_BM, nodes.bits_BW], 1)
-        self.depth_BM = torch.cat([self.depth_BM, torch.full_like(nodes.token_BW, nodes.depth)], 1)
-
-
-class DraftModel(CachedDrafter, Proposing):
+class DraftModel(Autoregressive):
     """A model with its own cache; its chains are sampled at temperature above 0, and report the law q of every draft.
 
     missing: why the model's own weights are not there; it can then be filled from a checkpoint, and not be trained.
     """
 
     def __init__(self, options: DraftModelOptions, proposal: Proposal, lm: Any, missing: str | None = None) -> None:
-        super().__init__()
-        self.taps, self.draft_length = Taps(), options.draft_length
-        self.proposal, self.samples = proposal, proposal.kind == "chain"
+        super().__init__(proposal)
+        self.taps = Taps()
         self.lm, self.missing, self.path = lm, missing, options.path
         self.starts_usable = options.source != "scratch"
         self.quantize = options.quantize
@@ -142,6 +110,23 @@ class DraftModel(CachedDrafter, Proposing):
     def prepare(self, counts: Callable[[], Tensor]) -> None:
         if self.missing is not None:
             raise UserError(f"drafter.path {self.path!r} has a configuration but no weights to train: {self.missing}")
+
+    def language_model(self) -> Target:
+        model: Target = self.lm
+        return model
+
+    def caches_for(self, slots: int, max_len: int) -> list[KVCache]:
+        return [self.lm.new_cache(slots, max_len)]
+
+    def run(
+        self, state: AutoregressiveState, token_BN: Tensor, ancestor_BNN: Tensor | None, position_BN: Tensor, row_BR: Tensor
+    ) -> Tensor | None:
+        logits_BRV: Tensor | None = self.lm(token_BN, state.kv, ancestor_BNN, position_BN, Taps(), row_BR).logits_BRV
+        return logits_BRV
+
+    @property
+    def last_position(self) -> int:
+        return int(self.lm.shape.max_positions) - 1
 
     def variants(self) -> dict[str, Drafter]:
         if self.quantize is None:
@@ -158,63 +143,6 @@ class DraftModel(CachedDrafter, Proposing):
         pairs = batch.future(1)
         hidden_MH = final_BTH.flatten(0, 1)[pairs.source_M]
         yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.lm.head, every_step=True)
-
-    def language_model(self) -> Target:
-        model: Target = self.lm
-        return model
-
-    def open(self, slots: int, max_len: int) -> DraftModelState:
-        chain = self.proposal.kind == "chain"
-        kv = self.lm.new_cache(slots, max_len if chain else max_len + self.proposal.fed)
-        device = kv.length_S.device
-        grower = None if chain else self.proposal.grower(device)
-        return DraftModelState(kv, Staged(slots, self.draft_length, device), grower)
-
-    def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
-        state.kv.rows(slot_B)
-        no_rows_B0 = commit.token_BA[:, :0]
-        self._feed(state.kv, commit.token_BA, commit.count_B, no_rows_B0)
-
-    def propose(self, state: DraftModelState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        kv = state.kv
-        kv.rows(slot_B)
-        token_BN, last_B = with_root(self.staged(state, slot_B))
-        logits_BV = self._feed(kv, token_BN, last_B + 1, last_B[:, None])
-        committed_B = kv.length_B - 1  # the root's keys are scratch: the next commit brings it again
-
-        root_B = token_BN.gather(1, last_B[:, None])[:, 0]
-        if state.grower is None:
-            tree = self._chain(kv, root_B, logits_BV, depth, sampling)
-        else:
-            first = Scored(logits_BV[:, None], logits_BV[:, None, :0])
-            tree = state.grower.grow(root_B, first, partial(self._score, kv, Above.of(root_B)), None, depth)
-        kv.rollback(committed_B)
-        return tree
-
-    def _chain(self, kv: KVCache, root_B: Tensor, logits_BV: Tensor, depth: int | None, sampling: Sampling) -> DraftTree:
-        def advance(token_B: Tensor) -> Tensor:
-            return self._feed(kv, token_B[:, None], torch.ones_like(token_B), torch.zeros_like(token_B)[:, None])
-
-        steps = min(self.draft_length, depth or self.draft_length)
-        return draft_chain(root_B, logits_BV, advance, steps, sampling, kv.length_B - 1)
-
-    def _score(self, kv: KVCache, above: Above, nodes: Generation) -> Scored:
-        """The generations before are computed again beside this one: no pass leaves keys behind that siblings could see."""
-        W = nodes.token_BW.shape[1]
-        above.add(nodes)
-        M = above.token_BM.shape[1]
-        position_BM = (kv.length_B[:, None] + above.depth_BM - 1).clamp_max(self.lm.shape.max_positions - 1)
-        row_BW = torch.arange(M - W, M, device=position_BM.device).expand(len(position_BM), W)
-        out = self.lm(above.token_BM, kv, ancestors_of(above.bits_BM), position_BM, Taps(), row_BW)
-        return Scored(out.logits_BRV, out.logits_BRV[..., :0])  # the model's state is its cache
-
-    def _feed(self, kv: KVCache, token_BN: Tensor, count_B: Tensor, row_BR: Tensor) -> Tensor:
-        """[B, V] logits at the one row asked for, if any; the first `count` tokens stay in the cache."""
-        column_N = torch.arange(token_BN.shape[1], device=token_BN.device)
-        position_BN = (kv.length_B[:, None] + column_N).clamp_max(self.lm.shape.max_positions - 1)
-        logits_BRV = self.lm(token_BN, kv, None, position_BN, Taps(), row_BR).logits_BRV
-        kv.keep(column_N.expand_as(token_BN), count_B)
-        return logits_BRV[:, 0] if row_BR.shape[1] else row_BR
 
 
 FAMILY = Family("draft_model", DraftModelOptions, build)

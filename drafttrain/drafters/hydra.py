@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Commit, Drafter
 from drafttrain.drafters import Family
-from drafttrain.dynamic import DynamicTree, Generation, Scored, StaticTree
+from drafttrain.dynamic import Generation, Grower, Scored
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
 from drafttrain.layers import Attention, AttentionShape, GatedMLP, ResidualBlock, RMSNorm, recomputed
@@ -28,8 +28,6 @@ from drafttrain.staged import CachedDrafter, OwnCache, Staged
 from drafttrain.target import FINAL, Taps, Target, TargetShape
 from drafttrain.tip import Tip, TipDrafter, blank
 from drafttrain.tree import DraftTree
-
-Grower = StaticTree | DynamicTree
 
 
 @dataclass

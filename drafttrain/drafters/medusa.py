@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafters import Family
-from drafttrain.dynamic import DynamicTree, Generation, Scored
+from drafttrain.dynamic import Grower, StaticTree, grown_from_slots
 from drafttrain.errors import UserError
 from drafttrain.layers import ResidualBlock, recomputed
 from drafttrain.ops.residual_heads import ResidualHeads, ranked, residual
@@ -84,7 +84,7 @@ def joined(parameters: list[Tensor]) -> Tensor:
 class MedusaState(Tip):
     """What the heads read, and how their choices become a tree."""
 
-    grower: DynamicTree | list[TreeShape]  # shapes: of a static tree by depth - 1, on the drafter's device; the last is whole
+    grower: Grower | list[TreeShape]  # shapes: of a static tree by depth - 1, on the drafter's device; the last is whole
     stack: Stack
 
 
@@ -113,7 +113,7 @@ class Medusa(TipDrafter, Proposing):
         self._width = shape.hidden_size
         self._target = [target]  # in a list: read, never trained or saved with the drafter
         self._stack: Stack | None = None
-        self.proposal = Proposal(options, options.heads, target)
+        self.proposal = Proposal(options, options.heads, target, independent=True)
 
     def _output(self, k: int) -> Callable[[Tensor], Tensor]:
         """Head k's output matrix: its own, or the target's, which works in the target's dtype."""
@@ -143,13 +143,13 @@ class Medusa(TipDrafter, Proposing):
         if self._stack is None or not self._stack.current:
             self._stack = Stack(list(self.heads))  # type: ignore[arg-type]
         grower = self.proposal.grower(like.device)
-        kept = grower if isinstance(grower, DynamicTree) else grower.shapes
+        kept = grower.shapes if isinstance(grower, StaticTree) else grower
         return MedusaState(*blank(slots, self._width, like), kept, self._stack)
 
     def propose(self, state: MedusaState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         state_BH, root_B = state.hidden_SH[slot_B], state.root_S[slot_B]
-        if isinstance(state.grower, DynamicTree):
-            return self._dynamic(state.grower, state.stack, state_BH, root_B, depth)
+        if not isinstance(state.grower, list):
+            return self._grown(state.grower, state.stack, state_BH, root_B, depth)
         shape = state.grower[min(depth or len(state.grower), len(state.grower)) - 1]
         stack, ranks = state.stack, shape.max_rank + 1
         if stack.fused is not None:
@@ -159,21 +159,14 @@ class Medusa(TipDrafter, Proposing):
         draft_BN = top_KBR[shape.depth_N[1:] - 1, :, shape.rank_N[1:]].T
         return DraftTree.static(torch.cat([root_B[:, None], draft_BN], 1), shape)
 
-    def _dynamic(self, grower: DynamicTree, stack: Stack, state_BH: Tensor, root_B: Tensor, depth: int | None) -> DraftTree:
-        """The likeliest paths by the product of the heads' probabilities: heads do not see each other's choices."""
+    def _grown(self, grower: Grower, stack: Stack, state_BH: Tensor, root_B: Tensor, depth: int | None) -> DraftTree:
+        """Of the likeliest paths by the product of the heads' probabilities: heads do not see each other's choices."""
         x_KBH = residual(stack.blocks, state_BH, min(self.draft_length, depth or self.draft_length))
         if stack.output_KVH is None:
             logits_KBV = self._shared(x_KBH)
         else:
             logits_KBV = torch.bmm(x_KBH, stack.output_KVH[: len(x_KBH)].transpose(1, 2))
-
-        def scored(head: int) -> Scored:
-            return Scored(logits_KBV[head][:, None], state_BH[:, None, :0])  # no node has a state of its own
-
-        def feed(nodes: Generation) -> Scored:
-            return scored(nodes.depth)
-
-        return grower.grow(root_B, scored(0), feed, None, depth)
+        return grown_from_slots(grower, root_B, logits_KBV.transpose(0, 1))
 
 
 FAMILY = Family("medusa", MedusaOptions, Medusa)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafters import Family
-from drafttrain.dynamic import DynamicTree, Generation, Scored, StaticTree
+from drafttrain.dynamic import Generation, Grower, Scored
 from drafttrain.errors import UserError
 from drafttrain.layers import recomputed
 from drafttrain.proposal import Proposal, Proposing, TreeOptions
@@ -143,7 +143,7 @@ class MLPSpeculator(TipDrafter, Proposing):
 class MLPSpeculatorState(Tip):
     """Where the first stage begins, and the tree that the stages fill."""
 
-    grower: StaticTree | DynamicTree
+    grower: Grower
 
 
 FAMILY = Family("mlp_speculator", MLPSpeculatorOptions, MLPSpeculator)

@@ -52,6 +52,8 @@ def _trtllm(source: Source, family: str, target: str, directory: str, drafts: in
 
 
 def _speculators(source: Source, family: str, target: str, directory: str, drafts: int) -> str:
+    if family == "mtp":
+        return f'speculators.SpeculatorModel.from_pretrained("{directory}")'
     return f"vllm serve {directory}"
 
 
@@ -109,6 +111,8 @@ def _official(source: Source, family: str, target: str, directory: str, drafts: 
         return f'MedusaModel.from_pretrained("{directory}", base_model="{target}")'
     if family == "redrafter":
         return f'recurrent_drafting.modeling_drafter.Drafter.from_pretrained("{directory}")'
+    if family == "mtp":
+        return f"cp {directory}/model.safetensors {target}/mtp.safetensors  # num_nextn_predict_layers: into config.json"
     if family == "mlp_speculator":
         return f'fms_extras.models.hf.modeling_mlp_speculator.MLPSpeculatorPreTrainedModel.from_pretrained("{directory}")'
     return f'DFlashDraftModel.from_pretrained("{directory}")'

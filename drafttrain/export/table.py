@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from drafttrain.errors import UserError
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts import dflash, draft_model, eagle, eagle3, gguf, hydra, medusa, mlp_speculator, redrafter
+from drafttrain.export.layouts import dflash, draft_model, eagle, eagle3, gguf, hydra, medusa, mlp_speculator, mtp, redrafter
 from drafttrain.export.parity import Reader
 from drafttrain.export.readers import causal_lm
 from drafttrain.export.readers import dflash as read_dflash
@@ -17,6 +17,7 @@ from drafttrain.export.readers import gguf as read_gguf
 from drafttrain.export.readers import hydra as read_hydra
 from drafttrain.export.readers import medusa as read_medusa
 from drafttrain.export.readers import mlp_speculator as read_mlp_speculator
+from drafttrain.export.readers import mtp as read_mtp
 from drafttrain.export.readers import redrafter as read_redrafter
 
 STACKS = {
@@ -59,6 +60,8 @@ ONLY_HEADS = "of these families it loads Medusa and MLP speculators alone"
 GENERATE = "its generate() takes draft models and DFlash alone"
 NOT_STRICT = "it loads the names that it knows and says nothing of others; not written until it can be run"
 NO_LOADER = "no loader of this family"
+OWN_MODULES = "it reads the modules that targets of some architectures come with, none beside others"
+SAME_EXIT = "the target alone is needed, and no stack reads an adapter; transformers: generate(assistant_early_exit=blocks)"
 
 
 def _eagle3(stack: str) -> Layout:
@@ -178,6 +181,17 @@ TABLE: dict[str, dict[str, Row]] = {
         "lmdeploy": "it drafts with no ordinary language model",
         "official": "a draft model is nobody's own layout; format=transformers writes it",
     },
+    "mtp": {
+        **dict.fromkeys(("vllm", "sglang", "trtllm"), OWN_MODULES),
+        "speculators": Layout("speculators", mtp.speculators, read_mtp.speculators, mtp.refuse),
+        "transformers": GENERATE,
+        "llamacpp": OWN_MODULES,
+        "openvino": NO_LOADER,
+        "tgi": ONLY_HEADS,
+        "lmdeploy": OWN_MODULES,
+        "official": Layout("DeepSeek", mtp.deepseek, read_mtp.deepseek, mtp.refuse),
+    },
+    "early_exit": dict.fromkeys(STACKS, SAME_EXIT),
     "prompt_lookup": dict.fromkeys(STACKS, "nothing is trained; turn on the stack's own n-gram drafting"),
     "suffix": dict.fromkeys(STACKS, "nothing is trained; turn on the stack's own suffix or n-gram drafting"),
     "cascade": dict.fromkeys(STACKS, "no stack runs drafters together; train and export its middle or inner one by itself"),

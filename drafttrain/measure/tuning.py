@@ -28,22 +28,22 @@ DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A proposal no deeper than `depth`. paths: of a tree, by rank; chains and what a drafter grows otherwise are its own, cut
-    there. nodes: root excluded.
+    there. nodes: root excluded. grown: by confidence, and how.
     """
 
     depth: int
     nodes: int
     paths: tuple[Path, ...] = ()
-    dynamic: bool = False
+    grown: str | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """As `Drafter.use_decode_settings` and `Drafter.prefer` take them."""
         tree = {"paths": [list(path) for path in self.paths]} if self.paths else {}
-        return {"draft_length": self.depth} | tree | ({"nodes": self.nodes} if self.dynamic else {})
+        return {"draft_length": self.depth} | tree | ({"nodes": self.nodes} if self.grown else {})
 
     def __str__(self) -> str:
-        kind = "dynamic tree" if self.dynamic else "tree" if self.paths else "draft length"
+        kind = f"{self.grown.replace('_', '-')} tree" if self.grown else "tree" if self.paths else "draft length"
         return f"{kind} {self.depth}" if not self.paths else f"{kind}, depth {self.depth}, {self.nodes} nodes"
 
 
@@ -83,13 +83,13 @@ def shapes_of(drafter: Drafter, texts: Sequence[Tensor], trees: bool) -> list[Sh
     if proposal is None or not proposal.tunable or not trees:
         own = drafter.paths()
         return [Shape(d, sum(len(path) <= d for path in own)) for d in depths]
-    dynamic, found = proposal.kind == "dynamic", {}
+    found = {}
     for depth in depths:
         cut = [text[:, :depth] for text in texts]
         for nodes in (n for n in CANDIDATES if n < MOST_NODES):
             paths = tuple(tuned_paths(cut, nodes))
             if paths:
-                shape = Shape(max(map(len, paths)), len(paths), paths, dynamic)
+                shape = Shape(max(map(len, paths)), len(paths), paths, proposal.kind if proposal.sized else None)
                 found[shape.depth, shape.nodes] = shape
     return list(found.values())
 

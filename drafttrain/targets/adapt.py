@@ -6,7 +6,6 @@ the merged one the weights that they change.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -14,14 +13,14 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from drafttrain.errors import UserError
 from drafttrain.target import LoraSpec
 from drafttrain.targets.hf import HFTarget, find_blocks
 from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.shallow import shadow
 
 NAME = "default"  # peft's own, of the one adapter
 
@@ -85,12 +84,6 @@ def own_bytes(target: HFTarget, original: HFTarget) -> int:
     held = {p.untyped_storage().data_ptr() for p in original.model.parameters()}
     own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in target.model.parameters()}
     return sum(size for place, size in own.items() if place not in held)
-
-
-def shadow(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the modules whose parameters are new objects over the same memory; tied ones stay tied."""
-    memo: dict[int, Tensor] = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
-    return copy.deepcopy(model, memo | {id(b): b for b in model.buffers()})
 
 
 def _modules(model: nn.Module, blocks: int, spec: LoraSpec) -> list[str]:

@@ -38,6 +38,9 @@ class Outline(HFTarget):
     def _trainable(self, model: PreTrainedModel) -> HFTarget:
         return Outline(model)
 
+    def _view(self, model: PreTrainedModel) -> HFTarget:
+        return Outline(model)
+
     def companion(self, path: str, revision: str | None) -> Companion:
         config = AutoConfig.from_pretrained(readable(path), revision=revision, trust_remote_code=False)
         return Companion(Outline(AutoModelForCausalLM.from_config(config)), None, True, None)

@@ -5,6 +5,8 @@ Shapes: B rows, N new positions, P positions, I joined heads, D head width, H hi
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from drafttrain.ops.rms_norm import norm
 from drafttrain.target import Taps, TargetOut
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.parallel import Part
+from drafttrain.targets.shallow import check_first
 from drafttrain.targets.substitute import merged
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -171,6 +174,16 @@ class FastTarget(HFTarget):
         whole = [w for w in weights if w is not None]
         if len(whole) == len(weights) and library.has_product() and self.part.size == 1:
             self._blocks = Blocks(whole, self._chain[0].before.variance_epsilon)
+
+    def shallow(self, blocks: int) -> FastTarget:
+        """Its blocks are this target's own, joined and packed once for both."""
+        check_first(self.shape.blocks, blocks)
+        view = copy.copy(self)
+        view.shape, view._chain = replace(self.shape, blocks=blocks), self._chain[:blocks]
+        if self._blocks is not None:
+            weights = [block.weights() for block in view._chain]
+            view._blocks = Blocks([w for w in weights if w is not None], self._chain[0].before.variance_epsilon)
+        return view
 
     def recompute(self) -> None:
         self.recomputes = True

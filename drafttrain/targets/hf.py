@@ -78,6 +78,7 @@ class HFTarget(PrunedTarget):
         config = model.config.get_text_config()
         self.shape = shape_of(config)
         self.backbone: list[Any] = [model.base_model]  # in a list: already registered below `model`
+        self._norm: list[nn.Module] | None = None  # before the head, once asked for
         self._captured: dict[int, Tensor] = {}
         self._wanted: frozenset[int] = frozenset()
         blocks = find_blocks(model, self.shape.blocks)
@@ -202,6 +203,22 @@ class HFTarget(PrunedTarget):
         if not self.frozen and not self.training and not self.joins:
             substitute(self.model, self.bits)
         return KVCache(self.shape.blocks, slots, max_len, self.device, pages)
+
+    def norm(self, hidden_H: Tensor) -> Tensor:
+        from drafttrain.targets.shallow import final_norm
+
+        if self._norm is None:
+            self._norm = [final_norm(self.model, self.shape.blocks)]
+        return self._norm[0](hidden_H)
+
+    def shallow(self, blocks: int) -> HFTarget:
+        from drafttrain.targets.shallow import check_first, cut
+
+        check_first(self.shape.blocks, blocks)
+        return self._view(cut(self.model, self.shape.blocks, blocks))
+
+    def _view(self, model: PreTrainedModel) -> HFTarget:
+        return HFTarget(model, self.stop_ids)
 
     def pruned(self, blocks: int) -> HFTarget:
         """A trainable copy of the first `blocks` blocks with embedding, norm and head."""

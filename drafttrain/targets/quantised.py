@@ -48,9 +48,15 @@ class QuantisedTarget(HFTarget):
         return f"{self._whole}-{self.kind}"
 
     def pruned(self, blocks: int) -> NoReturn:
+        self._refuse("copies whole blocks of the target")
+
+    def shallow(self, blocks: int) -> NoReturn:
+        self._refuse("runs the target's first blocks")
+
+    def _refuse(self, what: str) -> NoReturn:
         raise UserError(
-            f"this drafter copies whole blocks of the target, whose weights target.weights={self.kind} has quantised; choose a "
-            "family with layers of its own, or leave target.weights out"
+            f"this drafter {what}, whose weights target.weights={self.kind} has quantised; choose a family with layers of its "
+            "own, or leave target.weights out"
         )
 
 

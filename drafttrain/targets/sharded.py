@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from drafttrain.errors import UserError
 from drafttrain.fingerprint import fingerprint_of
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget, find_blocks, shape_of
@@ -59,6 +60,12 @@ class ShardedTarget(HFTarget):
         first = list(find_blocks(self.model, self.shape.blocks))[: max(blocks, 0)]
         with self.shards.gathered(p for block in first for p in block.parameters()):
             return super().pruned(blocks)
+
+    def shallow(self, blocks: int) -> NoReturn:
+        raise UserError(
+            "this drafter runs the target's first blocks by themselves, and they are sharded over processes; choose a family "
+            "with layers of its own, or a target that fits one device"
+        )
 
     def _trainable(self, model: PreTrainedModel) -> HFTarget:
         runner = HFTarget if why_not(model) else FastTarget

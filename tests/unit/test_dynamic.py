@@ -235,7 +235,8 @@ def test_tuning(target: HFTarget) -> None:
 @pytest.mark.parametrize(
     ("kind", "length", "paths", "width", "nodes", "message"),
     [
-        ("bush", 4, None, 10, None, "choose one of chain, static, dynamic"),
+        ("bush", 4, None, 10, None, "choose one of chain, static, dynamic, best_first"),
+        ("best_first", 4, None, 10, None, "depend on those above them"),
         ("chain", 0, None, 10, None, "set it within 1 and 63"),
         ("chain", 4, [[0]], 10, None, "set drafter.tree=static"),
         ("static", 1, [[0], [0, 0]], 10, None, "1 levels, the draft length"),

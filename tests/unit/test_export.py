@@ -52,6 +52,8 @@ PAIRS = {  # case -> the stacks that it goes to
     "redrafter": ["official"],
     "mlp_speculator": ["tgi", "official"],
     "mlp_speculator-tied": ["tgi", "official"],
+    "mtp": ["official"],
+    "mtp-qwen3": ["speculators"],
     "dflash": ["vllm", "sglang", "trtllm", "speculators", "transformers", "llamacpp", "openvino", "official"],
     "dflash-unlike": ["vllm", "sglang", "trtllm", "speculators", "transformers", "openvino", "official"],
     "draft_model": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],

@@ -13,7 +13,7 @@ FLOORS = [
     ("errors", "atomic", "page", "fingerprint", "served", "tree", "kv", "sampling", "span", "batch", "ops"),
     (
         *("target", "layers", "drafter", "staged", "tip", "request", "processors", "fallback"),
-        *("block_drafter", "dynamic", "proposal", "recurrent", "translation", "merged"),
+        *("autoregressive", "block_drafter", "best_first", "dynamic", "proposal", "recurrent", "translation", "merged"),
     ),
     ("verify", "rounds", "ahead", "prefill", "speculate", "treesize"),
     ("drafters", "targets", "data", "features", "law", "losses", "adapted", "checkpoint"),

@@ -17,8 +17,9 @@ from drafttrain.export.layouts.renames import SAME, Renames
 from drafttrain.layers import SCALINGS, LayerOptions, LayerShape, check_scaling
 from drafttrain.target import Target
 from drafttrain.targets.hf import shape_of
+from drafttrain.targets.shallow import final_norm
 
-EMBEDDING, HEAD = "embedding", "output matrix"
+EMBEDDING, HEAD, NORM = "embedding", "output matrix", "last norm"
 TRAINED_FOR = "give the target it was trained for with target=hf target.path=DIR"
 
 
@@ -73,7 +74,7 @@ def same_size(found: Foreign, what: str, got: Any, wanted: int) -> None:
 
 def check_shared(found: Foreign, name: str, what: str, target: Any) -> None:
     """Raise UserError unless a tensor that the target has too is the target's, up to the rounding of either."""
-    own = (target.model.get_input_embeddings().weight if what == EMBEDDING else target.head_weight).detach().cpu()
+    own = _shared(what, target).detach().cpu()
     given = found.tensors[name]
     if own.shape != given.shape:
         raise UserError(
@@ -84,6 +85,14 @@ def check_shared(found: Foreign, name: str, what: str, target: Any) -> None:
         raise UserError(
             f"{found.origin}: {name} is not this target's {what}, and drafters here have none of their own; {TRAINED_FOR}"
         )
+
+
+def _shared(what: str, target: Any) -> Tensor:
+    if what == NORM:
+        weight: Tensor = final_norm(target.model, target.shape.blocks).weight  # type: ignore[assignment]
+        return weight
+    found: Tensor = target.model.get_input_embeddings().weight if what == EMBEDDING else target.head_weight
+    return found
 
 
 def layer_options(found: Foreign, fields: Mapping[str, Any], target: Target, kind: str = "llama") -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""MTP: multi-token prediction as DeepSeek-V3 has it, distilled for a target that has none (arXiv 2412.19437, section 2.2).
+
+Shapes: B rows, N positions or nodes, T positions, H hidden, V vocabulary.
+
+    x[t+1] -- target's embedding -- enorm --.
+                                            eh_proj (2H -> H) -- a block like the target's -- h' -- the target's norm, head
+    h[t], the target's ------------ hnorm --'                                                 |
+      ^                                                                                       |
+      '--- one depth further: the block's own output, before that norm  <---------------------'
+
+One module makes every depth, as serving stacks run it, and is trained on its own outputs so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.drafters import Family
+from drafttrain.errors import UserError
+from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm
+from drafttrain.proposal import Proposal, TreeOptions
+from drafttrain.recurrent import Recurrent
+from drafttrain.target import FINAL, Taps, Target, TargetShape
+
+
+@dataclass
+class MTPOptions(TreeOptions):
+    """How deep the module is trained on its own outputs, and what its block is like."""
+
+    family: str = "mtp"
+    tree: str = "chain"
+    steps: int = 3  # of training on own outputs
+    step_decay: float = 0.8  # step i (from 0) weighs step_decay ** i in the loss
+    draft_length: int = 4
+    norm_output: bool = False  # the normed state goes to the next depth; DeepSeek's is not normed
+    qk_norm: bool = False  # of each head's query and key, as in Qwen3's blocks
+    layer: LayerOptions = field(default_factory=LayerOptions)
+
+
+class MTPModule(nn.Module):
+    """Named as in DeepSeek's checkpoints."""
+
+    def __init__(self, shape: TargetShape, qk_norm: bool) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.norm_eps
+        self.enorm, self.hnorm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = Attention(AttentionShape.of(shape, width, qk_norm))
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = GatedMLP(width, shape.intermediate_size)
+
+
+class MTP(Recurrent):
+    """The target's embedding, final norm and head are shared and frozen."""
+
+    def __init__(self, options: MTPOptions, target: Target) -> None:
+        super().__init__(Proposal(options, options.draft_length, target), target)
+        if options.steps < 1 or options.step_decay <= 0:
+            raise UserError(
+                f"drafter.steps is {options.steps}, drafter.step_decay {options.step_decay:g}; set steps to 1 or more, "
+                "step_decay above 0"
+            )
+        shape, self.taps = LayerOptions.of(options.layer).shape(target.shape), Taps(final=True)
+        self.layer_shape, self.steps, self.decay = shape, options.steps, options.step_decay
+        self.norm_output = options.norm_output
+        self.module = MTPModule(shape, options.qk_norm)
+
+    @property
+    def attention(self) -> Attention:
+        return self.module.self_attn
+
+    def settled(self) -> dict[str, Any]:
+        return {"layer": asdict(LayerOptions.between(self.layer_shape, self._target[0].shape))}
+
+    def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
+        return hidden[FINAL].to(self.module.eh_proj.weight.dtype)
+
+    def enter(self, token_BN: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
+        module, embedded_BNH = self.module, self.embed(token_BN, state_BNH)
+        joined_BNH = module.eh_proj(torch.cat([module.enorm(embedded_BNH), module.hnorm(state_BNH)], -1))
+        return joined_BNH, module.input_layernorm(joined_BNH)
+
+    def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
+        state_BNH = residual_BNH + attended_BNH
+        state_BNH = state_BNH + self.module.mlp(self.module.post_attention_layernorm(state_BNH))
+        return self._normed(state_BNH).to(state_BNH.dtype) if self.norm_output else state_BNH
+
+    def logits(self, state_H: Tensor) -> Tensor:
+        """By the target's norm and head, in the target's dtype."""
+        target = self._target[0]
+        return target.head(state_H.to(target.head_weight.dtype) if self.norm_output else self._normed(state_H))
+
+    def _normed(self, state_H: Tensor) -> Tensor:
+        target = self._target[0]
+        return target.norm(state_H.to(target.head_weight.dtype))
+
+    @property
+    def ahead(self) -> int:
+        return self.steps_of(self.steps) + 1
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        """Each step's state feeds the next, at the same index, not detached."""
+        for step, pairs, hidden_MH in self.unroll(batch, self.fuse(batch.hidden), self.steps_of(self.steps)):
+            yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, self.decay**step)
+
+
+FAMILY = Family("mtp", MTPOptions, MTP)
