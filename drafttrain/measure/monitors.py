@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafttrain.data.repetition import tail_run, whole_run
-
-LONGEST_PERIOD = 32  # n-grams up to this length are looked for
-LEAST_TOKENS = 16  # shorter repetition is ordinary text
+from drafttrain.repetition import LONGEST_PERIOD, loops, whole_run
 
 
 def longest_repeat(tokens: Sequence[int]) -> int:
@@ -19,10 +16,8 @@ def longest_repeat(tokens: Sequence[int]) -> int:
 
 
 def ends_in_loop(tokens: Sequence[int], stop_ids: frozenset[int] = frozenset()) -> bool:
-    """The output's tail repeats one n-gram at least three times, over at least 16 tokens. A stopped output never does."""
-    if not tokens or tokens[-1] in stop_ids:
-        return False
-    return any(tail_run(tokens, n) >= LEAST_TOKENS for n in range(1, LONGEST_PERIOD + 1))
+    """The output's tail is a loop (`drafttrain.repetition.loops`). A stopped output never does."""
+    return bool(tokens) and tokens[-1] not in stop_ids and loops(tokens)
 
 
 def missed_stop(tokens: Sequence[int], stop_ids: frozenset[int]) -> bool:

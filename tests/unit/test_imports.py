@@ -10,9 +10,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "drafttrain"
 FLOORS = [
-    ("errors", "atomic", "page", "fingerprint", "tree", "kv", "sampling", "span", "batch", "ops"),
+    ("errors", "atomic", "page", "fingerprint", "tree", "kv", "sampling", "span", "batch", "ops", "repetition", "jsontext"),
     (
-        *("target", "layers", "drafter", "staged", "tip", "request", "processors", "fallback"),
+        *("target", "layers", "drafter", "staged", "tip", "request", "processors", "fallback", "guard"),
         *("block_drafter", "dynamic", "proposal", "recurrent", "translation", "merged"),
     ),
     ("verify", "rounds", "ahead", "prefill", "speculate", "treesize"),
