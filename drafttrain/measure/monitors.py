@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
+from drafttrain.jsontext import JsonText
 from drafttrain.repetition import LONGEST_PERIOD, loops, whole_run
 
 
@@ -23,6 +25,20 @@ def ends_in_loop(tokens: Sequence[int], stop_ids: frozenset[int] = frozenset()) 
 def missed_stop(tokens: Sequence[int], stop_ids: frozenset[int]) -> bool:
     """The output ran out of room without a stop token."""
     return not tokens or tokens[-1] not in stop_ids
+
+
+def valid_json(text: str, required: Sequence[str] = (), fence: bool = True) -> bool:
+    """One JSON value, blanks and, if allowed, a ``` fence around it; an object with the required keys, where there are any."""
+    checker = JsonText(fence)
+    if checker.feed(text) is not None or not checker.complete:
+        return False
+    if not required:
+        return True
+    try:
+        value = json.loads(checker.value)
+    except RecursionError:
+        return False
+    return isinstance(value, dict) and all(key in value for key in required)
 
 
 def counted(outputs: Sequence[Sequence[int]], stop_ids: frozenset[int]) -> dict[str, int]:
