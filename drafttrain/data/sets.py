@@ -22,14 +22,14 @@ class PromptSet:
     """turns: a record's user turns; None where the record is not of this set. name: the field with its id, or None. category:
     the field with its category, or None: the set's own name. reference: the field with its answer. most: records taken.
 
-    hub, config, split: as `datasets.load_dataset` takes them; files: instead of a hub id, addresses for its `json` loader.
+    hub, config, split: as `datasets.load_dataset` takes them; address: of the file, where its authors have put it on no hub.
     """
 
     turns: Callable[[Record], Any]
-    hub: str
+    hub: str | None
     split: str = "test"
     config: str | None = None
-    files: str | None = None
+    address: str | None = None
     name: str | None = None
     category: str | None = None
     reference: str | None = None
@@ -58,9 +58,8 @@ def _summary(record: Record) -> Any:
 SETS: dict[str, PromptSet] = {
     "spec_bench": PromptSet(
         _turns,
-        "json",
-        "train",
-        files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        None,
+        address="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
         name="question_id",
         category="category",
         reference="reference",
@@ -84,16 +83,19 @@ def hub_records(name: str, limit: int | None) -> Iterator[tuple[str, Record]]:
     from datasets.exceptions import DatasetsError
 
     chosen = SETS[name]
+    if chosen.hub is None:
+        raise UserError(
+            f"prompt set {name} is not on the hub: download {chosen.address}, and give the file as measure.prompts={name}:FILE"
+        )
     limit = limit or chosen.most
-    more = {} if chosen.files is None else {"data_files": chosen.files}
     try:
         # a limited read streams, so that a few records of a large set do not download it
-        rows = load_dataset(chosen.hub, name=chosen.config, split=chosen.split, streaming=limit is not None, **more)
+        rows = load_dataset(chosen.hub, name=chosen.config, split=chosen.split, streaming=limit is not None)
         found = list(islice(rows, limit))
     except (OSError, ValueError, DatasetsError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"prompt set {name}: {chosen.files or chosen.hub} cannot be had ({reason}); download it, and give the file as "
+            f"prompt set {name}: {chosen.hub} cannot be had ({reason}); download it, and give the file as "
             f"measure.prompts={name}:FILE"
         ) from error
     return ((f"{chosen.hub}:record {number}", dict(record)) for number, record in enumerate(found, start=1))

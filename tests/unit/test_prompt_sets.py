@@ -68,21 +68,19 @@ def test_a_local_file_in_the_published_form(tmp_path: Path, name: str, ending: s
     assert told.turns == wanted.turns and told.origin is None
 
 
-@pytest.mark.parametrize("name", sorted(FORMS))
+@pytest.mark.parametrize("name", [name for name in sorted(SETS) if SETS[name].hub])
 def test_a_hub_id_is_read_with_its_own_split_and_no_further_than_asked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     asked, (record, wanted) = [], FORMS[name]
 
     def load(hub: str, **how: Any) -> list[dict[str, Any]]:
-        asked.append((hub, how["name"], how["split"], how["streaming"], how.get("data_files")))
+        asked.append((hub, how["name"], how["split"], how["streaming"]))
         return [record] * 100
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     chosen = SETS[name]
     assert load_prompts(name, 2)[0] == wanted and len(load_prompts(name, 2)) == 2
     assert len(load_prompts(name)) == (FEW if chosen.most else 100)
-    assert asked[0] == (chosen.hub, chosen.config, chosen.split, True, chosen.files) and asked[2][3] == (
-        chosen.most is not None
-    )
+    assert asked[0] == (chosen.hub, chosen.config, chosen.split, True) and asked[2][3] == (chosen.most is not None)
 
 
 def test_the_hubs_mt_bench_has_another_name_for_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +99,9 @@ def test_without_network_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     ) as error:
         load_prompts("gsm8k")
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"Spec-Bench/main/data/spec_bench/question\.jsonl cannot be had"):
+    with pytest.raises(
+        UserError, match=r"download https://.*/spec_bench/question\.jsonl, and give the file as .*=spec_bench:FILE$"
+    ):
         load_prompts("spec_bench")
 
 
