@@ -214,6 +214,13 @@ class KVCache:
             kv_keep(store, self.table_BQ, self.length_B, path_BA, count_B)
         self._set(self.length_B + count_B)
 
+    def cut(self, slot: int, length: int) -> None:
+        """Forget what one slot has past this length: positions lie in the order of the text, so nothing of it is left."""
+        self.length_S[slot] = length
+        if self.bound is None:
+            self._lengths[slot] = length
+        self._refresh()
+
     def rollback(self, length_B: Tensor) -> None:
         """Forget everything past these lengths of the rows in use: a drafter's own guesses, once they are proposed."""
         self._set(length_B)

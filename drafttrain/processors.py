@@ -5,6 +5,8 @@ Shapes: S slots, B active rows, N nodes (root included), A new tokens, K stop to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,9 +36,13 @@ class Processors:
             self._stop_SK = torch.nn.functional.pad(self._stop_SK, (0, max(missing, 0)), value=-1)
             self._stop_SK[slot] = -1
             self._stop_SK[slot, : len(request.stop_ids)] = torch.tensor(sorted(request.stop_ids), device=self._device)
+        self.see(slot, request.prompt)
+
+    def see(self, slot: int, text: Sequence[int]) -> None:
+        """The slot's text, the prompt included, is this and nothing else."""
         if self.seen_SV is not None:
             self.seen_SV[slot] = False
-            self.seen_SV[slot, torch.tensor(request.prompt, device=self._device)] = True
+            self.seen_SV[slot, torch.tensor(text, device=self._device)] = True
 
     def add(self, slot_B: Tensor, root_B: Tensor, token_BA: Tensor, count_B: Tensor) -> None:
         """The first count_B tokens of each row became text, which has its root already."""

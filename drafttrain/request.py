@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from drafttrain.guard import Act, Guard, Watch
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """key names the request in its noise: equal keys and seeds give equal samples. samples: how many texts of one prompt,
     with keys from `key` on; they share the prompt's pages.
 
-    stop_ids end a text, and are part of it. min_new_tokens: none of them before so many tokens. stop_text: see `StopText`.
+    stop_ids end a text, and are part of it. min_new_tokens: none of them before so many tokens. stop_text: see `StopText`,
+    guard: `Guard`.
     """
 
     prompt: Sequence[int]
@@ -21,6 +24,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     stop_text: StopText | None = None
     samples: int = 1
+    guard: Guard | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -38,9 +42,10 @@ class Result:
     """One text. tokens[0] comes from the prefill; the rest, `emitted` of them, from `verifications`.
 
     offered[i], accepted[i]: verifications in which a draft at depth i + 1 was offered below an accepted path, and
-    those that accepted it. nodes: draft nodes verified, roots excluded. ended_by: stop, text or length; None while it runs.
-    queued, started (its prefill begins), first, ended: seconds of perf_counter. runs: accepted drafts of
-    each verification, in turn.
+    those that accepted it. nodes: draft nodes verified, roots excluded. ended_by: stop, text, length, or the guard that ended
+    it (loop, json); None while it runs. queued, started (its prefill begins), first, ended: seconds of perf_counter. runs:
+    accepted drafts of each verification, in turn; lengths: its tokens that stayed. acts: what guards did. turned: one has cut
+    the text, which is to go on plainly; plain: it does.
     """
 
     request: int
@@ -57,6 +62,11 @@ class Result:
     first: float = 0.0
     ended: float = 0.0
     runs: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    acts: list[Act] = field(default_factory=list)
+    turned: bool = False
+    plain: bool = False
+    _watch: Watch | None = None
 
     @property
     def tau(self) -> float:
@@ -66,6 +76,7 @@ class Result:
     def begin(self, request: Request, token: int, now: float) -> None:
         """The first token, of the prefill."""
         self.tokens, self.first, self.ended = [token], now, now
+        self._watch = None if request.guard is None else Watch(request.guard)
         self._cut(request, 1)
 
     def take(self, request: Request, tokens: list[int], nodes: int, open: bool, now: float) -> Chunk:
@@ -79,6 +90,7 @@ class Result:
         _add(self.offered, drafts + (1 if kept == len(tokens) and open else 0))
         _add(self.accepted, drafts)
         self.runs.append(drafts)
+        self.lengths.append(kept)
         self.emitted += kept
         self.verifications += 1
         self.nodes += nodes
@@ -96,7 +108,19 @@ class Result:
         if ends:
             end, self.ended_by = min(ends, key=lambda e: e[0])
             del tokens[end:]
+        if self._watch is not None and (act := self._watch.act(tokens, len(tokens) - before)) is not None:
+            self._obey(act)
         return len(tokens) - before
+
+    def _obey(self, act: Act) -> None:
+        """A text that ends at the same token anyway is left as it is."""
+        if self.ended_by and act.kept == len(self.tokens):
+            return
+        self.acts.append(act)
+        del self.tokens[act.kept :]
+        self.ended_by = act.guard if act.action == "stop" else None
+        self.turned = act.action == "plain"
+        self.plain = self.plain or self.turned
 
 
 def _add(counts: list[int], depth_reached: int) -> None:

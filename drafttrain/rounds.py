@@ -5,7 +5,7 @@ Shapes: S slots, B rows, N tree nodes, A accepted nodes, K stop tokens, V vocabu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -27,7 +27,8 @@ from drafttrain.verify import Policy, Verdict
 class SlotState:
     """What the device knows of each slot's text: its root, its request's key, tokens made, and where it ends.
 
-    done_S: a row that is done goes through further rounds and commits nothing; the host drops it when it looks.
+    done_S: a row that is done goes through further rounds and commits nothing; the host drops it when it looks. plain_S: a row
+    whose drafts are not verified: what it gets is plain decoding, whatever the policy.
     temperature_S, seed_1: of the sampling.
     """
 
@@ -36,6 +37,7 @@ class SlotState:
             torch.zeros(slots, dtype=torch.long, device=device) for _ in range(4)
         )
         self.done_S = torch.ones(slots, dtype=torch.bool, device=device)
+        self.plain_S = torch.zeros(slots, dtype=torch.bool, device=device)
         self.temperature_S = torch.full((slots,), sampling.temperature, dtype=torch.float32, device=device)
         self.seed_1 = torch.full((1,), sampling.seed, dtype=torch.long, device=device)
         self.stop_SK = torch.full((slots, 1), -1, device=device)  # -1: none
@@ -48,10 +50,16 @@ class SlotState:
         if request.stop_ids:
             self.stop_SK[slot, : len(request.stop_ids)] = torch.tensor(sorted(request.stop_ids), device=self.stop_SK.device)
         self.key_S[slot], self.limit_S[slot], self.done_S[slot] = key, request.max_new_tokens, False
+        self.plain_S[slot] = False
 
     def begin(self, slot_B: Tensor, root_B: Tensor) -> None:
         """The first tokens of new texts."""
         self.root_S[slot_B], self.made_S[slot_B] = root_B, 1
+
+    def turn(self, slot: int, tokens: Sequence[int]) -> None:
+        """The slot's text is these tokens, and goes on plainly."""
+        self.root_S[slot], self.made_S[slot] = tokens[-1], len(tokens)
+        self.done_S[slot], self.plain_S[slot] = False, True
 
     def sampling(self, sampling: Sampling, slot_B: Tensor) -> Sampling:
         """The settings of these rows, read from the device; where nothing is drawn, they are the same for all."""
@@ -100,7 +108,10 @@ class Row:
 
 @dataclass
 class Round:
-    """Propose, verify, commit, observe, for the rows of `slot_B`. marks: when its parts began and ended, in seconds."""
+    """Propose, verify, commit, observe, for the rows of `slot_B`. marks: when its parts began and ended, in seconds.
+
+    turns: rows may be turned to plain decoding (`turn`); without, rounds do not look for such.
+    """
 
     target: Target
     drafter: Drafter | None
@@ -111,6 +122,7 @@ class Round:
     state: Any  # the drafter's
     slots: SlotState
     processors: Processors
+    turns: bool = False
     marks: list[float] = field(default_factory=list)
     _events: list[Any] = field(default_factory=list)
 
@@ -157,7 +169,14 @@ class Round:
             return DraftTree.chain(self.slots.root_S[slot_B][:, None])
         tree, fixed = self.drafter.propose(self.state, slot_B, sampling, limit), self.kv.bound is not None
         tree = tree if self.window is None else tree.cut(self.window, trim=not fixed)
+        if self.turns:
+            tree = self._pruned(tree, slot_B)
         return tree if fixed else tree.trimmed()
+
+    def _pruned(self, tree: DraftTree, slot_B: Tensor) -> DraftTree:
+        """Rows that are plain are left their root alone, which the drafter no longer knows."""
+        token_BN = torch.cat([self.slots.root_S[slot_B][:, None], tree.token_BN[:, 1:]], 1)
+        return replace(tree, token_BN=token_BN, count_B=tree.count_B.masked_fill(self.slots.plain_S[slot_B], 1))
 
     def _kept(self, verdict: Verdict, slot_B: Tensor, limit: int | None) -> Verdict:
         """No more columns than drafts can be accepted, and nothing of rows that are done."""
@@ -168,9 +187,17 @@ class Round:
     def _observe(self, commit: Commit, slot_B: Tensor, limit: int | None) -> None:
         if self.drafter is None:
             return
+        if self.turns:  # a text that was cut back is no longer the one that the drafter knows
+            commit = replace(commit, count_B=commit.count_B.masked_fill(self.slots.plain_S[slot_B], 0))
         self.drafter.observe(self.state, commit, slot_B)
         if limit == 0 and self.kv.bound is not None:  # what waits must fit the next proposal, whose width is fixed
             self.drafter.absorb(self.state, slot_B)
+
+    def turn(self, slot: int, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """The slot's text goes on plainly behind these tokens of it; whatever was committed past them is forgotten."""
+        self.kv.cut(slot, len(prompt) + len(tokens) - 1)  # the last one is the root, which no cache holds yet
+        self.slots.turn(slot, tokens)
+        self.processors.see(slot, [*prompt, *tokens])
 
     @contextmanager
     def marked(self, events: list[Any]) -> Iterator[None]:

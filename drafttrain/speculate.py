@@ -17,6 +17,7 @@ from drafttrain.ahead import LEAST_BOUND, RING, Ahead, Captures, Launched, Share
 from drafttrain.drafter import Drafter
 from drafttrain.errors import UserError
 from drafttrain.fallback import Fallback
+from drafttrain.guard import Guard
 from drafttrain.kv import pages_for
 from drafttrain.prefill import Prefill
 from drafttrain.processors import Processors
@@ -80,7 +81,7 @@ class Decoder:
     """What a session decodes with: target, drafter (None: plainly, with the same target, cache and sampler), policy, settings.
 
     `prefill_chunk` bounds the positions of one prefill pass. stop_ids and the parameters named like those of `Request` are
-    for `run`.
+    for `run`. A guard that would turn a text to plain decoding is off where decoding is that already, or as good as that.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Decoder:
         controls: Controls = Controls(),
         min_new_tokens: int = 0,
         stop_text: StopText | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.target, self.drafter, self.controls = target, drafter, controls
         self.policy = policy_for(policy, sampling, controls.threshold)
@@ -104,6 +106,9 @@ class Decoder:
         self.prefill_chunk = prefill_chunk
         self._text: dict[str, Any] = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens}
         self._text |= {"min_new_tokens": min_new_tokens, "stop_text": stop_text}
+        guard = guard or Guard()
+        self.guard = guard.without("plain") if drafter is None or self.policy.lossless else guard
+        self.turns = self.guard != self.guard.without("plain")
         able = controls.capture and target.captured and (drafter is None or drafter.captured)
         self.captures = target.device.type == "cuda" and able
         self.read_every = controls.read_every or (1 if self.captures else None)
@@ -126,16 +131,23 @@ class Decoder:
             )
         return text + self.scratch
 
-    def request(self, prompt: Sequence[int], key: int = 0) -> Request:
-        """A request with the decoder's own limits."""
-        return Request(prompt, key, **self._text)
+    def request(self, prompt: Sequence[int], key: int = 0, as_json: bool = False) -> Request:
+        """A request with the decoder's own limits. as_json: its text is meant to be JSON."""
+        return Request(prompt, key, **self._text, guard=self.guard.of(as_json))
 
-    def run(self, prompts: Sequence[Sequence[int]], batch_size: int = 1, first_request: int = 0) -> Decoded:
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        batch_size: int = 1,
+        first_request: int = 0,
+        as_json: Sequence[bool] | None = None,
+    ) -> Decoded:
         """Decode every prompt, `batch_size` at a time; a finished one makes room for the next. Results in prompt order.
 
-        Raises ValueError for an empty prompt or one that leaves no room for new tokens.
+        as_json: of each prompt; None: of none. Raises ValueError for an empty prompt or one that leaves no room for new tokens.
         """
-        requests = [self.request(prompt, first_request + i) for i, prompt in enumerate(prompts)]
+        meant = [False] * len(prompts) if as_json is None else as_json
+        requests = [self.request(p, first_request + i, m) for i, (p, m) in enumerate(zip(prompts, meant, strict=True))]
         session = self._session_for(min(batch_size, len(requests)), max(map(self.positions, requests), default=1))
         results = [result for request in requests for result in session.submit(request)]
         for _ in session:
@@ -161,9 +173,9 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """Rounds that were launched, for these rows."""
+    """Rounds that were launched, for these rows; None: for a text that has been cut back meanwhile."""
 
-    rows: list[tuple[Request, Result]]
+    rows: list[tuple[Request, Result] | None]
     limit: int | None
     launched: Launched
     steps: int
@@ -185,7 +197,7 @@ class Session:
         self.slots = SlotState(every, decoder.sampling, device)
         self.round = Round(
             target, decoder.drafter, decoder.policy, decoder.sampling, decoder.controls.window,
-            self.kv, self.state, self.slots, self.processors,
+            self.kv, self.state, self.slots, self.processors, decoder.turns,
         )  # fmt: skip
         self.ahead = Ahead(self.round, decoder.captures) if decoder.read_every else None
         self.prefill = Prefill(self.round, decoder.prefill_chunk, self.ahead is not None)
@@ -229,6 +241,8 @@ class Session:
             return chunks
         fallback, rows = self.decoder.fallback, len(self.active)
         limit = fallback.depth(rows) if fallback else self.decoder.controls.draft_length
+        if self.decoder.turns and all(result.plain for _, result in self.active.values()):
+            limit = 0
         return chunks + (self._round(limit) if self.ahead is None else self._ahead(self.ahead, limit))
 
     def _round(self, limit: int | None) -> list[Chunk]:
@@ -237,7 +251,7 @@ class Session:
         began, drafted, verified, committed = self.round.marks
         columns = (record.next_BA, record.count_B, record.nodes_B, record.open_B)
         rows = [Row(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
-        chunks = self._record(list(self.active.values()), rows)
+        chunks = self._record([*self.active.values()], rows)
         self._learn(limit, committed - began, rows)
         self._retire()
         self.costs.draft += drafted - began
@@ -256,7 +270,7 @@ class Session:
             self._looked = perf_counter()
         made = ahead.made
         launched = ahead.launch(list(self.active), known + (unknown + 2) * self.decoder.reach, limit, steps)
-        self._under_way = _UnderWay(list(self.active.values()), limit, launched, steps)
+        self._under_way = _UnderWay([*self.active.values()], limit, launched, steps)
         if ahead.made.count > made.count:
             self._charge_nobody(ahead.made - made)
         return self._look(before) if before else []
@@ -293,10 +307,9 @@ class Session:
 
     def _learn(self, limit: int | None, seconds: float, rows: list[Row]) -> None:
         fallback = self.decoder.fallback
-        live = [row for row in rows if row.count]
+        live = [row for row in rows if row.count and (row.nodes > 1 or not (limit and self.decoder.turns))]
         if fallback is not None and limit is not None and live:
-            reached = [row.count - 1 for row in live]
-            fallback.record(len(rows), limit, seconds, sum(reached) + len(reached), reached)
+            fallback.record(len(rows), limit, seconds, sum(row.count for row in rows), [row.count - 1 for row in live])
 
     def _admit(self) -> list[Chunk]:
         """Give waiting requests slots and pages, in order, and prefill them together."""
@@ -349,16 +362,25 @@ class Session:
                 else:
                     self.kv.copy(first, slot)
 
-    def _record(self, texts: list[tuple[Request, Result]], rows: list[Row]) -> list[Chunk]:
-        """Count the round per request; rounds of a text that has ended count for nothing."""
+    def _record(self, texts: Sequence[tuple[Request, Result] | None], rows: list[Row]) -> list[Chunk]:
+        """Count the round per request; rounds of a text that has ended, or was cut back, count for nothing."""
         now, chunks = perf_counter(), []
-        for (request, result), row in zip(texts, rows, strict=True):
-            if not result.ended_by and row.count:
-                chunks.append(result.take(request, row.tokens[: row.count], row.nodes - 1, row.open, now))
+        for text, row in zip(texts, rows, strict=True):
+            if text is not None and row.count and not (text[1].ended_by or text[1].turned):
+                chunks.append(text[1].take(text[0], row.tokens[: row.count], row.nodes - 1, row.open, now))
         return chunks
 
+    def _turn(self) -> None:
+        """Texts that a guard has cut go on plainly from there; what is under way for them is void."""
+        for slot, (request, result) in self.active.items():
+            if result.turned:
+                self.round.turn(slot, request.prompt, result.tokens)
+                result.turned = False
+                if self._under_way is not None:
+                    self._under_way.rows = [t if t is None or t[1] is not result else None for t in self._under_way.rows]
+
     def _retire(self, entered: bool = False) -> None:
-        """Free what finished requests held, and tell the cache which slots go on."""
+        """Free what finished requests held, tell the cache which slots go on, and turn those that guards have cut."""
         done = [slot for slot, (_, result) in self.active.items() if result.ended_by]
         for slot in done:
             del self.active[slot]
@@ -369,3 +391,5 @@ class Session:
             self.slot_B = torch.tensor(list(self.active), dtype=torch.long, device=self.slot_B.device)
             if self.ahead is None:
                 self.kv.rows(self.slot_B)
+        if self.decoder.turns:
+            self._turn()

@@ -68,7 +68,11 @@ def report_of_figures() -> dict[str, Any]:
 
 def evidence_of(tokens: list[int], runs: list[int]) -> Evidence:
     """One output, with the accepted drafts of each verification."""
-    result = Result(0, 1, tokens, verifications=len(runs), emitted=len(tokens) - 1, runs=runs)
+    lengths, left = [], len(tokens) - 1
+    for drafts in runs:
+        lengths.append(min(drafts + 1, left))
+        left -= lengths[-1]
+    result = Result(0, 1, tokens, verifications=len(runs), emitted=len(tokens) - 1, runs=runs, lengths=lengths)
     return Evidence([Case("1", "code", [65])], [result], [result], None, [], False, None, None)
 
 

@@ -17,7 +17,7 @@ from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
 from drafttrain.data.prompts import encode_prompt
 from drafttrain.errors import UserError
-from drafttrain.measure.decoding import decoder_of
+from drafttrain.measure.decoding import decoder_of, idle_guards
 from drafttrain.request import Chunk, Result
 from drafttrain.speculate import Decoder, Session
 from drafttrain.targets.load import LoadedTarget, load_target
@@ -50,6 +50,8 @@ def _generate(options: RunOptions, part: Part) -> None:
         writer.note("the target was trained with this drafter: the text is the adapted target's, not the original's")
     if drafter is None:
         writer.note("no checkpoint: plain decoding; add checkpoint=DIR to draft")
+    if said := idle_guards(options.decode):
+        writer.note(said)
     if options.prompt is not None or not sys.stdin.isatty():
         result = writer.answer(sys.stdin.read() if options.prompt is None else options.prompt)
         part.check(result.tokens)
@@ -94,7 +96,7 @@ class Writer:
             tokens = encode_prompt(self.loaded.tokenizer, turns, self.replies)
         else:
             tokens = list(self.loaded.tokenizer(said, verbose=False)["input_ids"])
-        request = self.decoder.request(tokens, key=len(self.replies))
+        request = self.decoder.request(tokens, key=len(self.replies), as_json=True)
         try:
             session = Session(self.decoder, 1, self.decoder.positions(request))
         except ValueError as error:
@@ -166,4 +168,7 @@ def status(result: Result, drafts: bool) -> str:
         parts.append(f"{result.verifications} verifications, tau {result.tau:.2f}")
     if spent > 0:
         parts.append(f"{(len(result.tokens) - 1) / spent:,.0f} tokens/s")
+    for act in result.acts:
+        told = {"loop": "a loop", "json": "broken JSON"}[act.guard]
+        parts.append(f"{told} behind token {act.kept}: " + ("ended" if act.action == "stop" else "decoded plainly from there"))
     return ", ".join(parts)

@@ -23,7 +23,7 @@ from drafttrain.data.contamination import Copy, copies
 from drafttrain.data.dataset import encoder_of
 from drafttrain.data.look import Bin, Look, Sample, chosen, longest_bar, sample_of, template_rows
 from drafttrain.data.progress import bar
-from drafttrain.data.prompts import load_prompts
+from drafttrain.data.prompts import load_prompts, named_prompts
 from drafttrain.data.provenance import find_provenance
 from drafttrain.data.sources import Conversation, read_conversations
 from drafttrain.data.templates import read_template
@@ -56,6 +56,7 @@ def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
     page, asked = _checked(options), options.inspect
     prompt_file = options.prompts or options.measure.prompts
     prompts = load_prompts(prompt_file)
+    prompt_file = named_prompts(prompt_file)
     tokenizer = load_tokenizer(options.target)
     conversations = read_conversations(options.data)
     look, samples = _looked(conversations, tokenizer, options)

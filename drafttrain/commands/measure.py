@@ -17,10 +17,11 @@ from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
 from drafttrain.commands.watch import watching
 from drafttrain.data.chat import Encoded
-from drafttrain.data.prompts import load_prompts
+from drafttrain.data.prompts import load_prompts, named_prompts
 from drafttrain.errors import OutputError, UserError
 from drafttrain.measure.enginetext import engines_table
 from drafttrain.measure.flags import broken_promises
+from drafttrain.measure.published import published_for, published_lines
 from drafttrain.measure.report import Report, report_of, write_report
 from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
 from drafttrain.measure.table import console_table
@@ -78,11 +79,14 @@ def measure_run(
     drafter = {"family": record.family, "parameters": body["checkpoints"][-1]["parameters"], "options": record.options}
     for entry in body["checkpoints"]:
         entry["training"] = spent(Path(entry["path"]))
-    body["measure"]["prompts"] = options.prompts or options.measure.prompts
+    body["measure"]["prompts"] = named_prompts(options.prompts or options.measure.prompts)
     report = report_of(body, loaded.description, drafter, environment(loaded.target.device), training)
+    report["published"] = published_for(report, {prompt.origin for prompt in prompts})
     if loaded.target.part.first:
         write_report(folder, report, metrics)
     console.print(console_table(report))
+    for line in published_lines(report):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
     for note in report["measure"]["notes"]:
         console.print(f"note: {note}", style="yellow", soft_wrap=True)
     console.print(f"report: {folder / 'report.html'}", soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""Evaluation prompts: MT-bench's own record form, and the single-prompt forms of HumanEval and GSM8K."""
+"""Evaluation prompts: from files in MT-bench's own record form or that of a public set, or from the hub."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.files import ASSETS, read_records
+from drafttrain.data.sets import SETS, field_of, hub_records
 from drafttrain.errors import UserError
 
 SINGLE = ("prompt", "question")  # HumanEval, GSM8K
@@ -19,38 +20,88 @@ SINGLE = ("prompt", "question")  # HumanEval, GSM8K
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """turns: what the user says, turn by turn; the target's replies go in between."""
+    """turns: what the user says, turn by turn; the target's replies go in between. origin: the public set it is of, if any.
+
+    format: json where the reply is to be JSON; required: keys that it must then have. reference: the record's own answer.
+    """
 
     question_id: str | int
     category: str
     turns: list[str]
+    format: str | None = None
+    required: tuple[str, ...] = ()
+    reference: Any = None
+    origin: str | None = None
 
 
-def load_prompts(path: str, limit: int | None = None) -> list[Prompt]:
-    """Read `embedded` or a file, at most `limit` prompts. Raises UserError naming file and line of anything malformed."""
+def load_prompts(prompts: str | Sequence[str], limit: int | None = None) -> list[Prompt]:
+    """Read `embedded`, a file, a public set by name (`drafttrain.data.sets`) or as NAME:FILE, or several of these, at most
+    `limit` prompts of each. Raises UserError naming file and line of anything malformed.
+    """
     if limit is not None and limit < 1:
         raise UserError(
             f"the prompt limit must be at least 1, got {limit}; raise measure.limit, or leave it out to read everything"
         )
+    named = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not named or not all(isinstance(name, str) for name in named):
+        raise UserError(f"measure.prompts is {prompts!r}; name embedded, a file, or one or more of {', '.join(SETS)}")
+    return [prompt for name in named for prompt in _load(name, limit)]
+
+
+def named_prompts(prompts: str | Sequence[str]) -> str:
+    """As a report names them."""
+    return prompts if isinstance(prompts, str) else ", ".join(prompts)
+
+
+def _load(name: str, limit: int | None) -> list[Prompt]:
+    if name in SETS:
+        return [_prompt(origin, record, i, name, name) for i, (origin, record) in enumerate(hub_records(name, limit), start=1)]
+    chosen, _, path = name.partition(":")
+    if chosen not in SETS:
+        chosen, path = "", name
     file = ASSETS / "prompts.jsonl" if path == "embedded" else Path(path).expanduser()
     records = islice(read_records(file), limit)
-    return [_prompt(origin, record, number, file) for number, (origin, record) in enumerate(records, start=1)]
+    category = chosen or file.name.split(".")[0]
+    return [_prompt(origin, record, i, category, chosen) for i, (origin, record) in enumerate(records, start=1)]
 
 
-def _prompt(origin: str, record: dict[str, Any], number: int, file: Path) -> Prompt:
-    turns = record.get("turns")
-    if turns is None:
-        turns = [record[key] for key in SINGLE if record.get(key) is not None][:1]
+def _prompt(origin: str, record: dict[str, Any], number: int, category: str, chosen: str) -> Prompt:
+    """category: of a record that names none. chosen: the set that it is of; empty: told by its fields."""
+    of = SETS.get(chosen)
+    turns = of.turns(record) if of else _told(record)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         got = ", ".join(sorted(map(str, record))) or "no key at all"
-        raise UserError(
-            f"{origin}: expected `turns`, a list of strings (or `prompt`, or `question`), got {got}; write the prompt so"
-        )
+        form = f"the fields of {chosen}" if of else "`turns`, a list of strings (or `prompt`, or `question`)"
+        raise UserError(f"{origin}: expected {form}, got {got}; write the prompt so")
     if not turns[0].strip():
         raise UserError(f"{origin}: expected text in the first turn, got a blank string; fill it, or remove the record")
-    question_id = record.get("question_id", record.get("task_id", number))
-    category = record.get("category", file.name.split(".")[0])
-    return Prompt(question_id if isinstance(question_id, int) else str(question_id), str(category), turns)
+    question_id = record.get(of.name) if of and of.name else record.get("question_id", record.get("task_id"))
+    question_id = number if question_id is None else question_id
+    category = record.get((of and of.category) or "category") or category
+    reference = record.get(of.reference) if of and of.reference else record.get("reference")
+    name = question_id if isinstance(question_id, int) else str(question_id)
+    return Prompt(name, str(category), turns, *_format(origin, record), reference, chosen or None)
+
+
+def _told(record: dict[str, Any]) -> Any:
+    """The turns of a record that is of no set, by the fields it has."""
+    if record.get("turns") is not None:
+        return record["turns"]
+    found = (field_of(key)(record) for key in SINGLE)
+    return next((turns for turns in [*found, *(s.turns(record) for s in SETS.values())] if turns is not None), None)
+
+
+def _format(origin: str, record: dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
+    """What the reply is to be, and the keys that it needs: `required`, or those of a JSON schema."""
+    form, required = record.get("format"), record.get("required")
+    if form not in (None, "json"):
+        raise UserError(f"{origin}: expected json in `format`, got {form!r}; write json, or leave it out")
+    if required is None and isinstance(schema := record.get("schema"), dict):
+        required = schema.get("required")
+    required = [] if required is None else required
+    if not isinstance(required, list) or not all(isinstance(key, str) for key in required) or (required and form is None):
+        raise UserError(f'{origin}: expected a list of keys in `required`, beside "format": "json", got {required!r}; mend it')
+    return form, tuple(required)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], replies: Sequence[str] = ()) -> list[int]:

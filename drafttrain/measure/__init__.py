@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -10,8 +11,11 @@ class MeasureOptions:
     """What is measured after training. Definitions: docs/metrics.md."""
 
     enabled: bool = True
-    prompts: str = "embedded"  # embedded, or a file with `question_id`, `category`, `turns` a line
-    limit: int | None = None  # at most so many prompts
+    # embedded, a file with `question_id`, `category`, `turns` a line, or public sets: spec_bench, mt_bench, humaneval, gsm8k,
+    # math500, alpaca, cnn_dm; NAME:FILE for a local file of one; a list of these
+    prompts: Any = "embedded"
+    limit: int | None = None  # at most so many prompts of each file or set
+    turns: int | None = None  # of a dialogue at most; null: all, each behind the target's own replies
     minutes: float = 3.0  # budget for all checkpoints; fewer repeats and timed prompts are taken when it is short
     repeats: int = 3  # of the interleaved timing
     timed_prompts: int = 16  # prompts in the timing; acceptance is taken from all of them
@@ -38,6 +42,17 @@ class TuneOptions:
 
 
 @dataclass
+class GuardOptions:
+    """What is done where a text begins to loop or breaks its format, in all texts or in those whose prompt asks for JSON: off |
+    plain: the target decodes it plainly from there on, under a lossy policy | stop: it ends.
+    """
+
+    loop: str = "off"
+    json: str = "off"  # generate: of every text
+    fence: bool = True  # a ``` fence may stand around the JSON
+
+
+@dataclass
 class DecodeOptions:
     """How the measured decoder runs."""
 
@@ -57,4 +72,5 @@ class DecodeOptions:
     max_new_tokens: int = 128
     min_new_tokens: int = 0  # no stop token before so many
     stop: list[str] = field(default_factory=list)  # strings that end a text, besides the stop tokens
+    guard: GuardOptions = field(default_factory=GuardOptions)
     tree_nodes: int | None = 24  # node budget of families that draft trees, root excluded; null: as many as pay on this machine

@@ -8,8 +8,8 @@ from time import monotonic
 
 from drafttrain.drafter import Drafter
 from drafttrain.measure import DecodeOptions, MeasureOptions, distribution
-from drafttrain.measure.cases import Case, waves
-from drafttrain.measure.decoding import decoder_of, sampling_of, stop_text_of
+from drafttrain.measure.cases import Case, in_turn, waves
+from drafttrain.measure.decoding import decoder_of, guard_of, sampling_of, stop_text_of
 from drafttrain.measure.exactness import Match, compare, first_difference
 from drafttrain.measure.plan import Budget, plan
 from drafttrain.measure.speed import Contender, Race, Repeats, race
@@ -49,12 +49,15 @@ class Bench:
         sampling = replace(self.sampling, seed=self.sampling.seed + seed)
         return decoder_of(self.loaded, self.decode, drafter, sampling, max_new_tokens or self.decode.max_new_tokens)
 
-    def decode_all(self, stage: str, drafter: Drafter | None, cases: Sequence[Case], passes: int = 1) -> list[Result]:
-        """Results in case order. With `passes` above 1 (how often the cases will be run in all) the budget may end it early."""
+    def decode_all(
+        self, stage: str, drafter: Drafter | None, cases: Sequence[Case], passes: int = 1, first: int = 0
+    ) -> list[Result]:
+        """Results in case order. With `passes` above 1 (how often the cases will be run in all) the budget may end it early.
+        first: the first case's number among all."""
         decoder, results, began = self.decoder(drafter), [], monotonic()
         parts = waves(len(cases), self.options.untimed_batch)
         for done, wave in enumerate(parts, start=1):
-            results += decoder.run([cases[i].tokens for i in wave], len(wave), first_request=wave[0]).results
+            results += _run(decoder, [cases[i] for i in wave], first + wave[0]).results
             self.watch(stage, done, len(parts), sum(len(r.tokens) for r in results[-len(wave) :]))
             if passes > 1 and self.part.share(self.budget.enough(len(results), monotonic() - began, passes)):
                 break
@@ -66,10 +69,10 @@ class Bench:
         left padding, which a batch needs, is not exact in every architecture."""
         outputs, parts = [], waves(len(cases), self.options.untimed_batch)
         for done, wave in enumerate(parts, start=1):
-            found = [r.tokens for r in self._generate([cases[i].tokens for i in wave]).results]
+            found = [r.tokens for r in self._generate([cases[i] for i in wave]).results]
             for row, i in enumerate(wave):
                 if first_difference(plain[i].tokens, found[row]) is not None:
-                    found[row] = self._generate([cases[i].tokens]).results[0].tokens
+                    found[row] = self._generate([cases[i]]).results[0].tokens
             outputs += found
             self.watch("transformers", done, len(parts), sum(map(len, found)))
         return outputs
@@ -87,25 +90,40 @@ class Bench:
 
     def races(self, drafters: dict[str, Drafter], cases: Sequence[Case], others: int = 0) -> dict[int, Race]:
         """Timings by batch size. others: races that follow, each with an equal share of the budget."""
-        sizes, timed = self.options.batch_sizes, self.options.timed_prompts
+        sizes, timed, order = self.options.batch_sizes, self.options.timed_prompts, in_turn(cases)
         return {
             size: self.race(
-                drafters, cases[: max(timed, size)], size, self.budget.left / (len(sizes) + others - i), f"batch {size}"
+                drafters,
+                cases,
+                size,
+                self.budget.left / (len(sizes) + others - i),
+                f"batch {size}",
+                order[: max(timed, size)],
             )
             for i, size in enumerate(sizes)
         }
 
-    def race(self, drafters: dict[str, Drafter], cases: Sequence[Case], size: int, seconds: float, label: str) -> Race:
-        """Baseline and every checkpoint in turn, over as many prompts as the seconds allow."""
+    def race(
+        self,
+        drafters: dict[str, Drafter],
+        cases: Sequence[Case],
+        size: int,
+        seconds: float,
+        label: str,
+        order: Sequence[int] | None = None,
+    ) -> Race:
+        """Baseline and every checkpoint in turn, over as many prompts as the seconds allow. order: the numbers of those cases
+        that may be taken; None: all."""
         decoders = {BASELINE: self.decoder(None)} | {name: self.decoder(d) for name, d in drafters.items()}
         contenders = {name: self._contender(d, cases) for name, d in decoders.items()}
-        wanted, repeats = waves(len(cases), size), self.options.repeats
+        chosen_cases = range(len(cases)) if order is None else order
+        wanted, repeats = [[chosen_cases[i] for i in wave] for wave in waves(len(chosen_cases), size)], self.options.repeats
         once = frozenset({REFERENCE}) if self.options.transformers and self.sampling.greedy and size == 1 else frozenset()
         began = monotonic()
         race(contenders, wanted[:1], 1)  # warms up, is thrown away, and tells what one round takes
         every_time = monotonic() - began
         if once:
-            contenders[REFERENCE] = lambda wave: self._generate([cases[i].tokens for i in wave])
+            contenders[REFERENCE] = lambda wave: self._generate([cases[i] for i in wave])
             contenders[REFERENCE](wanted[0])
         spent = monotonic() - began
         round_seconds = every_time + (spent - every_time) / repeats
@@ -123,11 +141,12 @@ class Bench:
         return Race(size, wanted[: chosen.waves], laps)
 
     def _contender(self, decoder: Decoder, cases: Sequence[Case]) -> Contender:
-        return lambda wave: decoder.run([cases[i].tokens for i in wave], len(wave), first_request=wave[0])
+        return lambda wave: _run(decoder, [cases[i] for i in wave], wave[0])
 
-    def _generate(self, prompts: list[list[int]]) -> Decoded:
-        target = self.loaded.target
-        return generate(target.model, prompts, target.stop_ids, self.decode, stop_text_of(self.loaded, self.decode))
+    def _generate(self, cases: list[Case]) -> Decoded:
+        target, guard = self.loaded.target, guard_of(self.loaded, self.decode).without("plain")
+        stop_text, guards = stop_text_of(self.loaded, self.decode), [guard.of(case.as_json) for case in cases]
+        return generate(target.model, [c.tokens for c in cases], target.stop_ids, self.decode, stop_text, guards)
 
     def _say_if_cut(self, label: str, count: int, wanted: int, repeats: int) -> None:
         if count < wanted or repeats < self.options.repeats:
@@ -135,3 +154,8 @@ class Bench:
                 f"timing at {label} was cut to {count} of {wanted} waves and {repeats} of {self.options.repeats} "
                 f"repeats by measure.minutes={self.options.minutes:g}"
             )
+
+
+def _run(decoder: Decoder, cases: Sequence[Case], first: int) -> Decoded:
+    """Together; first: the first one's key."""
+    return decoder.run([c.tokens for c in cases], len(cases), first, [c.as_json for c in cases])

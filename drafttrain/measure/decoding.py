@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from drafttrain.drafter import Drafter
 from drafttrain.errors import UserError
+from drafttrain.guard import Guard
 from drafttrain.measure import DecodeOptions
 from drafttrain.request import StopText
 from drafttrain.sampling import Sampling
 from drafttrain.speculate import Controls, Decoder
 from drafttrain.targets.load import LoadedTarget
+from drafttrain.verify import POLICIES
 
 
 def sampling_of(decode: DecodeOptions) -> Sampling:
@@ -28,6 +30,23 @@ def sampling_of(decode: DecodeOptions) -> Sampling:
 def stop_text_of(loaded: LoadedTarget, decode: DecodeOptions) -> StopText | None:
     tokenizer = loaded.tokenizer
     return StopText(tuple(decode.stop), lambda ids: str(tokenizer.decode(ids))) if decode.stop else None
+
+
+def guard_of(loaded: LoadedTarget, decode: DecodeOptions) -> Guard:
+    """Raises ValueError for an action that is none."""
+    asked, tokenizer = decode.guard, loaded.tokenizer
+    return Guard(asked.loop, asked.json, asked.fence, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
+
+
+def idle_guards(decode: DecodeOptions) -> str | None:
+    """A sentence on guards that have nothing to fall back to; None where there are none."""
+    named = [f"decode.guard.{name}=plain" for name in ("loop", "json") if getattr(decode.guard, name) == "plain"]
+    if not named or not (decode.policy in POLICIES and POLICIES[decode.policy].lossless):
+        return None
+    return (
+        f"{' and '.join(named)} changes nothing: policy {decode.policy} is lossless, the text is the target's own already; "
+        "stop would end it"
+    )
 
 
 def decoder_of(
@@ -54,6 +73,7 @@ def decoder_of(
             ),
             min_new_tokens=min(decode.min_new_tokens, length),
             stop_text=stop_text_of(loaded, decode),
+            guard=guard_of(loaded, decode),
         )
     except UserError:
         raise

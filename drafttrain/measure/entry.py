@@ -27,6 +27,7 @@ class Evidence:
 
     hits: teacher-forced on the plain outputs; None when the policy has no prediction. sampled: see `expected_tau`.
     exact: against plain decoding, exact_reference: against transformers; None when outputs are sampled or not compared.
+    valid, plain_valid: whether the outputs are the JSON that was asked for; None where none was.
     """
 
     cases: Sequence[Case]
@@ -37,14 +38,14 @@ class Evidence:
     sampled: bool
     exact: Sequence[Match] | None
     exact_reference: Sequence[Match] | None
+    valid: Sequence[bool | None] = ()
+    plain_valid: Sequence[bool | None] = ()
 
 
 def whole(evidence: Evidence, name: str, timed: Race, stop_ids: frozenset[int]) -> Keys:
     """Every case; times from one race."""
     keys = _of_cases(evidence, list(range(len(evidence.cases)))) | speed_keys(timed, name)
-    baseline = counted([r.tokens for r in evidence.plain], stop_ids)
-    monitors = counted([r.tokens for r in evidence.speculative], stop_ids)
-    keys["monitors"] = monitors | {f"baseline_{k}": v for k, v in baseline.items()}
+    keys["monitors"] = monitor_keys(evidence, stop_ids)
     times = {prefix: by_prompt(timed, whose) for prefix, whose in (("", name), ("baseline_", BASELINE))}
     keys["per_prompt"] = [
         _one(evidence, i, stop_ids) | {f"{prefix}decode_ms": _milli(found.get(i)) for prefix, found in times.items()}
@@ -61,12 +62,18 @@ def whole(evidence: Evidence, name: str, timed: Race, stop_ids: frozenset[int]) 
 
 
 def by_category(evidence: Evidence, name: str, timed: Race) -> list[Keys]:
-    """A slice per category; its times come from the waves that hold that category alone."""
+    """A slice per category, and per public set and turn where there are several; times come from the waves that hold nothing
+    else."""
     slices = []
-    for category in dict.fromkeys(case.category for case in evidence.cases):
-        chosen = [i for i, case in enumerate(evidence.cases) if case.category == category]
-        keys = _of_cases(evidence, chosen) | speed_keys(timed, name, set(chosen))
-        slices.append({"by": "category", "value": category, "batch_size": timed.batch_size} | keys)
+    for by, values in (
+        ("category", [case.category for case in evidence.cases]),
+        ("set", [case.origin or "other" for case in evidence.cases]),
+        ("turn", [case.turn for case in evidence.cases]),
+    ):
+        for value in dict.fromkeys(values) if by == "category" or len(set(values)) > 1 else ():
+            chosen = [i for i, own in enumerate(values) if own == value]
+            keys = _of_cases(evidence, chosen) | speed_keys(timed, name, set(chosen))
+            slices.append({"by": by, "value": value, "batch_size": timed.batch_size} | keys)
     return slices
 
 
@@ -167,6 +174,7 @@ def _one(evidence: Evidence, i: int, stop_ids: frozenset[int]) -> Keys:
     return {
         "question_id": evidence.cases[i].question_id,
         "category": evidence.cases[i].category,
+        "turn": evidence.cases[i].turn,
         "prompt": prompt_digest(evidence.cases[i].tokens),
         "tokens": len(ours.tokens),
         "baseline_tokens": len(plain.tokens),
@@ -180,7 +188,33 @@ def _one(evidence: Evidence, i: int, stop_ids: frozenset[int]) -> Keys:
         "baseline_loop": ends_in_loop(plain.tokens, stop_ids),
         "stop_missed": missed_stop(ours.tokens, stop_ids),
         "baseline_stop_missed": missed_stop(plain.tokens, stop_ids),
+        "json_valid": evidence.valid[i] if evidence.valid else None,
+        "baseline_json_valid": evidence.plain_valid[i] if evidence.plain_valid else None,
     }
+
+
+def monitor_keys(evidence: Evidence, stop_ids: frozenset[int]) -> Keys:
+    """What monitors count in all outputs, and by category."""
+    every = range(len(evidence.cases))
+    keys, names = _monitored(evidence, every, stop_ids), [case.category for case in evidence.cases]
+    keys["categories"] = [
+        {"category": name} | _monitored(evidence, [i for i in every if names[i] == name], stop_ids)
+        for name in dict.fromkeys(names)
+    ]
+    return keys
+
+
+def _monitored(evidence: Evidence, chosen: Sequence[int], stop_ids: frozenset[int]) -> Keys:
+    keys: Keys = {"prompts": len(chosen)}
+    for prefix, results, valid in (
+        ("", evidence.speculative, evidence.valid),
+        ("baseline_", evidence.plain, evidence.plain_valid),
+    ):
+        asked = [valid[i] for i in chosen if valid and valid[i] is not None]
+        found = counted([results[i].tokens for i in chosen], stop_ids)
+        keys |= {f"{prefix}{key}": value for key, value in found.items()}
+        keys |= {"json_prompts": len(asked), f"{prefix}json_valid": sum(map(bool, asked)) if asked else None}
+    return keys
 
 
 def prompt_digest(tokens: Sequence[int]) -> str:

@@ -41,6 +41,11 @@ def flags(entry: dict[str, Any]) -> list[str]:
     loops = entry["monitors"]["loops"]
     if loops > LOOPING * prompts:
         found.append(f"{loops} of {prompts} outputs end in a loop, which makes acceptance look good for nothing")
+    if entry["exact_matches"] is not None or not POLICIES[entry["policy"]].lossless:  # else chance alone makes them differ
+        for part in entry["monitors"].get("categories", ()):
+            if part["json_prompts"] and part["json_valid"] != part["baseline_json_valid"]:
+                ours, plain, asked = part["json_valid"], part["baseline_json_valid"], part["json_prompts"]
+                found.append(f"{part['category']}: {ours} of {asked} outputs are the JSON asked for, plainly decoded {plain}")
     if entry["speedup"] is not None and entry["speedup"] < 1.0:
         found.append(f"slower than plain decoding ({entry['speedup']:.2f}x)")
     return found

@@ -9,6 +9,8 @@ from drafttrain.measure import cells
 from drafttrain.measure.cells import rows
 from drafttrain.measure.data import data_section
 from drafttrain.measure.enginetext import flags, section
+from drafttrain.measure.guards import guards_section, monitors_section
+from drafttrain.measure.published import published_section
 
 Report = dict[str, Any]
 
@@ -32,7 +34,10 @@ def markdown(report: Report, figures: Sequence[str]) -> str:
         *(f"![{_ALT.get(name, name)}]({name})" for name in figures),
         _costs(report),
         _slices(report),
+        published_section(report),
         _quality(report),
+        monitors_section(report),
+        guards_section(report),
         _setup(report),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
-from drafttrain.data.repetition import tail_run, whole_run
-
-LONGEST_PERIOD = 32  # n-grams up to this length are looked for
-LEAST_TOKENS = 16  # shorter repetition is ordinary text
+from drafttrain.jsontext import JsonText
+from drafttrain.repetition import LONGEST_PERIOD, loops, whole_run
 
 
 def longest_repeat(tokens: Sequence[int]) -> int:
@@ -19,15 +18,27 @@ def longest_repeat(tokens: Sequence[int]) -> int:
 
 
 def ends_in_loop(tokens: Sequence[int], stop_ids: frozenset[int] = frozenset()) -> bool:
-    """The output's tail repeats one n-gram at least three times, over at least 16 tokens. A stopped output never does."""
-    if not tokens or tokens[-1] in stop_ids:
-        return False
-    return any(tail_run(tokens, n) >= LEAST_TOKENS for n in range(1, LONGEST_PERIOD + 1))
+    """The output's tail is a loop (`drafttrain.repetition.loops`). A stopped output never does."""
+    return bool(tokens) and tokens[-1] not in stop_ids and loops(tokens)
 
 
 def missed_stop(tokens: Sequence[int], stop_ids: frozenset[int]) -> bool:
     """The output ran out of room without a stop token."""
     return not tokens or tokens[-1] not in stop_ids
+
+
+def valid_json(text: str, required: Sequence[str] = (), fence: bool = True) -> bool:
+    """One JSON value, blanks and, if allowed, a ``` fence around it; an object with the required keys, where there are any."""
+    checker = JsonText(fence)
+    if checker.feed(text) is not None or not checker.complete:
+        return False
+    if not required:
+        return True
+    try:
+        value = json.loads(checker.value)
+    except RecursionError:
+        return False
+    return isinstance(value, dict) and all(key in value for key in required)
 
 
 def counted(outputs: Sequence[Sequence[int]], stop_ids: frozenset[int]) -> dict[str, int]:

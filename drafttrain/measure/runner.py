@@ -16,17 +16,18 @@ from drafttrain.errors import UserError
 from drafttrain.losses import Hits
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench, Watch
-from drafttrain.measure.cases import Case, encode_cases
+from drafttrain.measure.cases import Case, encode_cases, follow_ups
 from drafttrain.measure.change import Original
-from drafttrain.measure.decoding import decoder_of, depth_limit
+from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, whole
 from drafttrain.measure.expected import forced_hits
 from drafttrain.measure.flags import distillation, flags
 from drafttrain.measure.floor import step_floor
+from drafttrain.measure.guards import guard_keys, valid_outputs, without_guards
 from drafttrain.measure.plan import Budget
 from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.measure.samples import samples
-from drafttrain.measure.sheet import outputs
+from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import conditions, other_slices
 from drafttrain.measure.speed import Race
 from drafttrain.request import Result
@@ -63,6 +64,7 @@ def measure_checkpoints(
     cases, left_out = encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - decode.max_new_tokens)
     notes = [f"{left_out} of {len(prompts)} prompts are too long for the target and were left out"] if left_out else []
     notes.extend(_other_weights(loaded, checkpoints))
+    notes.extend(filter(None, [idle_guards(decode)]))
     began = monotonic()
     alone = [c for c in checkpoints if read_meta(c.path).adapter is not None]
     groups = [group for group in ([c for c in checkpoints if c not in alone], *([c] for c in alone)) if group]
@@ -102,18 +104,18 @@ def _group(
             watch=lambda stage, *counts: said(label + stage.removeprefix(label), *counts),  # a bar of its own
         )
     checkpoints, drafters = _rows(checkpoints, {name: r.drafter for name, r in restored.items()})
-    plain, reference = _baseline(bench, cases, passes=len(checkpoints) + 1)
-    cases = cases[: len(plain)]
+    asked = len(cases)
+    cases, plain, reference = _baseline(bench, cases, passes=len(checkpoints) + 1)
     parameters = {name: trainable(drafter) for name, drafter in drafters.items()}
     for drafter in drafters.values():
         drafter.requires_grad_(False)  # from here on they only decode
     found = {name: _evidence(bench, name, drafter, cases, plain, reference) for name, drafter in drafters.items()}
-    extras = {name: _extras(bench, drafter, found[name]) for name, drafter in drafters.items()}
-    asked = conditions(bench, cases)
-    races = bench.races(drafters, cases, others=len(asked))
-    others = other_slices(asked, drafters)
+    extras = {name: _extras(bench, name, drafter, found[name]) for name, drafter in drafters.items()}
+    further = conditions(bench, cases)
+    races = bench.races(drafters, cases, others=len(further))
+    others = other_slices(further, drafters)
     entries = [_entry(bench, c, drafters[c.name], found[c.name], races) | extras[c.name] for c in checkpoints]
-    change = None if original is None else original.change(restored[first], [r.tokens for r in plain])
+    change = None if original is None else original.change(restored[first], [r.tokens for r in plain[:asked]])
     for entry in entries:
         entry["parameters"] = parameters[entry["name"]]
         entry["target_change"] = change
@@ -157,24 +159,35 @@ def _check(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef], decode: D
             f"measure.temperatures is {list(options.temperatures)}, measure.contexts {list(options.contexts)}; "
             "give no temperature below 0, and lengths of at least 1"
         )
-    for name in ("repeats", "timed_prompts", "untimed_batch"):
+    for name in ("repeats", "timed_prompts", "untimed_batch", "turns"):
         value = getattr(options, name)
-        if value < 1:
+        if value is not None and value < 1:
             raise UserError(f"measure.{name} is {value}; set it to 1 or more")
     if decode.max_new_tokens < 2:
         raise UserError(f"decode.max_new_tokens is {decode.max_new_tokens}; set it to 2 or more, the prefill gives the first")
     decoder_of(loaded, decode, None)
 
 
-def _baseline(bench: Bench, cases: Sequence[Case], passes: int) -> tuple[list[Result], list[list[int]] | None]:
-    """Plain decoding of the cases (fewer, when the budget is short), and transformers' outputs for the same ones."""
+def _baseline(bench: Bench, cases: Sequence[Case], passes: int) -> tuple[list[Case], list[Result], list[list[int]] | None]:
+    """Plain decoding of the cases (fewer, when the budget is short) and behind them of their dialogues' further turns, and
+    transformers' outputs for the same ones. Each turn follows the target's own plain replies, for all that are compared."""
     compared = bench.options.transformers and bench.sampling.greedy
     plain = bench.decode_all("plain decoding", None, cases, passes + compared)
     if len(plain) < len(cases):
         bench.budget.notes.append(
             f"acceptance was taken from {len(plain)} of {len(cases)} prompts by measure.minutes={bench.options.minutes:g}"
         )
-    return plain, bench.reference(cases[: len(plain)], plain) if compared else None
+    found = turn = list(cases[: len(plain)])
+    replies, room = plain, bench.loaded.target.shape.max_positions - bench.decode.max_new_tokens
+    while True:
+        texts = [r.tokens for r in replies]
+        turn, left_out = follow_ups(turn, texts, bench.loaded.tokenizer, room, bench.options.turns)
+        if left_out:
+            bench.budget.notes.append(f"{left_out} later turns are too long for the target and were left out")
+        if not turn:
+            return found, plain, bench.reference(found, plain) if compared else None
+        replies = bench.decode_all(f"plain decoding, turn {turn[0].turn}", None, turn, first=len(found))
+        found, plain = [*found, *turn], [*plain, *replies]
 
 
 def _evidence(
@@ -195,6 +208,8 @@ def _evidence(
         sampled=sampled,
         exact=bench.matches(cases, tokens, [r.tokens for r in plain]) if identical else None,
         exact_reference=None if reference is None else bench.matches(cases, tokens, reference),
+        valid=valid_outputs(bench, cases, ours),
+        plain_valid=valid_outputs(bench, cases, plain),
     )
 
 
@@ -209,9 +224,13 @@ def _hits(bench: Bench, drafter: Drafter, cases: Sequence[Case], plain: Sequence
     return forced_hits(target, drafter, [c.tokens for c in cases], [r.tokens for r in plain], target.device)
 
 
-def _extras(bench: Bench, drafter: Drafter, evidence: Evidence) -> Keys:
-    """distribution_p_value for lossless sampling, quality_delta (nats per token) for a lossy policy; else None."""
-    keys: Keys = {"distribution_p_value": None, "quality_delta": None}
+def _extras(bench: Bench, name: str, drafter: Drafter, evidence: Evidence) -> Keys:
+    """distribution_p_value for lossless sampling, quality_delta (nats per token) for a lossy policy, guards where any is on;
+    else None."""
+    keys: Keys = {"distribution_p_value": None, "quality_delta": None, "guards": None}
+    if free := without_guards(bench):
+        outputs = free.decode_all(f"{name}: without guards", drafter, evidence.cases)
+        keys["guards"] = guard_keys(bench, evidence, outputs)
     if not POLICIES[bench.decode.policy].lossless:
         target, prompts = bench.loaded.target, [c.tokens for c in evidence.cases]
         ours, plain = (
@@ -230,7 +249,7 @@ def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: 
     head: Keys = {"name": checkpoint.name, "path": str(checkpoint.path), "step": checkpoint.step}
     keys = head | whole(evidence, checkpoint.name, first, stop_ids)
     keys["samples"] = samples(evidence, bench.loaded.tokenizer)
-    keys["outputs"] = [] if POLICIES[bench.decode.policy].lossless else outputs(evidence, bench.loaded.tokenizer)
+    keys["outputs"] = [] if POLICIES[bench.decode.policy].lossless else sheet_outputs(evidence, bench.loaded.tokenizer)
     keys |= {"policy": bench.decode.policy, "temperature": bench.decode.temperature, "batch_size": first.batch_size}
     keys["slices"] = by_category(evidence, checkpoint.name, first) + by_batch_size(races, checkpoint.name)
     for part in (keys, *(s for s in keys["slices"] if s["by"] == "batch_size")):

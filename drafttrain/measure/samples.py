@@ -42,8 +42,8 @@ def _pieces(result: Result, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     A character of several tokens belongs to the piece that completes it.
     """
     ends, at = [1], 1
-    for drafts in result.runs:
-        ends += [at + drafts, min(at + drafts + 1, len(result.tokens))]
+    for drafts, length in zip(result.runs, result.lengths, strict=True):
+        ends += [at + drafts, at + length]
         at = ends[-1]
     texts, given = [], ""
     for end in ends:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from drafttrain.guard import Guard, Watch
 from drafttrain.measure import DecodeOptions
 from drafttrain.request import Result, StopText
 from drafttrain.speculate import Costs, Decoded
@@ -36,8 +37,10 @@ def generate(
     stop_ids: frozenset[int],
     decode: DecodeOptions,
     stop_text: StopText | None = None,
+    guards: Sequence[Guard | None] | None = None,
 ) -> Decoded:
-    """Greedy `generate` with its cache on all prompts at once (left-padded), cut where the text ends.
+    """Greedy `generate` with its cache on all prompts at once (left-padded), cut where the text ends. guards: of each prompt,
+    such as end texts alone.
 
     Times are those of the whole batch, so only a batch of one is worth timing. Costs stay empty.
     """
@@ -53,7 +56,8 @@ def generate(
             generation_config=_greedy(stop_ids, pad, decode),
             stopping_criteria=StoppingCriteriaList([stopwatch]),
         )
-    outputs = [_cut(row, stop_ids, stop_text) for row in text_BT[:, longest:].tolist()]
+    rows = zip(text_BT[:, longest:].tolist(), guards or [None] * len(prompts), strict=True)
+    outputs = [_cut(row, stop_ids, stop_text, guard) for row, guard in rows]
     ended = perf_counter()
     first = ended if stopwatch.first is None else stopwatch.first
     results = [
@@ -81,7 +85,9 @@ def _greedy(stop_ids: frozenset[int], pad: int, decode: DecodeOptions) -> Genera
     )
 
 
-def _cut(tokens: list[int], stop_ids: frozenset[int], stop_text: StopText | None) -> list[int]:
+def _cut(tokens: list[int], stop_ids: frozenset[int], stop_text: StopText | None, guard: Guard | None) -> list[int]:
     end = next((i + 1 for i, t in enumerate(tokens) if t in stop_ids), len(tokens))
     told = stop_text.end(tokens, len(tokens)) if stop_text else None
-    return tokens[: min(end, told or end)]
+    kept = tokens[: min(end, told or end)]
+    act = Watch(guard).act(kept, len(kept)) if guard else None
+    return kept[: act.kept] if act else kept

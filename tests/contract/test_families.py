@@ -15,11 +15,12 @@ from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, sa
 from drafttrain.drafter import Commit, Drafter
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
+from drafttrain.guard import Guard
 from drafttrain.kv import PAGE
 from drafttrain.proposal import TreeOptions
 from drafttrain.request import Request
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder, Session
+from drafttrain.speculate import Controls, Decoder, Session
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.tree import DraftTree
@@ -189,6 +190,25 @@ def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
         for batch in (1, 3):
             ours = Decoder(target, build(name, target, 0.1), "coupled", sampling, max_new_tokens=30).run(asked, batch).results
             assert [r.tokens for r in ours] == [r.tokens for r in plain]
+
+
+@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_that_a_guard_turns_go_on_as_the_targets_own(name: str, every: int | None) -> None:
+    """Under a lossy policy, cut back at different times in one batch; later requests take their slots."""
+    target, asked, sampling = tiny_target(), prompts(6, seed=8), Sampling(1.0, repetition_penalty=1.1, seed=3)
+    guard = Guard(json="plain", decode=lambda ids: "".join("x" if i % 11 == 5 else " " for i in ids))
+    controls = Controls(threshold=1e-4, read_every=every)
+    decoder = Decoder(
+        target, build(name, target, 0.5), "threshold", sampling, max_new_tokens=30, controls=controls, guard=guard
+    )
+    found = decoder.run(asked, 3, as_json=[i != 2 for i in range(6)]).results
+    assert sum(r.plain for r in found) >= 2 and not found[2].plain
+    for key, (prompt, result) in enumerate(zip(asked, found, strict=True)):
+        for act in result.acts:
+            text, left = prompt + result.tokens[: act.kept], 30 - act.kept
+            (plain,) = Decoder(target, None, "lossless", sampling, max_new_tokens=left).run([text], 1, key).results
+            assert result.tokens[act.kept :] == plain.tokens
 
 
 @pytest.mark.parametrize("name", NAMES)

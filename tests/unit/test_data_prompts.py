@@ -39,7 +39,7 @@ def test_three_forms(tmp_path: Path) -> None:
         {"question": "how many?", "answer": "#### 4"},
     )
     assert load_prompts(path) == [
-        Prompt(81, "writing", ["a", "b"]),
+        Prompt(81, "writing", ["a", "b"], reference=["c"]),
         Prompt("HumanEval/0", "mixed", ["def f():"]),
         Prompt(3, "mixed", ["how many?"]),
     ]

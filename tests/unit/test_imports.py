@@ -10,9 +10,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "drafttrain"
 FLOORS = [
-    ("errors", "atomic", "page", "fingerprint", "served", "tree", "kv", "sampling", "span", "batch", "ops"),
     (
-        *("target", "layers", "drafter", "staged", "tip", "request", "processors", "fallback"),
+        *("errors", "atomic", "page", "fingerprint", "served", "tree", "kv", "sampling", "span", "batch", "ops"),
+        *("repetition", "jsontext"),
+    ),
+    (
+        *("target", "layers", "drafter", "staged", "tip", "request", "processors", "fallback", "guard"),
         *("autoregressive", "block_drafter", "best_first", "dynamic", "proposal", "recurrent", "translation", "merged"),
     ),
     ("verify", "rounds", "ahead", "prefill", "speculate", "treesize"),

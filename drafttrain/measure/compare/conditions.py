@@ -28,6 +28,9 @@ def conditions(row: Row, digests: bool) -> dict[str, Any]:
     }
     if entry["policy"] == "threshold":
         found["threshold"] = measure["decode"].get("threshold")
+    guard = measure["decode"].get("guard") or {}
+    if acting := {name: guard[name] for name in ("loop", "json") if guard.get(name, "off") != "off"}:
+        found["guards"] = acting
     return found | _hardware(environment) | {key: measure["decode"].get(key) for key in SETTINGS}
 
 

@@ -1,10 +1,13 @@
-"""Runs of one n-gram repeated back to back, in tokens or in characters."""
+"""Floor 0: runs of one n-gram repeated back to back, in tokens or in characters; and what is called a loop."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 LEAST_REPEATS = 3
+LONGEST_PERIOD = 32  # n-grams up to this length are looked for
+LEAST_TOKENS = 16  # shorter repetition is ordinary text
+REACH = LEAST_REPEATS * LONGEST_PERIOD  # a loop shows in so many last tokens
 
 
 def tail_run(items: Sequence[object], n: int) -> int:
@@ -16,6 +19,12 @@ def tail_run(items: Sequence[object], n: int) -> int:
     while equal + n < len(items) and items[-1 - equal] == items[-1 - equal - n]:
         equal += 1
     return whole_run(equal, n)
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """The tail repeats one n-gram of at most 32 tokens at least three times, over at least 16 tokens."""
+    tail = tokens[-REACH:]
+    return any(tail_run(tail, n) >= LEAST_TOKENS for n in range(1, LONGEST_PERIOD + 1))
 
 
 def whole_run(equal: int, n: int) -> int:

@@ -1,0 +1,101 @@
+"""Floor 3: public prompt sets: where each is published, and how its records become prompts. A new set is one entry of `SETS`.
+
+The wording is Spec-Bench's (arXiv 2401.07851): GSM8K's questions as they stand, articles behind "Summarize: ". Of large sets
+the first 80 are taken, as many as Spec-Bench has of each task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from drafttrain.errors import UserError
+
+Record = dict[str, Any]
+FEW = 80  # prompts of a set of many thousands, where no limit is given
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """turns: a record's user turns; None where the record is not of this set. name: the field with its id, or None. category:
+    the field with its category, or None: the set's own name. reference: the field with its answer. most: records taken.
+
+    hub, config, split: as `datasets.load_dataset` takes them; address: of the file, where its authors have put it on no hub.
+    """
+
+    turns: Callable[[Record], Any]
+    hub: str | None
+    split: str = "test"
+    config: str | None = None
+    address: str | None = None
+    name: str | None = None
+    category: str | None = None
+    reference: str | None = None
+    most: int | None = None
+
+
+def field_of(key: str) -> Callable[[Record], Any]:
+    return lambda record: None if record.get(key) is None else [record[key]]
+
+
+def _turns(record: Record) -> Any:
+    """Both turns of MT-bench: `turns` in FastChat's file, `prompt` in the hub's."""
+    return record.get("turns", record.get("prompt"))
+
+
+def _instruction(record: Record) -> Any:
+    """An instruction, and what it is about below it."""
+    text, about = record.get("instruction"), record.get("input")
+    return None if text is None else [f"{text}\n\n{about}" if about else text]
+
+
+def _summary(record: Record) -> Any:
+    return None if record.get("article") is None else [f"Summarize: {record['article']}"]
+
+
+SETS: dict[str, PromptSet] = {
+    "spec_bench": PromptSet(
+        _turns,
+        None,
+        address="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        name="question_id",
+        category="category",
+        reference="reference",
+    ),
+    "mt_bench": PromptSet(
+        _turns, "HuggingFaceH4/mt_bench_prompts", "train", name="question_id", category="category", reference="reference"
+    ),
+    "humaneval": PromptSet(field_of("prompt"), "openai/openai_humaneval", name="task_id", reference="canonical_solution"),
+    "gsm8k": PromptSet(field_of("question"), "openai/gsm8k", config="main", reference="answer"),
+    "math500": PromptSet(
+        field_of("problem"), "HuggingFaceH4/MATH-500", name="unique_id", category="subject", reference="solution"
+    ),
+    "alpaca": PromptSet(_instruction, "tatsu-lab/alpaca", "train", reference="output", most=FEW),
+    "cnn_dm": PromptSet(_summary, "abisee/cnn_dailymail", config="3.0.0", name="id", reference="highlights", most=FEW),
+}
+
+
+def hub_records(name: str, limit: int | None) -> Iterator[tuple[str, Record]]:
+    """(origin, record) pairs of a set, from the hub or its cache. Raises UserError where it cannot be had."""
+    from datasets import load_dataset  # slow to import
+    from datasets.exceptions import DatasetsError
+
+    chosen = SETS[name]
+    if chosen.hub is None:
+        raise UserError(
+            f"prompt set {name} is not on the hub: download {chosen.address}, and give the file as measure.prompts={name}:FILE"
+        )
+    limit = limit or chosen.most
+    try:
+        # a limited read streams, so that a few records of a large set do not download it
+        rows = load_dataset(chosen.hub, name=chosen.config, split=chosen.split, streaming=limit is not None)
+        found = list(islice(rows, limit))
+    except (OSError, ValueError, DatasetsError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"prompt set {name}: {chosen.hub} cannot be had ({reason}); download it, and give the file as "
+            f"measure.prompts={name}:FILE"
+        ) from error
+    return ((f"{chosen.hub}:record {number}", dict(record)) for number, record in enumerate(found, start=1))
