@@ -424,11 +424,13 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         lambda c, t: c.update(aux_hidden_state_layer_ids=[0, 1, 2]),
         "aux_hidden_state_layer_ids is \\[0, 1, 2\\]; of a target of 4 blocks, 1 to 4 can be read",
     ),
-    "P-EAGLE": (
+    "another type of speculators": (
         "eagle3, speculators",
-        lambda c, t: c.update(speculators_model_type="peagle"),
-        "speculators_model_type 'peagle'",
+        lambda c, t: c.update(speculators_model_type="unheard"),
+        "speculators_model_type 'unheard'",
     ),
+    "no mask token": ("peagle", lambda c, t: c.pop("pard_token"), "one mask token is needed, as pard_token or ptd_token_id"),
+    "two mask tokens": ("peagle", lambda c, t: c.update(ptd_token_id=5), "has pard_token 60, ptd_token_id 5: correct it"),
 }
 
 
