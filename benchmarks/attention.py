@@ -3,7 +3,7 @@
 unrolled: that of drafters trained on their own outputs (`drafttrain/ops/unrolled.py`), at the last of k steps: queries of T
 positions, keys of k T. The other way joins the keys of all steps under a mask of [T, k T].
 
-blocks: that of block drafters (`block_drafter.blockwise_attention`): A blocks of S slots, each with its own part of a context
+blocks: that of block drafters (`ops.blockwise.blockwise_attention`): A blocks of S slots, each with its own part of a context
 of T positions. The other way takes all A S slots at once under a mask of [A S, T + A S].
 
 Both others are `scaled_dot_product_attention`, by whichever kernel takes a mask.
@@ -24,7 +24,7 @@ from benchmarks.common import DiffersError, Work
 from benchmarks.contest import Cell, Entrant, cells_table, contest, draw, record
 from benchmarks.section import Found, Settings
 from drafttrain.batch import Context
-from drafttrain.block_drafter import blockwise_attention
+from drafttrain.ops.blockwise import blockwise_attention
 from drafttrain.ops.unrolled import unrolled
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, cuda
 
-from drafttrain.drafter import Drafter
 from drafttrain.rounds import Round, Row
 
 GRAPHS = 32  # of a session at most; the one that was used longest ago goes first
@@ -55,11 +54,6 @@ class Launched:
     parts: Callable[[], Shares | None]
 
 
-def widest(drafter: Drafter | None) -> int:
-    """New positions of one pass at most: a tree, or what a drafter with its own cache has staged, with the root."""
-    return max(drafter.max_nodes, drafter.draft_length + 2) if drafter else 1
-
-
 class Ahead:
     """Launches rounds over fixed shapes: rows are filled up to a power of two, lengths bounded by another.
 
@@ -69,7 +63,7 @@ class Ahead:
 
     def __init__(self, round: Round, capture: bool) -> None:
         self.round, self.capture = round, capture
-        self.device = round.target.device
+        self.device, self.widest = round.target.device, round.drafter.widest if round.drafter else 1
         self._graphs: dict[Hashable, _Graph] = {}
         self._pool: Any = None
         self.made = Captures()
@@ -89,7 +83,7 @@ class Ahead:
         drafter = self.round.drafter
         bound = max(LEAST_BOUND, 1 << (longest - 1).bit_length())
         for kv in (self.round.kv, *(drafter.caches(self.round.state) if drafter else [])):
-            kv.bound = min(bound, kv.per_slot * kv.page - widest(drafter))  # the new positions need columns too
+            kv.bound = min(bound, kv.per_slot * kv.page - self.widest)  # the new positions need columns too
 
     def _graph(self, rows: int, limit: int | None) -> _Graph:
         key = (rows, self.round.kv.bound, limit, self.round.processors.kind, self.round.slots.stop_SK.shape[1])

@@ -14,8 +14,9 @@ Worked example: one sequence of tokens `a b c d e`, all supervised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -150,21 +151,44 @@ class TrainBatch:
         """
         if self.span is not None and self.whole is not None:
             return self._own(self.whole.anchors(limit), self.span)
-        B, T = self.token_BT.shape
-        open_BT, order_BT = self.labelled(1) & self.labelled(2), torch.zeros(B, T)
-        known = int(open_BT.sum())
-        most = int(open_BT.sum(1).max())
-        if limit is not None and limit < most:
-            place_BT = torch.arange(1, B * T + 1, device=self.token_BT.device).view(B, T)
-            digest = int(((self.token_BT + 1) * (place_BT * _ODD)).sum())
-            order_BT, most = torch.rand(B, T, generator=torch.Generator().manual_seed(digest)), limit
-        order_BT = order_BT.to(open_BT.device).masked_fill(~open_BT, 2.0)  # what may not be drawn comes last
-        drawn_BA = order_BT.argsort(dim=1, stable=True)[:, : max(1, most)]
-        column_BA = torch.where(open_BT.gather(1, drawn_BA), drawn_BA, T).sort(1).values
+        open_BT = self.labelled(1) & self.labelled(2)
+        known, most = int(open_BT.sum()), int(open_BT.sum(1).max())
+        if limit is None or most <= limit:
+            return self._standing(open_BT, most, 1.0)
+        chosen_BT = self._lot(open_BT) < limit
+        return self._standing(chosen_BT, limit, int(chosen_BT.sum()) / known)
+
+    def nested(self, shares: Sequence[float]) -> list[tuple[int, Anchors]]:
+        """(length, anchors) of all anchors whose chains have this length, where a share shares[i] of each sequence's is drawn
+        to go on to length i + 1, from those that have come to i. Shares never grow; a length at which none ends is left out.
+
+        Of 10 anchors and shares (0.8, 0.5, 0.5): 2 have no chain, 3 end at length 1, 5 at 3.
+        """
+        if self.span is not None and self.whole is not None:
+            return [(length, self._own(anchors, self.span)) for length, anchors in self.whole.nested(shares)]
+        open_BT = self.labelled(1) & self.labelled(2)
+        kept_BK = (open_BT.sum(1, keepdim=True) * torch.tensor(shares, device=open_BT.device)).long()
+        length_BT = (self._lot(open_BT)[..., None] < kept_BK[:, None]).sum(-1)
+        ends = [i + 1 for i, (share, after) in enumerate(pairwise([*shares, 0.0])) if after < share]
+        most = torch.stack([(length_BT == end).sum(1).max() for end in ends]).tolist() if ends else []
+        return [(end, self._standing(length_BT == end, count, 1.0)) for end, count in zip(ends, most, strict=True)]
+
+    def _lot(self, open_BT: Tensor) -> Tensor:
+        """[B, T] where each open position comes in a random order of its sequence's, from 0; the others come after them."""
+        B, T = open_BT.shape
+        place_BT = torch.arange(1, B * T + 1, device=open_BT.device).view(B, T)
+        digest = int(((self.token_BT + 1) * (place_BT * _ODD)).sum())
+        order_BT = torch.rand(B, T, generator=torch.Generator().manual_seed(digest)).to(open_BT.device)
+        return order_BT.masked_fill(~open_BT, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
+
+    def _standing(self, chosen_BT: Tensor, most: int, share: float) -> Anchors:
+        """At the chosen positions, at most so many of each sequence."""
+        T = chosen_BT.shape[1]
+        column_BA = torch.arange(T, device=chosen_BT.device).where(chosen_BT, T).sort(1).values[:, : max(1, most)]
         real_BA = column_BA < T
         source_BA = column_BA.masked_fill(~real_BA, 0)
         token_BA, position_BA = self.after(1).gather(1, source_BA), self.position_BT.gather(1, source_BA) + 1
-        return Anchors(source_BA, real_BA, token_BA, position_BA, int(real_BA.sum()) / known if known else 1.0)
+        return Anchors(source_BA, real_BA, token_BA, position_BA, share)
 
     def _own(self, anchors: Anchors, span: Span) -> Anchors:
         """Those of the whole sequences that stand in this process's columns."""
@@ -191,16 +215,16 @@ class TrainBatch:
         source_M = (row_B1 * T + anchors.source_BA).flatten()[place_M]
         return place_M, Pairs(source_M, source_M + k)
 
-    def context(self, anchors: Anchors) -> Context:
-        """The positions before each anchor in its document: its source's, and those before; of a part, in whole sequences
-        before the anchors of all processes."""
+    def context(self, anchors: Anchors, root: bool = False) -> Context:
+        """The positions before each anchor in its document: its source's, and those before; root: its own too. Of a part, in
+        whole sequences, of the anchors of all processes."""
         document_BT = (self.whole or self).document_BT
         source_BA = anchors.source_BA if anchors.parts is None else torch.cat(anchors.parts, 1)
         column_T = torch.arange(self.length, device=document_BT.device)
         begins_BT = torch.ones_like(document_BT, dtype=torch.bool)
         begins_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
         start_BT = column_T.where(begins_BT, 0).cummax(1).values
-        return Context(start_BT.gather(1, source_BA), source_BA)
+        return Context(start_BT.gather(1, source_BA), source_BA + int(root))
 
     def sees(self) -> Documents | None:
         """What each position sees of its own document; None where no row holds two: to be causal says it all. Of a part, what

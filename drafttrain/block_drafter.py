@@ -23,20 +23,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from drafttrain.batch import Anchors, Context, Pairs, TrainBatch
 from drafttrain.drafter import Commit
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
 from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm, recomputed
+from drafttrain.ops.blockwise import blockwise_attention
 from drafttrain.ops.tree_attention import MOST_NODES
 from drafttrain.span import Span
 from drafttrain.staged import CachedDrafter, OwnCache, Staged
 from drafttrain.target import Taps, Target, TargetShape
 
-LEAST_TILE, MOST_TILE = 64, 512  # slots whose attention is computed at once in training
 EVALUATED = 8192  # slots that go through a layer at once where no gradient is kept
 CONVENTIONS = {"in_place": 1, "shifted": 0}  # name -> the slot of the first draft
 
@@ -208,45 +206,6 @@ class BlockDrafter(CachedDrafter):
 
     def _layers(self) -> list[BlockLayer]:
         return list(self.layers)  # type: ignore[arg-type]
-
-
-def blockwise_attention(
-    q_BhASD: Tensor, k_BhASD: Tensor, v_BhASD: Tensor, context_k_BhTD: Tensor, context_v_BhTD: Tensor, seen: Context
-) -> Tensor:
-    """[B, h, A, S, D]: every slot attends to all slots of its own block, and to what its anchor sees of the context.
-
-    Keys and values may have fewer heads. Computed for some blocks at a time, so that nothing is as large as (T + A S)^2. With
-    gradients each tile is computed again in the backward pass: its keys, mask and scores are not kept.
-    """
-    A, S = q_BhASD.shape[2:4]
-    slots = min(max(context_k_BhTD.shape[2] // 2, LEAST_TILE), MOST_TILE)  # a tile's blocks are keys to each other, in vain
-    blocks = max(1, slots // S)
-    again, mixed = torch.is_grad_enabled() and blocks < A, []
-    for own in zip(*(x.split(blocks, 2) for x in (q_BhASD, k_BhASD, v_BhASD)), seen.split(blocks), strict=True):
-        inputs = (*own, context_k_BhTD, context_v_BhTD)
-        mixed.append(checkpoint(_tile, *inputs, use_reentrant=False) if again else _tile(*inputs))
-    return torch.cat(mixed, 2)
-
-
-def _tile(
-    q_BhCSD: Tensor, k_BhCSD: Tensor, v_BhCSD: Tensor, seen: Context, context_k_BhTD: Tensor, context_v_BhTD: Tensor
-) -> Tensor:
-    B, h, C, S, _ = q_BhCSD.shape
-    groups = h // k_BhCSD.shape[1]
-    own_RR = torch.eye(C, dtype=torch.bool, device=q_BhCSD.device).repeat_interleave(S, 0).repeat_interleave(S, 1)
-    mask_B1RP = torch.cat([seen.seen(context_k_BhTD.shape[2]).repeat_interleave(S, 1), own_RR.expand(B, -1, -1)], 2)[:, None]
-    keys, values = (
-        torch.cat([context, _apart(own.flatten(2, 3))], 2).repeat_interleave(groups, 1)
-        for context, own in ((context_k_BhTD, k_BhCSD), (context_v_BhTD, v_BhCSD))
-    )
-    return F.scaled_dot_product_attention(q_BhCSD.flatten(2, 3), keys, values, mask_B1RP).unflatten(2, (C, S))
-
-
-def _apart(own_BhRD: Tensor) -> Tensor:
-    """Its gradient is copied: as a part of the joined keys' gradient it would hold all of that until the last tile is done."""
-    if own_BhRD.requires_grad:
-        own_BhRD.register_hook(torch.clone)
-    return own_BhRD
 
 
 def spread_taps(blocks: int, count: int = 5) -> tuple[int, ...]:

@@ -171,6 +171,11 @@ class Drafter(nn.Module, ABC):
         """Nodes of the largest proposal, root included: what a cache must have room for."""
         return len(self.paths()) + 1
 
+    @property
+    def widest(self) -> int:
+        """New positions of one pass at most: a tree, or what a drafter with its own cache has staged, with the root."""
+        return max(self.max_nodes, self.draft_length + 2)
+
 
 def trainable(drafter: nn.Module) -> int:
     return sum(p.numel() for p in drafter.parameters() if p.requires_grad)

@@ -83,7 +83,7 @@ class Merged(Drafter):
 
     def open(self, slots: int, max_len: int) -> MergedState:
         """Caches have room for the whole tree, since their bound is set for it."""
-        positions = max_len + max(self.max_nodes, self.draft_length + 2)
+        positions = max_len + self.widest
         return MergedState(*(part.open(slots, positions) for part in self.parts))
 
     def _each(self, state: MergedState) -> list[tuple[Drafter, Any]]:
@@ -153,6 +153,10 @@ class Merged(Drafter):
     @property
     def max_nodes(self) -> int:
         return self.middle.max_nodes + self.inner.max_nodes - 1
+
+    @property
+    def widest(self) -> int:
+        return max(super().widest, self.middle.widest, self.inner.widest)
 
     def _check_nodes(self) -> None:
         if self.max_nodes > MOST_NODES:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from drafttrain.ahead import LEAST_BOUND, RING, Ahead, Captures, Launched, Shares, widest
+from drafttrain.ahead import LEAST_BOUND, RING, Ahead, Captures, Launched, Shares
 from drafttrain.drafter import Drafter
 from drafttrain.errors import UserError
 from drafttrain.fallback import Fallback
@@ -115,7 +115,9 @@ class Decoder:
         self.reach = 1 + (drafter.draft_length if drafter else 0)  # tokens of one round at most
         # a proposal may reach past the last token that counts, and rounds may begin before the host knows that a text has
         # ended: their scratch positions need room too
-        self.scratch = widest(drafter) + 2 * self.reach if self.read_every else drafter.max_nodes if drafter else 1
+        self.scratch = (
+            (drafter.widest if drafter else 1) + 2 * self.reach if self.read_every else drafter.max_nodes if drafter else 1
+        )
         self._session: Session | None = None
         self.fallback = None
         if drafter is not None and controls.fallback:

@@ -52,6 +52,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "eagle3",
         {"taps": [2, 0, 1], "draft_length": 3, "layer": {"head_dim": 6, "rope_scaling": LLAMA3}},
     ),
+    "peagle": ("peagle", {"taps": [0, 1, 2], "draft_length": 3, "layers": 2, "draft_vocab": 40}),
+    "peagle-normed": (
+        "peagle",
+        {"taps": [0, 3], "draft_length": 4, "layers": 3, "mask_token": 5, "fc_norm": True, "norm_before_residual": True},
+    ),
+    "pard": ("pard", {"blocks": 2, "draft_length": 3}),
+    "pard-lora": ("pard", {"blocks": 2, "draft_length": 3, "lora_rank": 2, "mask_token": 7}),
     "eagle": ("eagle", {"draft_length": 3, "bias": False}),
     "eagle-bias": ("eagle", {"draft_length": 3}),
     "medusa": ("medusa", {"heads": 3}),

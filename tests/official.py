@@ -110,6 +110,29 @@ def eagle3_speculators() -> Made:
     return config, tensors, file
 
 
+def peagle() -> Made:
+    w, (config, tensors, file) = Weights(3), eagle3("layers.0")
+    for i in (1, 2):
+        tensors |= w.layer(f"layers.{i}") | {f"layers.{i}.input_layernorm.weight": w.norm()}
+    tensors |= {"mask_hidden": w(1, 1, 3 * H), "embed_tokens.weight": w(V, H)}
+    return config | {"num_hidden_layers": 3, "pard_token": 60}, tensors, file
+
+
+def peagle_speculators() -> Made:
+    _, tensors, file = peagle()
+    config, _, _ = eagle3_speculators()
+    layers = config["transformer_layer_config"] | {"num_hidden_layers": 3}
+    asked = config["speculators_config"] | {"algorithm": "peagle"}
+    config |= {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "mask_token_id": 60}
+    own = {"transformer_layer_config": layers, "speculators_config": asked, "embed_requires_grad": True}
+    return config | own, tensors, file
+
+
+def pard() -> Made:
+    config, tensors, file = draft_model()
+    return config | {"pard_token": 60, "spd_type": "pard"}, tensors, file
+
+
 def eagle() -> Made:
     w = Weights()
     config = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", **LLAMA, "bias": False}
@@ -247,6 +270,9 @@ LAYOUTS: dict[str, Callable[[], Made]] = {
     "eagle3": eagle3,
     "eagle3, layers.0": lambda: eagle3("layers.0"),
     "eagle3, speculators": eagle3_speculators,
+    "peagle": peagle,
+    "peagle, speculators": peagle_speculators,
+    "pard": pard,
     "eagle": eagle,
     "medusa, vllm": medusa_vllm,
     "medusa": medusa_official,

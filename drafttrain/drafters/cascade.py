@@ -82,7 +82,7 @@ class Cascade(CachedDrafter):
     @property
     def max_nodes(self) -> int:
         """Or of the inner drafter's largest: the caches behind it are given room by this one."""
-        return max(self.draft_length + 1, self.inner.max_nodes, self.inner.draft_length + 2)
+        return max(self.draft_length + 1, self.inner.widest)
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """The middle's; in training then the inner's, from the middle's states as they are."""

@@ -41,20 +41,38 @@ class DraftModelOptions(TreeOptions):
     draft_length: int = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The language model that is to draft. missing: why its own weights are not there. translation: where its tokens are
+    others than the target's."""
+
+    lm: Any
+    missing: str | None = None
+    translation: Translation | None = None
+
+
 def build(options: DraftModelOptions, target: Target) -> Drafter:
     """Raises UserError for options that contradict each other, and for a model that cannot be loaded or cannot draft."""
-    _check(options)
+    check(options)
     proposal = Proposal(options, options.draft_length, target)
+    found = model_of(options, target, proposal.kind)
+    if found.translation is not None:
+        return TranslatedDraft(found.lm, found.translation, options.draft_length)
+    return DraftModel(options, proposal, found)
+
+
+def model_of(options: DraftModelOptions, target: Target, kind: str) -> Model:
+    """kind: of the proposals that it makes as it is. Raises UserError for a model that cannot make them, or has no weights."""
     if options.source == "pruned":
-        return DraftModel(options, proposal, target.pruned(options.blocks))
+        return Model(target.pruned(options.blocks))
     if options.source == "scratch":
-        return DraftModel(options, proposal, target.scratch(options.blocks, options.hidden_size))
+        return Model(target.scratch(options.blocks, options.hidden_size))
     found = target.companion(str(options.path), options.revision)
-    if proposal.kind != "chain" and not (found.same_tokens and found.model.trees):
+    if kind != "chain" and not (found.same_tokens and found.model.trees):
         why = "architecture is exact for chains only" if found.same_tokens else "tokenizer is another one, its drafts are text"
-        raise UserError(f"drafter.tree is {proposal.kind!r}, and the {why} of drafter.path {options.path!r}; set it to chain")
+        raise UserError(f"drafter.tree is {kind!r}, and the {why} of drafter.path {options.path!r}; set it to chain")
     if found.same_tokens:
-        return DraftModel(options, proposal, found.model, found.missing)
+        return Model(found.model, found.missing)
     if found.missing is not None:
         raise UserError(
             f"drafter.path {options.path!r} has no weights, which a model of another tokenizer needs: {found.missing}"
@@ -65,10 +83,10 @@ def build(options: DraftModelOptions, target: Target) -> Drafter:
         )
     if options.quantize is not None:
         raise UserError("drafter.quantize needs a draft model of the target's tokenizer; set drafter.quantize=null")
-    return TranslatedDraft(found.model, Translation(target.tokenizer, found.tokenizer), options.draft_length)
+    return Model(found.model, translation=Translation(target.tokenizer, found.tokenizer))
 
 
-def _check(options: DraftModelOptions) -> None:
+def check(options: DraftModelOptions) -> None:
     if options.draft_length < 1:
         raise UserError(f"drafter.draft_length is {options.draft_length}; set it to 1 or more")
     if options.source not in ("pruned", "scratch", "hf"):
@@ -97,10 +115,10 @@ class DraftModel(Autoregressive):
     missing: why the model's own weights are not there; it can then be filled from a checkpoint, and not be trained.
     """
 
-    def __init__(self, options: DraftModelOptions, proposal: Proposal, lm: Any, missing: str | None = None) -> None:
+    def __init__(self, options: DraftModelOptions, proposal: Proposal, found: Model) -> None:
         super().__init__(proposal)
-        self.taps = Taps()
-        self.lm, self.missing, self.path = lm, missing, options.path
+        lm, self.taps = found.lm, Taps()
+        self.lm, self.missing, self.path = lm, found.missing, options.path
         self.starts_usable = options.source != "scratch"
         self.quantize = options.quantize
         lm.bits = BITS[options.quantize] if options.quantize else None

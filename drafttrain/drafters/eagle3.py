@@ -10,14 +10,15 @@ x[t+1+i] and its own state of step i-1 *at the same index*, and predicts x[t+2+i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.drafter import Drafter
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm
@@ -55,41 +56,47 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(width, shape.intermediate_size)
 
+    def enter(self, embedded_H: Tensor, state_H: Tensor, before: bool) -> tuple[Tensor, Tensor]:
+        """(the residual, what attention reads). before: the residual is the normed state."""
+        normed_H = self.hidden_norm(state_H)
+        return normed_H if before else state_H, torch.cat([self.input_layernorm(embedded_H), normed_H], -1)
 
-class Eagle3(Recurrent):
-    """Feature drafter with its own head, over the target's vocabulary or a part of it.
+    def leave(self, residual_H: Tensor, attended_H: Tensor) -> Tensor:
+        state_H = residual_H + attended_H
+        return state_H + self.mlp(self.post_attention_layernorm(state_H))
+
+
+class Spoken(Drafter):
+    """Reads fused states of the target; has a head of its own, over the target's vocabulary or a part of it.
 
     d2t, t2d: as the official code saves them: target id = i + d2t[i]; whether a target token is in the drafter's vocabulary.
     """
 
     d2t: Tensor | None
     t2d: Tensor | None
+    _target: list[Target]
 
-    def __init__(self, options: Eagle3Options, target: Target) -> None:
-        super().__init__(Proposal(options, options.draft_length, target), target)
-        shape, vocab = LayerOptions.of(options.layer).shape(target.shape), options.draft_vocab
-        if options.steps < 1:
-            raise UserError(f"drafter.steps is {options.steps}; set it to 1 or more")
-        if vocab is not None and not 1 <= vocab <= shape.vocab_size:
-            raise UserError(f"drafter.draft_vocab is {vocab}; the target has {shape.vocab_size} tokens, leave it out for all")
-        blocks = options.taps if options.taps is not None else default_taps(shape.blocks, options.tap_rule)
-        self.taps, self.norm_output, self.before = Taps(tuple(blocks)), options.norm_output, options.norm_before_residual
-        self.layer_shape = shape
+    def listen(self, blocks: Sequence[int], fc_norm: bool, shape: TargetShape) -> None:
+        """Make the parts that fuse the outputs of these blocks."""
+        self.taps = Taps(tuple(blocks))
         self.taps.check(shape.blocks)
-        self.steps, self.decay = options.steps, options.step_decay
-        norms = [RMSNorm(shape.hidden_size, shape.norm_eps) for _ in blocks] if options.fc_norm else []
-        self.fc_norm = nn.ModuleList(norms)
+        self.fc_norm = nn.ModuleList(RMSNorm(shape.hidden_size, shape.norm_eps) for _ in (blocks if fc_norm else ()))
         self.fc = nn.Linear(len(blocks) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.midlayer = Eagle3Layer(shape)
-        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, vocab or shape.vocab_size, bias=False)
-        self.register_buffer("d2t", None if vocab is None else torch.zeros(vocab, dtype=torch.long))
-        self.register_buffer("t2d", None if vocab is None else torch.zeros(shape.vocab_size, dtype=torch.bool))
-        self._speak(torch.arange(vocab or shape.vocab_size))
 
-    def _speak(self, ids_D: Tensor) -> None:
+    def speak(self, vocab: int | None) -> None:
+        """Make the head. vocab: so many of the target's tokens; None: all."""
+        of = self._target[0].shape
+        if vocab is not None and not 1 <= vocab <= of.vocab_size:
+            raise UserError(f"drafter.draft_vocab is {vocab}; the target has {of.vocab_size} tokens, leave it out for all")
+        self.lm_head = nn.Linear(of.hidden_size, vocab or of.vocab_size, bias=False)
+        self.register_buffer("d2t", None if vocab is None else torch.zeros(vocab, dtype=torch.long))
+        self.register_buffer("t2d", None if vocab is None else torch.zeros(of.vocab_size, dtype=torch.bool))
+        self._choose(torch.arange(vocab or of.vocab_size))
+
+    def _choose(self, ids_D: Tensor) -> None:
         """Take these target tokens, ascending, for the vocabulary; the head starts from the target's rows of them."""
-        self.lm_head.weight.data.copy_(self._target[0].head_weight.detach()[ids_D.to(self._target[0].head_weight.device)])
+        head_weight = self._target[0].head_weight.detach()
+        self.lm_head.weight.data.copy_(head_weight[ids_D.to(head_weight.device)])
         if self.d2t is not None and self.t2d is not None:
             ids_D = ids_D.to(self.d2t.device)
             self.d2t.copy_(ids_D - torch.arange(len(ids_D), device=ids_D.device))
@@ -97,11 +104,37 @@ class Eagle3(Recurrent):
 
     def prepare(self, counts: Callable[[], Tensor]) -> None:
         if self.d2t is not None:
-            self._speak(counts().argsort(descending=True, stable=True)[: len(self.d2t)].sort().values)
+            self._choose(counts().argsort(descending=True, stable=True)[: len(self.d2t)].sort().values)
 
     @property
     def ids(self) -> Tensor | None:
         return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
+        return self.fused([hidden[b].to(self.fc.weight.dtype) for b in self.taps.blocks])
+
+    def fused(self, states: list[Tensor]) -> Tensor:
+        if len(self.fc_norm):
+            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+        fused_H: Tensor = self.fc(torch.cat(states, -1))
+        return fused_H
+
+
+class Eagle3(Spoken, Recurrent):
+    """Drafts by recurrence, with one layer."""
+
+    def __init__(self, options: Eagle3Options, target: Target) -> None:
+        super().__init__(Proposal(options, options.draft_length, target), target)
+        shape = LayerOptions.of(options.layer).shape(target.shape)
+        if options.steps < 1:
+            raise UserError(f"drafter.steps is {options.steps}; set it to 1 or more")
+        self.norm_output, self.before = options.norm_output, options.norm_before_residual
+        self.layer_shape = shape
+        self.steps, self.decay = options.steps, options.step_decay
+        self.listen(taps_of(options, shape.blocks), options.fc_norm, shape)
+        self.midlayer = Eagle3Layer(shape)
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.speak(options.draft_vocab)
 
     @property
     def attention(self) -> Attention:
@@ -111,21 +144,11 @@ class Eagle3(Recurrent):
         own = LayerOptions.between(self.layer_shape, self._target[0].shape)
         return {"taps": list(self.taps.blocks), "layer": asdict(own)}
 
-    def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
-        states = [hidden[b].to(self.fc.weight.dtype) for b in self.taps.blocks]
-        if len(self.fc_norm):
-            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
-        fused_H: Tensor = self.fc(torch.cat(states, -1))
-        return fused_H
-
     def enter(self, token_BN: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
-        embedded_BNH = self.midlayer.input_layernorm(self.embed(token_BN, state_BNH))
-        normed_BNH = self.midlayer.hidden_norm(state_BNH)
-        return normed_BNH if self.before else state_BNH, torch.cat([embedded_BNH, normed_BNH], -1)
+        return self.midlayer.enter(self.embed(token_BN, state_BNH), state_BNH, self.before)
 
     def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
-        state_BNH = residual_BNH + attended_BNH
-        state_BNH = state_BNH + self.midlayer.mlp(self.midlayer.post_attention_layernorm(state_BNH))
+        state_BNH = self.midlayer.leave(residual_BNH, attended_BNH)
         return self.norm(state_BNH) if self.norm_output else state_BNH
 
     def logits(self, state_H: Tensor) -> Tensor:
@@ -141,6 +164,15 @@ class Eagle3(Recurrent):
         for step, pairs, hidden_MH in self.unroll(batch, self.fuse(batch.hidden), self.steps_of(self.steps)):
             weight = self.decay**step
             yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, weight, vocab_D=self.ids)
+
+
+class Tapped(Protocol):
+    taps: list[int] | None
+    tap_rule: str
+
+
+def taps_of(options: Tapped, blocks: int) -> list[int]:
+    return list(options.taps) if options.taps is not None else default_taps(blocks, options.tap_rule)
 
 
 def default_taps(blocks: int, rule: str = "official") -> list[int]:

@@ -7,12 +7,15 @@ import json
 from drafttrain.export.files import Source
 
 VLLM = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
+VLLM |= {"peagle": "eagle3", "pard": "draft_model"}
+PARALLEL = ("peagle", "pard")  # which vLLM has to be told
 SGLANG = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "draft_model": "STANDALONE"}
-TRTLLM = {"eagle3": "Eagle3", "dflash": "DFlash", "draft_model": "Draft_Target"}
+TRTLLM = {"eagle3": "Eagle3", "dflash": "DFlash", "draft_model": "Draft_Target", "pard": "PARD"}
 LLAMACPP = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
 BY_NAME = ("vllm", "sglang", "trtllm", "speculators", "transformers", "tgi", "lmdeploy")  # that load from the hub themselves
 NOTES = {
     ("vllm", "medusa"): "vLLM up to 0.32 loads Medusa heads; 0.33 no longer does.",
+    ("speculators", "peagle"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
     ("speculators", "eagle3"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
     ("official", "hydra"): "The authors' code reads a pickle; the first line writes it from the safetensors file.",
 }
@@ -32,6 +35,8 @@ def note(family: str, stack: str) -> str | None:
 
 def _vllm(source: Source, family: str, target: str, directory: str, drafts: int) -> str:
     asked = {"method": VLLM[family], "model": directory, "num_speculative_tokens": drafts}
+    if family in PARALLEL:
+        asked["parallel_drafting"] = True
     return f"vllm serve {target} --speculative-config '{json.dumps(asked)}'"
 
 
@@ -47,6 +52,8 @@ def _trtllm(source: Source, family: str, target: str, directory: str, drafts: in
     lines = [f"decoding_type: {TRTLLM[family]}", f"max_draft_len: {drafts}", f"speculative_model: {directory}"]
     if family == "eagle3":
         lines.append(f"eagle3_layers_to_capture: {[k - 1 for k in source.layer_inputs]}")
+    if family == "pard":
+        lines.append(f"mask_token_id: {source.drafter.settled()['mask_token']}")
     body = "\n".join(f"  {line}" for line in lines)
     return f"cat > spec.yaml <<END\nspeculative_config:\n{body}\nEND\ntrtllm-serve {target} --config spec.yaml"
 

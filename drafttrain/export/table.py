@@ -7,7 +7,20 @@ from dataclasses import dataclass, replace
 
 from drafttrain.errors import UserError
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts import dflash, draft_model, eagle, eagle3, gguf, hydra, medusa, mlp_speculator, mtp, redrafter
+from drafttrain.export.layouts import (
+    dflash,
+    draft_model,
+    eagle,
+    eagle3,
+    gguf,
+    hydra,
+    medusa,
+    mlp_speculator,
+    mtp,
+    pard,
+    peagle,
+    redrafter,
+)
 from drafttrain.export.parity import Reader
 from drafttrain.export.readers import causal_lm
 from drafttrain.export.readers import dflash as read_dflash
@@ -18,6 +31,7 @@ from drafttrain.export.readers import hydra as read_hydra
 from drafttrain.export.readers import medusa as read_medusa
 from drafttrain.export.readers import mlp_speculator as read_mlp_speculator
 from drafttrain.export.readers import mtp as read_mtp
+from drafttrain.export.readers import peagle as read_peagle
 from drafttrain.export.readers import redrafter as read_redrafter
 
 STACKS = {
@@ -62,6 +76,7 @@ NOT_STRICT = "it loads the names that it knows and says nothing of others; not w
 NO_LOADER = "no loader of this family"
 OWN_MODULES = "it reads the modules that targets of some architectures come with, none beside others"
 SAME_EXIT = "the target alone is needed, and no stack reads an adapter; transformers: generate(assistant_early_exit=blocks)"
+ONE_BY_ONE = "it would draft one token a pass, as if it had learnt no masks; export a draft_model there"
 
 
 def _eagle3(stack: str) -> Layout:
@@ -74,6 +89,10 @@ def _plain() -> Layout:
 
 def _adapter() -> Layout:
     return Layout("peft adapter", draft_model.adapter, causal_lm.adapter, draft_model.refuse_adapter)
+
+
+def _pard() -> Layout:
+    return Layout("transformers", pard.files, causal_lm.parallel, draft_model.refuse)
 
 
 def _dflash() -> Layout:
@@ -104,6 +123,16 @@ TABLE: dict[str, dict[str, Row]] = {
         "tgi": ONLY_HEADS,
         "lmdeploy": Layout("portable", eagle3.lmdeploy, read_eagle3.portable("lmdeploy"), eagle3.refuse),
         "official": NOT_STRICT,
+    },
+    "peagle": {
+        "vllm": Layout("portable", peagle.portable, read_peagle.portable, peagle.refuse),
+        **dict.fromkeys(("sglang", "trtllm"), NO_LOADER),
+        "speculators": Layout("speculators", peagle.speculators, read_peagle.speculators, peagle.refuse),
+        "transformers": GENERATE,
+        **dict.fromkeys(("llamacpp", "openvino"), NO_LOADER),
+        "tgi": ONLY_HEADS,
+        "lmdeploy": NO_LOADER,
+        "official": "the authors serve it in vLLM; format=vllm writes it",
     },
     "eagle": {
         "vllm": _eagle("vllm"),
@@ -192,6 +221,16 @@ TABLE: dict[str, dict[str, Row]] = {
         "official": Layout("DeepSeek", mtp.deepseek, read_mtp.deepseek, mtp.refuse),
     },
     "early_exit": dict.fromkeys(STACKS, SAME_EXIT),
+    "pard": {
+        "vllm": _pard(),
+        "sglang": ONE_BY_ONE,
+        "trtllm": _pard(),
+        "speculators": NOT_SPECULATORS,
+        **dict.fromkeys(("transformers", "llamacpp", "openvino"), ONE_BY_ONE),
+        "tgi": ONLY_HEADS,
+        "lmdeploy": "it drafts with no ordinary language model",
+        "official": "its code runs the pairs that it knows by name; format=vllm writes what it writes",
+    },
     "prompt_lookup": dict.fromkeys(STACKS, "nothing is trained; turn on the stack's own n-gram drafting"),
     "suffix": dict.fromkeys(STACKS, "nothing is trained; turn on the stack's own suffix or n-gram drafting"),
     "cascade": dict.fromkeys(STACKS, "no stack runs drafters together; train and export its middle or inner one by itself"),

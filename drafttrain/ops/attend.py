@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from drafttrain.kv import Documents, KVCache, additive, seen
 from drafttrain.ops import library
 from drafttrain.ops.append import append
-from drafttrain.ops.causal import causal
+from drafttrain.ops.chained import attended
 from drafttrain.ops.rms_norm import norm
 from drafttrain.ops.tree_attention import bits_of, tree_attention
 
@@ -155,6 +155,6 @@ def reference(qkv_BNX: Tensor, step: Step, layer: int, shape: Heads) -> Tensor:
 def whole(q_BhND: Tensor, k_BhND: Tensor, v_BhND: Tensor, step: Step, shape: Heads) -> Tensor:
     """[B, h, N, D] of whole sequences."""
     if step.ancestor_BNN is None:
-        return causal(q_BhND, k_BhND, v_BhND, step.documents, shape.window, shape.scale)
+        return attended(q_BhND, k_BhND, v_BhND, step.documents, shape.window, shape.scale)
     mask = step.mask(shape.window, 1)
     return F.scaled_dot_product_attention(q_BhND, k_BhND, v_BhND, mask, scale=shape.scale, enable_gqa=True)

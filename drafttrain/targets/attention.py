@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from drafttrain.kv import Documents
-from drafttrain.ops.causal import causal
+from drafttrain.ops.chained import attended
 from drafttrain.target import FINAL, Taps
 
 NAME = "drafttrain"
@@ -41,7 +41,7 @@ def attention(
         return mixed_BThD, None
     if any(more.get(name) is not None for name in FURTHER):
         raise ValueError(f"whole sequences are attended to without {', '.join(FURTHER)}")
-    mixed_BhTD = causal(q_BhTD, k_BgTD, v_BgTD, documents, sliding_window, scaling)
+    mixed_BhTD = attended(q_BhTD, k_BgTD, v_BgTD, documents, sliding_window, scaling)
     return mixed_BhTD.transpose(1, 2).contiguous(), None
 
 

@@ -38,6 +38,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "draft_model": {"blocks": 3},
     "hydra": {"heads": 3, "layers": 2, "paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]},
     "redrafter": {"width": 3, "length": 3, "dropped": True},
+    "peagle": {"taps": [0, 1, 3], "draft_length": 4, "layers": 2, "retention": 1.0},
+    "pard": {"blocks": 3, "draft_length": 4, "retention": 1.0},
     "dflash": {"block_size": 5, "layers": 2, "taps": [0, 1, 3]},
     "mlp_speculator": {"paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]},
     "prompt_lookup": {"draft_length": 5},

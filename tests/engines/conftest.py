@@ -30,6 +30,9 @@ DRAFTERS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "medusa": ("medusa", 150, ()),
     "dflash": ("dflash", 600, ()),
     "draft_model": ("draft_model", 150, ()),
+    "peagle": ("peagle", 400, ("drafter.tree=chain", "drafter.draft_vocab=512")),
+    "peagle, plain": ("peagle", 400, ("drafter.tree=chain", "drafter.fc_norm=false", "drafter.tap_rule=official")),
+    "pard": ("pard", 300, ("drafter.draft_length=4",)),
 }
 
 

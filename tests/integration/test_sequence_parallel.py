@@ -34,6 +34,8 @@ CASES |= {
     "hydra++": ("hydra", {"heads": 3, "layers": 2, "prefix_layer": True}),
     "dflash, few anchors": ("dflash", SHAPES["dflash"] | {"anchors": 3, "weights": "dpace"}),
     "eagle beside a model": ("cascade", {"middle": {"family": "draft_model", "blocks": 2}, "inner": {"family": "eagle"}}),
+    "peagle, dropped": ("peagle", SHAPES["peagle"] | {"retention": 0.6}),
+    "pard, dropped": ("pard", SHAPES["pard"] | {"retention": 0.6}),
     "medusa2": ("medusa", {"heads": 3, "adapter": {"rank": 4}}),
 }
 QUICK = ("eagle", "eagle3", "dflash", "draft_model", "hydra++")  # in two processes; all cases in four

@@ -13,13 +13,15 @@ from torch.nn import functional as F
 
 from drafttrain import block_drafter
 from drafttrain.batch import Context, TrainBatch
-from drafttrain.block_drafter import blockwise_attention, spread_taps
+from drafttrain.block_drafter import spread_taps
 from drafttrain.drafter import Commit
 from drafttrain.drafters.dflash import DFlash, DFlashOptions
 from drafttrain.errors import UserError
 from drafttrain.features.online import Online
 from drafttrain.layers import rotary, rotate
 from drafttrain.losses import LossOptions, Objective, teacher_forced
+from drafttrain.ops import blockwise
+from drafttrain.ops.blockwise import blockwise_attention
 from drafttrain.sampling import Sampling
 from drafttrain.speculate import Controls, Decoder
 from drafttrain.target import FINAL
@@ -140,8 +142,8 @@ def naive(drafter: DFlash, target: HFTarget, batch: TrainBatch, options: DFlashO
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_loss_and_gradients_are_the_references(loss: str, slots: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiles of two blocks, computed again in the backward pass."""
-    monkeypatch.setattr(block_drafter, "LEAST_TILE", 8)
-    monkeypatch.setattr(block_drafter, "MOST_TILE", 8)
+    monkeypatch.setattr(blockwise, "LEAST_TILE", 8)
+    monkeypatch.setattr(blockwise, "MOST_TILE", 8)
     target = tiny_target()
     options = DFlashOptions(**SMALL, slots=slots, weights=weights)
     drafter = built(target, slots=slots, weights=weights).train()

@@ -121,7 +121,7 @@ def switch(first: str, second: str) -> Change:
 E3, NORMED, SPEC = ("eagle3", "vllm"), ("eagle3-normed", "vllm"), ("eagle3", "speculators")
 NESTED, INNER = ("eagle_config", IDS), "transformer_layer_config"
 DFLASH, MUSE, LM = ("dflash", "vllm"), ("dflash", "transformers"), ("draft_model", "vllm")
-BLOCKS, ONE = ("dflash", "speculators"), ("eagle", "lmdeploy")
+BLOCKS, ONE, P = ("dflash", "speculators"), ("eagle", "lmdeploy"), ("peagle", "vllm")
 SHIFTED: list[tuple[tuple[str, str], Change]] = [  # off by one in either direction, in each place that a stack looks at
     (E3, put(IDS, value=[0, 1, 2])),
     (E3, put(IDS, value=[2, 3, 4])),
@@ -240,6 +240,16 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (("mlp_speculator", "official"), "logits", put("tie_weights", value=True)),
     (("mlp_speculator", "tgi"), "logits", switch("speculator.ln.0.weight", "speculator.ln.1.weight")),
     (DFLASH, "logits", switch("layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight")),
+    (P, "mask token", drop("pard_token")),
+    (P, "mask token", put("pard_token", value=62)),
+    (P, "tensors", lose("mask_hidden")),
+    (P, "logits", shaken("mask_hidden")),
+    (P, "logits", shaken("embed_tokens.weight")),
+    (P, "tensors", put("num_hidden_layers", value=1)),
+    (P, "layer ids", put(IDS, value=[0, 1, 2])),
+    (("peagle", "speculators"), "mask token", drop("mask_token_id")),
+    (("pard", "vllm"), "mask token", put("pard_token", value=62)),
+    (("pard", "trtllm"), "mask token", drop("pard_token")),
     (LM, "logits", shaken("model.norm.weight")),
     (LM, "logits", lambda config, tensors: tensors["lm_head.weight"].fill_(torch.nan)),
 ]

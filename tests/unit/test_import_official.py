@@ -26,7 +26,7 @@ from drafttrain.export.importers import convert, directory
 from drafttrain.export.importers.convert import converted
 from drafttrain.export.importers.directory import Foreign, fetched
 from drafttrain.export.opened import Opened
-from drafttrain.export.readers import dflash, eagle, eagle3, hydra, medusa, mlp_speculator, redrafter
+from drafttrain.export.readers import causal_lm, dflash, eagle, eagle3, hydra, medusa, mlp_speculator, peagle, redrafter
 from drafttrain.layers import LayerOptions
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import LINEAR, TEXTS, deep, loaded
@@ -35,6 +35,9 @@ from tests.official import IDS, LAYOUTS, LLAMA, D, H, Made, V, put
 READERS = {  # of layouts whose directories have all that a stack's reader asks for
     "eagle3": eagle3.portable("vllm"),
     "eagle3, speculators": eagle3.speculators,
+    "peagle": peagle.portable,
+    "peagle, speculators": peagle.speculators,
+    "pard": causal_lm.parallel,
     "eagle": eagle.reader("sglang"),
     "medusa, vllm": medusa.vllm,
     "medusa": medusa.official("official"),
@@ -48,6 +51,9 @@ READERS = {  # of layouts whose directories have all that a stack's reader asks 
 NETWORK = {
     "eagle3": {"taps": [0, 1, 2], "draft_vocab": D, "fc_norm": False, "norm_output": False, "norm_before_residual": False},
     "eagle3, speculators": {"taps": [0, 1, 2], "draft_vocab": D, "norm_before_residual": True},
+    "peagle": {"taps": [0, 1, 2], "layers": 3, "mask_token": 60, "draft_vocab": D, "fc_norm": False},
+    "peagle, speculators": {"layers": 3, "mask_token": 60, "norm_before_residual": True},
+    "pard": {"source": "hf", "mask_token": 60},
     "eagle": {"bias": True},
     "medusa, vllm": {"heads": 3, "layers": 1, "init": "copy"},
     "medusa": {"heads": 3, "layers": 1, "init": "copy"},
@@ -418,11 +424,13 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         lambda c, t: c.update(aux_hidden_state_layer_ids=[0, 1, 2]),
         "aux_hidden_state_layer_ids is \\[0, 1, 2\\]; of a target of 4 blocks, 1 to 4 can be read",
     ),
-    "P-EAGLE": (
+    "another type of speculators": (
         "eagle3, speculators",
-        lambda c, t: c.update(speculators_model_type="peagle"),
-        "speculators_model_type 'peagle'",
+        lambda c, t: c.update(speculators_model_type="unheard"),
+        "speculators_model_type 'unheard'",
     ),
+    "no mask token": ("peagle", lambda c, t: c.pop("pard_token"), "one mask token is needed, as pard_token or ptd_token_id"),
+    "two mask tokens": ("peagle", lambda c, t: c.update(ptd_token_id=5), "has pard_token 60, ptd_token_id 5: correct it"),
 }
 
 

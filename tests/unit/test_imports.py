@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "drafttrain"
 FLOORS = [
     (
-        *("errors", "atomic", "page", "fingerprint", "served", "tree", "kv", "sampling", "span", "batch", "ops"),
+        *("errors", "atomic", "page", "fingerprint", "served", "tree", "kv", "sampling", "span", "batch", "chains", "ops"),
         *("repetition", "jsontext"),
     ),
     (

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 METHODS = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
+PARALLEL = {"peagle": "eagle3", "pard": "draft_model"}  # the same with all drafts of one pass
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 ROUNDS = "vllm:spec_decode_num_drafts"
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -95,9 +96,11 @@ def settings(job: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def speculation(job: dict[str, Any]) -> dict[str, Any]:
-    if job["family"] not in METHODS:
-        raise ValueError(f"no speculative method for the family {job['family']}")
-    return {"method": METHODS[job["family"]], "model": job["drafter"], "num_speculative_tokens": job["draft_length"]}
+    family = job["family"]
+    if family not in METHODS | PARALLEL:
+        raise ValueError(f"no speculative method for the family {family}")
+    asked = {"method": (METHODS | PARALLEL)[family], "model": job["drafter"], "num_speculative_tokens": job["draft_length"]}
+    return asked | ({"parallel_drafting": True} if family in PARALLEL else {})
 
 
 def sampling_of(job: dict[str, Any]) -> Any:

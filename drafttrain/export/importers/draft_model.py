@@ -15,6 +15,7 @@ from drafttrain.errors import UserError
 from drafttrain.export.importers.directory import Foreign, listed
 from drafttrain.export.importers.row import Draft, Importer
 from drafttrain.export.layouts.draft_model import ADAPTED, RENAMES
+from drafttrain.export.layouts.peagle import MASK
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.target import Target
 
@@ -26,18 +27,24 @@ PLAIN = {"bias": ("none", None), "use_dora": (False, None), "use_rslora": (False
 EMPTY = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "trainable_token_indices")
 
 
-def _model(found: Foreign) -> bool:
+def whole_model(found: Foreign) -> bool:
     """Heads and layers of drafters call themselves language models too; those have an `fc`, and no embedding's prefix."""
     named = found.config.get("architectures") or [""]
     inside = any(name.endswith(EMBEDDINGS) for name in found.kinds)
-    return found.weights in WHOLE and str(named[0]).endswith(MODELS) and inside and not found.has("fc.weight")
+    whole = found.weights in WHOLE and str(named[0]).endswith(MODELS) and inside
+    return whole and not found.has("fc.weight")
+
+
+def _plain(found: Foreign) -> bool:
+    """Not one that drafts from masks."""
+    return whole_model(found) and MASK not in found.config
 
 
 def _adapter(found: Foreign) -> bool:
     return found.config_name == "adapter_config.json"
 
 
-def _renames(found: Foreign) -> Renames:
+def renames(found: Foreign) -> Renames:
     return RENAMES
 
 
@@ -45,7 +52,7 @@ def _adapter_renames(found: Foreign) -> Renames:
     return ADAPTED
 
 
-def _options(found: Foreign, target: Target) -> dict[str, Any]:
+def options(found: Foreign, target: Target) -> dict[str, Any]:
     return _from(str(found.directory.resolve()))
 
 
@@ -71,7 +78,7 @@ def _adapter_options(found: Foreign, target: Target) -> dict[str, Any]:
     return _from(base, found.number("r"), int(alpha))
 
 
-def _complete(draft: Draft, own: Mapping[str, Tensor]) -> None:
+def complete(draft: Draft, own: Mapping[str, Tensor]) -> None:
     """A tied head is stored once; an embedding of another size than the target's was brought to it when the model was read."""
     tensors, model = draft.tensors, draft.found.directory
     if not own:
@@ -123,7 +130,7 @@ def _complete_adapter(draft: Draft, own: Mapping[str, Tensor]) -> None:
 
 
 ROWS = [
-    Importer("transformers", "draft_model", _model, _options, _renames, complete=_complete, places=PLACES),
+    Importer("transformers", "draft_model", _plain, options, renames, complete=complete, places=PLACES),
     Importer(
         "peft adapter",
         "draft_model",

@@ -24,7 +24,7 @@ TYPE = "speculators_model_type"
 
 def _portable(found: Foreign) -> bool:
     layered = found.has("midlayer.hidden_norm.weight") or found.has("layers.0.hidden_norm.weight")
-    return found.has("fc.weight") and layered and TYPE not in found.config
+    return found.has("fc.weight") and layered and TYPE not in found.config and not found.has("mask_hidden")
 
 
 def _speculators(found: Foreign) -> bool:
@@ -46,7 +46,7 @@ def _options(found: Foreign, target: Target) -> dict[str, Any]:
     same_size(found, "num_aux_hidden_states", config.get("num_aux_hidden_states"), len(layers))
     return {
         "taps": [k - 1 for k in layers],
-        "draft_vocab": _spoken(found, target.shape.vocab_size),
+        "draft_vocab": spoken(found, target.shape.vocab_size),
         "fc_norm": bool(config.get("fc_norm", found.has("fc_norm.0.weight"))),
         "norm_output": _norm_output(found),
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
@@ -94,7 +94,7 @@ def _norm_output(found: Foreign) -> bool:
     return said.pop() if said else False
 
 
-def _spoken(found: Foreign, vocab: int) -> int | None:
+def spoken(found: Foreign, vocab: int) -> int | None:
     """The drafter's own vocabulary; None: the target's."""
     if not found.has("lm_head.weight"):
         raise UserError(f"{found.origin}: {found.weights} lacks lm_head.weight; fetch it again")
@@ -112,7 +112,7 @@ def _spoken(found: Foreign, vocab: int) -> int | None:
     return rows if found.has("d2t") and not whole else None
 
 
-def _mend(draft: Draft) -> None:
+def mend(draft: Draft) -> None:
     """d2t as offsets, t2d as bool; t2d is made where it is missing."""
     found, tensors, vocab = draft.found, draft.tensors, draft.target.shape.vocab_size
     if found.config.get(TYPE) and "norm_before_residual" not in found.config:
@@ -151,6 +151,6 @@ def _target_ids(draft: Draft, d2t: Tensor, marked: Tensor | None) -> Tensor:
 
 SHARED = {"embed_tokens.weight": EMBEDDING}
 ROWS = [
-    Importer("portable", "eagle3", _portable, _options, _renames, SHARED, _mend),
-    Importer("speculators", "eagle3", _speculators, _options, _renames, SHARED, _mend),
+    Importer("portable", "eagle3", _portable, _options, _renames, SHARED, mend),
+    Importer("speculators", "eagle3", _speculators, _options, _renames, SHARED, mend),
 ]

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from drafttrain.errors import UserError
-from drafttrain.export.importers import dflash, draft_model, eagle, eagle3, hydra, medusa, mlp_speculator, mtp, redrafter
+from drafttrain.export.importers import (
+    dflash,
+    draft_model,
+    eagle,
+    eagle3,
+    hydra,
+    medusa,
+    mlp_speculator,
+    mtp,
+    pard,
+    peagle,
+    redrafter,
+)
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer
 
 IMPORTERS: list[Importer] = [
-    row for module in (eagle3, eagle, medusa, hydra, redrafter, mlp_speculator, mtp, dflash, draft_model) for row in module.ROWS
+    row
+    for module in (eagle3, peagle, eagle, medusa, hydra, redrafter, mlp_speculator, mtp, dflash, draft_model, pard)
+    for row in module.ROWS
 ]
 
 

@@ -55,38 +55,45 @@ def lmdeploy(source: Source) -> Files:
 
 
 def portable(source: Source) -> Files:
-    ids, shape = source.layer_inputs, source.layer_shape
     tensors = weights(source)
+    return Files(portable_config(source, tensors), tensors, facts=facts(source))
+
+
+def portable_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
+    ids, shape = source.layer_inputs, source.layer_shape
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **llama_fields(shape, 1, source.dtype),
+        **llama_fields(shape, layers, source.dtype),
         "draft_vocab_size": len(tensors["lm_head.weight"]),
         "target_hidden_size": shape.hidden_size,
         IDS: ids,
         "eagle_config": {
             "use_aux_hidden_state": True,
             IDS: [k - 1 for k in ids],
-            "return_hidden_post_norm": source.options["norm_output"],
+            "return_hidden_post_norm": source.options.get("norm_output", False),
         },
         **_flags(source),
     }
     if len(ids) != 3:
         config["num_aux_hidden_states"] = len(ids)
-    return Files(config, tensors, facts=facts(source))
+    return config
 
 
 def speculators(source: Source) -> Files:
     tensors = {str(SPECULATORS.theirs(name)): x for name, x in weights(source).items()}
-    config = {
-        **header(source, "eagle3", "Eagle3Speculator"),
-        "transformer_layer_config": {"model_type": "llama", **llama_fields(source.layer_shape, 1, source.dtype)},
+    config = header(source, "eagle3", "Eagle3Speculator") | speculators_config(source, tensors)
+    return Files(config, tensors, facts=facts(source))
+
+
+def speculators_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
+    return {
+        "transformer_layer_config": {"model_type": "llama", **llama_fields(source.layer_shape, layers, source.dtype)},
         "draft_vocab_size": len(tensors["lm_head.weight"]),
         **_flags(source),
         "target_hidden_size": source.shape.hidden_size,
         IDS: source.layer_inputs,
     }
-    return Files(config, tensors, facts=facts(source))
 
 
 def weights(source: Source) -> dict[str, Tensor]:
@@ -99,7 +106,7 @@ def weights(source: Source) -> dict[str, Tensor]:
 
 def _flags(source: Source) -> dict[str, Any]:
     """norm_before_residual always, since stacks differ in what they take else; the others where set: not all know them."""
-    flags = {flag: True for flag in ("fc_norm", "norm_output") if source.options[flag]}
+    flags = {flag: True for flag in ("fc_norm", "norm_output") if source.options.get(flag)}
     return {"norm_before_residual": _before(source), **flags}
 
 
@@ -109,5 +116,5 @@ def _before(source: Source) -> bool:
 
 
 def facts(source: Source) -> dict[str, Any]:
-    flags = {flag: bool(source.options[flag]) for flag in ("norm_output", "fc_norm")}
+    flags = {flag: bool(source.options.get(flag, False)) for flag in ("norm_output", "fc_norm")}
     return {"norm flags": {"norm_before_residual": _before(source), **flags}}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,18 @@ def read(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
     if engine.pieces is not None:
         check_tokenizer(directory, engine.pieces)
     return _model(Config.of(directory), Tensors(directory), engine, points)
+
+
+def parallel(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+    """PARD: all drafts of one pass, from masks behind the root."""
+    if engine.pieces is not None:
+        check_tokenizer(directory, engine.pieces)
+    config = Config.of(directory)
+    mask = config.get("pard_token", "mask token")
+    if not 0 <= mask < len(engine.embed):
+        raise MismatchError("mask token", f"pard_token {mask} is no token of the target")
+    found = _model(config, Tensors(directory), engine, points, mask)
+    return replace(found, facts=found.facts | {"mask token": mask})
 
 
 def adapter(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
@@ -60,7 +72,7 @@ def adapter(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading
     return _model(Config.of(base), tensors, engine, points)
 
 
-def _model(config: Config, tensors: Tensors, engine: Engine, points: Sequence[Point]) -> Reading:
+def _model(config: Config, tensors: Tensors, engine: Engine, points: Sequence[Point], mask: int | None = None) -> Reading:
     kind = config.get("model_type", "architecture")
     if kind not in MODEL_TYPES:
         raise MismatchError("architecture", f"model_type is {kind!r}; the reader knows {', '.join(MODEL_TYPES)}")
@@ -74,7 +86,7 @@ def _model(config: Config, tensors: Tensors, engine: Engine, points: Sequence[Po
     if config.get("vocab_size", "vocabulary") != vocab:
         raise MismatchError("vocabulary", f"vocab_size is {config.values['vocab_size']}, the target's is {vocab}")
     plan = Plan(shape, config.get("num_hidden_layers", "config"), kind == "qwen2", kind == "qwen3")
-    return reading(plan, tensors, engine, points, tied=bool(config.values.get("tie_word_embeddings")))
+    return reading(plan, tensors, engine, points, tied=bool(config.values.get("tie_word_embeddings")), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +99,10 @@ class Plan:
     norms: bool
 
 
-def reading(plan: Plan, tensors: Tensors, engine: Engine, points: Sequence[Point], tied: bool) -> Reading:
+def reading(
+    plan: Plan, tensors: Tensors, engine: Engine, points: Sequence[Point], tied: bool, mask: int | None = None
+) -> Reading:
+    """mask: what stands in the place of the drafts before; None: they themselves."""
     shape, vocab, width = plan.shape, len(engine.embed), plan.shape.width
     embed = tensors.take("model.embed_tokens.weight", vocab, width, fails="vocabulary")
     layers = []
@@ -100,7 +115,8 @@ def reading(plan: Plan, tensors: Tensors, engine: Engine, points: Sequence[Point
     tensors.finish()
 
     def draft(point: Point) -> Tensor:
-        token_N = torch.cat([point.text, point.root[None], point.drafts[:-1]])
+        above = point.drafts[:-1] if mask is None else torch.full_like(point.drafts[:-1], mask)
+        token_N = torch.cat([point.text, point.root[None], above])
         x_NH, position_N = embed[token_N], torch.arange(len(token_N))
         for layer, input_norm in layers:
             x_NH = x_NH + Cache(layer).feed(rms(x_NH, input_norm, shape.eps), position_N)

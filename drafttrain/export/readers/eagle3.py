@@ -62,7 +62,7 @@ def portable(stack: str) -> Callable[[Path, Engine, Sequence[Point]], Reading]:
             config.expect("num_aux_hidden_states", len(layers), "layer ids")
         if stack == "lmdeploy" and "d2t" not in tensors.left:
             raise MismatchError("d2t", "it is missing, and LMDeploy would draft token 0 alone")
-        head = _head(config, config, tensors, "midlayer", engine, layers)
+        head = head_of(config, config, tensors, "midlayer", engine, layers)
         tensors.finish()
         if head.before and stack in ("sglang", "trtllm"):
             raise MismatchError("norm flags", f"norm_before_residual is true, which {stack} does not read")
@@ -73,12 +73,20 @@ def portable(stack: str) -> Callable[[Path, Engine, Sequence[Point]], Reading]:
 
 def speculators(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
     config, tensors = Config.of(directory), Tensors(directory)
-    config.expect("architectures", ["Eagle3Speculator"], "architecture")
-    config.expect("speculators_model_type", "eagle3", "architecture")
+    inner = speculators_layer(config, "eagle3", "Eagle3Speculator", engine)
+    head = head_of(config, inner, tensors, "layers.0", engine, config.get(IDS, "layer ids"))
+    tensors.finish()
+    return reading(head, engine, points)
+
+
+def speculators_layer(config: Config, kind: str, architecture: str, engine: Engine) -> Config:
+    """What a configuration of this type says of its layers."""
+    config.expect("architectures", [architecture], "architecture")
+    config.expect("speculators_model_type", kind, "architecture")
     config.expect("model_type", None, "architecture")
     config.get("speculators_version", "architecture")
     asked = config.inside("speculators_config", "architecture")
-    asked.expect("algorithm", "eagle3", "architecture")
+    asked.expect("algorithm", kind, "architecture")
     asked.inside("verifier", "architecture").get("name_or_path", "architecture")
     if config.get("target_hidden_size", "config") != engine.embed.shape[1]:
         raise MismatchError(
@@ -86,9 +94,7 @@ def speculators(directory: Path, engine: Engine, points: Sequence[Point]) -> Rea
         )
     inner = config.inside("transformer_layer_config", "config")
     inner.expect("model_type", "llama", "architecture")
-    head = _head(config, inner, tensors, "layers.0", engine, config.get(IDS, "layer ids"))
-    tensors.finish()
-    return reading(head, engine, points)
+    return inner
 
 
 def _layers(stack: str, config: Config, nested: Config, blocks: int) -> list[int]:
@@ -99,7 +105,7 @@ def _layers(stack: str, config: Config, nested: Config, blocks: int) -> list[int
     return [number + 1 for number in nested.get(IDS, "layer ids")]
 
 
-def _head(config: Config, inner: Config, tensors: Tensors, prefix: str, engine: Engine, layers: list[int]) -> Head:
+def head_of(config: Config, inner: Config, tensors: Tensors, prefix: str, engine: Engine, layers: list[int]) -> Head:
     """config: where the drafter's own fields stand; inner: those of its layer."""
     shape, (vocab, target_width) = Shape.of(inner), engine.embed.shape
     if inner.get("vocab_size", "vocabulary") != vocab:
@@ -155,13 +161,13 @@ def _draft(head: Head, engine: Engine, point: Point) -> Tensor:
     cache, logits = Cache(head.layer), []
     token_N, state_NH, position_N = point.shifted, F.linear(torch.cat(states, -1), head.fc), torch.arange(len(point.text))
     for draft in point.drafts:
-        state_NH = _step(head, cache, engine.embed[token_N], state_NH, position_N)[-1:]
+        state_NH = step(head, cache, engine.embed[token_N], state_NH, position_N)[-1:]
         logits.append(F.linear(state_NH if head.output else rms(state_NH, head.norm, head.shape.eps), head.lm_head)[0])
         token_N, position_N = draft[None], position_N[-1:] + 1
     return over_target(torch.stack(logits), head.ids, len(engine.embed))
 
 
-def _step(head: Head, cache: Cache, embedded_NH: Tensor, state_NH: Tensor, position_N: Tensor) -> Tensor:
+def step(head: Head, cache: Cache, embedded_NH: Tensor, state_NH: Tensor, position_N: Tensor) -> Tensor:
     """[N, H] the state that goes to the next step."""
     eps = head.shape.eps
     normed_NH = rms(state_NH, head.hidden_norm, eps)

@@ -1,0 +1,119 @@
+"""PARD: a small language model that drafts all tokens in one pass, from mask tokens behind the text (arXiv 2504.18583).
+
+Shapes: B rows, T positions, N columns fed at once, K drafts, H hidden, M predictions, V vocabulary.
+
+Behind the root x[t+1] stand K - 1 mask tokens: mask d, at position t + 1 + d, predicts x[t+2+d]. It sees the text up to the
+root, and the masks before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.autoregressive import AutoregressiveState
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.chains import Chains, Retention
+from drafttrain.drafter import Drafter
+from drafttrain.drafters import Family
+from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions, Model, check, model_of
+from drafttrain.dynamic import grown_from_slots
+from drafttrain.errors import UserError
+from drafttrain.proposal import Proposal
+from drafttrain.sampling import Sampling
+from drafttrain.staged import Staged, with_root
+from drafttrain.target import FINAL, Taps, Target
+from drafttrain.tree import DraftTree
+
+
+@dataclass
+class PardOptions(DraftModelOptions):
+    """The model is chosen as a draft model is."""
+
+    family: str = "pard"
+    width: int = 4
+    draft_length: int = 8
+    mask_token: int | None = None  # an id that the model embeds; None: the last one
+    retention: float = 0.7  # in training a share retention ** d of the anchors has a mask d
+    least_retention: float = 0.2  # and no less than this
+
+
+def build(options: PardOptions, target: Target) -> Drafter:
+    """Raises UserError for options that contradict each other, and for a model that cannot be loaded or cannot draft."""
+    check(options)
+    found = model_of(options, target, "chain")  # whatever the tree: it is made of one chain's choices
+    if found.translation is not None:
+        raise UserError(
+            f"drafter.path {options.path!r} has another tokenizer than the target, and masks are tokens of the target's; "
+            "choose a model of the target's tokenizer"
+        )
+    return Pard(options, Proposal(options, options.draft_length, target, independent=True), found)
+
+
+class Pard(DraftModel):
+    """Drafts are deterministic at any temperature, since masks do not know each other's tokens."""
+
+    def __init__(self, options: PardOptions, proposal: Proposal, found: Model) -> None:
+        super().__init__(options, proposal, found)
+        self.samples, self.starts_usable = False, False  # it has never seen a mask
+        self.retention = Retention(options.retention, options.least_retention)
+        vocab = self.lm.shape.vocab_size
+        self.mask_token = vocab - 1 if options.mask_token is None else options.mask_token
+        if not 0 <= self.mask_token < vocab:
+            raise UserError(f"drafter.mask_token is {self.mask_token}; the draft model embeds 0..{vocab - 1}")
+
+    def settled(self) -> dict[str, Any]:
+        return {"mask_token": self.mask_token}
+
+    @property
+    def _slots(self) -> int:
+        return self.draft_length - 1
+
+    def fed(self, length: int) -> int:
+        return round(length * (1 + sum(self.retention.shares(self._slots))))
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        """Draft d (from 0) predicts the token d + 2 after its source. In evaluation every anchor has all masks."""
+        shares = self.retention.shares(self._slots) if self.training else None
+        chains = Chains.behind(batch, shares, self._slots, root=True)
+        token_BN, no_rows_B0 = chains.behind_text(batch.token_BT, self.mask_token), batch.token_BT[:, :0]
+        position_BN = chains.position_BN.clamp_max(self.lm.shape.max_positions - 1)
+        final_BNH = self.lm(token_BN, None, chains, position_BN, Taps(final=True), no_rows_B0).hidden[FINAL]
+        pairs = batch.future(2)
+        hidden_MH = final_BNH[:, : chains.columns].flatten(0, 1)[batch.law_at(pairs.label_M)]  # of the column of the root
+        yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.lm.head)
+        for depth, pairs, hidden_MH in chains.steps(batch, final_BNH):
+            yield Prediction(depth, pairs.source_M, pairs.label_M, hidden_MH, self.lm.head)
+
+    @property
+    def widest(self) -> int:
+        """What was accepted, the root, and the masks behind it."""
+        return max(super().widest, 2 * self.draft_length + 1)
+
+    def open(self, slots: int, max_len: int) -> AutoregressiveState:
+        """Masks lie behind the text, however few of their drafts become nodes."""
+        kv = self.lm.new_cache(slots, max_len + self.draft_length)
+        device = kv.length_S.device
+        return AutoregressiveState(kv, Staged(slots, self.draft_length, device), self.proposal.grower(device), [])
+
+    def propose(self, state: AutoregressiveState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        kv, drafts = state.kv, min(self.draft_length, depth or self.draft_length)
+        kv.rows(slot_B)
+        token_BN, last_B = with_root(self.staged(state, slot_B))
+        token_BN = F.pad(token_BN, (0, drafts - 1))
+        column_N, last_B1 = torch.arange(token_BN.shape[1], device=token_BN.device), last_B[:, None]
+        token_BN = torch.where(column_N <= last_B1, token_BN, self.mask_token)
+        position_BN = (kv.length_B[:, None] + column_N).clamp_max(self.lm.shape.max_positions - 1)
+        row_BK = last_B1 + torch.arange(drafts, device=token_BN.device)
+        logits_BKV = self.lm(token_BN, kv, None, position_BN, Taps(), row_BK).logits_BRV
+        kv.keep(column_N.expand_as(token_BN), last_B)  # the root's keys are scratch: the next commit brings it again
+        assert state.grower is not None, "made with the state"
+        return grown_from_slots(state.grower, token_BN.gather(1, last_B1)[:, 0], logits_BKV)
+
+
+FAMILY = Family("pard", PardOptions, build)

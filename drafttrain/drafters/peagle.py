@@ -1,0 +1,221 @@
+"""P-EAGLE: EAGLE-3 that drafts all tokens in one pass, from mask tokens beside a learnt state (arXiv 2602.01469).
+
+Shapes: B rows, T positions, A staged positions, N columns fed at once, K drafts, H hidden, M predictions, V vocabulary.
+
+At index t the drafter reads the token x[t+1] and the target's states at t, and predicts x[t+2]. Behind it stand K - 1 slots, of
+the mask token and the mask state: slot d, at position t + d, predicts x[t+2+d]. It sees the indices up to t, and the slots
+before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.chains import Chains, Retention
+from drafttrain.drafter import Commit
+from drafttrain.drafters import Family
+from drafttrain.drafters.eagle3 import Eagle3Layer, Spoken, taps_of
+from drafttrain.dynamic import Grower, grown_from_slots
+from drafttrain.errors import UserError
+from drafttrain.kv import KVCache
+from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm, recomputed
+from drafttrain.ops.chained import attended
+from drafttrain.proposal import Proposal, Proposing, TreeOptions
+from drafttrain.sampling import Sampling
+from drafttrain.staged import CachedDrafter, OwnCache, Staged
+from drafttrain.target import Target, TargetShape
+from drafttrain.tree import DraftTree
+
+Attend = Callable[[int, Attention, Tensor], Tensor]
+
+
+@dataclass
+class PEagleOptions(TreeOptions):
+    """A chain over the target's whole vocabulary, unless asked for more."""
+
+    family: str = "peagle"
+    tree: str = "chain"
+    width: int = 4
+    draft_length: int = 8
+    layers: int = 4
+    taps: list[int] | None = None  # three block outputs, from 0; None: by the rule
+    tap_rule: str = "official"  # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks
+    mask_token: int | None = None  # an id of the embedding; None: the last one
+    retention: float = 0.8  # in training a share retention ** d of the anchors has a slot d
+    least_retention: float = 0.2  # and no less than this
+    draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data; None: all
+    fc_norm: bool = False  # EAGLE 3.1: an RMS norm of each tapped state
+    norm_before_residual: bool = False  # the residual of the first layer is the normed state
+    layer: LayerOptions = field(default_factory=LayerOptions)
+
+
+class PlainLayer(nn.Module):
+    """A decoder layer behind the first; its names are Llama's."""
+
+    def __init__(self, shape: TargetShape) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = Attention(AttentionShape.of(shape, width))
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = GatedMLP(width, shape.intermediate_size)
+
+    def leave(self, residual_H: Tensor, attended_H: Tensor) -> Tensor:
+        state_H = residual_H + attended_H
+        return state_H + self.mlp(self.post_attention_layernorm(state_H))
+
+
+class MaskState(nn.Module):
+    """What stands in for the target's states in a slot. A module: whoever shards parameters gives them to modules' calls."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.hidden = nn.Parameter(torch.randn(1, 1, width))
+
+    def forward(self) -> Tensor:
+        return self.hidden
+
+
+@dataclass
+class PEagleState(OwnCache):
+    """grower: of the proposals."""
+
+    grower: Grower
+
+
+class PEagle(Spoken, CachedDrafter, Proposing):
+    """fc, fc_norm, embed_tokens, layers, norm and lm_head are named as in the official code. The embedding is trained.
+
+    Drafts are deterministic at any temperature, since slots do not know each other's tokens.
+    """
+
+    def __init__(self, options: PEagleOptions, target: Target) -> None:
+        super().__init__()
+        self._target = [target]  # in a list: read, never trained or saved with the drafter
+        self.proposal, self.draft_length = (
+            Proposal(options, options.draft_length, target, independent=True),
+            options.draft_length,
+        )
+        self.retention = Retention(options.retention, options.least_retention)
+        of = self.layer_shape = LayerOptions.of(options.layer).shape(target.shape)
+        self.mask_token = of.vocab_size - 1 if options.mask_token is None else options.mask_token
+        if not 0 <= self.mask_token < of.vocab_size or options.layers < 1:
+            raise UserError(
+                f"drafter.mask_token is {self.mask_token}, drafter.layers {options.layers}; the drafter embeds "
+                f"0..{of.vocab_size - 1}, and has one layer at least"
+            )
+        self.before = options.norm_before_residual
+        self.listen(taps_of(options, of.blocks), options.fc_norm, of)
+        self.mask = MaskState(self.fc.in_features)
+        self.embed_tokens = nn.Embedding(of.vocab_size, of.hidden_size)
+        token_V = torch.arange(of.vocab_size, device=target.device)
+        self.embed_tokens.weight.data.copy_(target.embed(token_V).detach())
+        self.layers = nn.ModuleList([Eagle3Layer(of), *(PlainLayer(of) for _ in range(options.layers - 1))])
+        self.norm = RMSNorm(of.hidden_size, of.norm_eps)
+        self.speak(options.draft_vocab)
+
+    def settled(self) -> dict[str, Any]:
+        own = LayerOptions.between(self.layer_shape, self._target[0].shape)
+        return {"taps": list(self.taps.blocks), "mask_token": self.mask_token, "layer": asdict(own)}
+
+    @property
+    def _slots(self) -> int:
+        return self.draft_length - 1
+
+    def fed(self, length: int) -> int:
+        return round(length * (1 + sum(self.retention.shares(self._slots))))
+
+    def logits(self, state_H: Tensor) -> Tensor:
+        logits_D: Tensor = self.lm_head(self.norm(state_H))
+        return logits_D
+
+    def _mask_state(self) -> Tensor:
+        """[1, 1, H] fused."""
+        return self.fused(list(self.mask().chunk(len(self.taps.blocks), -1)))
+
+    def _through(self, token_BN: Tensor, state_BNH: Tensor, attend: Attend) -> Tensor:
+        """[B, N, H] the last layer's output. attend: (number of a layer, its attention, what that reads) -> what comes out."""
+        embedded_BNH = self.embed_tokens(token_BN)
+
+        def run(number: int, state_BNH: Tensor) -> Tensor:
+            layer: Any = self.layers[number]
+            if number:
+                residual_BNH, read_BNI = state_BNH, layer.input_layernorm(state_BNH)
+            else:
+                residual_BNH, read_BNI = layer.enter(embedded_BNH, state_BNH, self.before)
+            left_BNH: Tensor = layer.leave(residual_BNH, attend(number, layer.self_attn, read_BNI))
+            return left_BNH
+
+        for number in range(len(self.layers)):
+            state_BNH = recomputed(self.recomputes, run, number, state_BNH)
+        return state_BNH
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        """Draft d (from 0) predicts the token d + 2 after its source. In evaluation every anchor has all slots."""
+        shares = self.retention.shares(self._slots) if self.training else None
+        chains = Chains.behind(batch, shares, self._slots, root=False)
+        B, slots = len(batch.token_BT), chains.position_BN.shape[1] - chains.columns
+        state_BNH = torch.cat([self.fuse(batch.hidden), self._mask_state().expand(B, slots, -1)], 1)
+
+        def attend(number: int, attention: Attention, read_BNI: Tensor) -> Tensor:
+            return attention.out(attended(*attention.qkv(read_BNI, chains.position_BN), chains))
+
+        state_BNH = self._through(chains.behind_text(batch.after(1), self.mask_token), state_BNH, attend)
+        pairs = batch.future(2)
+        hidden_MH = state_BNH[:, : chains.columns].flatten(0, 1)[pairs.source_M]
+        yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.logits, vocab_D=self.ids)
+        for depth, pairs, hidden_MH in chains.steps(batch, state_BNH):
+            yield Prediction(depth, pairs.source_M, pairs.label_M, hidden_MH, self.logits, vocab_D=self.ids)
+
+    @property
+    def widest(self) -> int:
+        """What was accepted, and the slots behind it."""
+        return max(super().widest, 2 * self.draft_length)
+
+    def open(self, slots: int, max_len: int) -> PEagleState:
+        """Slots lie behind the text, however few of their drafts become nodes."""
+        kv = KVCache(len(self.layers), slots, max_len + self.draft_length, self.fc.weight.device)
+        device = kv.length_S.device
+        return PEagleState(kv, Staged(slots, self.draft_length, device), self.proposal.grower(device))
+
+    def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
+        state.kv.rows(slot_B)
+        self._read(state.kv, commit, 0)
+
+    def _read(self, kv: KVCache, commit: Commit, slots: int) -> Tensor:
+        """[B, N, H] the states of each row's positions, with so many slots behind its last; the positions stay in the cache."""
+        B, A = commit.next_BA.shape
+        column_N = torch.arange(A + slots, device=commit.next_BA.device)
+        real_BN = column_N < commit.count_B[:, None]
+        token_BN = torch.where(real_BN, F.pad(commit.next_BA, (0, slots)), self.mask_token)
+        state_BNH = F.pad(self.fuse(commit.hidden), (0, 0, 0, slots))
+        state_BNH = torch.where(real_BN[..., None], state_BNH, self._mask_state())
+        causal_BNN = torch.ones(A + slots, A + slots, dtype=torch.bool, device=column_N.device).tril().expand(B, -1, -1)
+        position_BN = kv.length_B[:, None] + column_N
+
+        def attend(number: int, attention: Attention, read_BNI: Tensor) -> Tensor:
+            return attention.cached(read_BNI, position_BN, kv, number, causal_BNN)
+
+        state_BNH = self._through(token_BN, state_BNH, attend)
+        kv.keep(column_N[:A].expand(B, A), commit.count_B)
+        return state_BNH
+
+    def propose(self, state: PEagleState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        state.kv.rows(slot_B)
+        staged = self.staged(state, slot_B)
+        drafts, last_B1 = min(self.draft_length, depth or self.draft_length), (staged.count_B - 1).clamp_min(0)[:, None]
+        root_B = staged.next_BA.gather(1, last_B1)[:, 0]
+        state_BNH = self._read(state.kv, staged, drafts - 1)
+        row_BK1 = (last_B1 + torch.arange(drafts, device=last_B1.device))[..., None]
+        logits_BKV = self.logits(state_BNH.gather(1, row_BK1.expand(-1, -1, state_BNH.shape[-1])))
+        return grown_from_slots(state.grower, root_B, logits_BKV, self.ids)
+
+
+FAMILY = Family("peagle", PEagleOptions, PEagle)

@@ -1,0 +1,32 @@
+"""PARD: a directory of transformers whose configuration names a mask token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drafttrain.export.importers import draft_model
+from drafttrain.export.importers.directory import Foreign
+from drafttrain.export.importers.row import Importer
+from drafttrain.export.layouts.peagle import MASK
+from drafttrain.target import Target
+
+
+def _knows(found: Foreign) -> bool:
+    return draft_model.whole_model(found) and MASK in found.config
+
+
+def _options(found: Foreign, target: Target) -> dict[str, Any]:
+    return draft_model.options(found, target) | {"mask_token": found.number(MASK)}
+
+
+ROWS = [
+    Importer(
+        "transformers",
+        "pard",
+        _knows,
+        _options,
+        draft_model.renames,
+        complete=draft_model.complete,
+        places=draft_model.PLACES,
+    )
+]

@@ -1,0 +1,56 @@
+"""P-EAGLE: EAGLE-3's portable layout with more layers, an embedding, a mask token and a mask state; that of speculators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from drafttrain.export.files import Files, Source
+from drafttrain.export.layouts import eagle3
+from drafttrain.export.layouts.renames import Renames
+from drafttrain.export.layouts.speculators import header
+
+RENAMES = Renames({"mask.hidden": "mask_hidden", "{rest}": "{rest}"})
+MASK = "pard_token"  # in the portable layout; in speculators' `mask_token_id`
+
+
+def refuse(source: Source) -> str | None:
+    """Why this stack cannot load this drafter; None where it can."""
+    blocks = source.shape.blocks
+    if source.stack != "speculators":
+        return None
+    if source.options["fc_norm"]:
+        return "it was trained with fc_norm, which vLLM drops from these files; export it with format=vllm"
+    if max(source.layer_inputs) == blocks:
+        return (
+            "it taps the target's last block, and speculators is known to capture the inputs of blocks alone; "
+            f"train with drafter.taps below {blocks - 1}"
+        )
+    return None
+
+
+def portable(source: Source) -> Files:
+    tensors = _weights(source)
+    config = eagle3.portable_config(source, tensors, source.options["layers"]) | {MASK: mask_token(source)}
+    return Files(config, tensors, facts=_facts(source))
+
+
+def speculators(source: Source) -> Files:
+    tensors = _weights(source)
+    config = header(source, "peagle", "PEagleSpeculator")
+    config |= eagle3.speculators_config(source, tensors, source.options["layers"])
+    config |= {"mask_token_id": mask_token(source), "embed_requires_grad": True}
+    return Files(config, tensors, facts=_facts(source))
+
+
+def mask_token(source: Source) -> int:
+    return int(source.drafter.settled()["mask_token"])
+
+
+def _weights(source: Source) -> dict[str, Tensor]:
+    return {str(RENAMES.theirs(name)): x for name, x in eagle3.weights(source).items()}
+
+
+def _facts(source: Source) -> dict[str, Any]:
+    return eagle3.facts(source) | {"mask token": mask_token(source)}

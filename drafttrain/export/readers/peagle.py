@@ -1,0 +1,91 @@
+"""P-EAGLE as vLLM reads it: the portable layout with `pard_token`, and that of speculators with `mask_token_id`.
+
+Shapes: c tokens of a text, K drafts, N = c + K - 1 positions fed, H hidden.
+
+One pass: the text with the root, then K - 1 times the mask token beside the mask state. Everything is causal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.export.readers import eagle3
+from drafttrain.export.readers.layer import Cache, Layer, rms
+from drafttrain.export.readers.parts import Config, Engine, MismatchError, Point, Reading, Tensors, each, over_target
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """first: what EAGLE-3 has too. others: further layers, each with its input norm."""
+
+    first: eagle3.Head
+    others: list[tuple[Layer, Tensor]]
+    embed: Tensor
+    mask_state: Tensor
+    mask: int
+
+
+def portable(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+    config, tensors = Config.of(directory), Tensors(directory)
+    config.expect("architectures", ["LlamaForCausalLMEagle3"], "architecture")
+    config.expect("model_type", "llama", "architecture")
+    nested = config.inside("eagle_config", "layer ids")
+    nested.expect("use_aux_hidden_state", True, "layer ids")
+    layers = list(config.values.get(eagle3.IDS) or nested.get(eagle3.IDS, "layer ids"))
+    if len(layers) != 3:
+        config.expect("num_aux_hidden_states", len(layers), "layer ids")
+    return _reading(config, config, tensors, engine, layers, config.get("pard_token", "mask token"), points)
+
+
+def speculators(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+    """vLLM leaves out `fc_norm` of this type."""
+    config, tensors = Config.of(directory), Tensors(directory)
+    inner = eagle3.speculators_layer(config, "peagle", "PEagleSpeculator", engine)
+    config.expect("embed_requires_grad", True, "config")
+    config.expect("fc_norm", None, "norm flags")
+    layers, mask = config.get(eagle3.IDS, "layer ids"), config.get("mask_token_id", "mask token")
+    return _reading(config, inner, tensors, engine, layers, mask, points)
+
+
+def _reading(
+    config: Config, inner: Config, tensors: Tensors, engine: Engine, layers: list[int], mask: int, points: Sequence[Point]
+) -> Reading:
+    first = eagle3.head_of(config, inner, tensors, "layers.0", engine, layers)
+    shape, (vocab, target_width) = first.shape, engine.embed.shape
+    others = []
+    for number in range(1, inner.get("num_hidden_layers", "config")):
+        prefix = f"layers.{number}"
+        layer = Layer(tensors, prefix, shape, shape.width)
+        others.append((layer, tensors.take(f"{prefix}.input_layernorm.weight", shape.width)))
+    embed = tensors.take("embed_tokens.weight", vocab, shape.width)
+    mask_state = tensors.take("mask_hidden", 1, 1, len(layers) * target_width, fails="layer ids")[0, 0]
+    tensors.finish()
+    if not 0 <= mask < vocab:
+        raise MismatchError("mask token", f"{mask} is no token of the embedding")
+    drafter = Parallel(first, others, embed, mask_state, mask)
+    found = eagle3.reading(first, engine, points[:0])
+    return replace(found, logits=each(points, lambda point: _draft(drafter, point)), facts=found.facts | {"mask token": mask})
+
+
+def _draft(drafter: Parallel, point: Point) -> Tensor:
+    first, shape, slots = drafter.first, drafter.first.shape, len(point.drafts) - 1
+    states = [torch.cat([point.layer(k), mask.expand(slots, -1)]) for k, mask in zip(
+        first.layers, drafter.mask_state.chunk(len(first.layers)), strict=True
+    )]  # fmt: skip
+    if first.fc_norms:
+        states = [rms(state, norm, shape.eps) for state, norm in zip(states, first.fc_norms, strict=True)]
+    token_N = torch.cat([point.shifted, torch.full((slots,), drafter.mask)])
+    position_N = torch.arange(len(token_N))
+    x_NH = F.linear(torch.cat(states, -1), first.fc)
+    x_NH = eagle3.step(first, Cache(first.layer), drafter.embed[token_N], x_NH, position_N)
+    for layer, norm in drafter.others:
+        x_NH = x_NH + Cache(layer).feed(rms(x_NH, norm, shape.eps), position_N)
+        x_NH = x_NH + layer.mlp(x_NH)
+    logits_KD = F.linear(rms(x_NH[len(point.text) - 1 :], first.norm, shape.eps), first.lm_head)
+    return over_target(logits_KD, first.ids, len(drafter.embed))
