@@ -16,6 +16,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = ("vllm", "sglang", "trtllm", "speculators")  # stacks whose loaders know fc_norm and norm_output
 THREE = ("llamacpp", "openvino", "lmdeploy", "official")  # stacks that take three layers, no more or fewer
 UNNORMED = ("vllm", "speculators")  # stacks that read norm_before_residual
+EMBEDDING = "embed_tokens.weight"
 SPECULATORS = Renames({"midlayer.{rest}": "layers.0.{rest}", "{rest}": "{rest}"})
 
 
@@ -77,6 +78,7 @@ def portable(source: Source) -> Files:
 
 
 def speculators(source: Source) -> Files:
+    """With the target's embedding: the library leaves one that is not in the files uninitialised."""
     tensors = {str(SPECULATORS.theirs(name)): x for name, x in weights(source).items()}
     config = {
         **header(source, "eagle3", "Eagle3Speculator"),
@@ -86,7 +88,7 @@ def speculators(source: Source) -> Files:
         "target_hidden_size": source.shape.hidden_size,
         IDS: source.layer_inputs,
     }
-    return Files(config, tensors, facts=facts(source))
+    return Files(config, tensors | {EMBEDDING: source.embedding}, facts=facts(source), as_is=(EMBEDDING,))
 
 
 def weights(source: Source) -> dict[str, Tensor]:
