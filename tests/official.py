@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.exports import loaded
+
 V, H, D, INNER = 64, 32, 40, 48
 Made = tuple[dict[str, Any], dict[str, Tensor], str]
 
@@ -107,7 +109,14 @@ def eagle3_speculators() -> Made:
         IDS: [1, 2, 3],
         "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "owner/target", "architectures": ["X"]}},
     }
-    return config, tensors, file
+    return config, tensors | {"embed_tokens.weight": embedding()}, file
+
+
+def embedding() -> Tensor:
+    """The target's."""
+    model: Any = loaded().target.model
+    weight: Tensor = model.get_input_embeddings().weight.detach().clone()
+    return weight
 
 
 def peagle() -> Made:

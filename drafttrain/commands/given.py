@@ -51,7 +51,7 @@ class Given:
     def dtype(self) -> str:
         """What it is exported in where nothing is said: as the target was loaded in training, or as the weights are."""
         if self.foreign is not None:
-            return self.foreign.dtype
+            return recognised(self.foreign).dtype(self.foreign)
         assert self.meta is not None
         return self.meta.target.dtype
 

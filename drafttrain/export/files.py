@@ -54,6 +54,13 @@ class Source:
         return {str(renames.theirs(name)): tensor for name, tensor in self.opened.tensors.items()}
 
     @property
+    def embedding(self) -> Tensor:
+        """[V, H] the target's, in its own dtype."""
+        model: Any = self.opened.loaded.target.model
+        weight: Tensor = model.get_input_embeddings().weight
+        return weight
+
+    @property
     def shape(self) -> TargetShape:
         return self.opened.loaded.target.shape
 
@@ -81,7 +88,8 @@ class Source:
 class Files:
     """config: config.json. weights: the file that tensors go to; `model.safetensors` alone may come in shards, the others are
     read as one; a GGUF file holds its configuration itself. tokenizer: the target's goes with them. base: the model's
-    directory, where these are an adapter of it; beside: directories inside this one.
+    directory, where these are an adapter of it; beside: directories inside this one. as_is: tensors of the target, whose dtype
+    is their own.
     """
 
     config: dict[str, Any]
@@ -92,6 +100,7 @@ class Files:
     config_file: str = "config.json"
     base: Path | None = None
     beside: dict[str, Files] = field(default_factory=dict)
+    as_is: tuple[str, ...] = ()
 
 
 def write(directory: Path, files: Files, source: Source, max_shard_size: str) -> None:
@@ -99,7 +108,8 @@ def write(directory: Path, files: Files, source: Source, max_shard_size: str) ->
     if files.weights.endswith(SUFFIX):
         return write_gguf(directory / files.weights, files.config, files.tensors, DTYPES[source.dtype])
     write_config(directory / files.config_file, files.config)
-    tensors = {name: cast(name, tensor, DTYPES[source.dtype]) for name, tensor in files.tensors.items()}
+    dtypes = {name: files.tensors[name].dtype for name in files.as_is}
+    tensors = {name: cast(name, tensor, dtypes.get(name, DTYPES[source.dtype])) for name, tensor in files.tensors.items()}
     if files.weights == WEIGHTS:
         _write_shards(directory, tensors, max_shard_size)
     else:

@@ -16,15 +16,13 @@ from tests.engines.conftest import note, python_for, trained
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
-VLLM_DFLASH = "vLLM 0.32 accepts 86 drafts where we count 83; all other engines agree with us, why is not known"
-
 # (drafter, format, engine)
 PAIRS = [
     ("eagle3.1", "vllm", "vllm"),
     ("eagle3", "speculators", "vllm"),
     ("eagle", "vllm", "vllm"),
     ("medusa", "vllm", "vllm"),
-    pytest.param("dflash", "vllm", "vllm", marks=pytest.mark.xfail(strict=True, reason=VLLM_DFLASH)),
+    ("dflash", "vllm", "vllm"),
     ("draft_model", "vllm", "vllm"),
     ("peagle", "vllm", "vllm"),
     ("peagle, plain", "speculators", "vllm"),

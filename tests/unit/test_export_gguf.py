@@ -33,6 +33,7 @@ Weights = dict[str, Tensor]
 Made = tuple[Opened, Golden, Path]
 Change = Callable[[Fields, Weights], Any]
 TOKENS = "tokenizer.ggml"
+NORMS = ("blk.0.attn_norm.weight", "blk.0.attn_norm_2.weight")  # of the embedding, of the state
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,7 @@ TRAPS: list[tuple[str, str, Change]] = [
     ("eagle3", "logits", unpermuted("blk.0.attn_q.weight")),
     ("eagle3", "logits", unpermuted("blk.0.attn_k.weight")),
     ("eagle3", "logits", lambda f, t: t["fc.weight"].mul_(1.01)),
+    ("eagle3", "logits", lambda f, t: t.update(dict(zip(NORMS, (t[name] for name in NORMS[::-1]), strict=True)))),
     ("draft_model", "logits", unpermuted("blk.1.attn_q.weight")),
     ("draft_model", "logits", lose("output.weight")),
     ("dflash", "logits", lambda f, t: t["blk.0.attn_q_norm.weight"].add_(0.1)),

@@ -103,6 +103,10 @@ def unmarked(config: Values, tensors: Weights) -> None:
     tensors["t2d"] = tensors["t2d"].long()
 
 
+def marked_more(config: Values, tensors: Weights) -> None:
+    tensors["t2d"][int((~tensors["t2d"]).nonzero()[0])] = True
+
+
 def moved(config: Values, tensors: Weights) -> None:
     """Every draft token means its neighbour, where both lists agree."""
     ids = (torch.arange(40) + tensors["d2t"] + 1) % 64
@@ -112,6 +116,11 @@ def moved(config: Values, tensors: Weights) -> None:
 
 def shaken(name: str) -> Change:
     return lambda config, tensors: tensors.update({name: tensors[name] * 1.01})
+
+
+def rolled(name: str) -> Change:
+    """Every row is its neighbour's."""
+    return lambda config, tensors: tensors.update({name: tensors[name].roll(1, 0)})
 
 
 def switch(first: str, second: str) -> Change:
@@ -146,6 +155,7 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (E3, "d2t", absolute),
     (E3, "d2t", moved),
     (E3, "d2t", unmarked),
+    (E3, "d2t", marked_more),
     (E3, "tensors", lose("d2t")),
     (E3, "vocabulary", drop("draft_vocab_size")),
     (E3, "vocabulary", put("vocab_size", value=65)),
@@ -160,6 +170,9 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (("eagle3-normed", "speculators"), "norm flags", drop("norm_output")),
     (("eagle3-normed", "speculators"), "tensors", drop("fc_norm")),
     (E3, "layer ids", put("eagle_config", "use_aux_hidden_state", value=False)),
+    (E3, "config", put("tie_word_embeddings", value=True)),
+    (SPEC, "config", put(INNER, "tie_word_embeddings", value=True)),
+    (SPEC, "config", put("target_hidden_size", value=64)),
     (("eagle", "vllm"), "bias", put("bias", value=True)),
     (("eagle", "vllm"), "bias", lambda config, tensors: tensors["fc.bias"].add_(0.1)),
     (("eagle", "sglang"), "tensors", lose("fc.bias")),
@@ -180,6 +193,7 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (DFLASH, "rope", put("rope_theta", value=500000.0)),
     (DFLASH, "max positions", drop("max_position_embeddings")),
     (MUSE, "layer types", drop("layer_types")),
+    (DFLASH, "layer types", drop("layer_types")),
     (MUSE, "head_dim", put("head_dim", value=16)),
     (LM, "rope", put("rope_parameters", value={"rope_type": "default", "rope_theta": 500000.0})),
     (LM, "rope", drop("rope_parameters")),
@@ -204,16 +218,33 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (E3, "tensors", rename("norm.weight", "model.norm.weight")),
     (SPEC, "tensors", rename("layers.0.mlp.up_proj.weight", "midlayer.mlp.up_proj.weight")),
     (SPEC, "architecture", put("model_type", value="llama")),
+    (SPEC, "tensors", lose("embed_tokens.weight")),
+    (SPEC, "architecture", drop("speculators_version")),
+    (SPEC, "architecture", put("speculators_config", "algorithm", value="eagle")),
+    (SPEC, "architecture", drop("speculators_config", "verifier", "name_or_path")),
+    (SPEC, "architecture", drop(INNER, "model_type")),
     (E3, "architecture", put("architectures", value=["LlamaForCausalLM"])),
+    (E3, "architecture", put("model_type", value="qwen3")),
+    (("eagle3", "openvino"), "tensors", rename("midlayer.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight")),
+    (DFLASH, "architecture", put("architectures", value=["DFlashSpeculator"])),
+    (DFLASH, "tensors", lambda config, tensors: tensors.update({"lm_head.weight": torch.zeros(64, 32)})),
+    (MUSE, "architecture", put("architectures", value=["DFlashDraftModel"])),
+    (MUSE, "tensors", rename("encoder.fc.weight", "fc.weight")),
+    (("eagle", "vllm"), "tensors", lambda config, tensors: tensors.update({"lm_head.weight": torch.zeros(64, 32)})),
+    (("eagle", "vllm"), "tensors", lambda config, tensors: tensors.update({"layers.0.input_layernorm.weight": torch.ones(32)})),
     (("eagle", "sglang"), "architecture", put("architectures", value=["LlamaForCausalLM"])),
     (("medusa", "vllm"), "vocabulary", put("truncated_vocab_size", value=32)),
     (("medusa", "vllm"), "tensors", put("num_heads", value=2)),
+    (("medusa", "vllm"), "config", drop("hidden_size")),
+    (("medusa", "official"), "tensors", put("medusa_num_heads", value=2)),
+    (("medusa", "tgi"), "config", drop("base_model_name_or_path")),
     (("medusa", "tgi"), "architecture", put("architectures", value=["MedusaModel"])),
     (("medusa", "official"), "tensors", lose("1.0.linear.bias")),
     (("hydra", "official"), "tensors", put("hydra_num_layers", value=1)),
     (("hydra", "official"), "architecture", put("grounded_heads", value=False)),
     (("redrafter", "official"), "tensors", put("exit_dim", value=32)),
     (("redrafter", "official"), "config", put("rnn", value=False)),
+    (("redrafter", "official"), "architecture", put("model_type", value="redrafter")),
     (("mlp_speculator", "tgi"), "architecture", put("model_type", value="mlp")),
     (("mlp_speculator", "official"), "tensors", put("inner_dim", value=24)),
     (("mlp_speculator", "official"), "tensors", put("n_predict", value=2)),
@@ -228,6 +259,7 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (E3, "logits", swap_halves(LAYER)),
     (E3, "logits", switch("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight")),
     (E3, "logits", shaken("fc.weight")),
+    (SPEC, "logits", lambda config, tensors: tensors.update({"embed_tokens.weight": tensors["embed_tokens.weight"].flip(0)})),
     (("eagle", "vllm"), "logits", swap_halves("fc.weight")),
     (("medusa", "vllm"), "logits", switch("blocks.0.layers.0.weight", "blocks.1.layers.0.weight")),
     (("medusa-deep", "tgi"), "logits", switch("0.0.linear.weight", "0.1.linear.weight")),
@@ -244,7 +276,7 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (P, "mask token", put("pard_token", value=62)),
     (P, "tensors", lose("mask_hidden")),
     (P, "logits", shaken("mask_hidden")),
-    (P, "logits", shaken("embed_tokens.weight")),
+    (P, "logits", rolled("embed_tokens.weight")),
     (P, "tensors", put("num_hidden_layers", value=1)),
     (P, "layer ids", put(IDS, value=[0, 1, 2])),
     (("peagle", "speculators"), "mask token", drop("mask_token_id")),

@@ -10,7 +10,6 @@ Shapes: T positions of prompt and text, K drafts, D ids of the drafter's vocabul
 from __future__ import annotations
 
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
 
     target = AutoModelForCausalLM.from_pretrained(job["target"], dtype=torch.float32).eval()
     drafter = SpeculatorModel.from_pretrained(job["drafter"], dtype=torch.float32).eval()
-    notes = forget_embedding(drafter, Path(job["drafter"]))
     drafter.load_verifier_weights()
     use_dense_attention(drafter)
     outputs, rounds = [], []
@@ -45,21 +43,8 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
         "prompts": [{"accepted": sum(text), "drafted": len(text) * job["draft_length"]} for text in rounds],
         "begins": "plain",
         "ends": "whole",
-        "notes": notes,
+        "notes": [],
     }
-
-
-def forget_embedding(drafter: Any, directory: Path) -> list[str]:
-    """An embedding that the files leave to the target is memory as it was found after loading; the library takes the target's
-    only in the place of NaN."""
-    from safetensors import safe_open
-
-    for file in directory.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            if "embed_tokens.weight" in opened.keys():  # noqa: SIM118
-                return []
-    drafter.embed_tokens.weight.data.fill_(torch.nan)
-    return ["the library leaves an embedding that is not in the files uninitialised; the target's was put there"]
 
 
 def use_dense_attention(drafter: Any) -> None:

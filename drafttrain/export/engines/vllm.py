@@ -3,6 +3,8 @@ drafttrain/export/serving.py.
 
 Its counters are sums over all requests, so prompts run one by one, and what each adds is taken. They count a round before the
 text is cut at its end.
+
+Shapes: L layers, T positions, h heads of keys, D head width.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ SHARE = 0.42  # of a GPU's memory: two of them, with and without speculation, st
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
+    notes = mended_key_norms(job)
     llm = LLM(
         **settings(job, "float32"),
         enforce_eager=True,
@@ -50,7 +53,7 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
         "prompts": prompts,
         "begins": "plain",
         "ends": "whole",
-        "notes": [],
+        "notes": notes,
     }
 
 
@@ -107,6 +110,36 @@ def sampling_of(job: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], stop_token_ids=job["stop_ids"], detokenize=False)
+
+
+def mended_key_norms(job: dict[str, Any]) -> list[str]:
+    """DFlash norms the context's keys of all its layers at once, by a row of weights for each. `rms_norm` of vLLM 0.32 on CPUs
+    takes the first row for all (on GPUs each its own): there they are normed layer by layer instead.
+    """
+    if job["family"] != "dflash" or norms_rows_apart():
+        return []
+    import torch
+    from vllm import _custom_ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normed(model: Any, k_LThD: Any) -> Any:
+        out_LThD = torch.empty_like(k_LThD)
+        for out_ThD, k_ThD, weight_D in zip(out_LThD, k_LThD, model._k_norm_weights, strict=True):
+            _custom_ops.rms_norm(out_ThD, k_ThD, weight_D, model._rms_norm_eps)
+        return out_LThD
+
+    DFlashQwen3Model._normalize_context_k = normed
+    return ["on CPUs vLLM norms the context's keys of every layer by the first layer's weights; that was mended for this run"]
+
+
+def norms_rows_apart() -> bool:
+    import torch
+    from vllm import _custom_ops
+
+    x_LTD = torch.ones(2, 1, 32)
+    weight_LD, out_LTD = torch.ones(2, 32) * torch.tensor([[1.0], [2.0]]), torch.empty_like(x_LTD)
+    _custom_ops.rms_norm(out_LTD, x_LTD, weight_LD, 1e-6)
+    return bool((out_LTD[1] > 1.5 * out_LTD[0]).all())
 
 
 def counters(llm: Any) -> dict[str, Any]:

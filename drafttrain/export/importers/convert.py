@@ -67,7 +67,7 @@ def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[Checkpoi
     about = {
         "from": found.origin,
         "layout": row.name,
-        "dtype": found.dtype,
+        "dtype": row.dtype(found),
         "determined": sorted(determined.keys() - set(row.places)),
     }
     return (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,11 +99,10 @@ class Foreign:
             return {name: KINDS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in self.tensors.items()}
         return {name: kind for file in self.files for name, kind in _readable(file, lambda: _kinds(file)).items()}  # noqa: B023
 
-    @property
-    def dtype(self) -> str:
-        """The narrowest that holds all its weights: float32, bfloat16 or float16."""
+    def dtype(self, without: Container[str] = ()) -> str:
+        """The narrowest that holds all its weights, but for those named: float32, bfloat16 or float16."""
         names = {kind: str(dtype).removeprefix("torch.") for dtype, kind in KINDS.items()}
-        held = {names[kind] for kind in self.kinds.values() if kind in names}
+        held = {names[kind] for name, kind in self.kinds.items() if kind in names and name not in without}
         return held.pop() if len(held) == 1 else "float32"
 
     def has(self, *names: str) -> bool:

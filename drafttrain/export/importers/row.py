@@ -63,6 +63,10 @@ class Importer:
     complete: Callable[[Draft, Mapping[str, Tensor]], None] = as_built
     places: tuple[str, ...] = ()
 
+    def dtype(self, found: Foreign) -> str:
+        """Of the drafter's own weights."""
+        return found.dtype(without=self.shared)
+
 
 def same_size(found: Foreign, what: str, got: Any, wanted: int) -> None:
     """Raise UserError where a size is said that is not the target's."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from drafttrain.export.files import Files, Source
@@ -32,8 +30,6 @@ def files(source: Source) -> Files:
         "bias": False,
     }
     if source.stack == "lmdeploy":  # it takes no bias, and the embedding from here
-        embed: Any = source.opened.loaded.target.model.get_input_embeddings().weight
-        return Files(
-            config, {name: x for name, x in source.tensors.items() if name != "fc.bias"} | {"embed_tokens.weight": embed}
-        )
+        own = {name: x for name, x in source.tensors.items() if name != "fc.bias"}
+        return Files(config, own | {"embed_tokens.weight": source.embedding})
     return Files(config, {"fc.bias": torch.zeros(source.shape.hidden_size)} | source.tensors)

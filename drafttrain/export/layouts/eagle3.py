@@ -16,6 +16,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = ("vllm", "sglang", "trtllm", "speculators")  # stacks whose loaders know fc_norm and norm_output
 THREE = ("llamacpp", "openvino", "lmdeploy", "official")  # stacks that take three layers, no more or fewer
 UNNORMED = ("vllm", "speculators")  # stacks that read norm_before_residual
+EMBEDDING = "embed_tokens.weight"
 SPECULATORS = Renames({"midlayer.{rest}": "layers.0.{rest}", "{rest}": "{rest}"})
 
 
@@ -81,9 +82,10 @@ def portable_config(source: Source, tensors: dict[str, Tensor], layers: int = 1)
 
 
 def speculators(source: Source) -> Files:
+    """With the target's embedding: the library leaves one that is not in the files uninitialised."""
     tensors = {str(SPECULATORS.theirs(name)): x for name, x in weights(source).items()}
     config = header(source, "eagle3", "Eagle3Speculator") | speculators_config(source, tensors)
-    return Files(config, tensors, facts=facts(source))
+    return Files(config, tensors | {EMBEDDING: source.embedding}, facts=facts(source), as_is=(EMBEDDING,))
 
 
 def speculators_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:

@@ -15,7 +15,7 @@ Where a stack finds the numbers of the layers, and what they mean there, differs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,10 @@ def portable(stack: str) -> Callable[[Path, Engine, Sequence[Point]], Reading]:
 
 
 def speculators(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+    """The library takes an embedding from the files; without one its own is memory as it was found."""
     config, tensors = Config.of(directory), Tensors(directory)
     inner = speculators_layer(config, "eagle3", "Eagle3Speculator", engine)
+    engine = replace(engine, embed=tensors.take("embed_tokens.weight", *engine.embed.shape, fails="vocabulary"))
     head = head_of(config, inner, tensors, "layers.0", engine, config.get(IDS, "layer ids"))
     tensors.finish()
     return reading(head, engine, points)
@@ -107,6 +109,7 @@ def _layers(stack: str, config: Config, nested: Config, blocks: int) -> list[int
 
 def head_of(config: Config, inner: Config, tensors: Tensors, prefix: str, engine: Engine, layers: list[int]) -> Head:
     """config: where the drafter's own fields stand; inner: those of its layer."""
+    inner.expect("tie_word_embeddings", False, "config")  # stacks would take the embedding for the head
     shape, (vocab, target_width) = Shape.of(inner), engine.embed.shape
     if inner.get("vocab_size", "vocabulary") != vocab:
         raise MismatchError("vocabulary", f"vocab_size is {inner.values['vocab_size']}, the target's is {vocab}")

@@ -1,0 +1,38 @@
+"""The commands that an export's README gives: what the directory itself cannot say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.exports import opened, written
+
+SAYS = {  # what serves three drafts; the taps of these drafters are the outputs of blocks 0, 1 and 2, the inputs of 1, 2 and 3
+    ("eagle3", "vllm"): ['"method": "eagle3"', '"num_speculative_tokens": 3'],
+    ("eagle3", "sglang"): ["--speculative-algorithm EAGLE3", "-num-steps 3 ", "-eagle-topk 1 ", "-num-draft-tokens 4"],
+    ("eagle3", "trtllm"): ["decoding_type: Eagle3", "max_draft_len: 3", "eagle3_layers_to_capture: [0, 1, 2]"],
+    ("eagle3", "openvino"): ['set_rt_info("0 1 2", "hidden_layers_list")'],
+    ("eagle3", "llamacpp"): ["--spec-type draft-eagle3", "--spec-draft-n-max 3", "--spec-draft-p-min 0"],
+    ("eagle", "vllm"): ['"method": "eagle"', '"num_speculative_tokens": 3'],
+    ("eagle", "lmdeploy"): ["--speculative-algorithm eagle ", "--speculative-num-draft-tokens 3"],
+    ("medusa", "vllm"): ['"method": "medusa"', '"num_speculative_tokens": 3'],
+    ("medusa", "tgi"): ["--speculate 3"],
+    ("dflash", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],  # of blocks of four
+    ("dflash", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4"],
+    ("dflash", "trtllm"): ["decoding_type: DFlash", "max_draft_len: 3"],
+    ("dflash", "transformers"): ['speculation_type="dflash"'],
+    ("dflash", "llamacpp"): ["--spec-type draft-dflash", "--spec-draft-n-max 3"],
+    ("draft_model", "vllm"): ['"method": "draft_model"', '"num_speculative_tokens": 3'],
+    ("draft_model", "sglang"): ["--speculative-algorithm STANDALONE"],
+    ("draft_model", "trtllm"): ["decoding_type: Draft_Target"],
+    ("draft_model", "llamacpp"): ["--spec-type draft-simple"],
+}
+
+
+@pytest.mark.parametrize(("case", "stack"), SAYS)
+def test_the_command_says_what_the_directory_does_not(case: str, stack: str, tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", case)
+    written(found, golden, stack, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert [text for text in SAYS[case, stack] if text not in card] == [], card
