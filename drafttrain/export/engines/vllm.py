@@ -116,10 +116,12 @@ def mended_key_norms(job: dict[str, Any]) -> list[str]:
     """DFlash norms the context's keys of all its layers at once, by a row of weights for each. `rms_norm` of vLLM 0.32 on CPUs
     takes the first row for all (on GPUs each its own): there they are normed layer by layer instead.
     """
-    if job["family"] != "dflash" or norms_rows_apart():
-        return []
     import torch
     from vllm import _custom_ops
+    from vllm.platforms import current_platform
+
+    if job["family"] != "dflash" or not current_platform.is_cpu() or norms_rows_apart():
+        return []
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
     def normed(model: Any, k_LThD: Any) -> Any:
