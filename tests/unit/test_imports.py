@@ -19,7 +19,7 @@ FLOORS = [
         *("autoregressive", "block_drafter", "best_first", "dynamic", "proposal", "recurrent", "translation", "merged"),
     ),
     ("verify", "rounds", "ahead", "prefill", "speculate", "treesize"),
-    ("drafters", "targets", "data", "features", "law", "losses", "adapted", "checkpoint"),
+    ("drafters", "targets", "data", "features", "law", "outcome", "losses", "adapted", "checkpoint"),
     ("train", "measure", "export"),
     ("commands",),
     ("config", "complaints", "cli", "__main__"),
