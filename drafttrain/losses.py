@@ -278,7 +278,7 @@ def _offered(
     draft_CD = prediction.head(hidden_CH)
     p_CV = law.logits(batch.law_at(label_C), prediction, draft_CD)
     q_CV = prediction.whole(draft_CD, p_CV.shape[-1])
-    best_CR = q_CV.topk(min(width, q_CV.shape[-1]), -1).indices
-    hit_CR = best_CR == batch.token_BT.flatten()[label_C][:, None]
+    best_CR = q_CV.topk(min(width, q_CV.shape[-1]), -1)
+    hit_CR = (best_CR.indices == batch.token_BT.flatten()[label_C][:, None]) & (best_CR.values > -torch.inf)
     rank_C = hit_CR.int().argmax(-1).masked_fill(~hit_CR.any(-1), width)
     return rank_C, torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)
