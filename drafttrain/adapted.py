@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from drafttrain.batch import TrainBatch
 from drafttrain.drafter import Drafter
-from drafttrain.losses import LossOptions, Objective, Outcome, StepCounts
+from drafttrain.losses import LossOptions, Objective, StepCounts
+from drafttrain.outcome import Outcome
 from drafttrain.target import FINAL, LoraSpec, Taps, Target
 from drafttrain.targets.adapt import Adapter
 
@@ -55,7 +56,7 @@ class AdaptedObjective(Objective):
             logits_CV = self.adapter.target.head(own_CH)
             with torch.no_grad():
                 law_logits_CV = original.head(law_CH) if name == "kl" else logits_CV
-            loss_C: Tensor = Outcome.apply(logits_CV, law_logits_CV, label_C, name)[0]
+            loss_C: Tensor = Outcome.apply(logits_CV, law_logits_CV, label_C, {name: 1.0})[0]
             return loss_C.sum()
 
         each = (final_BTH.flatten(0, 1)[place_M], law_BTH.flatten(0, 1)[place_M], batch.token_BT.flatten()[pairs.label_M])

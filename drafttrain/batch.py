@@ -263,6 +263,8 @@ class Prediction:
     vocab_D: target ids of the drafter's own vocabulary, over which its logits are, ascending; None: the target's.
     aux: a further loss of this step, summed over its predictions and weighted already.
     counted: False for a part that only the loss knows, of which no draft is offered to the target.
+    offers: the head gives a finite logit to so many tokens of each prediction alone; None: to all.
+    confidence: [m, H] -> [m] logits of the draft's being accepted, which the objective teaches the counted acceptance.
     """
 
     step: int
@@ -275,6 +277,8 @@ class Prediction:
     vocab_D: Tensor | None = None
     aux: Tensor | None = None
     counted: bool = True
+    offers: int | None = None
+    confidence: Callable[[Tensor], Tensor] | None = None
 
     def whole(self, logits_MD: Tensor, vocab: int) -> Tensor:
         """[M, V] the head's logits over the target's vocabulary, minus infinity where the drafter has none."""

@@ -17,83 +17,69 @@ What is made of the slots' states (a head, its loss, how drafts are chosen) is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Anchors, Context, Pairs, TrainBatch
-from drafttrain.drafter import Commit
+from drafttrain.batch import Anchors, Context, Pairs, Prediction, TrainBatch
+from drafttrain.block_options import BlockOptions, BlockShape
+from drafttrain.convolution import Bare, Convolved
+from drafttrain.drafter import Commit, draft_chain
+from drafttrain.dynamic import Generation, Grower, Scored
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
 from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm, recomputed
 from drafttrain.ops.blockwise import blockwise_attention
-from drafttrain.ops.tree_attention import MOST_NODES
+from drafttrain.proposal import Proposal, Proposing
+from drafttrain.sampling import Sampling
 from drafttrain.span import Span
 from drafttrain.staged import CachedDrafter, OwnCache, Staged
 from drafttrain.target import Taps, Target, TargetShape
+from drafttrain.tree import DraftTree
 
 EVALUATED = 8192  # slots that go through a layer at once where no gradient is kept
-CONVENTIONS = {"in_place": 1, "shifted": 0}  # name -> the slot of the first draft
+CHUNK = 1024  # logits in memory at once where D-PACE asks for the drafter's confidence
 
 
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """size: slots of a block, the anchor's included. slots: which token a slot predicts, see above. anchors: blocks of a
-    sequence in training at most. Raises UserError for what no block can be.
-    """
+@dataclass
+class BlockState(OwnCache):
+    """grower: of the proposals."""
 
-    size: int
-    layers: int
-    taps: tuple[int, ...]
-    mask_token: int
-    slots: str = "in_place"
-    anchors: int = 512
-    layer: LayerOptions = field(default_factory=LayerOptions)
+    grower: Grower
 
-    def __post_init__(self) -> None:
-        if self.slots not in CONVENTIONS:
-            raise UserError(f"drafter.slots is {self.slots!r}; choose {' or '.join(CONVENTIONS)}")
-        if not 2 <= self.size <= MOST_NODES:
-            raise UserError(f"drafter.block_size is {self.size}; choose 2..{MOST_NODES}")
-        if self.layers < 1 or self.anchors < 1 or not self.taps:
-            raise UserError(
-                f"drafter.layers is {self.layers}, drafter.anchors {self.anchors}, drafter.taps {list(self.taps)}; "
-                "each needs at least one"
-            )
 
-    @property
-    def first(self) -> int:
-        """The slot of the first draft."""
-        return CONVENTIONS[self.slots]
-
-    @property
-    def drafts(self) -> int:
-        return self.size - self.first
+Choices = Callable[[int, Tensor], Tensor]  # (draft from 0, [B, W] tokens before it) -> [B, W or 1, V] its logits
 
 
 class BlockLayer(nn.Module):
     """A decoder layer whose keys and values are those of the context and of the block, by one projection."""
 
-    def __init__(self, shape: TargetShape) -> None:
+    def __init__(self, shape: TargetShape, group: int | None) -> None:
+        """group: of the convolutions around attention and MLP; None: there are none."""
         super().__init__()
         width, eps = shape.hidden_size, shape.norm_eps
         self.input_layernorm = RMSNorm(width, eps)
         self.self_attn = Attention(AttentionShape.of(shape, width, qk_norm=True))
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(width, shape.intermediate_size)
+        self.attention_conv, self.mlp_conv = (Bare() if group is None else Convolved(width, group) for _ in range(2))
 
-    def rest(self, x_H: Tensor, attended_H: Tensor) -> Tensor:
-        x_H = x_H + attended_H
-        return x_H + self.mlp(self.post_attention_layernorm(x_H))
+    def around(self, x_SH: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        """[..., S, H]: the layer, of whatever attention."""
+        x_SH = x_SH + self.attention_conv(self.input_layernorm(x_SH), attention)
+        out_SH: Tensor = x_SH + self.mlp_conv(self.post_attention_layernorm(x_SH), self.mlp)
+        return out_SH
 
     def cached(self, x_BSH: Tensor, position_BS: Tensor, kv: KVCache, number: int) -> Tensor:
         """One block a row, behind the context that the cache holds."""
         B, S, _ = x_BSH.shape
         whole_BSS = torch.ones(B, S, S, dtype=torch.bool, device=x_BSH.device)
-        return self.rest(x_BSH, self.self_attn.cached(self.input_layernorm(x_BSH), position_BS, kv, number, whole_BSS))
+        return self.around(x_BSH, lambda in_BSH: self.self_attn.cached(in_BSH, position_BS, kv, number, whole_BSS))
 
     def beside(
         self, x_BASH: Tensor, position_BAS: Tensor, context: tuple[Tensor, Tensor], seen: Context, span: Span | None = None
@@ -102,8 +88,13 @@ class BlockLayer(nn.Module):
 
         seen: where the rows are held together (`span`), by the blocks of all processes.
         """
+        return self.around(x_BASH, lambda in_BASH: self._attended(in_BASH, position_BAS, context, seen, span))
+
+    def _attended(
+        self, x_BASH: Tensor, position_BAS: Tensor, context: tuple[Tensor, Tensor], seen: Context, span: Span | None
+    ) -> Tensor:
         B, A, S, _ = x_BASH.shape
-        own = self.self_attn.qkv(self.input_layernorm(x_BASH).flatten(1, 2), position_BAS.flatten(1))
+        own = self.self_attn.qkv(x_BASH.flatten(1, 2), position_BAS.flatten(1))
         if span is None:
             q_BhASD, k_BhASD, v_BhASD = (x.unflatten(2, (A, S)) for x in own)
             mixed_BhXD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, *context, seen).flatten(2, 3)
@@ -112,17 +103,26 @@ class BlockLayer(nn.Module):
             all_keys, all_values = (span.gather(x) for x in context)
             mixed_BhASD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, all_keys, all_values, seen)
             mixed_BhXD = span.positions(mixed_BhASD.flatten(2, 3))
-        return self.rest(x_BASH, self.self_attn.out(mixed_BhXD).unflatten(1, (A, S)))
+        return self.self_attn.out(mixed_BhXD).unflatten(1, (A, S))
 
 
-class BlockDrafter(CachedDrafter):
-    """fc, hidden_norm, layers and norm are named as in the official code. The embedding and the head are the target's."""
+class BlockDrafter(CachedDrafter, Proposing):
+    """fc, hidden_norm, layers and norm are named as in the official code. The embedding and the head are the target's.
 
-    def __init__(self, shape: BlockShape, target: Target) -> None:
+    A family says how a draft is chosen: from a slot's state alone (`choices`), and what the token before it adds (`informed`).
+    """
+
+    def __init__(self, options: BlockOptions, target: Target, walks: bool = False, group: int | None = None) -> None:
+        """walks: drafts depend on the one before, so that above temperature 0 a chain is drawn token by token. group: as
+        `BlockLayer`'s."""
         super().__init__()
+        self.shape = shape = BlockShape.of(options, target.shape)
         of = shape.layer.shape(target.shape)
         self.layer_shape = of
-        self.shape, self.taps, self.draft_length = shape, Taps(shape.taps), shape.drafts
+        self.taps, self.draft_length = Taps(shape.taps), shape.drafts
+        self.proposal = Proposal(options, self.draft_length, target, independent=not walks)
+        self.samples = walks and options.tree == "chain"
+        self.decay, self.alpha = options.decay(self.draft_length), options.alpha if options.weights == "dpace" else None
         self.taps.check(of.blocks)
         if not 0 <= shape.mask_token < of.vocab_size:
             raise UserError(f"drafter.mask_token is {shape.mask_token}; the target embeds 0..{of.vocab_size - 1}")
@@ -130,7 +130,7 @@ class BlockDrafter(CachedDrafter):
             raise UserError(f"drafter.block_size is {shape.size}; the target has {of.max_positions} positions: lower it")
         self.fc = nn.Linear(len(shape.taps) * of.hidden_size, of.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(of.hidden_size, of.norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(of) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(BlockLayer(of, group) for _ in range(shape.layers))
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
         self._target = [target]  # in a list: read, never trained or saved with the drafter
 
@@ -141,10 +141,55 @@ class BlockDrafter(CachedDrafter):
     def fed(self, length: int) -> int:
         return length + min(length, self.shape.anchors) * self.shape.size
 
-    def head(self, state_H: Tensor) -> Tensor:
+    def informed(self, state_H: Tensor, before: Tensor) -> Tensor:
+        """[..., X] what a draft is chosen from (`head`): its slot's state, and what the token before it tells."""
+        return state_H
+
+    def head(self, informed_X: Tensor) -> Tensor:
+        """[..., V] logits of a draft."""
+        return self.alone(informed_X)
+
+    def alone(self, state_H: Tensor) -> Tensor:
         """[..., V] logits by the target's own head, which works in the target's dtype."""
         target = self._target[0]
         return target.head(state_H.to(target.head_weight.dtype))
+
+    @abstractmethod
+    def choices(self, state_BKH: Tensor) -> Choices:
+        """Of all slots that draft, whatever can be computed before the drafts above them are known."""
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        """Draft i (from 0) predicts the token i + 2 after its source. In evaluation every source is an anchor.
+
+        Where anchors were drawn, each stands for as many as there would be, so that the loss is that of all, in expectation.
+        """
+        anchors, token_P = batch.anchors(self.shape.anchors if self.training else None), batch.token_BT.flatten()
+        state_BASH = self.states(batch, anchors)
+        paced = None if self.alpha is None else self._paced(batch, anchors, state_BASH.detach(), self.alpha)
+        for step, (slot, place_M, pairs) in enumerate(self.steps(batch, anchors)):
+            before_M = token_P[batch.law_at(pairs.label_M)]
+            informed_MX = self.informed(state_BASH[:, :, slot].flatten(0, 1)[place_M], before_M)
+            weight = self.decay[step] if paced is None else paced[place_M, step]
+            yield Prediction(step, pairs.source_M, pairs.label_M, informed_MX, self.head, weight / anchors.share)
+
+    @torch.no_grad()
+    def _paced(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor, alpha: float) -> Tensor:
+        """[B * A, K] D-PACE's weights (arXiv 2605.18810): draft j weighs what the expected accepted length owes to it.
+
+        Sum over m >= j of the product over i <= m of (1 - alpha) q_i + alpha, q_i the probability of the true token.
+        """
+        token_P = batch.token_BT.flatten()
+        confidence_PK = state_BASH.new_zeros(anchors.real_BA.numel(), self.draft_length, dtype=torch.float32)
+        has_PK = torch.zeros_like(confidence_PK)
+        for step, (slot, place_M, pairs) in enumerate(self.steps(batch, anchors)):
+            state_MH, label_M = state_BASH[:, :, slot].flatten(0, 1)[place_M], token_P[pairs.label_M]
+            informed_MX = self.informed(state_MH, token_P[batch.law_at(pairs.label_M)])
+            for place, informed, label in zip(*(x.split(CHUNK) for x in (place_M, informed_MX, label_M)), strict=True):
+                law = self.head(informed).float().softmax(-1)
+                confidence_PK[place, step] = law.gather(1, label[:, None])[:, 0]
+            has_PK[place_M, step] = 1.0
+        reached_PK = ((1.0 - alpha) * confidence_PK + alpha).cumprod(1) * has_PK
+        return reached_PK.flip(1).cumsum(1).flip(1)
 
     def states(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
         """[B, A, S, H] every slot's final state, for training and for expected acceptance."""
@@ -165,10 +210,11 @@ class BlockDrafter(CachedDrafter):
         for step in range(self.draft_length):
             yield self.shape.first + step, *batch.ahead(anchors, 2 + step)
 
-    def open(self, slots: int, max_len: int) -> OwnCache:
+    def open(self, slots: int, max_len: int) -> BlockState:
         """The block lies behind the context, however few of its drafts become nodes."""
         kv = KVCache(self.shape.layers, slots, max_len + self.shape.size, self.fc.weight.device)
-        return OwnCache(kv, Staged(slots, self.draft_length, kv.length_S.device))
+        device = kv.length_S.device
+        return BlockState(kv, Staged(slots, self.draft_length, device), self.proposal.grower(device))
 
     def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
         """The context's keys and values of every layer, and nothing else: no layer changes the context."""
@@ -190,6 +236,37 @@ class BlockDrafter(CachedDrafter):
             x_BSH = layer.cached(x_BSH, position_BS, state.kv, number)
         return root_B, self.norm(x_BSH)
 
+    def propose(self, state: BlockState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        root_B, state_BSH = self.block(state, slot_B)
+        first, drafts = self.shape.first, min(self.draft_length, depth or self.draft_length)
+        choices = self.choices(state_BSH[:, first : first + drafts])
+        logits_B1V = choices(0, root_B[:, None])
+        if self.samples:
+            step = count(1)
+            tree = draft_chain(
+                root_B,
+                logits_B1V[:, 0],
+                lambda token_B: choices(next(step), token_B[:, None])[:, 0],
+                drafts,
+                sampling,
+                state.kv.length_B,
+            )
+            return self.sure(tree, state_BSH[:, first : first + drafts])
+
+        def scored(logits_BWV: Tensor) -> Scored:
+            return Scored(
+                logits_BWV, state_BSH[:, :1, :0].expand(-1, logits_BWV.shape[1], -1)
+            )  # no node has a state of its own
+
+        def feed(nodes: Generation) -> Scored:
+            return scored(choices(nodes.depth, nodes.token_BW))
+
+        return state.grower.grow(root_B, scored(logits_B1V), feed, None, depth)
+
+    def sure(self, tree: DraftTree, state_BKH: Tensor) -> DraftTree:
+        """A chain, with what the drafter knows of its worth."""
+        return tree
+
     def _context(self, hidden: dict[int, Tensor]) -> Tensor:
         tapped_X = torch.cat([hidden[b] for b in self.shape.taps], -1)
         context_H: Tensor = self.hidden_norm(self.fc(tapped_X.to(self.fc.weight.dtype)))
@@ -206,14 +283,3 @@ class BlockDrafter(CachedDrafter):
 
     def _layers(self) -> list[BlockLayer]:
         return list(self.layers)  # type: ignore[arg-type]
-
-
-def spread_taps(blocks: int, count: int = 5) -> tuple[int, ...]:
-    """The official choice: `count` blocks from the second to the third from the end, evenly; shallow targets give fewer.
-
-    Of 36 blocks: 1, 9, 17, 25, 33.
-    """
-    first, last = min(1, blocks - 1), max(blocks - 3, 0)
-    if count == 1 or last <= first:
-        return (blocks // 2,)
-    return tuple(sorted({round(first + i * (last - first) / (count - 1)) for i in range(count)}))

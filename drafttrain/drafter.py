@@ -157,6 +157,14 @@ class Drafter(nn.Module, ABC):
         """Choose the proposal's shape from each held-out text's teacher-forced ranks [samples, K], in text order, and a
         node budget (root excluded)."""
 
+    def calibrate(self, sure_MK: Tensor, hit_MK: Tensor, mass_MK: Tensor) -> None:
+        """Fit what confidences stand for to held-out text. sure_MK: their logits (`Prediction.confidence`). hit_MK: whether
+        the draft was the text's token; mass_MK: sum min(p, q)."""
+
+    def assured(self, sure_MK: Tensor, sampled: bool) -> Tensor:
+        """[M, K] P(draft k is accepted, if those above it are) that these confidences stand for."""
+        return sure_MK.sigmoid()
+
     @property
     def tunable(self) -> bool:
         """Whether `tune` chooses anything."""

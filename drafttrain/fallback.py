@@ -1,7 +1,8 @@
-"""Floor 1: how deep to draft, or not at all, from measured step costs and a running estimate of acceptance."""
+"""Floor 1: how deep to draft, or not at all, and how much of a draft to verify: from measured costs and what is accepted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 RECENT = 0.05  # least weight of the newest observation in a running mean
@@ -9,6 +10,7 @@ SHARE = 0.015  # of all decoding time that trials may lose against plain decodin
 GRACE = 2.0  # plain steps that trials may lose before any time has passed
 PLAIN_EVERY = 256  # drafted steps after which one plain step refreshes its cost
 DEEP_EVERY = 32  # drafted steps after which one goes to the full depth, where that is affordable
+WHOLE_EVERY = 32  # cut drafts after which one is verified whole: what that costs is to be known
 
 
 @dataclass
@@ -83,7 +85,7 @@ class Fallback:
         bucket.rested = False
 
     def _of(self, rows: int) -> _Bucket:
-        return self._buckets.setdefault(1 << (rows - 1).bit_length(), _Bucket())
+        return self._buckets.setdefault(_size(rows), _Bucket())
 
     def _learn(self, bucket: _Bucket, depth: int, seconds: float) -> None:
         """The first step of its kind may allocate: the second may only lower it. Later outliers count for twice the mean."""
@@ -117,3 +119,81 @@ class Fallback:
     def _affords(self, bucket: _Bucket, depth: int) -> bool:
         risk = max(0.0, self._cost(bucket, depth) - bucket.cost[0].value)
         return bucket.lost + risk <= SHARE * bucket.total + GRACE * bucket.cost[0].value
+
+
+@dataclass
+class _Curve:
+    """Of one batch size. verify: seconds to verify a draft of each depth. sure: the mean confidence of each position."""
+
+    draft: _Mean = field(default_factory=_Mean)
+    verify: dict[int, _Mean] = field(default_factory=dict)
+    sure: dict[int, _Mean] = field(default_factory=dict)
+    cut: int = 0  # drafts since the last one that was verified whole
+
+    def seconds(self, depth: int) -> float:
+        """Of a step that has drafted and verifies so deep; a depth never seen lies on a line between its neighbours."""
+        lower = max(d for d in self.verify if d <= depth)
+        upper = min(d for d in self.verify if d >= depth)
+        low, high = self.verify[lower].value, self.verify[upper].value
+        return self.draft.value + (low if upper == lower else low + (high - low) * (depth - lower) / (upper - lower))
+
+
+class Cut:
+    """How much of a drafted chain to verify, for drafters that say how sure they are of each draft.
+
+    It decides after drafting and before verification, for all rows of the step; what it leaves out counts as not accepted, so
+    that `Fallback` learns what a draft is worth as it is used. Batch sizes are kept apart.
+    """
+
+    def __init__(self) -> None:
+        self._curves: dict[int, _Curve] = {}
+
+    def depth(self, rows: int, total: Sequence[float], drawn: bool) -> int:
+        """total: by depth from 1, the sum over the rows of the confidences' products so far. drawn: drafts were sampled."""
+        curve, deepest = self._of(rows), len(total)
+        typical = [curve.sure[position].value if position in curve.sure else 0.0 for position in range(deepest)]
+        above = float(rows)
+        for position, reach in enumerate(total):  # of this step: later ones alone may know it
+            if above > 0.0:
+                curve.sure.setdefault(position, _Mean()).add(reach / above)
+            above = reach
+        if 0 not in curve.verify or max(curve.verify) < deepest or curve.cut >= WHOLE_EVERY:
+            return deepest
+        return worthwhile(rows, total, curve.seconds, typical if drawn else None)
+
+    def record(self, rows: int, drafted: int, verified: int, draft: float, verify: float) -> None:
+        """A step drafted and verified so deep, and took so many seconds for either; a plain step drafted 0."""
+        curve = self._of(rows)
+        if drafted:
+            curve.draft.add(draft)
+            curve.cut = 0 if verified == drafted else curve.cut + 1
+        curve.verify.setdefault(verified, _Mean()).add(verify)
+
+    def _of(self, rows: int) -> _Curve:
+        return self._curves.setdefault(_size(rows), _Curve())
+
+
+def worthwhile(
+    rows: int, total: Sequence[float], seconds: Callable[[int], float], typical: Sequence[float] | None = None
+) -> int:
+    """The depth of most tokens a second, the deepest of equals. total: as for `Cut.depth`; seconds: of a whole step, by depth.
+
+    typical: for drafts that were sampled. Whether a draft is verified must then not depend on which token it is: those that are
+    would not follow the drafter's law any more, and `min(1, p / q)` would be wrong. The confidence in draft k + 1 knows draft
+    k; so whether k is verified is decided from the confidences down to its own, and these means stand for the deeper ones.
+    """
+    tokens, depth = float(rows), 0
+    while depth < len(total):
+        reach, ahead = total[depth], [tokens + total[depth]]
+        for deeper in range(depth + 1, len(total)):
+            reach = total[deeper] if typical is None else reach * typical[deeper]
+            ahead.append(ahead[-1] + reach)
+        if max(t / seconds(depth + 1 + i) for i, t in enumerate(ahead)) < tokens / seconds(depth):
+            break
+        tokens, depth = ahead[0], depth + 1
+    return depth
+
+
+def _size(rows: int) -> int:
+    """Batches that are kept together."""
+    return 1 << (rows - 1).bit_length()

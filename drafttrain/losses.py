@@ -5,21 +5,23 @@ Shapes: M predictions, C a chunk of them, K draft depth, H hidden, V vocabulary,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Drafter
+from drafttrain.errors import UserError
 from drafttrain.law import Law, law_of
 from drafttrain.ops import divergence
+from drafttrain.outcome import Outcome, Terms, offered, restricted
 from drafttrain.target import Target
 
-END_TO_END = "e2e_tv"
-NAMES = (*divergence.NAMES, END_TO_END)
+END_TO_END, MIX = "e2e_tv", "mix"
+NAMES = (*divergence.NAMES, END_TO_END, MIX)
 EVALUATED = 1024  # predictions whose logits are in memory at once where nothing is trained
 LOGITS = 1 << 27  # of one model that are in memory at once at most: 1,024 predictions over 131,072 tokens
 
@@ -28,56 +30,30 @@ LOGITS = 1 << 27  # of one model that are in memory at once at most: 1,024 predi
 class LossOptions:
     """The divergence between the drafter's law q and the target's law p."""
 
-    name: str = "kl"  # ce: the token itself. kl: KL(p || q). rkl: KL(q || p). jsd, tvd. lk: -log sum min(p, q). e2e_tv
+    name: str = "kl"  # ce: the token itself. kl: KL(p || q). rkl: KL(q || p). jsd, tvd. lk: -log sum min(p, q). e2e_tv, mix
     chunk: int = 1024  # predictions whose logits are in memory at once; fewer where the target has more than 131,072 tokens
+    mix: dict[str, float] = field(default_factory=dict)  # of mix: the weight of each divergence, by name
+
+    def check(self) -> None:
+        """Raise UserError for a loss that there is not."""
+        if self.chunk < 1 or self.name not in NAMES:
+            choice = f"choose {', '.join(NAMES)}, and a chunk of 1 or more"
+            raise UserError(f"loss.name is {self.name!r}, loss.chunk {self.chunk}; {choice}")
+        known = all(name in divergence.NAMES and weight > 0 for name, weight in self.mix.items())
+        if not known or (self.name == MIX) != bool(self.mix):
+            raise UserError(
+                f"loss.name is {self.name!r}, loss.mix {self.mix}; a mix, and nothing else, has weights above 0 of some of "
+                f"{', '.join(divergence.NAMES)}"
+            )
+
+    @property
+    def terms(self) -> Terms:
+        """The end-to-end loss is made of what is not accepted."""
+        return self.mix if self.name == MIX else {"tvd" if self.name == END_TO_END else self.name: 1.0}
 
     def at_once(self, vocab: int) -> int:
         """Predictions of a chunk: its memory has a bound that no vocabulary moves."""
         return max(1, min(self.chunk, LOGITS // vocab))
-
-
-class Outcome(torch.autograd.Function):
-    """(loss_C, hit_C, mass_C) from the logits of both models, and the loss's gradient with them.
-
-    What the backward pass needs is one tensor, dloss/dlogits, computed with the loss (`ops.divergence`).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        found = divergence.outcome(logits_CV, law_logits_CV, label_C, name, ctx.needs_input_grad[0])
-        if found.slope_CV is not None:
-            ctx.save_for_backward(found.slope_CV)
-        ctx.mark_non_differentiable(found.hit_C, found.mass_C)
-        return found.loss_C, found.hit_C, found.mass_C
-
-    @staticmethod
-    def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
-        (slope_CV,) = ctx.saved_tensors
-        return slope_CV * grad_C[:, None].to(slope_CV.dtype), None, None, None
-
-
-def restricted(
-    logits_CD: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str, vocab_D: Tensor, whole: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`Outcome` of a drafter whose vocabulary is a part of the target's (arXiv 2503.01840, the official code).
-
-    The loss is against the target's law over that part, renormalised, and 0 where the target's likeliest token (ce: the
-    label) lies outside. Hits and acceptance are those of the whole vocabulary, in which the drafter has nothing outside;
-    whole: the loss is too, one minus the acceptance.
-    """
-    place_V = torch.full_like(law_logits_CV[0], -1, dtype=torch.long)
-    place_V = place_V.index_copy(0, vocab_D, torch.arange(len(vocab_D), device=vocab_D.device))
-    best_C, part_CD = law_logits_CV.argmax(-1), law_logits_CV[:, vocab_D].contiguous()
-    loss_C, hit_C, _ = Outcome.apply(logits_CD, part_CD, place_V[label_C].clamp_min(0), name)
-    p_CD = (part_CD.float() - law_logits_CV.float().logsumexp(-1, keepdim=True)).exp()
-    mass_C = torch.minimum(logits_CD.float().softmax(-1), p_CD).sum(-1)
-    if whole:
-        return 1.0 - mass_C, hit_C & (place_V[best_C] >= 0), mass_C.detach()
-    mass_C = mass_C.detach()
-    learnt_C = place_V[label_C if name == "ce" else best_C] >= 0
-    return torch.where(learnt_C, loss_C, 0.0), hit_C & (place_V[best_C] >= 0), mass_C
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +149,9 @@ class Objective(nn.Module):
             weight = prediction.weight
             if reach is not None and prediction.counted:
                 weight, step = 1.0 / self.drafter.foretold, replace(step, loss_M=reach.missed(prediction, step.loss_M))
-            total = total + ((weight * step.loss_M).sum() if isinstance(weight, Tensor) else weight * step.loss_M.sum())
+            total = total + _weighed(weight, step.loss_M)
+            if prediction.confidence is not None:
+                total = total + _weighed(prediction.weight, step.doubt_M)
             if prediction.aux is not None:
                 total = total + prediction.aux
             if not prediction.counted:
@@ -193,15 +171,15 @@ class Objective(nn.Module):
         return total, StepCounts.stack(rows)
 
     def _step(self, prediction: Prediction, law: Law, place_M: Tensor, label_M: Tensor, whole: bool) -> StepOutcome:
-        def chunk(hidden_CH: Tensor, place_C: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            logits_CV, end_to_end = prediction.head(hidden_CH), self.options.name == END_TO_END
+        def chunk(hidden_CH: Tensor, place_C: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            logits_CV = prediction.head(hidden_CH)
             with torch.no_grad():
                 law_logits_CV = law.logits(place_C, prediction, logits_CV)
-            name = "tvd" if end_to_end else self.options.name
-            if prediction.vocab_D is not None:
-                return restricted(logits_CV, law_logits_CV, label_C, name, prediction.vocab_D, whole=end_to_end)
-            found: tuple[Tensor, Tensor, Tensor] = Outcome.apply(logits_CV, law_logits_CV, label_C, name)
-            return found
+            loss_C, hit_C, mass_C = self._outcome(prediction, logits_CV, law_logits_CV, label_C)
+            if prediction.confidence is None:
+                return loss_C, hit_C, mass_C, torch.zeros_like(mass_C)
+            doubt_C = F.binary_cross_entropy_with_logits(prediction.confidence(hidden_CH).float(), mass_C, reduction="none")
+            return loss_C, hit_C, mass_C, doubt_C
 
         if whole:
             return StepOutcome(*chunk(prediction.hidden_MH, place_M, label_M))
@@ -211,24 +189,44 @@ class Objective(nn.Module):
         ]
         return StepOutcome(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
+    def _outcome(
+        self, prediction: Prediction, logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        terms, whole = self.options.terms, self.options.name == END_TO_END
+        if prediction.vocab_D is not None:
+            return restricted(logits_CV, law_logits_CV, label_C, terms, prediction.vocab_D, whole)
+        if prediction.offers is not None:
+            return offered(logits_CV, law_logits_CV, label_C, terms, prediction.offers, whole)
+        found: tuple[Tensor, Tensor, Tensor] = Outcome.apply(logits_CV, law_logits_CV, label_C, terms)
+        return found
+
+
+def _weighed(weight: float | Tensor, loss_M: Tensor) -> Tensor:
+    return (weight * loss_M).sum() if isinstance(weight, Tensor) else weight * loss_M.sum()
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
+    """doubt: cross-entropy of the confidences with the acceptance that they foretell; 0 where there are none."""
+
     loss_M: Tensor
     hit_M: Tensor
     mass_M: Tensor
+    doubt_M: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
     """Teacher-forced outcomes per source that has every depth: rank of the true token among the choices, `width` if beyond.
 
-    length_D: how many of these sources each document has, in order.
+    length_D: how many of these sources each document has, in order. sure_MK: logits of the drafter's confidence in each
+    draft; None: it says nothing of it.
     """
 
     rank_MK: Tensor
     mass_MK: Tensor
     length_D: list[int]
+    sure_MK: Tensor | None = None
 
 
 @torch.no_grad()
@@ -238,11 +236,13 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     Only sources whose root and whole future of K tokens are supervised count; the batch must carry the target's states or law.
     """
     law, token_P = law_of(batch, target), batch.token_BT.flatten()
-    K = drafter.foretold
+    K, confident = drafter.foretold, False
     rank_PK = torch.full((len(token_P), K), -1, device=token_P.device)
-    mass_PK = torch.zeros(len(token_P), K, device=token_P.device)
+    mass_PK, sure_PK = (torch.zeros(len(token_P), K, device=token_P.device) for _ in range(2))
     own = next(drafter.parameters()).dtype
     for prediction in drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
+        if not prediction.counted:
+            continue
         pieces = zip(prediction.hidden_MH.split(EVALUATED), prediction.label_M.split(EVALUATED), strict=True)
         found = [_offered(prediction, law, hidden_CH, label_C, batch, width) for hidden_CH, label_C in pieces]
         rank_M, mass_M = (torch.cat(column) for column in zip(*found, strict=True))
@@ -250,6 +250,9 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
             if prediction.step < K:
                 rank_PK[prediction.source_M, prediction.step] = rank_M
                 mass_PK[prediction.source_M, prediction.step] = mass_M
+                if prediction.confidence is not None:
+                    confident = True
+                    sure_PK[prediction.source_M, prediction.step] = prediction.confidence(prediction.hidden_MH).float()
             continue
         rank_P = torch.full_like(token_P, -1).scatter(0, prediction.label_M, rank_M)
         mass_P = torch.zeros_like(mass_PK[:, 0]).scatter(0, prediction.label_M, mass_M)
@@ -264,7 +267,8 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
         batch.document_BT + len(token_P) * torch.arange(len(batch.token_BT), device=token_P.device)[:, None]
     ).flatten()
     length_D = document_P[whole_P].unique_consecutive(return_counts=True)[1].tolist()
-    return Hits(rank_PK[whole_P].cpu(), mass_PK[whole_P].cpu(), length_D)
+    sure_MK = sure_PK[whole_P].cpu() if confident else None
+    return Hits(rank_PK[whole_P].cpu(), mass_PK[whole_P].cpu(), length_D, sure_MK)
 
 
 def _offered(
@@ -274,7 +278,7 @@ def _offered(
     draft_CD = prediction.head(hidden_CH)
     p_CV = law.logits(batch.law_at(label_C), prediction, draft_CD)
     q_CV = prediction.whole(draft_CD, p_CV.shape[-1])
-    best_CR = q_CV.topk(min(width, q_CV.shape[-1]), -1).indices
-    hit_CR = best_CR == batch.token_BT.flatten()[label_C][:, None]
+    best_CR = q_CV.topk(min(width, q_CV.shape[-1]), -1)
+    hit_CR = (best_CR.indices == batch.token_BT.flatten()[label_C][:, None]) & (best_CR.values > -torch.inf)
     rank_C = hit_CR.int().argmax(-1).masked_fill(~hit_CR.any(-1), width)
     return rank_C, torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)

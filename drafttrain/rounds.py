@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafter import Commit, Drafter
+from drafttrain.fallback import Cut
 from drafttrain.kv import KVCache
 from drafttrain.processors import Processors
 from drafttrain.request import Request
@@ -110,7 +111,8 @@ class Row:
 class Round:
     """Propose, verify, commit, observe, for the rows of `slot_B`. marks: when its parts began and ended, in seconds.
 
-    turns: rows may be turned to plain decoding (`turn`); without, rounds do not look for such.
+    turns: rows may be turned to plain decoding (`turn`); without, rounds do not look for such. cut: leaves out of a draft what
+    is not worth being verified, in rounds that ask the device anyway. drafted: how deep the last of these was, before.
     """
 
     target: Target
@@ -123,6 +125,8 @@ class Round:
     slots: SlotState
     processors: Processors
     turns: bool = False
+    cut: Cut | None = None
+    drafted: int = 0
     marks: list[float] = field(default_factory=list)
     _events: list[Any] = field(default_factory=list)
 
@@ -165,10 +169,12 @@ class Round:
         return self.drafter.taps if self.drafter else Taps()
 
     def _tree(self, slot_B: Tensor, limit: int | None, sampling: Sampling) -> DraftTree:
+        self.drafted = 0
         if self.drafter is None or limit == 0:
             return DraftTree.chain(self.slots.root_S[slot_B][:, None])
         tree, fixed = self.drafter.propose(self.state, slot_B, sampling, limit), self.kv.bound is not None
-        tree = tree if self.window is None else tree.cut(self.window, trim=not fixed)
+        deepest = [d for d in (self.window, None if fixed else self._worthwhile(tree, slot_B)) if d is not None]
+        tree = tree.cut(min(deepest), trim=not fixed) if deepest else tree
         if self.turns:
             tree = self._pruned(tree, slot_B)
         return tree if fixed else tree.trimmed()
@@ -177,6 +183,15 @@ class Round:
         """Rows that are plain are left their root alone, which the drafter no longer knows."""
         token_BN = torch.cat([self.slots.root_S[slot_B][:, None], tree.token_BN[:, 1:]], 1)
         return replace(tree, token_BN=token_BN, count_B=tree.count_B.masked_fill(self.slots.plain_S[slot_B], 1))
+
+    def _worthwhile(self, tree: DraftTree, slot_B: Tensor) -> int | None:
+        """How much of a draft is worth being verified, where its drafter knows how sure it is."""
+        if self.cut is None or tree.confidence_BN is None:
+            return None
+        self.drafted = tree.token_BN.shape[1] - 1
+        reach_BD = tree.confidence_BN[:, 1:].double().cumprod(1)
+        reach_BD = reach_BD.masked_fill(self.slots.plain_S[slot_B][:, None], 0.0) if self.turns else reach_BD
+        return self.cut.depth(len(slot_B), reach_BD.sum(0).tolist(), drawn=tree.q_BNV is not None)
 
     def _kept(self, verdict: Verdict, slot_B: Tensor, limit: int | None) -> Verdict:
         """No more columns than drafts can be accepted, and nothing of rows that are done."""

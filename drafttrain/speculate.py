@@ -16,7 +16,7 @@ import torch
 from drafttrain.ahead import LEAST_BOUND, RING, Ahead, Captures, Launched, Shares
 from drafttrain.drafter import Drafter
 from drafttrain.errors import UserError
-from drafttrain.fallback import Fallback
+from drafttrain.fallback import Cut, Fallback
 from drafttrain.guard import Guard
 from drafttrain.kv import pages_for
 from drafttrain.prefill import Prefill
@@ -56,7 +56,7 @@ class Decoded:
 @dataclass(frozen=True, slots=True)
 class Controls:
     """draft_length: no deeper proposals than this; None: as trained. window: drafts of a path offered to one verification,
-    whatever was drafted. threshold: of the policy of that name. fallback: draft only while it pays (`Fallback`).
+    whatever was drafted. threshold: of the policy of that name. fallback: draft and verify only what pays (`Fallback`, `Cut`).
     read_every: rounds launched before the host looks at the results of those before; None: 1 on a GPU, where rounds are
     captured as CUDA graphs, and elsewhere each is run and looked at by itself. capture: False for weights that soon change.
     """
@@ -119,8 +119,9 @@ class Decoder:
             (drafter.widest if drafter else 1) + 2 * self.reach if self.read_every else drafter.max_nodes if drafter else 1
         )
         self._session: Session | None = None
-        self.fallback = None
+        self.fallback, self.cut = None, None
         if drafter is not None and controls.fallback:
+            self.cut = Cut()
             self.fallback = Fallback(min(drafter.draft_length, controls.draft_length or drafter.draft_length))
 
     def positions(self, request: Request) -> int:
@@ -199,7 +200,7 @@ class Session:
         self.slots = SlotState(every, decoder.sampling, device)
         self.round = Round(
             target, decoder.drafter, decoder.policy, decoder.sampling, decoder.controls.window,
-            self.kv, self.state, self.slots, self.processors, decoder.turns,
+            self.kv, self.state, self.slots, self.processors, decoder.turns, decoder.cut,
         )  # fmt: skip
         self.ahead = Ahead(self.round, decoder.captures) if decoder.read_every else None
         self.prefill = Prefill(self.round, decoder.prefill_chunk, self.ahead is not None)
@@ -255,6 +256,9 @@ class Session:
         rows = [Row(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
         chunks = self._record([*self.active.values()], rows)
         self._learn(limit, committed - began, rows)
+        if self.decoder.cut is not None:
+            verified = max(row.nodes for row in rows) - 1
+            self.decoder.cut.record(len(rows), self.round.drafted, verified, drafted - began, committed - drafted)
         self._retire()
         self.costs.draft += drafted - began
         self.costs.verify += verified - drafted

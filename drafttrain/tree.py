@@ -31,6 +31,8 @@ class DraftTree:
         (without replacement when there are several). None: the proposal is deterministic given the context.
     sampled_BN: row i is True where node i's children were sampled from `q_BNV[:, i]`. Required beside `q_BNV`.
     known_BNN: `ancestors(parent_BN)`, where the shape is known beforehand.
+    confidence_BN: of a chain as it was drafted, P(node i is accepted, if its parent is), where the drafter knows it; 1 at the
+        root. It goes with what is cut off.
     """
 
     token_BN: Tensor
@@ -39,6 +41,7 @@ class DraftTree:
     q_BNV: Tensor | None = None
     sampled_BN: Tensor | None = None
     known_BNN: Tensor | None = None
+    confidence_BN: Tensor | None = None
 
     @property
     def ancestor_BNN(self) -> Tensor:

@@ -78,6 +78,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"block_size": 3, "layers": 1, "taps": [1], "mask_token": 5, "layer": {"rope_scaling": LINEAR, "head_dim": 12}},
     ),
     "dflash-shifted": ("dflash", {"block_size": 4, "layers": 1, "taps": [0, 1, 2], "slots": "shifted"}),
+    "dspark": ("dspark", {"block_size": 3, "layers": 2, "taps": [0, 1, 2], "rank": 8}),
+    "dspark-in-place": ("dspark", {"block_size": 4, "layers": 1, "taps": [1], "rank": 4, "slots": "in_place", "mask_token": 5}),
+    "dflash2": ("dflash2", {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "rank": 8, "candidates": 8}),
+    "dflash2-unlike": (
+        "dflash2",
+        {"block_size": 3, "layers": 1, "taps": [1], "rank": 4, "candidates": 5, "group": 8, "layer": {"head_dim": 12}},
+    ),
     "draft_model": ("draft_model", {"blocks": 2, "draft_length": 3}),
     "draft_model-lora": ("draft_model", {"blocks": 2, "draft_length": 3, "lora_rank": 2}),
     "prompt_lookup": ("prompt_lookup", {"draft_length": 3}),

@@ -257,6 +257,34 @@ def dflash_speculators() -> Made:
     return own, tensors, file
 
 
+def dspark_speculators() -> Made:
+    own, tensors, file = dflash_speculators()
+    w = Weights(seed=4)
+    own |= {"architectures": ["DSparkSpeculator"], "speculators_model_type": "dspark", "sample_from_anchor": True}
+    own |= {"markov_rank": 8, "markov_head_type": "vanilla", "enable_confidence_head": True}
+    own |= {"confidence_head_with_markov": True}
+    own["speculators_config"] = {**own["speculators_config"], "algorithm": "dspark"}
+    tensors |= {"markov_head.markov_w1.weight": w(V, 8), "markov_head.markov_w2.weight": w(V, 8)}
+    tensors |= {"confidence_head.proj.weight": w(1, H + 8), "confidence_head.proj.bias": w(1)}
+    return own, tensors, file
+
+
+def dflash2_speculators() -> Made:
+    own, tensors, file = dflash_speculators()
+    w = Weights(seed=5)
+    own |= {"architectures": ["DFlash2DraftModel"], "speculators_model_type": "dflash2"}
+    own |= {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
+    own["speculators_config"] = {**own["speculators_config"], "algorithm": "dflash2"}
+    for i in range(2):
+        for part in ("attention_conv", "mlp_conv"):
+            tensors[f"layers.{i}.{part}.base_kernel"] = w(2, 2, H)
+            tensors[f"layers.{i}.{part}.kernel_projection.weight"] = w(2 * 2 * H // 16, H)
+    for name in ("predecessor_codebook", "successor_codebook"):
+        tensors[f"candidate_selector.{name}"] = w(V, 8)
+    tensors["candidate_selector.hidden_projection.weight"] = w(8, H)
+    return own, tensors, file
+
+
 def dflash_transformers() -> Made:
     config, tensors, file = dflash()
     config |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
@@ -291,6 +319,8 @@ LAYOUTS: dict[str, Callable[[], Made]] = {
     "dflash": dflash,
     "dflash, speculators": dflash_speculators,
     "dflash, transformers": dflash_transformers,
+    "dspark, speculators": dspark_speculators,
+    "dflash2, speculators": dflash2_speculators,
     "draft_model": draft_model,
 }
 

@@ -27,7 +27,6 @@ from drafttrain.errors import Interrupted, UserError
 from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
-from drafttrain.losses import NAMES as LOSSES
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.glance import glance
 from drafttrain.measure.runner import CheckpointRef
@@ -116,10 +115,7 @@ def _check(options: RunOptions) -> None:
         raise UserError(f"train.hang_timeout is {options.train.hang_timeout:g}; set it to seconds, or 0: never")
     if options.decode.tree_nodes is not None and options.decode.tree_nodes < 1:
         raise UserError(f"decode.tree_nodes is {options.decode.tree_nodes}; set it to 1 or more, or null: as many as pay")
-    if options.loss.chunk < 1 or options.loss.name not in LOSSES:
-        loss = options.loss
-        choice = f"choose {', '.join(LOSSES)}, and a chunk of 1 or more"
-        raise UserError(f"loss.name is {loss.name!r}, loss.chunk {loss.chunk}; {choice}")
+    options.loss.check()
     if options.measure.every < 0 or options.measure.every_prompts < 1:
         every, prompts = options.measure.every, options.measure.every_prompts
         raise UserError(f"measure.every is {every}, every_prompts {prompts}; set steps to 0 or more, prompts to 1 or more")

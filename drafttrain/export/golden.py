@@ -161,7 +161,7 @@ def drafted(drafter: Drafter, golden: Golden, vocab: int) -> Golden:
         if not given:
             known_PT = known_PT.scatter(1, slot_PK[:, step, None], logits_PV.argmax(-1, keepdim=True))
     logits_PKV = torch.stack(logits, 1).float()
-    spoken = vocab if ids is None else len(ids)
+    spoken = int((logits_PKV > -torch.inf).sum(-1).min())  # of some families a few tokens
     top = logits_PKV.topk(spoken if spoken <= WHOLE else RECORDED)
     return replace(
         golden,

@@ -9,7 +9,9 @@ from drafttrain.errors import UserError
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts import (
     dflash,
+    dflash2,
     draft_model,
+    dspark,
     eagle,
     eagle3,
     gguf,
@@ -24,6 +26,8 @@ from drafttrain.export.layouts import (
 from drafttrain.export.parity import Reader
 from drafttrain.export.readers import causal_lm
 from drafttrain.export.readers import dflash as read_dflash
+from drafttrain.export.readers import dflash2 as read_dflash2
+from drafttrain.export.readers import dspark as read_dspark
 from drafttrain.export.readers import eagle as read_eagle
 from drafttrain.export.readers import eagle3 as read_eagle3
 from drafttrain.export.readers import gguf as read_gguf
@@ -77,6 +81,8 @@ NO_LOADER = "no loader of this family"
 OWN_MODULES = "it reads the modules that targets of some architectures come with, none beside others"
 SAME_EXIT = "the target alone is needed, and no stack reads an adapter; transformers: generate(assistant_early_exit=blocks)"
 ONE_BY_ONE = "it would draft one token a pass, as if it had learnt no masks; export a draft_model there"
+SPECULATORS = "it reads format=speculators"
+UNREAD = "what its loader reads is not known here"
 
 
 def _eagle3(stack: str) -> Layout:
@@ -105,6 +111,20 @@ def _eagle(stack: str) -> Layout:
 
 def _heads(stack: str) -> Layout:
     return Layout("medusa_lm_head", medusa.official, read_medusa.official(stack), medusa.refuse)
+
+
+def _block(speculators: Layout) -> dict[str, Row]:
+    """Of the newer block drafters."""
+    return {
+        "vllm": SPECULATORS,
+        **dict.fromkeys(("sglang", "trtllm"), UNREAD),
+        "speculators": speculators,
+        "transformers": GENERATE,
+        **dict.fromkeys(("llamacpp", "openvino"), NO_LOADER),
+        "tgi": ONLY_HEADS,
+        "lmdeploy": NO_LOADER,
+        "official": UNREAD,
+    }
 
 
 def _stages() -> Layout:
@@ -198,6 +218,8 @@ TABLE: dict[str, dict[str, Row]] = {
         "lmdeploy": Layout("z-lab", dflash.lmdeploy, read_dflash.lmdeploy, dflash.lmdeploy_refuse),
         "official": _dflash(),
     },
+    "dspark": _block(Layout("speculators", dspark.speculators, read_dspark.speculators, dflash.refuse_last)),
+    "dflash2": _block(Layout("speculators", dflash2.speculators, read_dflash2.speculators, dflash.refuse_last)),
     "draft_model": {
         "vllm": _plain(),
         "sglang": _plain(),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import TrainBatch
+from drafttrain.calibration import expected_error
 from drafttrain.drafter import Drafter
 from drafttrain.features.online import Online
 from drafttrain.losses import Hits, teacher_forced
@@ -82,6 +83,18 @@ def rank_shares(hits: Sequence[Hits], paths: Sequence[Path], width: int = 10) ->
         table.append((share_R / share_R.sum())[:width].tolist())
         alive_M = torch.where(rank_M < width, alive_M, 0.0)
     return table
+
+
+def confidence_error(drafter: Drafter, hits: Sequence[Hits], sampled: bool) -> float | None:
+    """The expected calibration error of the drafter's confidence in its drafts; None where it has none, or nothing was asked.
+
+    sampled: as for `expected_tau`: what confidences are held against.
+    """
+    rows = [(h.sure_MK, h.mass_MK if sampled else (h.rank_MK == 0).float()) for h in hits if h.sure_MK is not None]
+    if not rows:
+        return None
+    sure_MK, accepted_MK = (torch.cat(column) for column in zip(*rows, strict=True))
+    return expected_error(drafter.assured(sure_MK, sampled), accepted_MK)
 
 
 def _arrivals(hits: Hits, paths: Sequence[Path], sampled: bool) -> Tensor:

@@ -20,7 +20,7 @@ from drafttrain.measure.cases import Case, encode_cases, follow_ups
 from drafttrain.measure.change import Original
 from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, whole
-from drafttrain.measure.expected import forced_hits
+from drafttrain.measure.expected import confidence_error, forced_hits
 from drafttrain.measure.flags import distillation, flags
 from drafttrain.measure.floor import step_floor
 from drafttrain.measure.guards import guard_keys, valid_outputs, without_guards
@@ -225,12 +225,13 @@ def _hits(bench: Bench, drafter: Drafter, cases: Sequence[Case], plain: Sequence
 
 
 def _extras(bench: Bench, name: str, drafter: Drafter, evidence: Evidence) -> Keys:
-    """distribution_p_value for lossless sampling, quality_delta (nats per token) for a lossy policy, guards where any is on;
-    else None."""
+    """distribution_p_value for lossless sampling, quality_delta (nats per token) for a lossy policy, guards where any is on,
+    confidence_error for a drafter that says how sure it is; else None."""
     keys: Keys = {"distribution_p_value": None, "quality_delta": None, "guards": None}
     if free := without_guards(bench):
         outputs = free.decode_all(f"{name}: without guards", drafter, evidence.cases)
         keys["guards"] = guard_keys(bench, evidence, outputs)
+    keys["confidence_error"] = confidence_error(drafter, evidence.hits or [], evidence.sampled)
     if not POLICIES[bench.decode.policy].lossless:
         target, prompts = bench.loaded.target, [c.tokens for c in evidence.cases]
         ours, plain = (

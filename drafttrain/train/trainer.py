@@ -261,6 +261,9 @@ class Trainer:
         drafter.eval()
         hits = [teacher_forced(drafter, target, batch) for batch in self.held_out()]
         drafter.train()
+        sure = [(h.sure_MK, h.rank_MK == 0, h.mass_MK) for h in hits if h.sure_MK is not None]
+        if sure:
+            drafter.calibrate(*(torch.cat(column) for column in zip(*sure, strict=True)))
         texts = [text for h in hits for text in h.rank_MK.split(h.length_D)]
         if not target.trees:  # a rank that no path reaches: what is left to choose from is the chain
             texts = [torch.where(text == 0, 0, OUT_OF_REACH) for text in texts]

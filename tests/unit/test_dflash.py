@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from drafttrain import block_drafter
 from drafttrain.batch import Context, TrainBatch
-from drafttrain.block_drafter import spread_taps
+from drafttrain.block_options import spread_taps
 from drafttrain.drafter import Commit
 from drafttrain.drafters.dflash import DFlash, DFlashOptions
 from drafttrain.errors import UserError

@@ -60,6 +60,10 @@ PAIRS = {  # case -> the stacks that it goes to
     "mtp-qwen3": ["speculators"],
     "dflash": ["vllm", "sglang", "trtllm", "speculators", "transformers", "llamacpp", "openvino", "official"],
     "dflash-unlike": ["vllm", "sglang", "trtllm", "speculators", "transformers", "openvino", "official"],
+    "dspark": ["speculators"],
+    "dspark-in-place": ["speculators"],
+    "dflash2": ["speculators"],
+    "dflash2-unlike": ["speculators"],
     "draft_model": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
     "draft_model-lora": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
 }

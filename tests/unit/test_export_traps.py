@@ -131,6 +131,7 @@ E3, NORMED, SPEC = ("eagle3", "vllm"), ("eagle3-normed", "vllm"), ("eagle3", "sp
 NESTED, INNER = ("eagle_config", IDS), "transformer_layer_config"
 DFLASH, MUSE, LM = ("dflash", "vllm"), ("dflash", "transformers"), ("draft_model", "vllm")
 BLOCKS, ONE, P = ("dflash", "speculators"), ("eagle", "lmdeploy"), ("peagle", "vllm")
+SPARK, TWO = ("dspark", "speculators"), ("dflash2", "speculators")
 SHIFTED: list[tuple[tuple[str, str], Change]] = [  # off by one in either direction, in each place that a stack looks at
     (E3, put(IDS, value=[0, 1, 2])),
     (E3, put(IDS, value=[2, 3, 4])),
@@ -206,6 +207,16 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (BLOCKS, "config", put("sliding_window_non_causal", value=False)),
     (BLOCKS, "config", put("sample_from_anchor", value=True)),
     (BLOCKS, "mask token", put("mask_token_id", value=5)),
+    (SPARK, "config", drop("sample_from_anchor")),
+    (SPARK, "config", put("markov_rank", value=4)),
+    (SPARK, "config", put("markov_head_type", value="gated")),
+    (SPARK, "logits", switch("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")),
+    (SPARK, "tensors", lose("confidence_head.proj.bias")),
+    (TWO, "config", put("conv_kernel_size", value=3)),
+    (TWO, "config", put("conv_group_size", value=8)),
+    (TWO, "logits", put("selector_top_k", value=4)),
+    (TWO, "logits", switch("layers.0.attention_conv.base_kernel", "layers.0.mlp_conv.base_kernel")),
+    (TWO, "logits", shaken("candidate_selector.successor_codebook")),
     (BLOCKS, "block size", drop("block_size")),
     (BLOCKS, "vocabulary", put("draft_vocab_size", value=32)),
     # names and shapes

@@ -26,7 +26,19 @@ from drafttrain.export.importers import convert, directory
 from drafttrain.export.importers.convert import converted
 from drafttrain.export.importers.directory import Foreign, fetched
 from drafttrain.export.opened import Opened
-from drafttrain.export.readers import causal_lm, dflash, eagle, eagle3, hydra, medusa, mlp_speculator, peagle, redrafter
+from drafttrain.export.readers import (
+    causal_lm,
+    dflash,
+    dflash2,
+    dspark,
+    eagle,
+    eagle3,
+    hydra,
+    medusa,
+    mlp_speculator,
+    peagle,
+    redrafter,
+)
 from drafttrain.layers import LayerOptions
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import LINEAR, TEXTS, deep, loaded
@@ -47,6 +59,8 @@ READERS = {  # of layouts whose directories have all that a stack's reader asks 
     "dflash": dflash.zlab,
     "dflash, speculators": dflash.speculators,
     "dflash, transformers": dflash.transformers,
+    "dspark, speculators": dspark.speculators,
+    "dflash2, speculators": dflash2.speculators,
 }
 NETWORK = {
     "eagle3": {"taps": [0, 1, 2], "draft_vocab": D, "fc_norm": False, "norm_output": False, "norm_before_residual": False},
@@ -61,6 +75,8 @@ NETWORK = {
     "redrafter": {"layers": 2, "length": 4},
     "mlp_speculator": {"n_predict": 3, "inner_dim": 24, "tie_weights": False, "scale_input": True},
     "dflash": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "mask_token": 63, "slots": "in_place"},
+    "dspark, speculators": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "slots": "shifted", "rank": 8},
+    "dflash2, speculators": {"block_size": 4, "layers": 2, "slots": "in_place", "rank": 8, "candidates": 6, "group": 16},
     "draft_model": {"source": "hf", "lora_rank": 0},
 }
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
@@ -418,7 +434,18 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     ),
     "another head": ("hydra", lambda c, t: c.update(hydra_head_arch="prefix-mlp"), "hydra_head_arch is 'prefix-mlp'"),
     "a projection": ("redrafter", lambda c, t: c.update(exit_dim=16), "exit_dim is 16, behind a projection"),
-    "another form": ("dflash", lambda c, t: c.update(speculators_model_type="dflash2"), "speculators_model_type 'dflash2'"),
+    "a gated bias": (
+        "dspark, speculators",
+        lambda c, t: c.update(markov_head_type="gated"),
+        "markov_head_type is 'gated', and the token before gives a plain bias here",
+    ),
+    "no confidence": (
+        "dspark, speculators",
+        lambda c, t: c.update(enable_confidence_head=False),
+        "enable_confidence_head is False",
+    ),
+    "three taps": ("dflash2, speculators", lambda c, t: c.update(conv_kernel_size=3), "conv_kernel_size is 3"),
+    "another form": ("dflash", lambda c, t: c.update(speculators_model_type="dflash3"), "speculators_model_type 'dflash3'"),
     "layers from 0": (
         "dflash, speculators",
         lambda c, t: c.update(aux_hidden_state_layer_ids=[0, 1, 2]),

@@ -16,10 +16,11 @@ FLOORS = [
     ),
     (
         *("target", "layers", "drafter", "staged", "tip", "request", "processors", "fallback", "guard"),
-        *("autoregressive", "block_drafter", "best_first", "dynamic", "proposal", "recurrent", "translation", "merged"),
+        *("autoregressive", "best_first", "block_drafter", "block_options", "calibration", "convolution"),
+        *("dynamic", "proposal", "recurrent", "translation", "merged"),
     ),
     ("verify", "rounds", "ahead", "prefill", "speculate", "treesize"),
-    ("drafters", "targets", "data", "features", "law", "losses", "adapted", "checkpoint"),
+    ("drafters", "targets", "data", "features", "law", "outcome", "losses", "adapted", "checkpoint"),
     ("train", "measure", "export"),
     ("commands",),
     ("config", "complaints", "cli", "__main__"),

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drafttrain.batch import TrainBatch
+from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
+from drafttrain.errors import UserError
 from drafttrain.features.online import Online
 from drafttrain.losses import LossOptions, Objective, teacher_forced
 from drafttrain.ops.divergence import AT_ONCE, NAMES, divergence, outcome, reference
@@ -94,10 +95,12 @@ def test_chunks_change_neither_loss_nor_gradient(name: str, loss: str, chunk: in
     for prediction in drafter.predict(filled):
         q = prediction.head(prediction.hidden_MH)
         p = target.head(final[prediction.label_M - 1])
-        naive = (
-            naive + prediction.weight * divergence(loss, q.log_softmax(-1), p.log_softmax(-1), token[prediction.label_M]).sum()
-        )
+        naive = naive + (prediction.weight * naive_loss(loss, q, p, token[prediction.label_M])).sum()
         naive = naive if prediction.aux is None else naive + prediction.aux
+        if prediction.confidence is not None:
+            naive = naive + doubt(prediction, q, p)
+        if not prediction.counted:
+            continue
         totals.append(len(q))
         assert float(counts.correct[prediction.step]) == float((q.argmax(-1) == p.argmax(-1)).sum())
     naive.backward()
@@ -105,6 +108,53 @@ def test_chunks_change_neither_loss_nor_gradient(name: str, loss: str, chunk: in
     assert counts.total.tolist()[: len(totals)] == totals
     for a, p in zip(chunked, drafter.parameters(), strict=True):
         torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
+
+
+def naive_loss(name: str, q_MV: torch.Tensor, p_MV: torch.Tensor, label_M: torch.Tensor) -> torch.Tensor:
+    """Over what the head offers, row by row; 0 where it does not offer what is to be learnt."""
+    losses = []
+    for q_V, p_V, label in zip(q_MV, p_MV, label_M.tolist(), strict=True):
+        token_D = (q_V > -torch.inf).nonzero()[:, 0].tolist()
+        learnt = label if name == "ce" else int(p_V.argmax())
+        if learnt not in token_D:
+            losses.append(torch.zeros(()))
+            continue
+        place = torch.tensor([token_D.index(label) if label in token_D else 0])
+        q, p = (x[token_D].log_softmax(-1)[None] for x in (q_V, p_V))
+        losses.append(divergence(name, q, p, place)[0])
+    return torch.stack(losses) if losses else torch.zeros(0)
+
+
+def doubt(prediction: Prediction, q_MV: torch.Tensor, p_MV: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy of a confidence with the share of its draft's law that is accepted."""
+    assert prediction.confidence is not None
+    sure_M = prediction.confidence(prediction.hidden_MH).sigmoid()
+    share_M = torch.minimum(q_MV.softmax(-1), p_MV.softmax(-1)).sum(-1).detach()
+    apart_M = -(share_M * sure_M.log() + (1 - share_M) * (1 - sure_M).log())
+    return (prediction.weight * apart_M).sum()
+
+
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("name", ["medusa", "dflash2"])
+def test_a_mix_is_the_sum_of_its_parts(name: str, chunk: int) -> None:
+    target, mix = tiny_target(), {"ce": 0.1, "tvd": 1.8, "kl": 0.5}
+    drafter = drafter_of(name, target).train()
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    parameters = list(drafter.parameters())
+
+    def found(options: LossOptions) -> tuple[torch.Tensor, ...]:
+        total, _ = Objective(drafter, target, options)(filled)
+        return total, *torch.autograd.grad(total, parameters, allow_unused=True)
+
+    parts = [found(LossOptions(part, chunk)) for part in mix]
+    for whole, *apart in zip(found(LossOptions("mix", chunk, mix)), *parts, strict=True):
+        torch.testing.assert_close(whole, sum(w * x for w, x in zip(mix.values(), apart, strict=True)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [("mse", {}), ("mix", {}), ("kl", {"ce": 1.0}), ("mix", {"mse": 1.0}), ("mix", {"ce": 0.0})])
+def test_a_loss_that_is_none_is_refused(wrong: tuple[str, dict[str, float]]) -> None:
+    with pytest.raises(UserError, match=r"loss\."):
+        LossOptions(wrong[0], mix=wrong[1]).check()
 
 
 @pytest.mark.parametrize("chunk", [7, 4096])
@@ -153,6 +203,8 @@ def naive_end_to_end(drafter: Drafter, target: HFTarget, filled: TrainBatch) -> 
         p = target.head(final[prediction.label_M - 1]).softmax(-1)
         accepted = torch.minimum(q, p).sum(-1)
         other = other if prediction.aux is None else other + prediction.aux
+        if prediction.confidence is not None:
+            other = other + doubt(prediction, q.log(), p.log())
         if not prediction.counted:
             other = other + (prediction.weight * (1 - accepted)).sum()
             continue

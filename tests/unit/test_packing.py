@@ -109,7 +109,10 @@ def test_a_packed_conversation_has_the_states_it_has_alone(name: str, runner: ty
         torch.testing.assert_close(found[tuple(conversation.token_ids.tolist())], alone, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle", "eagle3", "redrafter", "draft_model", "dflash"])
+LEARNERS = ["medusa", "hydra", "eagle", "eagle3", "redrafter", "draft_model", "dflash", "dspark", "dflash2"]
+
+
+@pytest.mark.parametrize("name", LEARNERS)
 def test_packed_training_has_the_losses_and_gradients_of_padded(name: str) -> None:
     target, some = tiny_target(), conversations()
     sums, gradients = [], []

@@ -31,7 +31,11 @@ def _speculators(found: Foreign) -> bool:
 
 
 def _speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
-    """The numbers of the layers are k: those of the blocks whose inputs are read."""
+    return speculators_options(found, target)
+
+
+def speculators_options(found: Foreign, target: Target, shifted: bool = False) -> dict[str, Any]:
+    """The numbers of the layers are k: those of the blocks whose inputs are read. shifted: what an unsaid convention is."""
     inner, blocks = found.field(INNER), target.shape.blocks
     if not isinstance(inner, Mapping):
         raise UserError(f"{found.origin}: {INNER} is {inner!r}; an object is needed")
@@ -47,7 +51,7 @@ def _speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
         "layers": found.number("num_hidden_layers", INNER),
         "taps": [k - 1 for k in layers],
         "mask_token": int(found.field("mask_token_id")),
-        "slots": "shifted" if found.config.get(SHIFTED, False) else "in_place",
+        "slots": "shifted" if found.config.get(SHIFTED, shifted) else "in_place",
     }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from drafttrain.errors import UserError
 from drafttrain.export.importers import (
     dflash,
+    dflash2,
     draft_model,
+    dspark,
     eagle,
     eagle3,
     hydra,
@@ -19,11 +21,8 @@ from drafttrain.export.importers import (
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer
 
-IMPORTERS: list[Importer] = [
-    row
-    for module in (eagle3, peagle, eagle, medusa, hydra, redrafter, mlp_speculator, mtp, dflash, draft_model, pard)
-    for row in module.ROWS
-]
+MODULES = (eagle3, peagle, eagle, medusa, hydra, redrafter, mlp_speculator, mtp, dflash, dspark, dflash2, draft_model, pard)
+IMPORTERS: list[Importer] = [row for module in MODULES for row in module.ROWS]
 
 
 def recognised(found: Foreign) -> Importer:

@@ -18,6 +18,10 @@ def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     if source.options["slots"] != "in_place":
         return "its slots are shifted, loaders of this family read them in place; train with drafter.slots=in_place"
+    return refuse_last(source)
+
+
+def refuse_last(source: Source) -> str | None:
     if max(source.layer_inputs) == source.shape.blocks and source.stack not in ("vllm", "lmdeploy"):
         return (
             f"it taps the target's last block, and {source.stack} is known to capture the inputs of blocks alone; "
@@ -66,21 +70,24 @@ def transformers(source: Source) -> Files:
 
 
 def speculators(source: Source) -> Files:
+    return Files(speculators_config(source, "dflash", "DFlashSpeculator"), source.tensors, facts=facts(source))
+
+
+def speculators_config(source: Source, algorithm: str, architecture: str) -> dict[str, Any]:
     """The numbers of the layers are those of the blocks that read them, unlike in the authors' configuration."""
     layers = source.options["layers"]
     inner = {"model_type": "qwen3", **llama_fields(source.layer_shape, layers, source.dtype)}
-    config = {
-        **header(source, "dflash", "DFlashSpeculator"),
+    return {
+        **header(source, algorithm, architecture),
         "transformer_layer_config": inner | {"layer_types": ["full_attention"] * layers, "use_sliding_window": False},
         "draft_vocab_size": source.shape.vocab_size,
         "target_hidden_size": source.shape.hidden_size,
         "block_size": source.options["block_size"],
         "mask_token_id": mask_token(source),
         "aux_hidden_state_layer_ids": source.layer_inputs,
-        "sample_from_anchor": False,
+        "sample_from_anchor": source.options["slots"] == "shifted",
         "sliding_window_non_causal": True,  # false makes vLLM take the block for causal
     }
-    return Files(config, source.tensors, facts=facts(source))
 
 
 def _fields(source: Source) -> dict[str, Any]:

@@ -8,9 +8,10 @@ slots holds the root and drafts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,26 +50,32 @@ def transformers(directory: Path, engine: Engine, points: Sequence[Point]) -> Re
 
 
 def speculators(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+    config, block = of_speculators(directory, "dflash", "DFlashSpeculator", engine)
+    config.expect("sample_from_anchor", False, "config")
+    return reading(block, Tensors(directory), ("fc", "hidden_norm"), engine, points)
+
+
+def of_speculators(directory: Path, algorithm: str, architecture: str, engine: Engine) -> tuple[Config, Block]:
     """The numbers of the layers are k. vLLM reads it too: with `sliding_window_non_causal` false it makes blocks causal."""
     config = Config.of(directory)
-    config.expect("architectures", ["DFlashSpeculator"], "architecture")
-    config.expect("speculators_model_type", "dflash", "architecture")
+    config.expect("architectures", [architecture], "architecture")
+    config.expect("speculators_model_type", algorithm, "architecture")
     config.expect("model_type", None, "architecture")
     config.get("speculators_version", "architecture")
     asked = config.inside("speculators_config", "architecture")
-    asked.expect("algorithm", "dflash", "architecture")
+    asked.expect("algorithm", algorithm, "architecture")
     asked.inside("verifier", "architecture").get("name_or_path", "architecture")
     inner = config.inside("transformer_layer_config", "config")
     inner.expect("model_type", "qwen3", "architecture")
     for holder, key in ((config, "draft_vocab_size"), (inner, "vocab_size")):
         holder.expect(key, len(engine.embed), "vocabulary")
-    config.expect("sample_from_anchor", False, "config")
     config.expect("sliding_window_non_causal", True, "config")
     count = inner.get("num_hidden_layers", "config")
     inner.expect("layer_types", ["full_attention"] * count, "layer types")
     taken = list(config.get("aux_hidden_state_layer_ids", "layer ids"))
     size, mask = config.get("block_size", "block size"), config.get("mask_token_id", "mask token")
-    return reading(Block(Shape.of(inner), count, taken, size, mask), Tensors(directory), ("fc", "hidden_norm"), engine, points)
+    first = 0 if config.get("sample_from_anchor", "config") else 1
+    return config, Block(Shape.of(inner), count, taken, size, mask, first)
 
 
 def _read(
@@ -89,48 +96,93 @@ def _read(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What is read, beside the tensors. layers: how many; taken: the states, by k; size: of a block, its root included."""
+    """What is read, beside the tensors. layers: how many; taken: the states, by k; size: of a block, its root included; first:
+    its first slot that drafts; group: channels of a convolution's kernel, where there are convolutions.
+    """
 
     shape: Shape
     layers: int
     taken: list[int]
     size: int
     mask: int
+    first: int = 1
+    group: int | None = None
+
+    def facts(self) -> dict[str, Any]:
+        return self.shape.facts() | {"layer ids": self.taken, "block size": self.size, "mask token": self.mask}
 
 
 def reading(block: Block, tensors: Tensors, names: tuple[str, str], engine: Engine, points: Sequence[Point]) -> Reading:
+    states = slots(block, tensors, names, engine)
+    tensors.finish()
+    return Reading(each(points, lambda point: F.linear(states(point), engine.head)), block.facts())
+
+
+def slots(block: Block, tensors: Tensors, names: tuple[str, str], engine: Engine) -> Callable[[Point], Tensor]:
+    """[K, H] of a point: the states of the slots that draft."""
     shape, taken, mask, target_width = block.shape, block.taken, block.mask, engine.embed.shape[1]
     fc = tensors.take(f"{names[0]}.weight", shape.width, len(taken) * target_width, fails="layer ids")
     context_norm, norm = tensors.take(f"{names[1]}.weight", shape.width), tensors.take("norm.weight", shape.width)
-    layers = [
-        (
-            Layer(tensors, f"layers.{i}", shape, shape.width, norms=True),
-            tensors.take(f"layers.{i}.input_layernorm.weight", shape.width),
-        )
-        for i in range(block.layers)
-    ]
-    tensors.finish()
+    layers = [_OneLayer(tensors, f"layers.{i}", block) for i in range(block.layers)]
     if not 0 <= mask < len(engine.embed):
         raise MismatchError("mask token", f"mask_token_id {mask} is no token of the target")
 
-    def draft(point: Point) -> Tensor:
+    def states(point: Point) -> Tensor:
         context_cH = rms(F.linear(torch.cat([point.layer(k) for k in taken], -1), fc), context_norm, shape.eps)
-        token_S = torch.cat([point.root[None], torch.full((block.size - 1,), mask)])
-        x_SH = engine.embed[token_S]
-        for layer, input_norm in layers:
-            x_SH = _layer(layer, rms(x_SH, input_norm, shape.eps), x_SH, context_cH)
-        return F.linear(rms(x_SH, norm, shape.eps)[1:], engine.head)
+        x_SH = engine.embed[torch.cat([point.root[None], torch.full((block.size - 1,), mask)])]
+        for layer in layers:
+            x_SH = layer(x_SH, context_cH)
+        return rms(x_SH, norm, shape.eps)[block.first :]
 
-    facts = shape.facts() | {"layer ids": taken, "block size": block.size, "mask token": mask}
-    return Reading(each(points, draft), facts)
+    return states
 
 
-def _layer(layer: Layer, normed_SH: Tensor, x_SH: Tensor, context_cH: Tensor) -> Tensor:
+class _OneLayer:
     """Every slot sees the whole context and the whole block."""
-    S, c = len(x_SH), len(context_cH)
-    position_S, position_P = torch.arange(c, c + S), torch.arange(c + S)
-    beside_PH = torch.cat([context_cH, normed_SH])
-    q_ShD = layer.heads(normed_SH, "q", position_S)
-    k_PhD, v_PhD = (layer.heads(beside_PH, which, position_P) for which in "kv")
-    x_SH = x_SH + layer.attended(q_ShD, k_PhD, v_PhD, torch.ones(S, c + S, dtype=torch.bool))
-    return x_SH + layer.mlp(x_SH)
+
+    def __init__(self, tensors: Tensors, name: str, block: Block) -> None:
+        shape = block.shape
+        self.inner, self.eps = Layer(tensors, name, shape, shape.width, norms=True), shape.eps
+        self.norm = tensors.take(f"{name}.input_layernorm.weight", shape.width)
+        self.attention, self.mlp = (
+            None if block.group is None else _Convolution(tensors, f"{name}.{part}_conv", shape.width, block.group)
+            for part in ("attention", "mlp")
+        )
+
+    def __call__(self, x_SH: Tensor, context_cH: Tensor) -> Tensor:
+        x_SH = x_SH + _around(self.attention, rms(x_SH, self.norm, self.eps), lambda in_SH: self._attended(in_SH, context_cH))
+        normed_SH = rms(x_SH, self.inner.post, self.eps)
+        return x_SH + _around(self.mlp, normed_SH, self.inner.gated)
+
+    def _attended(self, in_SH: Tensor, context_cH: Tensor) -> Tensor:
+        S, c = len(in_SH), len(context_cH)
+        position_S, position_P = torch.arange(c, c + S), torch.arange(c + S)
+        beside_PH = torch.cat([context_cH, in_SH])
+        q_ShD = self.inner.heads(in_SH, "q", position_S)
+        k_PhD, v_PhD = (self.inner.heads(beside_PH, which, position_P) for which in "kv")
+        return self.inner.attended(q_ShD, k_PhD, v_PhD, torch.ones(S, c + S, dtype=torch.bool))
+
+
+class _Convolution:
+    """Two taps before and two behind a part; what a slot adds to them is made of the part's input."""
+
+    def __init__(self, tensors: Tensors, name: str, width: int, group: int) -> None:
+        self.base_2kH = tensors.take(f"{name}.base_kernel", 2, 2, width)
+        self.own = tensors.take(f"{name}.kernel_projection.weight", 4 * (width // group), width, fails="config")
+        self.group = group
+
+    def __call__(self, x_SH: Tensor, side: int, told_SH: Tensor) -> Tensor:
+        own_SkH = F.linear(told_SH, self.own).view(len(told_SH), 2, 2, -1)[:, side].repeat_interleave(self.group, -1)
+        out = []
+        for slot in range(len(x_SH)):
+            mixed_H = (self.base_2kH[side, 0] + own_SkH[slot, 0]) * x_SH[slot]
+            if slot:
+                mixed_H = mixed_H + (self.base_2kH[side, 1] + own_SkH[slot, 1]) * x_SH[slot - 1]
+            out.append(mixed_H)
+        return torch.stack(out)
+
+
+def _around(convolution: _Convolution | None, x_SH: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    if convolution is None:
+        return part(x_SH)
+    return convolution(part(convolution(x_SH, 0, x_SH)), 1, x_SH)

@@ -102,7 +102,9 @@ class Layer:
         return F.linear(torch.einsum("hnp,phd->nhd", law_hNP, v_PhD).flatten(1), self.o)
 
     def mlp(self, x_NH: Tensor) -> Tensor:
-        normed_NH = rms(x_NH, self.post, self.shape.eps)
+        return self.gated(rms(x_NH, self.post, self.shape.eps))
+
+    def gated(self, normed_NH: Tensor) -> Tensor:
         return F.linear(F.silu(F.linear(normed_NH, self.gate)) * F.linear(normed_NH, self.up), self.down)
 
 

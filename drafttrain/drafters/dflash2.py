@@ -1,0 +1,103 @@
+"""DFlash2: DFlash with short convolutions in its layers, and a selector that walks through each slot's likeliest tokens.
+
+Shapes: B rows, W nodes of a depth, C candidates, H hidden, R rank, V vocabulary.
+
+The C likeliest tokens of slot t are its candidates. Behind the token a candidate b scores, with U the target's head on the
+slot's state h_t:
+
+    S(a, b) = U_t(b) + sum over R of A[a] * (P h_t) * B[b]
+
+Other tokens are never drafted: the law that a chain is drawn from lies on C tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.block_drafter import BlockDrafter, Choices
+from drafttrain.block_options import BlockOptions
+from drafttrain.drafters import Family
+from drafttrain.errors import UserError
+from drafttrain.target import Target
+
+STD = 0.02  # of A and P at the start
+
+
+@dataclass
+class DFlash2Options(BlockOptions):
+    family: str = "dflash2"
+    group: int = 16  # channels that share what a position adds to the kernel of a convolution
+    rank: int = 256  # of the selector
+    candidates: int = 16  # tokens of a slot that it chooses from
+
+
+class CandidateSelector(nn.Module):
+    """Named as in the official code. B is zero at the start: the choice is then DFlash's own."""
+
+    def __init__(self, width: int, vocab: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook, self.successor_codebook = nn.Embedding(vocab, rank), nn.Embedding(vocab, rank)
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+        nn.init.normal_(self.predecessor_codebook.weight, std=STD)
+        nn.init.zeros_(self.successor_codebook.weight)
+        nn.init.normal_(self.hidden_projection.weight, std=STD)
+
+    def joint(self, state_H: Tensor, before: Tensor) -> Tensor:
+        """[..., R] what slot and token before say together."""
+        joint_R: Tensor = self.predecessor_codebook(before) * self.hidden_projection(state_H)
+        return joint_R
+
+    def scores(self, best_C: Tensor, token_C: Tensor, joint_R: Tensor) -> Tensor:
+        """[..., C] of candidates whose logits from the slot's state alone are best_C."""
+        return best_C + torch.einsum("...cr,...r->...c", self.successor_codebook(token_C), joint_R).to(best_C.dtype)
+
+
+class DFlash2(BlockDrafter):
+    def __init__(self, options: DFlash2Options, target: Target) -> None:
+        super().__init__(options, target, walks=True, group=options.group)
+        width, vocab = target.shape.hidden_size, target.shape.vocab_size
+        if options.rank < 1 or not 2 <= options.candidates <= vocab:
+            raise UserError(
+                f"drafter.rank is {options.rank}, drafter.candidates {options.candidates}; set the rank to 1 or more, "
+                f"candidates within 2 and {vocab}"
+            )
+        self.width = width
+        self.candidates = options.candidates
+        self.candidate_selector = CandidateSelector(width, vocab, options.rank)
+
+    def informed(self, state_H: Tensor, before: Tensor) -> Tensor:
+        return torch.cat([state_H, self.candidate_selector.joint(state_H, before)], -1)
+
+    def head(self, informed_X: Tensor) -> Tensor:
+        """Minus infinity for all but the candidates."""
+        alone_V = self.alone(informed_X[..., : self.width])
+        best_C, token_C = alone_V.topk(self.candidates, -1)
+        score_C = self.candidate_selector.scores(best_C, token_C, informed_X[..., self.width :])
+        return torch.full_like(alone_V, -torch.inf).scatter(-1, token_C, score_C)
+
+    def choices(self, state_BKH: Tensor) -> Choices:
+        alone_BKV, selector = self.alone(state_BKH), self.candidate_selector
+        best_BKC, token_BKC = alone_BKV.topk(self.candidates, -1)
+
+        def choose(draft: int, before_BW: Tensor) -> Tensor:
+            candidates = (*before_BW.shape, self.candidates)
+            best_BWC, token_BWC = (x[:, draft, None].expand(candidates) for x in (best_BKC, token_BKC))
+            score_BWC = selector.scores(best_BWC, token_BWC, selector.joint(state_BKH[:, draft, None], before_BW))
+            return alone_BKV.new_full((*before_BW.shape, alone_BKV.shape[-1]), -torch.inf).scatter(-1, token_BWC, score_BWC)
+
+        return choose
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        """What each slot says alone, which makes the candidates; then what is drafted, the choice among them."""
+        for prediction in super().predict(batch):
+            state_MH = prediction.hidden_MH[:, : self.width]
+            yield replace(prediction, hidden_MH=state_MH, head=self.alone, counted=False)
+            yield replace(prediction, offers=self.candidates)
+
+
+FAMILY = Family("dflash2", DFlash2Options, DFlash2)

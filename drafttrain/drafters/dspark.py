@@ -1,0 +1,110 @@
+"""DSpark: a block in one pass, then drafts one after the other with a bias from the token before (arXiv 2607.05147).
+
+Shapes: B rows, W nodes of a depth, K drafts, M predictions, H hidden, R rank, V vocabulary.
+
+Slots are shifted: slot k stands at the token before its own, the root for k = 0. With the slot's state h_k:
+
+    logits_k     = target's head(h_k) + W2 W1[token before]
+    confidence_k = sigmoid(linear([h_k; W1[token before]]))        P(draft k is accepted, if those above it are)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.block_drafter import BlockDrafter, Choices
+from drafttrain.block_options import BlockOptions
+from drafttrain.calibration import Calibration
+from drafttrain.drafters import Family
+from drafttrain.errors import UserError
+from drafttrain.target import Target
+from drafttrain.tree import DraftTree
+
+STD = 0.01  # of W1 at the start
+
+
+@dataclass
+class DSparkOptions(BlockOptions):
+    family: str = "dspark"
+    block_size: int = 7
+    slots: str = "shifted"
+    rank: int = 256  # of the bias that the token before gives
+
+
+class MarkovHead(nn.Module):
+    """markov_w1 and markov_w2 are named as in the official code."""
+
+    def __init__(self, vocab: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, vocab, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=STD)
+
+
+class ConfidenceHead(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, informed_X: Tensor) -> Tensor:
+        logit: Tensor = self.proj(informed_X)[..., 0]
+        return logit
+
+
+class DSpark(BlockDrafter):
+    def __init__(self, options: DSparkOptions, target: Target) -> None:
+        super().__init__(options, target, walks=True)
+        width = target.shape.hidden_size
+        if options.rank < 1:
+            raise UserError(f"drafter.rank is {options.rank}; set it to 1 or more")
+        self.width = width
+        self.markov_head = MarkovHead(target.shape.vocab_size, options.rank)
+        self.confidence_head = ConfidenceHead(width + options.rank)
+        self.calibration = Calibration(self.draft_length)
+
+    def informed(self, state_H: Tensor, before: Tensor) -> Tensor:
+        return torch.cat([state_H, self.markov_head.markov_w1(before).to(state_H.dtype)], -1)
+
+    def head(self, informed_X: Tensor) -> Tensor:
+        logits_V = self.alone(informed_X[..., : self.width])
+        return logits_V + self.markov_head.markov_w2(informed_X[..., self.width :]).to(logits_V.dtype)
+
+    def choices(self, state_BKH: Tensor) -> Choices:
+        logits_BKV, head = self.alone(state_BKH), self.markov_head
+
+        def choose(draft: int, before_BW: Tensor) -> Tensor:
+            return logits_BKV[:, draft, None] + head.markov_w2(head.markov_w1(before_BW)).to(logits_BKV.dtype)
+
+        return choose
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        for prediction in super().predict(batch):
+            yield replace(prediction, confidence=self.confidence_head)
+
+    def sure(self, tree: DraftTree, state_BKH: Tensor) -> DraftTree:
+        logit_BK = self.confidence_head(self.informed(state_BKH, tree.token_BN[:, :-1]))
+        confidence_BK = self.calibration(logit_BK, tree.q_BNV is not None)
+        return replace(tree, confidence_BN=F.pad(confidence_BK, (1, 0), value=1.0))
+
+    def calibrate(self, sure_MK: Tensor, hit_MK: Tensor, mass_MK: Tensor) -> None:
+        self.calibration.fit(sure_MK, hit_MK, mass_MK)
+
+    def assured(self, sure_MK: Tensor, sampled: bool) -> Tensor:
+        confidence_MK: Tensor = self.calibration(sure_MK.to(self.calibration.line_2K2.device), sampled)
+        return confidence_MK.to(sure_MK.device)
+
+    def decode_settings(self) -> dict[str, Any]:
+        return super().decode_settings() | self.calibration.settings()
+
+    def use_decode_settings(self, settings: dict[str, Any]) -> None:
+        super().use_decode_settings(settings)
+        self.calibration.use(settings)
+
+
+FAMILY = Family("dspark", DSparkOptions, DSpark)
