@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.ahead import TIMED as TIMED_LAUNCHES
-from drafttrain.ahead import Launched, widest
+from drafttrain.ahead import Launched
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Commit, Drafter
 from drafttrain.kv import PAGE, KVCache
@@ -117,7 +117,7 @@ class Station:
         self.session = Session(decoder, setting.rows, setting.context + ROOM)
         assert self.session.ahead is not None
         self.ahead = self.session.ahead
-        self.longest = setting.context + STEPS * decoder.reach + widest(drafter)
+        self.longest = setting.context + STEPS * decoder.reach + (drafter.widest if drafter else 1)
         assert self.longest <= setting.context + ROOM
         self.launched: Launched | None = None
         self._stand()
