@@ -35,7 +35,8 @@ from drafttrain.measure.transformers_baseline import generate
 from drafttrain.ops import library
 from drafttrain.request import Request
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Controls, Decoder
 from drafttrain.target import Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target

@@ -19,7 +19,8 @@ from drafttrain.data.prompts import encode_prompt
 from drafttrain.errors import UserError
 from drafttrain.measure.decoding import decoder_of, idle_guards
 from drafttrain.request import Chunk, Result
-from drafttrain.speculate import Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Decoder
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.parallel import Part
 

@@ -16,7 +16,8 @@ from drafttrain.data.templates import read_template
 from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.request import Request
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Controls, Decoder
 from drafttrain.targets.load import LoadedTarget
 
 REPLIES, LENGTH = 16, 64  # replies looked at, and tokens of each: seconds, at any size

@@ -14,7 +14,8 @@ from drafttrain.data.prompts import encode_messages
 from drafttrain.data.rules import Reply
 from drafttrain.errors import UserError
 from drafttrain.request import Result
-from drafttrain.speculate import Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Decoder
 
 Finished = Callable[[Dialogue], None]  # told of every text that has ended
 Tick = Callable[[int], None]  # told of tokens as they come

@@ -18,7 +18,8 @@ from drafttrain.errors import UserError
 from drafttrain.export.files import DTYPES
 from drafttrain.export.opened import Opened
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Controls, Decoder
 from drafttrain.target import Target, TargetOut
 
 GREEDY = Sampling(0.0)

@@ -16,7 +16,8 @@ from drafttrain.measure.plan import plan
 from drafttrain.measure.speed import Race, race
 from drafttrain.request import Result
 from drafttrain.served import Answer, Side
-from drafttrain.speculate import Costs, Decoded
+from drafttrain.session import Costs
+from drafttrain.speculate import Decoded
 
 Keys = dict[str, Any]
 

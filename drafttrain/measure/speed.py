@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from statistics import median
 
 from drafttrain.request import Result
-from drafttrain.speculate import Costs, Decoded
+from drafttrain.session import Costs
+from drafttrain.speculate import Decoded
 
 Contender = Callable[[list[int]], Decoded]  # case numbers of one wave -> its decoding
 Repeats = list[list[Decoded]]  # [repeat][wave]

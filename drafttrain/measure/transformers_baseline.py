@@ -16,7 +16,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from drafttrain.guard import Guard, Watch
 from drafttrain.measure import DecodeOptions
 from drafttrain.request import Result, StopText
-from drafttrain.speculate import Costs, Decoded
+from drafttrain.session import Costs
+from drafttrain.speculate import Decoded
 
 
 class _Stopwatch(StoppingCriteria):

@@ -13,7 +13,8 @@ from drafttrain.drafter import Drafter
 from drafttrain.errors import UserError
 from drafttrain.request import Request
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Controls, Decoder
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import World
 

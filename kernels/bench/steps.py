@@ -20,7 +20,8 @@ from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Commit, Drafter
 from drafttrain.kv import PAGE, KVCache
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Controls, Decoder
 from drafttrain.target import Taps
 from drafttrain.targets.fast import FastTarget
 from drafttrain.tree import DraftTree, Path, TreeShape

@@ -20,7 +20,8 @@ from drafttrain.kv import PAGE
 from drafttrain.proposal import TreeOptions
 from drafttrain.request import Request
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Controls, Decoder
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.tree import DraftTree

@@ -15,7 +15,8 @@ from drafttrain.ops.build_tree import build_tree
 from drafttrain.ops.tree_attention import ancestors_of
 from drafttrain.request import Request, Result, StopText
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Controls, Decoder
 from drafttrain.target import Taps
 from drafttrain.targets.fast import FastTarget
 from drafttrain.tree import DraftTree

@@ -20,7 +20,8 @@ from drafttrain.features.online import Online
 from drafttrain.losses import LossOptions, Objective
 from drafttrain.request import Request
 from drafttrain.sampling import Sampling, law
-from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Controls, Decoder
 from tests.helpers import prompts, tiny_target
 from tests.unit.test_losses import one_document
 

@@ -7,7 +7,8 @@ import pytest
 from drafttrain.guard import Act, Guard, Watch
 from drafttrain.request import Result
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Controls, Decoder
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import Scripted, prompts, random_guess, tiny_model
 

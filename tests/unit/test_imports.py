@@ -19,7 +19,7 @@ FLOORS = [
         *("autoregressive", "best_first", "block_drafter", "block_options", "calibration", "convolution"),
         *("dynamic", "proposal", "recurrent", "translation", "merged"),
     ),
-    ("verify", "rounds", "ahead", "prefill", "speculate", "treesize"),
+    ("verify", "rounds", "ahead", "prefill", "session", "speculate", "treesize"),
     ("drafters", "targets", "data", "features", "law", "outcome", "losses", "adapted", "checkpoint"),
     ("train", "measure", "export"),
     ("commands",),

@@ -8,7 +8,8 @@ from drafttrain.measure.cases import Case, spread, waves
 from drafttrain.measure.plan import Budget, Plan, plan
 from drafttrain.measure.speed import Race, costs, race, speedup, throughput, tpot, ttft
 from drafttrain.request import Result
-from drafttrain.speculate import Costs, Decoded
+from drafttrain.session import Costs
+from drafttrain.speculate import Decoded
 
 
 def lap(*times: tuple[int, float, float, float]) -> Decoded:

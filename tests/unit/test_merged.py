@@ -17,7 +17,8 @@ from drafttrain.losses import LossOptions, Objective, teacher_forced
 from drafttrain.merged import Merged, pieces
 from drafttrain.request import Request
 from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Controls, Decoder
 from drafttrain.tree import DraftTree
 from tests.helpers import prompts, tiny_target
 from tests.unit.test_losses import one_document

@@ -15,7 +15,8 @@ from drafttrain.measure.exactness import Match, compare
 from drafttrain.ops import library
 from drafttrain.request import Request, Result, StopText
 from drafttrain.sampling import Sampling, law
-from drafttrain.speculate import Controls, Decoder, Session
+from drafttrain.session import Session
+from drafttrain.speculate import Controls, Decoder
 from drafttrain.target import Taps
 from drafttrain.targets.fast import FastTarget
 from drafttrain.tree import DraftTree, ancestors
