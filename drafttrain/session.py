@@ -132,8 +132,8 @@ class Session:
         chunks = self._record([*self.active.values()], rows)
         self._learn(limit, committed - began, rows)
         if self.decoder.cut is not None:
-            verified = max(row.nodes for row in rows) - 1
-            self.decoder.cut.record(len(rows), self.round.drafted, verified, drafted - began, committed - drafted)
+            deepest = max(row.nodes for row in rows) - 1
+            self.decoder.cut.record(len(rows), self.round.drafted, deepest, drafted - began, committed - drafted)
         self._retire()
         self.costs.draft += drafted - began
         self.costs.verify += verified - drafted

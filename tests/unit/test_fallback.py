@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from drafttrain.fallback import Fallback
 from drafttrain.sampling import Sampling
 from drafttrain.speculate import Controls, Decoder
-from tests.helpers import Scripted, never, oracle, prompts, tiny_target
+from tests.helpers import Scripted, never, oracle, prompts, random_guess, tiny_target
 
 
 def simulate(
@@ -92,3 +93,14 @@ def test_in_the_loop_the_output_stays_plain_decodings(kind: Callable[..., Any]) 
     assert [r.tokens for r in results] == plain
     if kind is never:
         assert sum(r.nodes for r in results) < 0.5 * 4 * sum(r.verifications for r in results)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_the_parts_of_a_step_are_parts_of_the_time(fallback: bool) -> None:
+    drafter = Scripted(random_guess(2), [[0], [0, 0]])
+    controls = Controls(fallback=fallback)
+    decoder = Decoder(tiny_target(), drafter, "greedy", Sampling(), max_new_tokens=20, controls=controls)
+    began = perf_counter()
+    costs = decoder.run(prompts(2), 2).costs
+    parts = [costs.draft, costs.verify, costs.commit, costs.host]
+    assert min(parts) > 0.0 and sum(parts) < perf_counter() - began
