@@ -212,7 +212,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--nodes", type=int, default=18)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--target")
     parser.add_argument("--data")

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+from drafttrain.fallback import Cut
 from drafttrain.guard import Act, Guard, Watch
 from drafttrain.request import Result
 from drafttrain.sampling import Sampling
 from drafttrain.session import Session
 from drafttrain.speculate import Controls, Decoder
 from drafttrain.targets.fast import FastTarget
+from drafttrain.tree import DraftTree
 from tests.helpers import Scripted, prompts, random_guess, tiny_model
 
 TARGET = FastTarget(tiny_model())
@@ -70,6 +78,42 @@ def test_a_turned_text_goes_on_as_the_targets_own_and_the_others_are_as_they_wer
         assert kept == other.tokens[: act.kept] and 0 < act.kept < NEW
         assert other.tokens[act.kept] == BAD or kind == "loop"
         assert ours.tokens[act.kept :] == plainly(prompt, kept, key)
+
+
+class Sure(Scripted):
+    """Says how sure it is of each draft."""
+
+    def propose(self, *asked: Any, **more: Any) -> DraftTree:
+        tree = super().propose(*asked, **more)
+        return replace(tree, confidence_BN=torch.full(tree.token_BN.shape, 0.9))
+
+
+class Alternating(Cut):
+    """Each draft is cut elsewhere."""
+
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def depth(self, rows: int, total: Sequence[float], drawn: bool) -> int:
+        self.seen.append(len(self.seen) % (len(total) + 1))
+        return self.seen[-1]
+
+
+@pytest.mark.parametrize("kind", sorted(GUARDS))
+def test_a_turned_text_is_the_targets_own_where_drafts_are_cut_too(kind: str) -> None:
+    guess, guard = GUARDS[kind]
+    controls, seen = Controls(threshold=1e-9, fallback=True), list[int]()
+    drafter = Sure(guess, CHAIN)  # type: ignore[arg-type]
+    decoder = Decoder(TARGET, drafter, "threshold", SAMPLING, max_new_tokens=NEW, controls=controls, guard=guard)
+    decoder.cut, always = Alternating(seen), SimpleNamespace(depth=lambda rows: len(CHAIN), record=lambda *step: None)
+    decoder.fallback = always  # type: ignore[assignment]
+    found = decoder.run(ASKED, 3, as_json=[True] * len(ASKED)).results
+    turned = [(key, r) for key, r in enumerate(found) if r.acts]
+    assert turned and len(turned) < len(found) and len(set(seen)) == len(CHAIN) + 1
+    for key, result in turned:
+        kept = result.tokens[: result.acts[0].kept]
+        assert len(result.tokens) == NEW and result.tokens[len(kept) :] == plainly(ASKED[key], kept, key)
 
 
 @pytest.mark.parametrize("kind", sorted(GUARDS))
