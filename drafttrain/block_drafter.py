@@ -33,7 +33,7 @@ from drafttrain.drafter import Commit, draft_chain
 from drafttrain.dynamic import Generation, Grower, Scored
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
-from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm, recomputed
+from drafttrain.layers import DecoderLayer, LayerOptions, RMSNorm, recomputed
 from drafttrain.ops.blockwise import blockwise_attention
 from drafttrain.proposal import Proposal, Proposing
 from drafttrain.sampling import Sampling
@@ -56,18 +56,14 @@ class BlockState(OwnCache):
 Choices = Callable[[int, Tensor], Tensor]  # (draft from 0, [B, W] tokens before it) -> [B, W or 1, V] its logits
 
 
-class BlockLayer(nn.Module):
+class BlockLayer(DecoderLayer):
     """A decoder layer whose keys and values are those of the context and of the block, by one projection."""
 
     def __init__(self, shape: TargetShape, group: int | None) -> None:
         """group: of the convolutions around attention and MLP; None: there are none."""
-        super().__init__()
-        width, eps = shape.hidden_size, shape.norm_eps
-        self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = Attention(AttentionShape.of(shape, width, qk_norm=True))
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = GatedMLP(width, shape.intermediate_size)
-        self.attention_conv, self.mlp_conv = (Bare() if group is None else Convolved(width, group) for _ in range(2))
+        super().__init__(shape, qk_norm=True)
+        parts = (Bare() if group is None else Convolved(shape.hidden_size, group) for _ in range(2))
+        self.attention_conv, self.mlp_conv = parts
 
     def around(self, x_SH: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
         """[..., S, H]: the layer, of whatever attention."""
@@ -254,9 +250,8 @@ class BlockDrafter(CachedDrafter, Proposing):
             return self.sure(tree, state_BSH[:, first : first + drafts])
 
         def scored(logits_BWV: Tensor) -> Scored:
-            return Scored(
-                logits_BWV, state_BSH[:, :1, :0].expand(-1, logits_BWV.shape[1], -1)
-            )  # no node has a state of its own
+            none_BW0 = state_BSH[:, :1, :0].expand(-1, logits_BWV.shape[1], -1)  # no node has a state of its own
+            return Scored(logits_BWV, none_BW0)
 
         def feed(nodes: Generation) -> Scored:
             return scored(choices(nodes.depth, nodes.token_BW))

@@ -230,6 +230,25 @@ class Attention(nn.Module):
         return self.out(mixed_BhND)
 
 
+class DecoderLayer(nn.Module):
+    """Attention and a gated MLP, each behind a norm; its names are Llama's. Families attend in their own ways."""
+
+    def __init__(self, shape: TargetShape, in_width: int | None = None, qk_norm: bool = False) -> None:
+        """in_width: of what attention reads; None: of the target's states, as is all else."""
+        super().__init__()
+        width, eps = shape.hidden_size, shape.norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = Attention(AttentionShape.of(shape, in_width or width, qk_norm))
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = GatedMLP(width, shape.intermediate_size)
+
+    def leave(self, residual_H: Tensor, attended_H: Tensor) -> Tensor:
+        """What the layer gives, from what went past its attention and what attention gave."""
+        state_H = residual_H + attended_H
+        out_H: Tensor = state_H + self.mlp(self.post_attention_layernorm(state_H))
+        return out_H
+
+
 def recomputed(again: bool, function: Callable[..., Any], *inputs: Any) -> Any:
     """function(*inputs). again: where a gradient is wanted, of all that it computes only the outcome is kept, and the rest is
     computed again in the backward pass (arXiv 1604.06174)."""

@@ -21,7 +21,7 @@ from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Drafter
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
-from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm
+from drafttrain.layers import Attention, DecoderLayer, LayerOptions, RMSNorm
 from drafttrain.proposal import Proposal, TreeOptions
 from drafttrain.recurrent import Recurrent
 from drafttrain.target import Taps, Target, TargetShape
@@ -45,25 +45,17 @@ class Eagle3Options(TreeOptions):
     layer: LayerOptions = field(default_factory=LayerOptions)
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(DecoderLayer):
     """A decoder layer whose attention reads [norm(embedding); norm(state)] and whose residual is the state."""
 
     def __init__(self, shape: TargetShape) -> None:
-        super().__init__()
-        width, eps = shape.hidden_size, shape.norm_eps
-        self.input_layernorm, self.hidden_norm = RMSNorm(width, eps), RMSNorm(width, eps)
-        self.self_attn = Attention(AttentionShape.of(shape, 2 * width))
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = GatedMLP(width, shape.intermediate_size)
+        super().__init__(shape, in_width=2 * shape.hidden_size)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
     def enter(self, embedded_H: Tensor, state_H: Tensor, before: bool) -> tuple[Tensor, Tensor]:
         """(the residual, what attention reads). before: the residual is the normed state."""
         normed_H = self.hidden_norm(state_H)
         return normed_H if before else state_H, torch.cat([self.input_layernorm(embedded_H), normed_H], -1)
-
-    def leave(self, residual_H: Tensor, attended_H: Tensor) -> Tensor:
-        state_H = residual_H + attended_H
-        return state_H + self.mlp(self.post_attention_layernorm(state_H))
 
 
 class Spoken(Drafter):

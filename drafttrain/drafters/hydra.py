@@ -20,7 +20,7 @@ from drafttrain.drafters import Family
 from drafttrain.dynamic import Generation, Grower, Scored
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
-from drafttrain.layers import Attention, AttentionShape, GatedMLP, ResidualBlock, RMSNorm, recomputed
+from drafttrain.layers import DecoderLayer, ResidualBlock, RMSNorm, recomputed
 from drafttrain.ops.causal import causal
 from drafttrain.proposal import Proposal, Proposing, TreeOptions
 from drafttrain.sampling import Sampling
@@ -56,22 +56,18 @@ class GroundedBlock(nn.Module):
         return out_H
 
 
-class PrefixLayer(nn.Module):
+class PrefixLayer(DecoderLayer):
     """One decoder layer and a norm over the target's post-norm states, causal within a document."""
 
     def __init__(self, shape: TargetShape) -> None:
-        super().__init__()
-        width, eps = shape.hidden_size, shape.norm_eps
-        self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = Attention(AttentionShape.of(shape, width))
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = GatedMLP(width, shape.intermediate_size)
-        self.norm = RMSNorm(width, eps)
+        super().__init__(shape)
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
     def whole(self, hidden_BTH: Tensor, batch: TrainBatch) -> Tensor:
         """Over whole documents, without a cache."""
         q_BhTD, k_BhTD, v_BhTD = self.self_attn.qkv(self.input_layernorm(hidden_BTH), batch.position_BT)
-        return self._rest(hidden_BTH, self.self_attn.out(causal(q_BhTD, k_BhTD, v_BhTD, batch.sees())))
+        out_BTH: Tensor = self.norm(self.leave(hidden_BTH, self.self_attn.out(causal(q_BhTD, k_BhTD, v_BhTD, batch.sees()))))
+        return out_BTH
 
     def store(self, hidden_BAH: Tensor, kv: KVCache, count_B: Tensor) -> None:
         """Only the keys and values: all that later positions need of these."""
@@ -87,12 +83,8 @@ class PrefixLayer(nn.Module):
         attended_BAH = self.self_attn.cached(normed_BAH, at_BA, kv, 0, causal_BAA)
         _keep(kv, hidden_BAH, count_B)
         last_B1H = (count_B - 1).clamp_min(0)[:, None, None].expand(-1, 1, H)
-        return self._rest(hidden_BAH.gather(1, last_B1H), attended_BAH.gather(1, last_B1H))[:, 0]
-
-    def _rest(self, hidden_BTH: Tensor, attended_BTH: Tensor) -> Tensor:
-        hidden_BTH = hidden_BTH + attended_BTH
-        out_BTH: Tensor = self.norm(hidden_BTH + self.mlp(self.post_attention_layernorm(hidden_BTH)))
-        return out_BTH
+        out_B1H: Tensor = self.norm(self.leave(hidden_BAH.gather(1, last_B1H), attended_BAH.gather(1, last_B1H)))
+        return out_B1H[:, 0]
 
 
 def _positions(kv: KVCache, hidden_BAH: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
-from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm
+from drafttrain.layers import Attention, DecoderLayer, LayerOptions, RMSNorm
 from drafttrain.proposal import Proposal, TreeOptions
 from drafttrain.recurrent import Recurrent
 from drafttrain.target import FINAL, Taps, Target, TargetShape
@@ -43,18 +43,14 @@ class MTPOptions(TreeOptions):
     layer: LayerOptions = field(default_factory=LayerOptions)
 
 
-class MTPModule(nn.Module):
+class MTPModule(DecoderLayer):
     """Named as in DeepSeek's checkpoints."""
 
     def __init__(self, shape: TargetShape, qk_norm: bool) -> None:
-        super().__init__()
+        super().__init__(shape, qk_norm=qk_norm)
         width, eps = shape.hidden_size, shape.norm_eps
         self.enorm, self.hnorm = RMSNorm(width, eps), RMSNorm(width, eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = Attention(AttentionShape.of(shape, width, qk_norm))
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = GatedMLP(width, shape.intermediate_size)
 
 
 class MTP(Recurrent):
@@ -88,8 +84,7 @@ class MTP(Recurrent):
         return joined_BNH, module.input_layernorm(joined_BNH)
 
     def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
-        state_BNH = residual_BNH + attended_BNH
-        state_BNH = state_BNH + self.module.mlp(self.module.post_attention_layernorm(state_BNH))
+        state_BNH = self.module.leave(residual_BNH, attended_BNH)
         return self._normed(state_BNH).to(state_BNH.dtype) if self.norm_output else state_BNH
 
     def logits(self, state_H: Tensor) -> Tensor:

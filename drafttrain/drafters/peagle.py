@@ -25,12 +25,12 @@ from drafttrain.drafters.eagle3 import Eagle3Layer, Spoken, taps_of
 from drafttrain.dynamic import Grower, grown_from_slots
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
-from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm, recomputed
+from drafttrain.layers import Attention, DecoderLayer, LayerOptions, RMSNorm, recomputed
 from drafttrain.ops.chained import attended
 from drafttrain.proposal import Proposal, Proposing, TreeOptions
 from drafttrain.sampling import Sampling
 from drafttrain.staged import CachedDrafter, OwnCache, Staged
-from drafttrain.target import Target, TargetShape
+from drafttrain.target import Target
 from drafttrain.tree import DraftTree
 
 Attend = Callable[[int, Attention, Tensor], Tensor]
@@ -54,22 +54,6 @@ class PEagleOptions(TreeOptions):
     fc_norm: bool = False  # EAGLE 3.1: an RMS norm of each tapped state
     norm_before_residual: bool = False  # the residual of the first layer is the normed state
     layer: LayerOptions = field(default_factory=LayerOptions)
-
-
-class PlainLayer(nn.Module):
-    """A decoder layer behind the first; its names are Llama's."""
-
-    def __init__(self, shape: TargetShape) -> None:
-        super().__init__()
-        width, eps = shape.hidden_size, shape.norm_eps
-        self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = Attention(AttentionShape.of(shape, width))
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = GatedMLP(width, shape.intermediate_size)
-
-    def leave(self, residual_H: Tensor, attended_H: Tensor) -> Tensor:
-        state_H = residual_H + attended_H
-        return state_H + self.mlp(self.post_attention_layernorm(state_H))
 
 
 class MaskState(nn.Module):
@@ -99,10 +83,8 @@ class PEagle(Spoken, CachedDrafter, Proposing):
     def __init__(self, options: PEagleOptions, target: Target) -> None:
         super().__init__()
         self._target = [target]  # in a list: read, never trained or saved with the drafter
-        self.proposal, self.draft_length = (
-            Proposal(options, options.draft_length, target, independent=True),
-            options.draft_length,
-        )
+        self.draft_length = options.draft_length
+        self.proposal = Proposal(options, self.draft_length, target, independent=True)
         self.retention = Retention(options.retention, options.least_retention)
         of = self.layer_shape = LayerOptions.of(options.layer).shape(target.shape)
         self.mask_token = of.vocab_size - 1 if options.mask_token is None else options.mask_token
@@ -117,7 +99,7 @@ class PEagle(Spoken, CachedDrafter, Proposing):
         self.embed_tokens = nn.Embedding(of.vocab_size, of.hidden_size)
         token_V = torch.arange(of.vocab_size, device=target.device)
         self.embed_tokens.weight.data.copy_(target.embed(token_V).detach())
-        self.layers = nn.ModuleList([Eagle3Layer(of), *(PlainLayer(of) for _ in range(options.layers - 1))])
+        self.layers = nn.ModuleList([Eagle3Layer(of), *(DecoderLayer(of) for _ in range(options.layers - 1))])
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
         self.speak(options.draft_vocab)
 
