@@ -60,9 +60,8 @@ class Proposal:
         self.nodes = NODES if options.nodes is None else options.nodes
         if self.sized:
             self._check_size()
-            self.paths = (
-                [*chain, (1,)] if self.max_nodes > 1 + draft_length else chain
-            )  # of some tree, until `tune` has seen text
+            second = [(1,)] if self.max_nodes > 1 + draft_length else []
+            self.paths = [*chain, *second]  # of some tree, until `tune` has seen text
 
     @property
     def sized(self) -> bool:

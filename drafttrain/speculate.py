@@ -86,9 +86,8 @@ class Decoder:
         self.reach = 1 + (drafter.draft_length if drafter else 0)  # tokens of one round at most
         # a proposal may reach past the last token that counts, and rounds may begin before the host knows that a text has
         # ended: their scratch positions need room too
-        self.scratch = (
-            (drafter.widest if drafter else 1) + 2 * self.reach if self.read_every else drafter.max_nodes if drafter else 1
-        )
+        largest = 1 if drafter is None else drafter.widest if self.read_every else drafter.max_nodes
+        self.scratch = largest + (2 * self.reach if self.read_every else 0)
         self._session: Session | None = None
         self.fallback, self.cut = None, None
         if drafter is not None and controls.fallback:

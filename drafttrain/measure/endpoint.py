@@ -118,12 +118,10 @@ def endpoint(
     import httpx
 
     headers = {"Authorization": f"Bearer {where.key}"} if where.key else {}
-    limit, limits = (
-        httpx.Timeout(TIMEOUT, connect=CONNECT),
-        httpx.Limits(max_connections=batch, max_keepalive_connections=batch),
-    )
+    patience = httpx.Timeout(TIMEOUT, connect=CONNECT)
+    limits = httpx.Limits(max_connections=batch, max_keepalive_connections=batch)
     with (
-        httpx.Client(base_url=base, headers=headers, timeout=limit, limits=limits) as client,
+        httpx.Client(base_url=base, headers=headers, timeout=patience, limits=limits) as client,
         ThreadPoolExecutor(batch) as pool,
     ):
         model, about = _known(client, where)
