@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -57,6 +59,17 @@ def tiny_model(name: str = "llama", seed: int = 0) -> torch.nn.Module:
         if parameter.ndim == 2:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 1.2 / parameter.shape[1] ** 0.5)
     return model
+
+
+def crossed(longer: Iterable[Any], shorter: Iterable[Any]) -> list[Any]:
+    """All pairs, for `parametrize`. Each of the longer axis has one of the shorter one, in turn, among the fast tests, and the
+    others among the slow ones."""
+    second = [*shorter]
+    return [
+        pytest.param(a, b, marks=() if i % len(second) == j else pytest.mark.slow)
+        for i, a in enumerate(longer)
+        for j, b in enumerate(second)
+    ]
 
 
 def tiny_target(name: str = "llama", seed: int = 0, stop: frozenset[int] = frozenset()) -> HFTarget:

@@ -21,12 +21,12 @@ from drafttrain.target import Taps
 from drafttrain.targets.fast import FastTarget
 from drafttrain.tree import DraftTree
 from tests.contract.test_families import NAMES, build
-from tests.helpers import prompts, tiny_model, tiny_target
+from tests.helpers import crossed, prompts, tiny_model, tiny_target
 from tests.recorder import Graph, cpu_graphs, recorded
 
 __all__ = ["cpu_graphs"]
 TARGET = FastTarget(tiny_model())
-POLICIES = [("greedy", 0.0), ("lossless", 0.8), ("coupled", 0.9), ("typical", 0.7), ("threshold", 0.9)]
+POLICIES = {"greedy": 0.0, "lossless": 0.8, "coupled": 0.9, "typical": 0.7, "threshold": 0.9}  # with its temperature
 
 
 @pytest.fixture
@@ -42,13 +42,10 @@ def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[tuple[An
 
 
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize(("policy", "temperature"), POLICIES)
-@pytest.mark.parametrize("name", [None, *NAMES])
-def test_the_same_texts_and_counts_as_one_round_at_a_time(
-    name: str | None, policy: str, temperature: float, every: int
-) -> None:
+@pytest.mark.parametrize(("name", "policy"), crossed([None, *NAMES], POLICIES))
+def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, policy: str, every: int) -> None:
     """Ragged prompts in chunks, stop tokens, a queue behind three slots, rows that fill up a batch."""
-    asked, sampling = prompts(7, seed=3), Sampling(temperature, seed=4)
+    asked, sampling = prompts(7, seed=3), Sampling(POLICIES[policy], seed=4)
     drafter = None if name is None else build(name, TARGET, 0.3)
     stop = frozenset({7, 11})
     decoder = Decoder(TARGET, drafter, policy, sampling, stop, 25, prefill_chunk=6)
@@ -106,15 +103,13 @@ def test_pooled_pages_and_samples_run_ahead() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("policy", "temperature"), POLICIES)
-@pytest.mark.parametrize("name", [None, *NAMES])
-def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(
-    name: str | None, policy: str, temperature: float, as_on_a_gpu: FastTarget
-) -> None:
+@pytest.mark.parametrize(("name", "policy"), crossed([None, *NAMES], POLICIES))
+def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, policy: str, as_on_a_gpu: FastTarget) -> None:
     """So that a CUDA graph captured from one round is right for all that follow."""
     drafter: Drafter | None = None if name is None else build(name, as_on_a_gpu, 0.3)
     if drafter and not drafter.captured:
         pytest.skip("says itself that no graph can hold its rounds")
+    temperature = POLICIES[policy]
     sampling = Sampling(temperature, top_k=20 if temperature else 0, top_p=0.9, seed=1, repetition_penalty=1.2)
     decoder = Decoder(
         as_on_a_gpu, drafter, policy, sampling, frozenset({3}), 60, controls=Controls(read_every=1), min_new_tokens=4
@@ -135,17 +130,11 @@ def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(
         assert seen[2] == seen[3] and seen[4] == seen[5] and seen[6] == seen[0]
 
 
-@pytest.mark.parametrize(("policy", "temperature"), POLICIES)
-@pytest.mark.parametrize("name", [None, *NAMES])
+@pytest.mark.parametrize(("name", "policy"), crossed([None, *NAMES], POLICIES))
 def test_replayed_graphs_give_the_same_texts(
-    name: str | None,
-    policy: str,
-    temperature: float,
-    cpu_graphs: None,
-    as_on_a_gpu: FastTarget,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str | None, policy: str, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, sampling = prompts(7, seed=3), Sampling(temperature, seed=4)
+    asked, sampling = prompts(7, seed=3), Sampling(POLICIES[policy], seed=4)
     drafter = None if name is None else build(name, as_on_a_gpu, 0.3)
     if drafter and not drafter.captured:
         pytest.skip("says itself that no graph can hold its rounds")
@@ -226,7 +215,7 @@ def next_tokens(target: FastTarget) -> list[int]:
     return logits[:, 0].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(("policy", "temperature"), POLICIES)
+@pytest.mark.parametrize(("policy", "temperature"), POLICIES.items())
 def test_trees_whose_shape_changes_from_round_to_round_are_one_graph(
     policy: str, temperature: float, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
