@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
         ("transformers", "dflash"),
         ("llamacpp", "draft_model"),
         ("vllm", "draft_model"),
+        ("vllm", "dflash"),
     ],
 )
 def test_an_engines_tau_is_ours(engine: str, drafter: str, command: Callable[..., int], tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
     from vllm import LLM
 
     timed, drafts = job["timed"], job["timed"]["speculative"]
+    notes = mended_key_norms(job) if drafts else []
     more: dict[str, Any] = {"gpu_memory_utilization": SHARE} if timed["device"] == "cuda" else {}
     if drafts:
         more["speculative_config"] = speculation(job)
@@ -84,7 +85,7 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
         after, names = counters(llm), {"verifications": ROUNDS, "drafted": DRAFTED, "accepted": ACCEPTED}
         return {"texts": list(texts.values()), **{key: after[n] - before[n] if drafts else None for key, n in names.items()}}
 
-    yield {"versions": versions()}, answer
+    yield {"versions": versions(), "notes": notes}, answer
 
 
 def settings(job: dict[str, Any], dtype: str) -> dict[str, Any]:
