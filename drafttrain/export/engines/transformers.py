@@ -54,9 +54,10 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
         watch.first, began = None, perf_counter()
         tokens = generated(target, prompt, job, assisted if drafts else {"stopping_criteria": [watch]})
         ended = perf_counter()
-        ahead, first = (1 + rounds[0][1] + behind, rounds[0][2]) if rounds else (1, watch.first or ended)
+        ahead, first = (1 + rounds[0][1], rounds[0][2]) if rounds else (1, watch.first or ended)
         text = {"tokens": tokens, "first": first - began, "ended": ended - began, "ahead": min(ahead, len(tokens))}
-        counts = (len(rounds), sum(d for d, _, _ in rounds), sum(a for _, a, _ in rounds)) if drafts else (None, None, None)
+        told = rounds[behind:]  # where nothing is drafted behind the prompt itself, the first one is the prefill
+        counts = (len(told), sum(d for d, _, _ in told), sum(a for _, a, _ in told)) if drafts else (None, None, None)
         return {"texts": [text], **dict(zip(("verifications", "drafted", "accepted"), counts, strict=True))}
 
     yield {"versions": versions(), "begins": begins(job["family"])}, answer
