@@ -194,6 +194,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.set_yticks(list(place), names)
     axis.set_xlim(0)
+    axis.margins(y=0.01)
     axis.legend(loc="lower right", frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
