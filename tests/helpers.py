@@ -72,6 +72,11 @@ def crossed(longer: Iterable[Any], shorter: Iterable[Any]) -> list[Any]:
     ]
 
 
+def some(every: Iterable[Any], step: int) -> list[Any]:
+    """All of them, for `parametrize`; each `step`-th is among the fast tests, the others are slow."""
+    return [pytest.param(one, marks=pytest.mark.slow if i % step else ()) for i, one in enumerate(every)]
+
+
 def tiny_target(name: str = "llama", seed: int = 0, stop: frozenset[int] = frozenset()) -> HFTarget:
     return HFTarget(tiny_model(name, seed), stop)
 

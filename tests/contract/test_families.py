@@ -25,7 +25,7 @@ from drafttrain.speculate import Controls, Decoder
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.tree import DraftTree
-from tests.helpers import prompts, tiny_model, tiny_target
+from tests.helpers import crossed, prompts, tiny_model, tiny_target
 
 NAMES = sorted(families())
 SHAPES: dict[str, dict[str, Any]] = {
@@ -70,9 +70,8 @@ def decode(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], ba
     return Decoder(target, drafter, policy, sampling, stop, settings.pop("tokens", 30), **settings).run(asked, batch).results
 
 
-@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("noise", [0.0, 1.0])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "batch"), crossed(NAMES, [1, 4]))
 def test_greedy_output_is_plain_decodings(name: str, noise: float, batch: int) -> None:
     """Ragged prompts, rows that stop at different times, prompts longer than a prefill chunk."""
     target, asked = tiny_target(), prompts(6, seed=3)

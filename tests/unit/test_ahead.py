@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from drafttrain.target import Taps
 from drafttrain.targets.fast import FastTarget
 from drafttrain.tree import DraftTree
 from tests.contract.test_families import NAMES, build
-from tests.helpers import crossed, prompts, tiny_model, tiny_target
+from tests.helpers import crossed, prompts, some, tiny_model, tiny_target
 from tests.recorder import Graph, cpu_graphs, recorded
 
 __all__ = ["cpu_graphs"]
@@ -41,10 +42,10 @@ def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[tuple[An
     return [(r.tokens, r.verifications, r.offered, r.accepted, r.nodes, r.emitted, r.ended_by) for r in counted]
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize(("name", "policy"), crossed([None, *NAMES], POLICIES))
-def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, policy: str, every: int) -> None:
+@pytest.mark.parametrize(("name", "how"), crossed([None, *NAMES], product(POLICIES, [1, 3])))
+def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, how: tuple[str, int]) -> None:
     """Ragged prompts in chunks, stop tokens, a queue behind three slots, rows that fill up a batch."""
+    policy, every = how
     asked, sampling = prompts(7, seed=3), Sampling(POLICIES[policy], seed=4)
     drafter = None if name is None else build(name, TARGET, 0.3)
     stop = frozenset({7, 11})
@@ -53,7 +54,7 @@ def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, poli
     assert texts(ahead, asked, 3) == texts(decoder, asked, 3)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES, 3))
 def test_transformers_forward_runs_ahead_too(name: str) -> None:
     target, asked = tiny_target(), prompts(4, seed=5)
     drafter = build(name, target, 0.3)
@@ -61,7 +62,7 @@ def test_transformers_forward_runs_ahead_too(name: str) -> None:
     assert texts(ahead, asked, 2) == texts(one, asked, 2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES, 3))
 def test_penalties_limits_and_stop_text_run_ahead(name: str) -> None:
     asked, drafter = prompts(5, seed=6), build(name, TARGET, 0.3)
     free = Decoder(TARGET, None, "greedy", Sampling(repetition_penalty=1.3), max_new_tokens=30).run(asked, 1).results
