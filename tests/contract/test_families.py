@@ -25,7 +25,7 @@ from drafttrain.speculate import Controls, Decoder
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.tree import DraftTree
-from tests.helpers import crossed, prompts, tiny_model, tiny_target
+from tests.helpers import crossed, prompts, some, tiny_model, tiny_target
 
 NAMES = sorted(families())
 SHAPES: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ def test_a_small_tree_needs_no_more_room_than_a_text_has(name: str, tree: dict[s
     assert decode(target, drafter, asked, 1, tokens=tokens)[0].tokens == decode(target, None, asked, 1, tokens=tokens)[0].tokens
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES, 2))
 def test_long_prompts_enter_beside_rows_that_are_nearly_done(name: str) -> None:
     """The cache holds the longest request and no more, whoever shares a step with it."""
     target = tiny_target()
