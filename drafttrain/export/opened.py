@@ -73,7 +73,8 @@ class Opened:
         else:
             check_target(directory, meta.target, loaded.target)
         tensors = read_weights(directory)
-        matrices = {n.removeprefix(ADAPTER): tensors.pop(n) for n in list(tensors) if n.startswith(ADAPTER)}
+        names = [] if meta.adapter is None else [name for name in tensors if name.startswith(ADAPTER)]
+        matrices = {name.removeprefix(ADAPTER): tensors.pop(name) for name in names}
         for name, x in tensors.items():
             if x.is_floating_point() and not bool(x.isfinite().all()):
                 raise UserError(f"{directory}: {name} holds NaN or infinity: training diverged; use an earlier checkpoint")

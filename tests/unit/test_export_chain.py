@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from drafttrain.checkpoint import CheckpointMeta, save_drafter
+from drafttrain.drafters import families
 from drafttrain.errors import UserError
 from drafttrain.export.chain import GREEDY, Ending, Rounds, chain_drafter, decoded, plain
+from drafttrain.export.opened import Opened
 from drafttrain.speculate import Decoder
-from tests.exports import TEXTS, opened
+from tests.contract.test_families import NAMES, SHAPES
+from tests.exports import TEXTS, drafter_of, loaded, opened, record_of
+from tests.helpers import prompts
 
 NEVER = Ending(frozenset(), 24)
 
@@ -66,3 +72,17 @@ def test_chains_no_longer_than_the_drafter_was_made_for(tmp_path: Path) -> None:
         chain_drafter(found, 4, "float32")
     with pytest.raises(UserError, match="exceed the target's"):
         decoded(found.loaded.target, chain_drafter(found, 3, "float32"), TEXTS[0], Ending(frozenset(), 10**6), 3, "plain")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_familys_checkpoint_opens_and_its_chains_end_in_plain_decodings_text(name: str, tmp_path: Path) -> None:
+    """Whatever its tensors are called."""
+    target, options = loaded(), families()[name].options(**SHAPES.get(name, {}))
+    drafter = drafter_of(name, options, target)
+    meta = CheckpointMeta(name, asdict(options), drafter.decode_settings(), record_of(target), step=1)
+    save_drafter(tmp_path, drafter.state_dict(), meta)
+    found, ending, prompt = Opened.of(tmp_path, target), Ending(frozenset(), 20), prompts(1, seed=8)[0]
+    assert set(found.tensors) == set(drafter.state_dict())
+    length = min(3, found.drafter.draft_length)
+    rounds = decoded(target.target, chain_drafter(found, length, "float32"), prompt, ending, length, "plain")
+    assert [rounds.tokens[:20]] == plain(target.target, [prompt], ending)
