@@ -86,7 +86,7 @@ class Ahead:
             kv.bound = min(bound, kv.per_slot * kv.page - self.widest)  # the new positions need columns too
 
     def _graph(self, rows: int, limit: int | None) -> _Graph:
-        key = (rows, self.round.kv.bound, limit, self.round.processors.kind, self.round.slots.stop_SK.shape[1])
+        key = (rows, self.round.kv.bound, limit, self.round.processors.kind, self.round.slots.stop.most)
         graph = self._graphs.pop(key, None)
         if graph is None:
             while len(self._graphs) >= GRAPHS:

@@ -5,12 +5,36 @@ Shapes: S slots, B active rows, N nodes (root included), A new tokens, K stop to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from drafttrain.request import Request
+
+
+class StopTokens:
+    """The stop tokens of each slot's request, on the device.
+
+    The table is replaced only where a request has more stop tokens than any before it: captured steps read it where it was when
+    they were captured, so that `most` belongs to what tells them apart.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.token_SK = torch.full((slots, 1), -1, device=device)  # -1: none
+
+    def put(self, slot: int, ids: Collection[int]) -> None:
+        """A request with these stop tokens takes the slot."""
+        if len(ids) > self.most:
+            self.token_SK = torch.nn.functional.pad(self.token_SK, (0, len(ids) - self.most), value=-1)
+        self.token_SK[slot] = -1
+        if ids:
+            self.token_SK[slot, : len(ids)] = torch.tensor(sorted(ids), device=self.token_SK.device)
+
+    @property
+    def most(self) -> int:
+        """Columns of the table, at least 1."""
+        return self.token_SK.shape[1]
 
 
 class Processors:
@@ -23,7 +47,7 @@ class Processors:
         self.penalty, self._device = penalty, device
         self.seen_SV = torch.zeros(slots, vocab, dtype=torch.bool, device=device) if penalty != 1.0 else None
         self._least_S = torch.zeros(slots, dtype=torch.long, device=device)  # tokens before which stop tokens are barred
-        self._stop_SK = torch.full((slots, 1), -1, device=device)  # -1: none
+        self._stop = StopTokens(slots, device)
         self._barring: set[int] = set()
 
     def enter(self, slot: int, request: Request) -> None:
@@ -32,10 +56,7 @@ class Processors:
         self._least_S[slot] = request.min_new_tokens
         if request.min_new_tokens and request.stop_ids:
             self._barring.add(slot)
-            missing = len(request.stop_ids) - self._stop_SK.shape[1]
-            self._stop_SK = torch.nn.functional.pad(self._stop_SK, (0, max(missing, 0)), value=-1)
-            self._stop_SK[slot] = -1
-            self._stop_SK[slot, : len(request.stop_ids)] = torch.tensor(sorted(request.stop_ids), device=self._device)
+            self._stop.put(slot, request.stop_ids)
         self.see(slot, request.prompt)
 
     def see(self, slot: int, text: Sequence[int]) -> None:
@@ -63,7 +84,7 @@ class Processors:
             logits_BNV = torch.where(seen_BNV, lowered_BNV, logits_BNV)
         if self._barring:
             made_BN = made_B[:, None] + ancestor_BNN.sum(-1) - 1
-            stop_BK = self._stop_SK[slot_B]
+            stop_BK = self._stop.token_SK[slot_B]
             early_BNK = (made_BN < self._least_S[slot_B][:, None])[..., None] & (stop_BK >= 0)[:, None]
             at_BNK = stop_BK.clamp_min(0)[:, None].expand(early_BNK.shape)
             barred_BNV = torch.zeros_like(logits_BNV, dtype=torch.long).scatter_add_(2, at_BNK, early_BNK.long())
@@ -73,7 +94,7 @@ class Processors:
     @property
     def kind(self) -> tuple[bool, int]:
         """What of the work is asked for: steps of different kinds run different operations."""
-        return self.seen_SV is not None, self._stop_SK.shape[1] if self._barring else 0
+        return self.seen_SV is not None, self._stop.most if self._barring else 0
 
     @property
     def idle(self) -> bool:

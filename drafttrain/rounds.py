@@ -17,7 +17,7 @@ from torch import Tensor
 from drafttrain.drafter import Commit, Drafter
 from drafttrain.fallback import Cut
 from drafttrain.kv import KVCache
-from drafttrain.processors import Processors
+from drafttrain.processors import Processors, StopTokens
 from drafttrain.request import Request
 from drafttrain.sampling import Sampling
 from drafttrain.target import Taps, Target, TargetOut
@@ -41,15 +41,10 @@ class SlotState:
         self.plain_S = torch.zeros(slots, dtype=torch.bool, device=device)
         self.temperature_S = torch.full((slots,), sampling.temperature, dtype=torch.float32, device=device)
         self.seed_1 = torch.full((1,), sampling.seed, dtype=torch.long, device=device)
-        self.stop_SK = torch.full((slots, 1), -1, device=device)  # -1: none
+        self.stop = StopTokens(slots, device)
 
     def enter(self, slot: int, request: Request, key: int) -> None:
-        missing = len(request.stop_ids) - self.stop_SK.shape[1]
-        if missing > 0:
-            self.stop_SK = torch.nn.functional.pad(self.stop_SK, (0, missing), value=-1)
-        self.stop_SK[slot] = -1
-        if request.stop_ids:
-            self.stop_SK[slot, : len(request.stop_ids)] = torch.tensor(sorted(request.stop_ids), device=self.stop_SK.device)
+        self.stop.put(slot, request.stop_ids)
         self.key_S[slot], self.limit_S[slot], self.done_S[slot] = key, request.max_new_tokens, False
         self.plain_S[slot] = False
 
@@ -72,7 +67,7 @@ class SlotState:
         """The first count_B tokens became text; texts that have reached their end are done."""
         made_B = self.made_S[slot_B] + count_B
         new_BA = torch.arange(token_BA.shape[1], device=token_BA.device) < count_B[:, None]
-        stops_BA = (token_BA[..., None] == self.stop_SK[slot_B][:, None]).any(-1) & new_BA
+        stops_BA = (token_BA[..., None] == self.stop.token_SK[slot_B][:, None]).any(-1) & new_BA
         self.made_S[slot_B] = made_B
         self.done_S[slot_B] = self.done_S[slot_B] | stops_BA.any(-1) | (made_B >= self.limit_S[slot_B])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,6 +134,7 @@ class Decoder:
             return Session(self, slots, max_len)
         if self._session is None or self._session.kv.slots != slots or self._session.max_len < max_len:
             self._session = None  # its cache goes before the new one comes
-            self._session = Session(self, slots, -(-max_len // LEAST_BOUND) * LEAST_BOUND)
+            # it does not keep its owner alive: as a cycle both would stay, with cache and graphs, until a collection
+            self._session = Session(weakref.proxy(self), slots, -(-max_len // LEAST_BOUND) * LEAST_BOUND)
         self._session.costs = Costs()
         return self._session

@@ -1,26 +1,114 @@
 """CUDA graphs on a CPU, for tests: what runs under capture is recorded operation by operation, and a replay runs it again.
 
-A replay knows the recorded tensors and nothing else: what the host decided, read or allocated at capture stays as it was
-then, as in a real graph. So a step that replays right depends on device tensors alone.
+A replay knows what a real graph knows: addresses. It is as strict about memory as a real one is careless:
+- Tensors that were made before the capture are held by weak reference alone. A replay that needs one whose memory the program
+  has freed or moved meanwhile fails, where a real graph would read or write whatever lies there now.
+- Memory that is allocated under capture belongs to the graph. It is poisoned when the capture ends and before every replay:
+  nothing has been computed before the first replay, and the pool may be overwritten between two.
+- A capture changes nothing: what it wrote to the program's tensors is put back.
+- The host's decisions at capture stay as they were.
+So a step that replays right depends on device tensors alone, and on none that goes away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from drafttrain import ahead
 
 FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
 ASKING = ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu", "numpy")
-FRESH = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")  # a graph's memory keeps what it held
+FRESH = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")  # allocate and write nothing
+LIFTED = "lift_fresh"  # a number of the program text: an argument of the launch
+POISON = -77  # of whole numbers
+
+
+class FreedError(AssertionError):
+    """A replay needs memory that the program no longer has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A tensor of the program: where it was at capture, without keeping it alive."""
+
+    weak: StorageWeakRef
+    address: int
+    like: tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]  # dtype, offset, shape, strides
+
+    @staticmethod
+    def of(x: Tensor) -> Lent:
+        storage = x.untyped_storage()
+        return Lent(
+            StorageWeakRef(storage), storage.data_ptr(), (x.dtype, x.storage_offset(), tuple(x.shape), tuple(x.stride()))
+        )
+
+    def __call__(self) -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        dtype, offset, shape, strides = self.like
+        if storage is None:
+            raise FreedError(f"a tensor of {dtype} and shape {list(shape)} was freed")
+        if storage.data_ptr() != self.address:
+            raise FreedError(f"a tensor of {dtype} and shape {list(shape)} lies elsewhere now")
+        return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A tensor of the program without memory to look at (packed weights), by weak reference."""
+
+    weak: weakref.ref[Tensor]
+
+    def __call__(self) -> Tensor:
+        x = self.weak()
+        if x is None:
+            raise FreedError("packed weights were freed")
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A tensor in the graph's own memory."""
+
+    tensor: Tensor
+
+    def __call__(self) -> Tensor:
+        return self.tensor
+
+
+Held = Lent | Opaque | Owned
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """made: results in memory of their own."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    made: list[Tensor | None]
+    shapes: list[tuple[int, ...]]
+
+    def again(self) -> None:
+        try:
+            args, kwargs = (tree_map_only(Held, lambda held: held(), of) for of in (self.args, self.kwargs))
+        except FreedError as error:
+            raise FreedError(f"replaying {self.func}: {error}") from None
+        results = tree_leaves(self.func(*args, **kwargs))
+        for old, new in zip(self.made, results, strict=True):
+            if old is not None:
+                old.copy_(new)
 
 
 class Recorded(TorchDispatchMode):
@@ -28,40 +116,92 @@ class Recorded(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.calls: list[Call] = []
+        self._own: set[int] = set()  # storages that only this graph has
+        self._before: list[tuple[Tensor, Tensor]] = []  # tensors of the program that were written to, and what they held
+        self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().split("::")[1].split(".")[0]
+        name, kwargs = short(func), kwargs or {}
         assert name not in FORBIDDEN, f"{func} asks the device"
-        assert name != "lift_fresh" or args[0].ndim == 0, "data is brought to the device"  # numbers are launch arguments
+        assert name != LIFTED or args[0].ndim == 0, "data is brought to the device"
         if name in ("index", "index_put", "index_put_"):
             assert not any(i is not None and i.dtype == torch.bool for i in args[1]), f"{func} counts what a mask selects"
-        result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, result))
+        if name == LIFTED:
+            self._own.add(key(args[0]))
+        self._remember(func, args, kwargs)
+        taken = {key(x) for x in tensors((args, kwargs))}
+        result = func(*args, **kwargs)
+        made = [x if isinstance(x, Tensor) and key(x) not in taken else None for x in tree_leaves(result)]
+        self._own |= {key(x) for x in made if x is not None}
+        held = tree_map_only(Tensor, self._held, (args, kwargs))
+        self.calls.append(Call(func, *held, made, [tuple(x.shape) for x in tensors(args)]))
         return result
+
+    def _held(self, x: Tensor) -> Held:
+        if key(x) in self._own:
+            return Owned(x)
+        return Opaque(weakref.ref(x)) if x.is_mkldnn else Lent.of(x)
+
+    def _remember(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What the program's tensors held before this call writes to them."""
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for x in tensors(args[place] if place < len(args) else kwargs.get(argument.name)):
+                if key(x) not in self._own | self._seen:
+                    whole = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+                    self._before.append((whole, whole.clone()))
+                    self._seen.add(key(x))
+
+    def ended(self) -> None:
+        """The capture is over: nothing has been computed, nothing was written."""
+        for whole, held in self._before:
+            whole.copy_(held)
+        self._before.clear()
+        self._seen.clear()
+        self._poison()
+
+    def _poison(self) -> None:
+        for call in self.calls:
+            for x in call.made:
+                if x is not None and not x.is_mkldnn and short(call.func) != LIFTED:
+                    poison(x)
 
     @property
     def shapes(self) -> list[Any]:
         """What ran, by name and argument shapes."""
-        return [
-            (func.name(), [tuple(x.shape) for x in tree_leaves(args) if isinstance(x, torch.Tensor)])
-            for func, args, _, _ in self.calls
-        ]
+        return [(call.func.name(), call.shapes) for call in self.calls]
 
     def replay(self) -> None:
-        for func, args, kwargs, result in self.calls:
-            if func.name().split("::")[1].split(".")[0] in FRESH:
-                continue
-            taken = {storage(x) for x in tree_leaves((args, kwargs))}
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor) and storage(old) not in taken:
-                    old.copy_(new)
+        """Raises FreedError."""
+        self._poison()
+        for call in self.calls:
+            if short(call.func) not in FRESH:
+                call.again()
 
 
-def storage(x: Any) -> int | None:
-    """Where a tensor's memory begins; None for what has none to look at."""
-    return x.untyped_storage().data_ptr() if isinstance(x, torch.Tensor) and not x.is_mkldnn else None
+def short(func: Any) -> str:
+    return str(func.name().split("::")[1].split(".")[0])
+
+
+def tensors(of: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(of) if isinstance(x, Tensor)]
+
+
+def key(x: Tensor) -> int:
+    """Names a tensor's memory; of what has none to look at, the tensor."""
+    return id(x) if x.is_mkldnn else int(x.untyped_storage()._cdata)
+
+
+def poison(x: Tensor) -> None:
+    """Overwrite with what nobody computes."""
+    if x.is_floating_point():
+        x.fill_(float("nan"))
+    elif x.dtype == torch.bool:
+        x.fill_(True)
+    elif x.dtype.is_signed:
+        x.fill_(POISON)
 
 
 @contextmanager
@@ -76,13 +216,15 @@ def recorded() -> Iterator[Recorded]:
 
 
 class Graph:
-    """In place of torch.cuda.CUDAGraph."""
+    """In place of torch.cuda.CUDAGraph. alive: those that nobody has dropped yet."""
 
     made = 0
+    alive: ClassVar[weakref.WeakSet[Graph]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self.calls = Recorded()
         Graph.made += 1
+        Graph.alive.add(self)
 
     def replay(self) -> None:
         self.calls.replay()
@@ -106,11 +248,11 @@ def capture(graph: Graph, **_: Any) -> Iterator[None]:
     with recorded() as calls:
         graph.calls = calls
         yield
+    calls.ended()
 
 
-@pytest.fixture
-def cpu_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions that run ahead capture graphs, on the CPU."""
+def install(patch: Callable[[Any, str, Any], None]) -> None:
+    """Sessions that run ahead capture graphs, on the CPU. patch: sets an attribute of a module."""
     Graph.made = 0
     stream = SimpleNamespace(wait_stream=lambda _: None)
     fake = SimpleNamespace(
@@ -124,5 +266,10 @@ def cpu_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         graph_pool_handle=lambda: None,
         memory_reserved=lambda _: 0,
     )
-    monkeypatch.setattr(ahead, "cuda", fake)
-    monkeypatch.setattr(ahead, "pinned", lambda x: x)
+    patch(ahead, "cuda", fake)
+    patch(ahead, "pinned", lambda x: x)
+
+
+@pytest.fixture
+def cpu_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch.setattr)

@@ -70,20 +70,52 @@ class Joint:
             return self.parts[0](x_H) if len(self.parts) == 1 else torch.cat([part(x_H) for part in self.parts], -1)
         return linear(x_H, self.weight, self.bias, self.packed)
 
-    def join(self, share: bool, packed: bool, bits: int | None = None) -> None:
-        """share: the parts become views of the joined weight, so that it takes no memory of its own. bits: it is quantised."""
+    def join(self, share: bool, packed: bool, bits: int | None = None) -> bool:
+        """Join the parts' weights as they are now; whether they differ from those joined before.
+
+        Weights that have not changed stay where they are, and changed ones are written to the same place: a CUDA graph that
+        was captured before knows that place alone. share: the parts become views of the joined weight, so that it takes no
+        memory of its own. bits: it is quantised.
+        """
+        with torch.inference_mode(False), torch.no_grad():  # what decoding joins first may have to be written to later
+            return self._joined(share, packed, bits)
+
+    def _joined(self, share: bool, packed: bool, bits: int | None) -> bool:
         weights = [merged(part) for part in self.parts]
         biases = [part.bias.detach() for part in self.parts if part.bias is not None]
-        self.bias = torch.cat(biases) if biases else None
+        changed = _update(self, "bias", biases)
         if bits is not None:
-            self.quantised = Quantised(torch.cat(weights), bits)
-            return
-        self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            return self._quantise(torch.cat(weights), bits) or changed
+        changed = _update(self, "weight", weights) or changed
+        assert self.weight is not None
         if share and len(weights) > 1:
             for part, rows in zip(self.parts, self.weight.split([p.out_features for p in self.parts]), strict=True):
                 part.weight.data = rows
-        if packed:
+        if packed and changed:
             self.packed = pack(self.weight)
+        return changed
+
+    def _quantise(self, weight_OI: Tensor, bits: int) -> bool:
+        old, new = self.quantised, Quantised(weight_OI, bits)
+        if old is not None and torch.equal(old.code, new.code) and torch.equal(old.scale, new.scale):
+            return False
+        self.quantised = new
+        return True
+
+
+def _update(joint: Joint, name: str, parts: list[Tensor]) -> bool:
+    """Let the joint's tensor of this name be the parts, one after the other; whether it was something else before."""
+    whole: Tensor | None = getattr(joint, name)
+    if not parts:
+        return False
+    if whole is None or (whole.dtype, whole.device) != (parts[0].dtype, parts[0].device):
+        setattr(joint, name, parts[0] if len(parts) == 1 else torch.cat(parts))
+        return True
+    rows = whole.split([len(part) for part in parts])
+    if all(torch.equal(old, new) for old, new in zip(rows, parts, strict=True)):
+        return False
+    torch.cat(parts, out=whole)
+    return True
 
 
 class Block:
@@ -168,8 +200,9 @@ class FastTarget(HFTarget):
 
     def _join(self, share: bool) -> None:
         size = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        for joint in self._joints:
-            joint.join(share, size <= PACKED_BYTES, self.bits)
+        changed = [joint.join(share, size <= PACKED_BYTES, self.bits) for joint in self._joints]
+        if not any(changed):
+            return
         weights = [block.weights() for block in self._chain]
         whole = [w for w in weights if w is not None]
         if len(whole) == len(weights) and library.has_product() and self.part.size == 1:

@@ -30,7 +30,7 @@ from drafttrain.targets.parallel import Part, join, leave
 from drafttrain.targets.split import SplitTarget, _keep_rows, split_target
 from tests.contract.test_families import NAMES, build
 from tests.helpers import ARCHITECTURES, GATED, prompts, tiny_model
-from tests.recorder import Graph, cpu_graphs
+from tests.recorder import Graph, install
 from tests.reports import counted
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def replayed(target: FastTarget, drafter: Drafter) -> list[Any]:
     """Texts from graphs that a replay repeats operation by operation; the collectives, which gloo runs aside, are awaited."""
     summed, gathered = distributed.all_reduce, distributed.all_gather
     with pytest.MonkeyPatch.context() as patch:
-        cpu_graphs.__wrapped__(patch)
+        install(patch.setattr)
         patch.setattr(distributed, "all_reduce", operator("sum", "(Tensor(a!) x) -> ()", "x", summed))
         patch.setattr(distributed, "all_gather", operator("gather", "(Tensor(a!)[] all, Tensor x) -> ()", "all", gathered))
         decoder = Decoder(target, drafter, "greedy", Sampling(), frozenset({7}), 10, controls=Controls(read_every=1))
