@@ -5,19 +5,25 @@ Shapes: B rows, A new tokens of a round, M rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, cuda
 
+from drafttrain.drafter import Drafter
+from drafttrain.kv import KVCache
 from drafttrain.rounds import Round, Row
+from drafttrain.target import Target
+
+Made = TypeVar("Made")
 
 GRAPHS = 32  # of a session at most; the one that was used longest ago goes first
 LEAST_BOUND = 512  # positions: shorter texts share their graphs
 RING = 64  # rounds at most between two looks of the host
+WARM_RUNS = 2  # before a capture
 TIMED = 8  # replays of each graph whose parts are timed, one by one
 
 
@@ -81,9 +87,7 @@ class Ahead:
 
     def _bind(self, longest: int) -> None:
         drafter = self.round.drafter
-        bound = max(LEAST_BOUND, 1 << (longest - 1).bit_length())
-        for kv in (self.round.kv, *(drafter.caches(self.round.state) if drafter else [])):
-            kv.bound = min(bound, kv.per_slot * kv.page - self.widest)  # the new positions need columns too
+        bind((self.round.kv, *(drafter.caches(self.round.state) if drafter else [])), longest, self.widest)
 
     def _graph(self, rows: int, limit: int | None) -> _Graph:
         key = (rows, self.round.kv.bound, limit, self.round.processors.kind, self.round.slots.stop.most)
@@ -105,25 +109,20 @@ class _Graph:
 
     def __init__(self, round: Round, rows: int, limit: int | None, device: torch.device, pool: Any) -> None:
         self.slot_B = torch.full((rows,), round.kv.nobody, device=device)
-        self.device, self.graph = device, cuda.CUDAGraph()
+        self.device = device
         self._slots: list[int] = []
         self._events = [cuda.Event(enable_timing=True, external=True) for _ in range(4)]
         self._timed: list[Shares] = []
-        # The first runs build and tune what is built and tuned at first use, for rows that are nobody's.
-        stream = cuda.Stream(device)
-        stream.wait_stream(cuda.current_stream(device))
-        with cuda.stream(stream):
-            for _ in range(2):
-                packed = round.run(self.slot_B, limit).packed()
-        cuda.current_stream(device).wait_stream(stream)
-        cuda.synchronize(device)
+        packed = warmed(lambda: round.run(self.slot_B, limit).packed(), device)  # for rows that are nobody's
         self._ring = packed.new_zeros(RING, *packed.shape)
         self._next_1 = torch.zeros(1, dtype=torch.long, device=device)
-        # other threads (a logger's, a watchdog's) may use the device meanwhile
-        capturing = cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
-        with capturing, round.marked(self._events):
+
+        def step() -> None:
             self._ring.index_copy_(0, self._next_1, round.run(self.slot_B, limit).packed()[None])
             self._next_1.add_(1)
+
+        with round.marked(self._events):
+            self.graph = captured_graph(step, pool)
 
     def launch(self, slots: list[int], steps: int, rows: int) -> Launched:
         if slots != self._slots:
@@ -153,6 +152,39 @@ class _Graph:
     def _mean(self) -> Shares:
         known = self._timed[1:] or self._timed
         return Shares(*(sum(getattr(s, name) for s in known) / len(known) for name in ("draft", "verify", "commit")))
+
+
+def capturable(target: Target, drafter: Drafter | None) -> bool:
+    """Whether decode steps of this pair run as CUDA graphs."""
+    return target.device.type == "cuda" and target.captured and (drafter is None or drafter.captured)
+
+
+def bind(caches: Iterable[KVCache], longest: int, widest: int) -> None:
+    """Bound the caches' lengths, so that shapes are fixed. No row passes `longest`, no pass has over `widest` positions."""
+    bound = max(LEAST_BOUND, 1 << (longest - 1).bit_length())
+    for kv in caches:
+        kv.bound = min(bound, kv.per_slot * kv.page - widest)  # the new positions need columns too
+
+
+def warmed(work: Callable[[], Made], device: torch.device) -> Made:
+    """Run what is to be captured, on another stream, as often as it takes to build and tune what first uses build and tune."""
+    stream = cuda.Stream(device)
+    stream.wait_stream(cuda.current_stream(device))
+    with cuda.stream(stream):
+        for _ in range(WARM_RUNS):
+            made = work()
+    cuda.current_stream(device).wait_stream(stream)
+    cuda.synchronize(device)
+    return made
+
+
+def captured_graph(work: Callable[[], object], pool: Any = None) -> Any:
+    """Work that is `warmed`, as a CUDA graph. pool: of memory that graphs share. What it reads must outlive it."""
+    graph = cuda.CUDAGraph()
+    # other threads (a logger's, a watchdog's) may use the device meanwhile
+    with cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        work()
+    return graph
 
 
 def pinned(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from drafttrain.ahead import LEAST_BOUND, RING
+from drafttrain.ahead import LEAST_BOUND, RING, capturable
 from drafttrain.drafter import Drafter
 from drafttrain.errors import UserError
 from drafttrain.fallback import Cut, Fallback
@@ -81,8 +81,7 @@ class Decoder:
         guard = guard or Guard()
         self.guard = guard.without("plain") if drafter is None or self.policy.lossless else guard
         self.turns = self.guard != self.guard.without("plain")
-        able = controls.capture and target.captured and (drafter is None or drafter.captured)
-        self.captures = target.device.type == "cuda" and able
+        self.captures = controls.capture and capturable(target, drafter)
         self.read_every = controls.read_every or (1 if self.captures else None)
         self.reach = 1 + (drafter.draft_length if drafter else 0)  # tokens of one round at most
         # a proposal may reach past the last token that counts, and rounds may begin before the host knows that a text has

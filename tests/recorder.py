@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from drafttrain import ahead
+from drafttrain import ahead, treesize
 
 FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
 ASKING = ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu", "numpy")
@@ -219,6 +219,7 @@ class Graph:
     """In place of torch.cuda.CUDAGraph. alive: those that nobody has dropped yet."""
 
     made = 0
+    replayed = 0  # operations, since the beginning
     alive: ClassVar[weakref.WeakSet[Graph]] = weakref.WeakSet()
 
     def __init__(self) -> None:
@@ -228,19 +229,22 @@ class Graph:
 
     def replay(self) -> None:
         self.calls.replay()
+        Graph.replayed += len(self.calls.calls)
 
 
 class Event:
-    """In place of torch.cuda.Event."""
+    """In place of torch.cuda.Event. Its clock counts replayed operations, a millisecond each; inside a graph it stands."""
 
-    def __init__(self, **_: Any) -> None: ...
+    def __init__(self, external: bool = False, **_: Any) -> None:
+        self.external, self.at = external, 0
 
-    def record(self) -> None: ...
+    def record(self) -> None:
+        self.at = Graph.replayed
 
     def synchronize(self) -> None: ...
 
-    def elapsed_time(self, _: Event) -> float:
-        return 1.0
+    def elapsed_time(self, later: Event) -> float:
+        return 1.0 if self.external else float(later.at - self.at)
 
 
 @contextmanager
@@ -266,7 +270,8 @@ def install(patch: Callable[[Any, str, Any], None]) -> None:
         graph_pool_handle=lambda: None,
         memory_reserved=lambda _: 0,
     )
-    patch(ahead, "cuda", fake)
+    for module in (ahead, treesize):
+        patch(module, "cuda", fake)
     patch(ahead, "pinned", lambda x: x)
 
 

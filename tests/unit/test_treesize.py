@@ -7,7 +7,13 @@ import torch
 
 from drafttrain import treesize
 from drafttrain.drafters import families
-from tests.helpers import tiny_target
+from drafttrain.ops import library
+from drafttrain.targets.fast import FastTarget
+from tests.contract.test_families import NAMES, build
+from tests.helpers import tiny_model, tiny_target
+from tests.recorder import Graph, cpu_graphs
+
+__all__ = ["cpu_graphs"]
 
 
 def ranks(hit: float, samples: int = 4000) -> list[torch.Tensor]:
@@ -32,3 +38,31 @@ def test_costs_are_taken_of_every_family(name: str) -> None:
     assert set(costs) == {1, 9} and min(costs.values()) > 0.0
     assert treesize.proposal_seconds(target, drafter, repeats=2) > 0.0
     assert treesize.best_nodes(target, drafter, ranks(0.5, 500), (2, 4)) in (2, 4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_costs_are_those_of_captured_steps(name: str, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps will be captured: replays alone are timed, by the device's events, and the host launches nothing else."""
+    monkeypatch.setattr(library, "has_product", lambda: False)
+    monkeypatch.setattr(treesize, "capturable", lambda target, drafter: drafter.captured)
+    monkeypatch.setattr(treesize, "_call_seconds", lambda work: pytest.fail("a call was timed"))
+    target = FastTarget(tiny_model())
+    drafter = build(name, target)
+    if not drafter.captured:
+        pytest.skip("says itself that no graph can hold its steps")
+    passes, forward = [], target.forward
+    monkeypatch.setattr(target, "forward", lambda *given: passes.append(given[0].shape[1]) or forward(*given))
+    costs = treesize.verification_seconds(target, drafter, [1, 9], repeats=3, batch=2)
+    assert passes == [treesize.CONTEXT, *[1] * 3, *[9] * 3], "two trials and a capture of each size"
+    assert Graph.made == 2 and all(seconds >= 0.001 for seconds in costs.values())
+    replayed = Graph.replayed
+    seconds = treesize.proposal_seconds(target, drafter, repeats=3, batch=2, depth=2)
+    assert Graph.made == 3 and Graph.replayed - replayed == 4 * round(1000 * seconds)
+
+
+def test_the_best_tree_is_chosen_by_captured_costs(cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one cost for all sizes, as replays of the same operations have here, the largest tree pays."""
+    monkeypatch.setattr(library, "has_product", lambda: False)
+    monkeypatch.setattr(treesize, "capturable", lambda *_: True)
+    target = FastTarget(tiny_model())
+    assert treesize.best_nodes(target, build("medusa", target), ranks(0.5, 500), (2, 4, 8)) == 8 and Graph.made == 4
