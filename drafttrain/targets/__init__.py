@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class TargetOptions:
     """Which target, and how it is loaded."""
 
-    name: str = "embedded"  # embedded: the model in the wheel. hf: any transformers causal LM at `path`
+    name: str = "embedded"  # embedded: the model in the wheel. hf: any transformers causal LM at `path`; a path alone means hf
     path: str | None = None  # directory or hub id, for hf
     revision: str | None = None
     dtype: str = "float32"  # float32 | bfloat16 | float16
@@ -21,3 +21,7 @@ class TargetOptions:
     tensor_parallel: int = 1  # processes, each with its own GPU, that share one target; as many as were started
     prefetch: bool = False  # fit: its forward for the next batch is begun before the drafter's step, on a GPU beside it
     placement: str = "auto"  # fit: replicated | zero3 | tensor_parallel. auto: from free memory (docs/scaling.md)
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.name == "embedded":
+            self.name = "hf"

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from drafttrain.errors import UserError
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget, probe, shape_of
+from drafttrain.targets.weights import load_model
 
 SIZES = ("intermediate_size", "ffn_dim", "n_inner", "word_embed_proj_dim")  # that go with the width, where a config has them
 
@@ -122,9 +123,11 @@ def _runner(model: Any, target: HFTarget) -> HFTarget:
 def _load(where: str, revision: str | None, config: PreTrainedConfig) -> tuple[Any, str | None]:
     """(model, why its weights are missing): a checkpoint of ours brings weights of its own, and needs the config alone."""
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            where, revision=revision, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
+        return load_model(
+            where, f"drafter.path {where!r}", revision=revision, trust_remote_code=False, dtype=torch.float32
         ), None
+    except UserError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         reason = _short(error)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from drafttrain.errors import UserError
 from drafttrain.ops.quantised import BITS
@@ -21,6 +21,7 @@ from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.quantised import QuantisedTarget
 from drafttrain.targets.sharded import ShardedTarget, Shards
 from drafttrain.targets.split import SplitTarget, check_divides, split_target
+from drafttrain.targets.weights import load_model
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,8 +54,8 @@ def load_target(
             check_divides(shape_of(config.get_text_config()), part.size)
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
         with nullcontext() if shards is None else shards.loading():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=DTYPES[options.dtype], attn_implementation=options.attention, use_safetensors=True, **shared
+            model = load_model(
+                path, f"target.path {path!r}", dtype=DTYPES[options.dtype], attn_implementation=options.attention, **shared
             )
     except UserError:
         raise
@@ -142,7 +143,7 @@ def path_of(options: TargetOptions) -> str:
         return options.path
     if not (path / "config.json").is_file():
         raise UserError(f"target.path {options.path!r} has no config.json; set it to a transformers model directory")
-    if not any(path.glob("*.safetensors")):
+    if not any(path.glob("*.safetensors*")):  # an index counts
         raise UserError(f"target.path {options.path!r} has no *.safetensors weights; save the model with save_pretrained()")
     return str(path)
 

@@ -495,7 +495,7 @@ def ambiguous(folder: Path) -> None:
             lambda folder: (folder / "model.safetensors.index.json").write_text(
                 json.dumps({"weight_map": {"a": "b.safetensors"}})
             ),
-            "its index names b.safetensors, which is not there",
+            "index.json names 'b.safetensors', which is not there",
         ),
     ],
 )

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.errors import UserError
+from drafttrain.targets.weights import listed_files
 
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", "adapter_model.safetensors")
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", "adapter_model.bin")
@@ -69,14 +70,7 @@ class Foreign:
         index = self.directory / f"{name}.index.json"
         if not index.is_file():
             return [self.directory / name] if (self.directory / name).is_file() else []
-        try:
-            files = sorted(set(_json(index)["weight_map"].values()))
-            lacking = [file for file in files if not (self.directory / file).is_file()]
-        except (KeyError, AttributeError, TypeError) as error:
-            raise UserError(f"{index}: expected an index of weights, got something else ({error}); {AGAIN}") from error
-        if lacking:
-            raise UserError(f"{self.origin}: its index names {lacking[0]}, which is not there; {AGAIN}")
-        return [self.directory / file for file in files]
+        return listed_files(index, self.origin)
 
     @property
     def pickled(self) -> bool:

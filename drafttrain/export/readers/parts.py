@@ -148,6 +148,8 @@ def _load(directory: Path, file: str) -> dict[str, Tensor]:
             files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         found: dict[str, Tensor] = {}
         for part in files:
+            if Path(part).name != part:
+                raise MismatchError("tensors", f"{index.name} names {part!r}; only files beside it are read")
             found |= load_file(directory / part)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise MismatchError("tensors", f"{file} cannot be read ({error})") from error
