@@ -195,14 +195,15 @@ class Session:
     def _admit(self) -> list[Chunk]:
         """Give waiting requests slots and pages, in order, and prefill them together."""
         entering: list[tuple[_Waiting, list[int]]] = []
-        tokens = 0
+        tokens, promised = 0, 0  # pages: the other samples take theirs when the first one's prompt has been read
         while self.queue and len(self.free) >= self.queue[0].request.samples and tokens < PREFILL_TOKENS:
             waiting = self.queue[0]
             request, positions = waiting.request, self.decoder.positions(waiting.request)
-            if self.pooled:  # the samples' own pages are taken at once, so that they cannot lack them later
-                common = len(request.prompt) // self.kv.page
-                if request.samples * pages_for(positions) - (request.samples - 1) * common > self.kv.free_pages:
+            if self.pooled:
+                others = (request.samples - 1) * (pages_for(positions) - len(request.prompt) // self.kv.page)
+                if pages_for(positions) + others > self.kv.free_pages - promised:
                     break
+                promised += others
             self.queue.popleft()
             slots = [self.free.pop() for _ in range(request.samples)]
             if self.pooled:
