@@ -97,10 +97,14 @@ class Joint:
 
     def _quantise(self, weight_OI: Tensor, bits: int) -> bool:
         old, new = self.quantised, Quantised(weight_OI, bits)
-        if old is not None and torch.equal(old.code, new.code) and torch.equal(old.scale, new.scale):
-            return False
-        self.quantised = new
-        return True
+        if old is None:
+            self.quantised = new
+            return True
+        parts = [(getattr(old, name), getattr(new, name)) for name in ("code", "scale", "pairs") if hasattr(new, name)]
+        changed = [not torch.equal(kept, part) for kept, part in parts]
+        for kept, part in parts if any(changed) else ():
+            kept.copy_(part)
+        return any(changed)
 
 
 def _update(joint: Joint, name: str, parts: list[Tensor]) -> bool:

@@ -121,25 +121,29 @@ def test_two_sessions_of_one_decoder(name: str, cpu_graphs: None, target: FastTa
     assert [[r.tokens for r in results] for results in found] == [wanted] * 3
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("bits", [None, 8, 4])
 def test_new_weights_reach_graphs_captured_before(
-    quantize: str | None, cpu_graphs: None, target: FastTarget, monkeypatch: pytest.MonkeyPatch
+    bits: int | None, cpu_graphs: None, target: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights loaded into a draft model between two passes; the joined ones stay where they were."""
     monkeypatch.setattr(fast, "PACKED_BYTES", 0)  # packed ones are the CPU's alone
     drafter, asked = drafter_of("draft_model", target), prompts(3, seed=5)
     assert isinstance(drafter, DraftModel)
     other = build("draft_model", target, 2.0)
+    assert isinstance(other, DraftModel)
+    drafter.lm.bits = other.lm.bits = bits
     decoder = capturing(target, drafter, "greedy", Sampling(), STOP, 20)
 
     def accepted(decoder: Decoder) -> list[int]:
         return [result.accepted for result in decoder.run(asked, 2).results]
 
     before = accepted(decoder)
-    joined = [joint.weight.data_ptr() for joint in drafter.lm._joints]
+    weights = [joint.weight if joint.quantised is None else joint.quantised.code for joint in drafter.lm._joints]
+    joined = [weight.data_ptr() for weight in weights]
     drafter.load_state_dict(other.state_dict())
     after = accepted(capturing(target, drafter, "greedy", Sampling(), STOP, 20))
-    assert [joint.weight.data_ptr() for joint in drafter.lm._joints] == joined
+    weights = [joint.weight if joint.quantised is None else joint.quantised.code for joint in drafter.lm._joints]
+    assert [weight.data_ptr() for weight in weights] == joined
     assert before != after == accepted(Decoder(target, other, "greedy", Sampling(), STOP, 20)) == accepted(decoder)
 
 
