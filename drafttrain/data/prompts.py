@@ -8,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.files import ASSETS, read_records
 from drafttrain.data.sets import SETS, field_of, hub_records
+from drafttrain.data.templates import template_errors, whose
 from drafttrain.errors import UserError
 
 SINGLE = ("prompt", "question")  # HumanEval, GSM8K
@@ -117,11 +117,7 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str,
     """Token ids of a conversation that ends in a user turn, ready to be continued; templates as in `encode_prompt`."""
     if not tokenizer.chat_template:
         return list(tokenizer("\n\n".join(m["content"] for m in messages), verbose=False)["input_ids"])
-    try:
+    refused = f"the chat template refuses the prompt {messages[0]['content'][:40]!r}"
+    with template_errors(refused, whose(tokenizer), "use a template that takes user turns"):
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise UserError(
-            f"the chat template refuses the prompt {messages[0]['content'][:40]!r} ({error}); use a template that takes user "
-            "turns"
-        ) from error
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -14,7 +14,8 @@ A reply then stands in the whole text as the target never said it, so it gets a 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -24,6 +25,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from drafttrain.data.bounds import TooLongError, bounded
 from drafttrain.data.forms import ASSISTANT, Conversation
 from drafttrain.errors import UserError
 
@@ -32,6 +34,7 @@ Marked = tuple[list[str], list[list[tuple[int, int]]]]  # texts, and the marked 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TAKES_THOUGHTS = re.compile(r"reasoning_content|\.thinking\b|\[['\"]thinking['\"]\]")
 THOUGHT = re.compile(r"^(\s*<think>)?.*?</think>\s*", re.DOTALL)
+WAY_OUT = "correct its roles and their order, or remove it"
 DATE_CODES = "aAbBdmyYHIMSpj"
 
 
@@ -70,6 +73,7 @@ class Template:
         self.told: dict[str, Any] = dict.fromkeys(("enable_thinking", "thinking"), False) if options.thinking == "drop" else {}
         self._special = special_tokens(tokenizer)
         self._dated: dict[bool, str] = {}
+        self._whose = whose(tokenizer) if options.text is None else "data.template"
 
     def render(self, conversation: Conversation) -> list[Rendered]:
         """The fewest texts in which every reply stands as it was said, in order; one for most templates.
@@ -140,25 +144,43 @@ class Template:
         """The text, and the marked characters of it."""
         special: dict[str, Any] = self.tokenizer.special_tokens_map
         chats: Any = [list(messages)]
-        try:
+        text = self._text(conversation)
+        with template_errors(f"{conversation.origin}: the chat template refuses this conversation", self._whose, WAY_OUT):
             texts, marked = cast(
                 Marked,
                 render_jinja_template(
                     chats,
                     tools=list(conversation.tools) or None,
-                    chat_template=self._text(conversation),
+                    chat_template=text,
                     return_assistant_tokens_mask=marks,
                     **special,
                     **self.told,
                     **how,
                 ),
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{conversation.origin}: the chat template refuses this conversation ({error}); correct its roles and their "
-                "order, or remove it"
-            ) from error
         return texts[0], marked[0] if marks else []
+
+
+@contextmanager
+def template_errors(refused: str, whose: str, way_out: str) -> Iterator[None]:
+    """While a template runs: bounded, and what it raises becomes a UserError.
+
+    refused: the message where the template itself says no. whose: where it comes from, for what it does wrong.
+    """
+    try:
+        with bounded():
+            yield
+    except UserError:
+        raise
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise UserError(f"{refused} ({_short(error)}); {way_out}") from error
+    except Exception as error:  # a template is a program, and may fail as any does
+        kind = "" if isinstance(error, TooLongError) else f"{type(error).__name__}: "
+        raise UserError(f"{refused}: {whose} fails ({kind}{_short(error)}); mend the template") from error
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]
 
 
 def _standing(whole: str, replies: Sequence[_Reply]) -> list[Rendered]:
@@ -170,6 +192,11 @@ def _standing(whole: str, replies: Sequence[_Reply]) -> list[Rendered]:
         if here:
             texts.append(Rendered(text, [(len(reply.before), len(reply.after)) for reply in here]))
     return texts[::-1] or [Rendered(whole, [])]
+
+
+def whose(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's own template, for a message."""
+    return f"the template of the tokenizer {tokenizer.name_or_path}"
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, origin: str, tools: Sequence[dict[str, Any]] = ()) -> str:

@@ -1,0 +1,61 @@
+"""Bounds for code that comes with a target or its data: chat templates are programs."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+SECONDS = 20.0  # of processor time
+SIZE = 1 << 30  # bytes beyond what the process has
+
+STATM = Path("/proc/self/statm")
+
+
+class TooLongError(Exception):
+    """The time is used up."""
+
+
+@contextmanager
+def bounded(seconds: float | None = None, size: int | None = None) -> Iterator[None]:
+    """End what runs inside by TooLongError or MemoryError once it needs more than this; None: `SECONDS`, `SIZE`.
+
+    Time is bounded in a process's main thread alone, memory on Linux alone.
+    """
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "ITIMER_VIRTUAL"):
+            stack.enter_context(_time(SECONDS if seconds is None else seconds))
+        if STATM.is_file():
+            stack.enter_context(_memory(SIZE if size is None else size))
+        yield
+
+
+@contextmanager
+def _time(seconds: float) -> Iterator[None]:
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TooLongError(f"it takes more than {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def _memory(size: int) -> Iterator[None]:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = int(STATM.read_text().split()[0]) * resource.getpagesize() + size
+    within = wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (within, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
