@@ -92,7 +92,7 @@ def test_every_served_dtype_is_read_and_rounded_as_torch_does(dtype: torch.dtype
 @compiled
 def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(1, 4)
-    assert library.DTYPES == (torch.float32, torch.bfloat16, torch.float16)
+    assert (torch.float32, torch.bfloat16, torch.float16) == library.DTYPES
     assert all(library.serves(x.to(dtype)) for dtype in library.DTYPES)
     assert not library.serves(x.double()) and not library.serves(x.long()) and not library.serves(x.to("meta"))
     with torch.inference_mode(False), torch.enable_grad():
