@@ -176,7 +176,10 @@ def target_of(model: str, machine: Machine) -> FastTarget:
 def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
     """By node count, as text: milliseconds, share of the floor, ratio to plain. Raises SkipError where it does not fit."""
     target = target_of(setting.model, machine)
-    if not machine.rehearsal and kv_bytes(target.shape, target.dtype, setting.rows * (setting.context + ROOM)) + MARGIN > machine.free:
+    if (
+        not machine.rehearsal
+        and kv_bytes(target.shape, target.dtype, setting.rows * (setting.context + ROOM)) + MARGIN > machine.free
+    ):
         raise SkipError("its cache does not fit the GPU's memory")
     shared, copy = Shared(target), Copy(machine)
     stations = {nodes: Station(shared, setting, nodes, machine) for nodes in NODES}
