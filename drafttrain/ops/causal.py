@@ -70,7 +70,7 @@ def _fused(q_BhRD: Tensor, k_BgPD: Tensor, v_BgPD: Tensor, mask_RP: Tensor | Non
 
     On a GPU flash and cuDNN's kernels share keys among heads, the memory-efficient one does not; without one of the first two
     all scores would be there. By its sources torch tries cuDNN first on capability 9.0 and 10.0 where cuDNN is newer than 9.15,
-    and builds a plan for each new shape there; else, and with TORCH_CUDNN_SDPA_DEPRIORITIZED=1, flash. `make gpu-bench` times both.
+    and builds a plan for each new shape there; else, and with TORCH_CUDNN_SDPA_DEPRIORITIZED=1, flash. gpu-bench times both.
     """
     groups = q_BhRD.shape[1] // k_BgPD.shape[1]
     if q_BhRD.is_cuda and groups > 1 and (mask_RP is not None or q_BhRD.dtype == torch.float32):
