@@ -9,6 +9,7 @@ packing: rows that hold several conversations against one conversation a row.
 objective: the chunked objective against one that keeps all logits: time and peak memory by vocabulary and length.
 attention: that of unrolled and of block drafters against a dense mask: time and peak memory by length.
 overlap: the target's next states begun ahead of the drafter's step, against one after the other.
+reading: cached features read while the batch before them trains, against one after the other.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.common import WIDTH, DiffersError, write_record
 from benchmarks.objective import objective
 from benchmarks.overlap import overlap
 from benchmarks.packing import packing
+from benchmarks.reading import reading
 from benchmarks.section import Found, Settings
 from drafttrain.commands.quiet import quiet
 from drafttrain.errors import UserError
@@ -35,6 +37,7 @@ SECTIONS: dict[str, Callable[[Settings], Found]] = {
     "objective": objective,
     "attention": attention,
     "overlap": overlap,
+    "reading": reading,
 }
 RESULTS = Path("outputs") / "benchmarks" / "train"
 

@@ -174,12 +174,12 @@ def template_errors(refused: str, whose: str, way_out: str) -> Iterator[None]:
         raise
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise UserError(f"{refused} ({_short(error)}); {way_out}") from error
-    except Exception as error:  # a template is a program, and may fail as any does
+    except (Exception, TooLongError) as error:  # a template is a program, and may fail as any does
         kind = "" if isinstance(error, TooLongError) else f"{type(error).__name__}: "
         raise UserError(f"{refused}: {whose} fails ({kind}{_short(error)}); mend the template") from error
 
 
-def _short(error: Exception) -> str:
+def _short(error: BaseException) -> str:
     return " ".join(str(error).split())[:160]
 
 

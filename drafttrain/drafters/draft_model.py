@@ -18,7 +18,7 @@ from drafttrain.drafter import Drafter
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.kv import KVCache
-from drafttrain.ops.quantised import BITS
+from drafttrain.ops.quantised import BITS, cost
 from drafttrain.proposal import Proposal, TreeOptions
 from drafttrain.target import FINAL, Taps, Target
 from drafttrain.translation import TranslatedDraft, Translation
@@ -122,6 +122,7 @@ class DraftModel(Autoregressive):
         self.starts_usable = options.source != "scratch"
         self.quantize = options.quantize
         lm.bits = BITS[options.quantize] if options.quantize else None
+        self.remark = cost(options.quantize, lm.device) if options.quantize else ""
         if options.lora_rank:
             lm.adapt(options.lora_rank, options.lora_alpha)
 
@@ -150,7 +151,7 @@ class DraftModel(Autoregressive):
         if self.quantize is None:
             return {}
         plain = copy.deepcopy(self)
-        plain.quantize = plain.lm.bits = None
+        plain.quantize, plain.lm.bits, plain.remark = None, None, ""
         return {"unquantised": plain}
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:

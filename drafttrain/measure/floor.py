@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from time import perf_counter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from drafttrain.ops.quantised import stored_bytes
 from drafttrain.speculate import Decoded
 from drafttrain.target import TargetShape
 
@@ -18,10 +19,44 @@ def step_floor(
     """Seconds that one step must take at least: all weights once and the batch's KV at half of its output; None on a CPU."""
     if device.type != "cuda":
         return None
-    weights = sum(p.numel() * p.element_size() for m in modules for p in m.parameters())
     positions = sum(r.prompt_tokens + len(r.tokens) / 2 for r in wave.results)
-    cached = 2 * shape.blocks * shape.kv_heads * shape.head_dim * dtype.itemsize * positions
-    return (weights + cached) / copy_bandwidth(device)
+    return (weight_bytes(*modules) + kv_bytes(shape, dtype, positions)) / copy_bandwidth(device)
+
+
+def weight_bytes(*models: nn.Module) -> int:
+    """Bytes of the weights that a step reads, each tensor once, whoever shares it.
+
+    An embedding table is read by rows: it counts only where it is an output matrix too. Quantised weights count as they are
+    stored. A model that is split among processes counts with this process's part. A drafter's weights count once, though a
+    drafter may read them in each of its passes: a cache can hold them, so more is no floor.
+    """
+    read: dict[int, int] = {}
+    for model in models:
+        _count(model, None, read)
+    return sum(read.values())
+
+
+def _count(module: nn.Module, bits: int | None, read: dict[int, int]) -> None:
+    """Add a module's weights to `read`, bytes by address. bits: of the linear maps that decoding quantises (`substitute`)."""
+    bits = getattr(module, "bits", None) or bits
+    base = getattr(module, "base_layer", None)
+    if isinstance(base, nn.Module):  # decoding merges low-rank adapters into it
+        return _count(base, bits, read)
+    if not isinstance(module, nn.Embedding):
+        read |= {_address(p): p.numel() * p.element_size() for p in module.parameters(recurse=False)}
+    if bits is not None and isinstance(module, nn.Linear):
+        read[_address(module.weight)] = stored_bytes(module.out_features, module.in_features, bits)
+    for child in module.children():
+        _count(child, bits, read)
+
+
+def _address(weight: Tensor) -> int:
+    return weight.data_ptr() or id(weight)
+
+
+def kv_bytes(shape: TargetShape, dtype: torch.dtype, positions: float) -> float:
+    """Bytes of so many positions' keys and values in all blocks."""
+    return 2 * shape.blocks * shape.kv_heads * shape.head_dim * dtype.itemsize * positions
 
 
 def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10) -> float:

@@ -66,7 +66,12 @@ def _windowed(q_BhTD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, window: int, scale
 
 
 def _fused(q_BhRD: Tensor, k_BgPD: Tensor, v_BgPD: Tensor, mask_RP: Tensor | None, scale: float | None) -> Tensor:
-    """Causal without a mask. On a GPU only the flash kernel shares keys among heads; without it all scores would be there."""
+    """Causal without a mask.
+
+    On a GPU flash and cuDNN's kernels share keys among heads, the memory-efficient one does not; without one of the first two
+    all scores would be there. By its sources torch tries cuDNN first on capability 9.0 and 10.0 where cuDNN is newer than 9.15,
+    and builds a plan for each new shape there; else, and with TORCH_CUDNN_SDPA_DEPRIORITIZED=1, flash. gpu-bench times both.
+    """
     groups = q_BhRD.shape[1] // k_BgPD.shape[1]
     if q_BhRD.is_cuda and groups > 1 and (mask_RP is not None or q_BhRD.dtype == torch.float32):
         k_BgPD, v_BgPD, groups = k_BgPD.repeat_interleave(groups, 1), v_BgPD.repeat_interleave(groups, 1), 1

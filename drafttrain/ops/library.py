@@ -18,7 +18,7 @@ from torch import Tensor
 from drafttrain.ops import build
 
 SWITCH = "DRAFTTRAIN_KERNELS"  # "off": plain torch only
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)

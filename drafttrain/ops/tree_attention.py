@@ -71,11 +71,13 @@ def reference(
 
 def bits_of(ancestor_BNN: Tensor) -> Tensor:
     """[B, N] int64 from [B, N, N] bool, at most 64 nodes: bit j of entry i is entry [i, j]. Bit 63 is the sign."""
+    assert ancestor_BNN.shape[-1] <= MOST_NODES  # a shift by 64 or more is undefined
     node_N = torch.arange(ancestor_BNN.shape[-1], device=ancestor_BNN.device)
     return (ancestor_BNN.long() << node_N).sum(-1)
 
 
 def ancestors_of(bits_BN: Tensor) -> Tensor:
     """[B, N, N] bool, the inverse of `bits_of`."""
+    assert bits_BN.shape[-1] <= MOST_NODES
     node_N = torch.arange(bits_BN.shape[-1], device=bits_BN.device)
     return (bits_BN[..., None] >> node_N & 1).bool()

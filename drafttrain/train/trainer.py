@@ -107,6 +107,8 @@ class Trainer:
         if self.job.drafter.starts_usable and first == 0 and not (self.keeper.folder / checkpoint_name(0)).exists():
             self._checkpoint(say)  # what distillation is to be compared with
         with ExitStack() as stack:
+            if isinstance(self.features, Cached):
+                stack.callback(self.features.close)
             watchdog = stack.enter_context(Watchdog(self.run_dir / "logs", self.world.rank, options.hang_timeout, say))
             trace = stack.enter_context(Profile(window(options.profile, first, options.steps), self._trace_file(), say))
             bar = stack.enter_context(console.bar(options.steps, first))
@@ -232,16 +234,17 @@ class Trainer:
             return Work(micro, sum(len(row.token_ids) for row in rows))
 
     def _begin_next(self, left: list[TrainBatch], step: int) -> None:
-        """Begin with the next batch's states, if they are to be. left: batches of this step. Replies of the drafter's own model
-        wait for its weights, and the last step has none behind it."""
-        job = self.job
-        if not job.prefetch or job.adapter is not None or job.train.on_policy:
+        """Begin with the next batch's states, if they are to be: cached ones always. left: batches of this step. Replies of the
+        drafter's own model wait for its weights, and the last step has none behind it."""
+        job, cached = self.job, self.features if isinstance(self.features, Cached) else None
+        if not (job.prefetch or cached) or job.adapter is not None or job.train.on_policy:
             return
+        begin = cached.begin if cached else self.prefetch.start
         if left:
-            self.prefetch.start(left[0])
+            begin(left[0])
         elif step + 1 < job.train.steps:
             self._next = step + 1, self._work(step + 1)
-            self.prefetch.start(self._next[1].micro[0])
+            begin(self._next[1].micro[0])
 
     def _batch(self, rows: Any) -> TrainBatch:
         pad = self.job.loaded.tokenizer.pad_token_id

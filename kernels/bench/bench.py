@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kernels.bench import baselines, check, steps
+from kernels.bench import baselines, check, prefill, steps
 from kernels.bench.case import Case
 from kernels.bench.cases import BATCHES, CONTEXTS, GOALS, timed
 from kernels.bench.machine import Copy, Machine, Race, Replay, nbytes
@@ -52,7 +52,7 @@ def jobs(machine: Machine) -> list[Job]:
     context = 64 if machine.rehearsal else CONTEXT
     named = 0 if machine.rehearsal else len(GOALS)
     found = operators[:named] + alone(first, context, machine) + baselines.jobs(first, context, machine) + operators[named:]
-    found += batched(first, context, machine)
+    found += prefill.jobs(machine) + batched(first, context, machine)
     for model in others:
         found += alone(model, context, machine) + baselines.jobs(model, context, machine) + batched(model, context, machine)
     return found

@@ -50,6 +50,7 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
     yield goals(known)
     yield from titled("Steps", steps(bench))
     yield from titled("Beside transformers", beside(bench))
+    yield from titled("Attention of a prompt", prefills(bench))
     yield from titled("Operators", operators(bench))
     yield from titled("Training steps", trainings(train))
     yield from titled("The training loss", losses(train))
@@ -104,6 +105,18 @@ def beside(bench: Section) -> list[str]:
             ours, theirs = entry["figures"]["ours_ms"], entry["figures"]["theirs_ms"]
             size = context.removeprefix("context=")
             rows.append(row(model, size, other, f"{ours:.3f}{age(entry)}", f"{theirs:.3f}", f"{theirs / ours:.2f}"))
+    return rows
+
+
+def prefills(bench: Section) -> list[str]:
+    """One row for each order of torch's kernels."""
+    rows, found = [], measured(bench, "prefill attention")
+    for _, entry in found:
+        for order, f in entry["figures"].items():
+            if not rows:
+                rows = table("order", "kernel", *(f"{n} tokens, ms" for n in f["ms"]), "new length, ms", "again, ms")
+            times = (number(ms, 3) for ms in f["ms"].values())
+            rows.append(row(order + age(entry), f["kernel"], *times, number(f["first_ms"], 3), number(f["second_ms"], 3)))
     return rows
 
 

@@ -19,6 +19,7 @@ from drafttrain.ahead import Launched
 from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafter import Commit, Drafter
 from drafttrain.kv import PAGE, KVCache
+from drafttrain.measure.floor import kv_bytes, weight_bytes
 from drafttrain.sampling import Sampling
 from drafttrain.session import Session
 from drafttrain.speculate import Controls, Decoder
@@ -26,7 +27,7 @@ from drafttrain.target import Taps
 from drafttrain.targets.fast import FastTarget
 from drafttrain.tree import DraftTree, Path, TreeShape
 from kernels.bench.cases import NODES
-from kernels.bench.machine import Copy, Machine, Race, nbytes
+from kernels.bench.machine import Copy, Machine, Race
 from kernels.bench.models import REHEARSED, TIMED, random_model
 from kernels.bench.suite import Job, RedError, SkipError
 from kernels.bench.trace import traced
@@ -172,28 +173,19 @@ def target_of(model: str, machine: Machine) -> FastTarget:
     return FastTarget(random_model(config, torch.bfloat16, machine.device))
 
 
-def weights(target: FastTarget) -> int:
-    """Bytes of the weights that every step reads: all but an embedding table that is no output matrix too."""
-    embedding, head = target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight
-    whole = nbytes(target.model.parameters())
-    return whole if embedding is head else whole - nbytes([embedding])
-
-
-def cached(target: FastTarget, rows: int, positions: int) -> int:
-    """Bytes of so many positions' keys and values in all blocks."""
-    shape = target.shape
-    return 2 * shape.blocks * shape.kv_heads * shape.head_dim * target.dtype.itemsize * rows * positions
-
-
 def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
     """By node count, as text: milliseconds, share of the floor, ratio to plain. Raises SkipError where it does not fit."""
     target = target_of(setting.model, machine)
-    if not machine.rehearsal and cached(target, setting.rows, setting.context + ROOM) + MARGIN > machine.free:
+    if (
+        not machine.rehearsal
+        and kv_bytes(target.shape, target.dtype, setting.rows * (setting.context + ROOM)) + MARGIN > machine.free
+    ):
         raise SkipError("its cache does not fit the GPU's memory")
     shared, copy = Shared(target), Copy(machine)
     stations = {nodes: Station(shared, setting, nodes, machine) for nodes in NODES}
     race = Race.run({str(nodes): station.seconds for nodes, station in stations.items()}, copy, REPEATS)
-    floor = (weights(target) + cached(target, setting.rows, setting.context)) / race.bandwidth
+    kept = kv_bytes(target.shape, target.dtype, setting.rows * setting.context)
+    floor = (weight_bytes(target.model) + kept) / race.bandwidth
     figures: dict[str, Any] = {"floor_ms": 1e3 * floor, "copy_bandwidth": race.bandwidth}
     for nodes, station in stations.items():
         step = race.seconds[str(nodes)]

@@ -12,12 +12,12 @@
 #include "../include/drafttrain/lossless.h"
 #include "../include/drafttrain/noise.h"
 #include "../include/drafttrain/rows.h"
+#include "types.h"
 #include "verdicts.h"
 
 namespace {
 
 using namespace drafttrain;
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 template <typename T>
@@ -28,16 +28,6 @@ T* data(const Tensor& x) {
 template <typename T>
 T* data(const std::optional<Tensor>& x) {
     return x ? static_cast<T*>(x->data_ptr()) : nullptr;
-}
-
-template <typename F>
-void by_type(const Tensor& x, F f) {
-    if (x.scalar_type() == ScalarType::Float)
-        f(float());
-    else if (x.scalar_type() == ScalarType::BFloat16)
-        f(BFloat16());
-    else
-        STD_TORCH_CHECK(false, "the CPU operators take float32 and bfloat16");
 }
 
 // f(b) for every row, over threads where a row of the vocabulary is work enough.

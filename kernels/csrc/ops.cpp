@@ -14,11 +14,11 @@
 #include "../include/drafttrain/attend.h"
 #include "../include/drafttrain/rows.h"
 #include "schema.h"
+#include "types.h"
 
 namespace {
 
-using drafttrain::BFloat16;
-using torch::headeronly::ScalarType;
+using drafttrain::by_type;
 using torch::stable::Tensor;
 
 constexpr int64_t kSerial = 1 << 15;  // multiply-adds below which a second thread costs more than it brings
@@ -39,16 +39,6 @@ void parallel(int64_t tasks, bool serial, const F& f) {
         f(0, tasks);
     else
         torch::stable::parallel_for(0, tasks, 1, f);
-}
-
-template <typename F>
-void by_type(const Tensor& x, F f) {
-    if (x.scalar_type() == ScalarType::Float)
-        f(float());
-    else if (x.scalar_type() == ScalarType::BFloat16)
-        f(BFloat16());
-    else
-        STD_TORCH_CHECK(false, "the CPU operators take float32 and bfloat16");
 }
 
 void rms_norm(const Tensor& x, const std::optional<Tensor>& delta, const Tensor& weight, double eps, const Tensor& summed,

@@ -12,6 +12,7 @@
 #include "../include/drafttrain/simd.h"
 #include "../include/drafttrain/top.h"
 #include "../include/drafttrain/tree.h"
+#include "types.h"
 
 namespace {
 
@@ -68,12 +69,7 @@ void top(const Tensor& logits, const std::optional<Tensor>& ids, const Tensor& v
     STD_TORCH_CHECK(k >= 1 && k <= kMostTop && k <= logits.size(1), "top finds 1 to 64 of a row, and no more than there are");
     STD_TORCH_CHECK(value.scalar_type() == ScalarType::Float, "top's values are float32");
     const int64_t* names = ids ? data<int64_t>(*ids) : nullptr;
-    if (logits.scalar_type() == ScalarType::Float)
-        top_of<float>(logits, names, value, index);
-    else if (logits.scalar_type() == ScalarType::BFloat16)
-        top_of<BFloat16>(logits, names, value, index);
-    else
-        STD_TORCH_CHECK(false, "the CPU operators take float32 and bfloat16");
+    by_type(logits, [&](auto kind) { top_of<decltype(kind)>(logits, names, value, index); });
 }
 
 void tree_links(const Tensor& parent, const Tensor& depth, const Tensor& bits) {

@@ -22,6 +22,7 @@ LOG2_E = 1.4426950408889634
 WAVES = 2  # programs a processor that the splits fill
 LEAST_KEYS = 128  # of a split: below that, joining the parts costs more than it saves
 MOST_SPLITS = 128
+MOST_NODES = tl.constexpr(64)  # bits of an int64
 
 
 @triton.jit
@@ -50,7 +51,8 @@ def _step(
 def _seen(key_K, held_K, prefix, bits_R, position_R, position, window, WINDOWED: tl.constexpr):
     """[R, K]: the prefix and the node's ancestors, within the window."""
     node_K = key_K - prefix
-    shift_K = tl.maximum(node_K, 0)
+    # lanes of the prefix, and of what lies past the tree, get an amount too: a shift by 64 or more is undefined
+    shift_K = tl.minimum(tl.maximum(node_K, 0), MOST_NODES - 1)
     # the sign bit is bit 63: shifted in again and again, and masked away
     ancestor_RK = ((bits_R[:, None] >> shift_K[None, :].to(tl.int64)) & 1) != 0
     seen_RK = held_K[None, :] & ((node_K < 0)[None, :] | ancestor_RK)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console as RichConsole
 from safetensors.torch import load_file
 
+from drafttrain.batch import TrainBatch
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import Dataset, load_dataset
 from drafttrain.drafters import families
-from drafttrain.errors import UserError
+from drafttrain.errors import Interrupted, UserError
 from drafttrain.features import FeatureOptions, layout
 from drafttrain.features.cached import Cached
 from drafttrain.losses import LossOptions
@@ -87,6 +91,35 @@ def test_in_float32_training_is_that_on_the_target_itself(
         torch.testing.assert_close(b[key], tensor, atol=1e-5, rtol=1e-4)
     taus = [json.loads((f / "checkpoints/step-00004/trainer.json").read_text())["expected_tau"] for f in (online, ours)]
     assert taus[0] == pytest.approx(taus[1])
+
+
+@pytest.mark.parametrize("name", ["eagle3"])
+def test_reading_ahead_changes_no_bit(
+    name: str, loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features, _ = cached(name, loaded, data, world, tmp_path)
+    begun: list[TrainBatch] = []
+    ahead = Cached.begin
+    monkeypatch.setattr(Cached, "begin", lambda self, batch: begun.append(batch) or ahead(self, batch))
+    ours = train(name, loaded, data, world, tmp_path / "ahead", features)
+    assert len(begun) == OPTIONS.steps * 2 - 1, "every micro-batch but the first"
+    monkeypatch.setattr(Cached, "begin", lambda self, batch: None)
+    theirs = train(name, loaded, data, world, tmp_path / "serial", features)
+    assert last_weights(ours).read_bytes() == last_weights(theirs).read_bytes()
+    assert (ours / "loss").read_text() == (theirs / "loss").read_text()
+
+
+def test_no_thread_outlives_a_training_that_is_interrupted(
+    loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
+) -> None:
+    features, _ = cached("medusa", loaded, data, world, tmp_path)
+    shape = asdict(families()["medusa"].options(**SHAPES["medusa"]))
+    job = Job(loaded, build("medusa", loaded.target), "medusa", shape, data, OPTIONS, DeepSpeedOptions(), LossOptions(), 4)
+    trainer = Trainer(replace(job, features=features), world, tmp_path / "run")
+    asked: Any = SimpleNamespace(asked=True)
+    with pytest.raises(Interrupted):
+        trainer.train(None, Console(None), asked)
+    assert not [t for t in threading.enumerate() if t.name.startswith("features")]
 
 
 def _must_not_run(*_: object) -> None:

@@ -36,6 +36,13 @@ def arguments(material: Path, *more: str) -> tuple[str, ...]:
     return ("fit", "recipe=medusa", "target=hf", *paths, *QUIET, *more)
 
 
+def test_quantised_targets_are_said_to_save_memory_alone(
+    command: Command, material: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(*arguments(material, "target.weights=int8")) == 0
+    assert "target.weights=int8 saves memory, not time" in capsys.readouterr().out
+
+
 def test_conversations_for_a_tokenizer_without_a_chat_template(
     command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -128,7 +128,7 @@ def sizes(machine: str, rounds: int) -> Iterator[tuple[int, int, int, int, torch
     for seed, (N, V) in enumerate(
         [(9, 5), (6, 17), (12, 4096), (5, 4099), (7, 8200), (4, 12296), (64, 33), (1, 4100), (90, 3)]
     ):
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in library.DTYPES:
             yield 1000 + seed, rows, N, V, dtype
 
 
@@ -186,7 +186,7 @@ def test_likely(machine: str, epsilon: float, delta: float, monkeypatch: pytest.
 def test_sample(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = total = 0
     for V in (1, 2, 5, 17, 4095, 4096, 4097, 12301):
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in library.DTYPES:
             c = case(V, 200 if machine == "cpu" else 4, 2, V, dtype=dtype)
             logits_MV = c.logits_BNV[:, 0].contiguous().repeat_interleave(2, 0)  # keys and temperatures serve two rows each
             at_M = c.position_BN.flatten()

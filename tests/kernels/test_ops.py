@@ -1,4 +1,4 @@
-"""Every compiled operator against its plain-torch twin: odd sizes, both dtypes, NaN in outputs and in foreign memory."""
+"""Every compiled operator against its plain-torch twin: odd sizes, every dtype, NaN in outputs and in foreign memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from drafttrain.tree import DraftTree, ancestors
 from tests.helpers import tiny_model
 
 compiled = pytest.mark.skipif(not library.state().loaded, reason=library.state().text)
-DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 seeds = st.integers(0, 2**31)
 
 
@@ -75,6 +75,28 @@ def test_rms_norm(poison: None, dtype: torch.dtype, width: int) -> None:
         rtol=DTYPES[dtype],
         atol=DTYPES[dtype],
     )
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_served_dtype_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> None:
+    """All 16-bit patterns, and sums over the whole range: subnormal, halfway between two numbers, too large."""
+    torch.manual_seed(0)
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(1, -1)
+    x = every.view(dtype) if dtype.itemsize == 2 else every.view(torch.float16).float()
+    for delta in (x.flip(-1), x.roll(1, -1), x[:, torch.randperm(2**16)], torch.zeros_like(x)):
+        summed = norm_op.rms_norm(x, delta, torch.ones(2**16, dtype=dtype), 1e-5)[0]
+        torch.testing.assert_close(summed, x + delta, rtol=0, atol=0, equal_nan=True)
+
+
+@compiled
+def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(1, 4)
+    assert (torch.float32, torch.bfloat16, torch.float16) == library.DTYPES
+    assert all(library.serves(x.to(dtype)) for dtype in library.DTYPES)
+    assert not library.serves(x.double()) and not library.serves(x.long()) and not library.serves(x.to("meta"))
+    with torch.inference_mode(False), torch.enable_grad():
+        assert not library.serves(x)
 
 
 @compiled

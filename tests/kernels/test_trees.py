@@ -134,7 +134,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", library.DTYPES)
 @pytest.mark.parametrize(("vocab", "k"), [(1, 1), (16, 16), (100, 1), (1000, 64), (5003, 10)])
 def test_top(vocab: int, k: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocab)

@@ -55,6 +55,8 @@ ATTENTION = {
     "tree": (60, 32, 8, 128, torch.bfloat16, None),
     "tree-window": (60, 32, 8, 128, torch.bfloat16, 4096),
     "half": (16, 32, 8, 64, torch.float16, None),
+    "half-tree": (60, 32, 8, 128, torch.float16, 4096),
+    "half-wide": (60, 16, 2, 256, torch.float16, None),
     "width-80": (5, 32, 32, 80, torch.bfloat16, None),
     "wide": (60, 16, 2, 256, torch.bfloat16, 1024),
     "single": (7, 8, 1, 128, torch.float32, None),
@@ -86,7 +88,8 @@ def test_divergence_compiles(name: str, capability: int, tmp_path: Path) -> None
     from drafttrain.kernels.triton import divergence as kernels
 
     number, hit = meta(64, dtype=torch.float32), meta(64, dtype=torch.bool)
-    for vocabulary, dtype, sloped in ((128256, torch.bfloat16, True), (50257, torch.float32, False)):
+    sizes = ((128256, torch.bfloat16, True), (50257, torch.float32, False), (128256, torch.float16, True))
+    for vocabulary, dtype, sloped in sizes:
         logits = meta(64, vocabulary, dtype=dtype)
         launch = kernels.launch(logits, logits, meta(64), name, number, hit, number, logits if sloped else None)
         check(launch.compile(capability), capability, tmp_path)
@@ -151,6 +154,13 @@ def test_bits(nodes: int) -> None:
     bits = attention_op.bits_of(ancestor)
     assert bits.dtype == torch.int64 and torch.equal(attention_op.ancestors_of(bits), ancestor)
     assert bits[0, 0] == (-1 if nodes == 64 else 2**nodes - 1)
+
+
+def test_more_nodes_than_bits_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        attention_op.bits_of(torch.ones(1, 65, 65, dtype=torch.bool))
+    with pytest.raises(AssertionError):
+        attention_op.ancestors_of(torch.ones(1, 65, dtype=torch.long))
 
 
 @pytest.mark.parametrize("name", divergence_op.NAMES)

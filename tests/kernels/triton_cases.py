@@ -146,6 +146,27 @@ def test_a_node_that_sees_nothing_gets_zeros() -> None:
         assert torch.equal(out[:, 2], torch.zeros_like(out[:, 2])) and out[:, 3].abs().sum() > 0
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter alone says by how much a lane is shifted")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_no_lane_is_shifted_by_more_bits_than_there_are(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """A step of 128 keys holds up to 127 lanes past the prefix's end, for a tree of one node and of 64."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    amounts: list[int] = []
+    plain = InterpreterBuilder.create_ashr
+
+    def recorded(self: Any, left: Any, right: Any) -> Any:
+        amounts.extend((int(right.data.min()), int(right.data.max())))
+        return plain(self, left, right)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_ashr", recorded)
+    for case in (Case(1, 2, 1, 16, (200, 0)), Case(64, 2, 1, 64, (0, 70)), Case(5, 2, 1, 64, (0, 300), window=90, slack=400)):
+        inputs = Inputs.of(case, dtype)
+        found, wanted = (inputs.through(f, case) for f in (attention_op.tree_attention, attention_op.reference))
+        torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert amounts and min(amounts) >= 0 and max(amounts) <= 63
+
+
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 def test_a_captured_graph_follows_the_lengths() -> None:
     case = Case(8, 4, 2, 64, (700, 20))

@@ -33,7 +33,7 @@ def test_every_section_is_rehearsed(name: str, tmp_path: Path, capsys: pytest.Ca
     assert train.main([name, "--divide", divide, "--repeats", "1", "--device", "cpu", "--results", str(tmp_path)]) == 0
     record = json.loads((tmp_path / f"{name}.json").read_text())
     assert record["torch"] == torch.__version__ and record["divide"] == int(divide)
-    parts = {"packing": ["lines"], "overlap": ["lines"], "objective": ["cells"]}
+    parts = {"packing": ["lines"], "overlap": ["lines"], "reading": ["lines"], "objective": ["cells"]}
     for part in parts.get(name, ["unrolled, 4 steps", "blocks of 16"]):
         assert record[part]
         assert all(figure["value"] > 0 if part == "lines" else figure["other_seconds"] > 0 for figure in record[part])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from drafttrain.kv import PAGE
 from drafttrain.measure.exactness import Match, compare
-from drafttrain.ops import library
+from drafttrain.ops import greedy_accept, library, lossless_accept, sample
 from drafttrain.request import Request, Result, StopText
 from drafttrain.sampling import Sampling, law
 from drafttrain.session import Session
@@ -188,16 +188,37 @@ def test_a_nodes_logits_are_those_of_its_path_alone(gradients: bool, seed: int, 
                 torch.testing.assert_close(found[row, node], wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_every_divergence_in_bfloat16_is_a_near_tie() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_divergence_in_a_narrow_format_is_a_near_tie(dtype: torch.dtype) -> None:
     if not library.state().loaded:  # torch's own kernels sum a node's attention in another order for each number of rows
         pytest.skip(f"in a random model their rounding grows past the last place: {library.state().text}")
-    target = FastTarget(tiny_model().to(torch.bfloat16))
+    target = FastTarget(tiny_model().to(dtype))
     asked = prompts(8, seed=12)
     plain = [r.tokens for r in Decoder(target, None, "greedy", Sampling(), max_new_tokens=40).run(asked, 8).results]
     drafter = Scripted(oracle([p + t for p, t in zip(asked, plain, strict=True)]), TREE)
     ours = [r.tokens for r in Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=40).run(asked, 4).results]
-    matches = compare(target, torch.bfloat16, asked, ours, plain, target.device)
+    matches = compare(target, dtype, asked, ours, plain, target.device)
     assert Match.UNEXPLAINED not in matches
+
+
+@pytest.mark.parametrize("paths", [TREE, CHAIN], ids=["tree", "chain"])
+def test_a_float16_target_verifies_by_the_compiled_operators(paths: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not library.state().loaded:
+        pytest.skip(library.state().text)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the plain-torch twin ran where the compiled operator should")
+
+    for module in (lossless_accept, greedy_accept, sample):
+        monkeypatch.setattr(module, "reference", refuse)
+    target, asked = FastTarget(tiny_model().half()), prompts(6, seed=4)
+    for sampling in (Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=20, seed=5)):
+        plain = Decoder(target, None, "lossless", sampling, max_new_tokens=24).run(asked, 6)
+        assert all(len(r.tokens) == 24 for r in plain.results)
+        drafter = Scripted(oracle([p + r.tokens for p, r in zip(asked, plain.results, strict=True)]), paths)
+        ours = Decoder(target, drafter, "lossless", sampling, max_new_tokens=24).run(asked, 6)
+        assert all(len(r.tokens) == 24 for r in ours.results)
+        assert sum(r.verifications for r in ours.results) < sum(len(r.tokens) for r in ours.results)
 
 
 def test_requests_wait_for_pages_and_enter_in_order() -> None:

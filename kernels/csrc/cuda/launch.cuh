@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "../../include/drafttrain/device.cuh"
+#include "../types.h"
 
 #ifdef DRAFTTRAIN_EMULATE
 #define DRAFTTRAIN_CUDA_OPS(m) STABLE_TORCH_LIBRARY_IMPL(drafttrain_emulated, CPU, m)
@@ -31,16 +32,6 @@ T* data(const Tensor& x) {
 template <typename T>
 T* data(const std::optional<Tensor>& x) {
     return x ? static_cast<T*>(x->data_ptr()) : nullptr;
-}
-
-template <typename F>
-void by_type(const Tensor& x, F f) {
-    if (x.scalar_type() == ScalarType::Float)
-        f(float());
-    else if (x.scalar_type() == ScalarType::BFloat16)
-        f(BFloat16());
-    else
-        STD_TORCH_CHECK(false, "the CUDA operators take float32 and bfloat16");
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -69,13 +69,15 @@ inline Floats exp(Floats x) {
     return y * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
 }
 
-inline Floats load(const BFloat16* p) {
+template <typename T>
+Floats load(const T* p) {
     Floats v;
     for (int i = 0; i < kLanes; i++) v[i] = to_float(p[i]);
     return v;
 }
 
-inline void store(BFloat16* p, Floats v) {
+template <typename T>
+void store(T* p, Floats v) {
     for (int i = 0; i < kLanes; i++) from_float(v[i], &p[i]);
 }
 
@@ -83,7 +85,7 @@ inline void store(BFloat16* p, Floats v) {
 template <typename T>
 Floats rounded(Floats v) {
     if constexpr (sizeof(T) == sizeof(float)) return v;
-    BFloat16 narrow[kLanes];
+    T narrow[kLanes];
     store(narrow, v);
     return load(narrow);
 }
