@@ -8,6 +8,7 @@ anything is red, 2 without a GPU.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from drafttrain.ops import library
 from kernels.bench import ladder, sanitize
 from kernels.bench.case import Case, complaint, copied, poison, poisoned, widened, without_twins
-from kernels.bench.cases import checked
+from kernels.bench.cases import checked, first
 from kernels.bench.machine import Machine, Replay
 from kernels.bench.suite import Job, RedError, Suite
 
@@ -61,12 +62,27 @@ def compiled(case: Case, machine: Machine) -> Any:
 
 
 def jobs(machine: Machine) -> list[Job]:
-    found = [
-        Job(f"{case.name} {str(dtype).removeprefix('torch.')}", case.op, "operators", partial(check, case, dtype, machine))
-        for case in checked(machine.rehearsal)
+    return [*operators(checked(machine.rehearsal), machine), *sanitize.jobs(machine), *ladder.jobs(machine)]
+
+
+def operators(cases: Iterable[Case], machine: Machine) -> list[Job]:
+    return [
+        Job(name_of(case, dtype), case.op, case.modules, partial(check, case, dtype, machine))
+        for case in cases
         for dtype in case.dtypes
     ]
-    return [*found, *sanitize.jobs(machine), *ladder.jobs(machine)]
+
+
+def name_of(case: Case, dtype: torch.dtype) -> str:
+    return f"{case.name} {str(dtype).removeprefix('torch.')}"
+
+
+def needed(operators: Sequence[str], machine: Machine, texts: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
+    """The fields of a `Job` whose figures rest on these operators, and on these drafters' greedy texts: what has to pass
+    before is every operator at two sizes and each text once; whatever else of these operators is red blocks it, too.
+    """
+    names = [name_of(case, dtype) for case in first(machine.rehearsal) if case.op in operators for dtype in case.dtypes]
+    return {"needs": (*names, *map(ladder.simplest, texts)), "heeds": tuple(operators)}
 
 
 def main() -> int:

@@ -27,6 +27,7 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target
+from kernels.bench import sources
 from kernels.bench.machine import Machine
 from kernels.bench.models import LADDER, random_model
 from kernels.bench.rounding import explains
@@ -191,5 +192,33 @@ def rungs(machine: Machine) -> list[Rung]:
     return found
 
 
+def early(machine: Machine) -> list[Rung]:
+    """About thirty that come first: plain decoding by every policy and in every model, each family once, by the policies in
+    turn, and each kind of tree once.
+    """
+    there, model = set(rungs(machine)), next(iter(LADDER))
+    policies = ["greedy", *SAMPLED]
+    found = [Rung(model, "float32", PLAIN, policy) for policy in policies]
+    found += [Rung(other, "bfloat16", PLAIN, "greedy") for other in [*LADDER, EMBEDDED]]
+    found += [Rung(model, "float32", name, policies[i % len(policies)]) for i, name in enumerate(families())]
+    trees = {name.partition("-")[2]: name for name in variants()}  # of each kind, one drafter
+    found += [Rung(model, "float32", name, "greedy") for kind, name in trees.items() if kind]
+    greedy = [replace(rung, policy="greedy") for rung in found]  # in a rehearsal not every policy is there
+    return list(
+        dict.fromkeys(rung for rung in (r if r in there else g for r, g in zip(found, greedy, strict=True)) if rung in there)
+    )
+
+
+def simplest(drafter: str) -> str:
+    """The name of a drafter's first check."""
+    return Rung(next(iter(LADDER)), "float32", drafter, "greedy").name
+
+
+def job(rung: Rung, machine: Machine) -> Job:
+    family = rung.drafter.partition("-")[0]
+    modules = sources.DECODER if rung.drafter == PLAIN else (*sources.DECODER, *sources.of_family(family))
+    return Job(rung.name, f"texts {rung.dtype}", modules, partial(check, rung, machine))
+
+
 def jobs(machine: Machine) -> list[Job]:
-    return [Job(rung.name, f"texts {rung.dtype}", "decoder", partial(check, rung, machine)) for rung in rungs(machine)]
+    return [job(rung, machine) for rung in rungs(machine)]

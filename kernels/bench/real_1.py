@@ -25,7 +25,7 @@ from drafttrain.measure.decoding import decoder_of
 from drafttrain.ops import library
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
-from kernels.bench import check, report
+from kernels.bench import report
 from kernels.bench.corpus import collect
 from kernels.bench.machine import Machine
 from kernels.bench.pretrain import pretrain
@@ -129,11 +129,8 @@ def main() -> int:
     suite = Suite(SECTION, __doc__.splitlines()[0])
     maker = Maker(Folder(suite.arguments.real, suite.machine), suite.machine, suite.arguments.force)
     print(f"folder: {maker.folder.path}; operators: {library.state_on(suite.machine.device).text}", flush=True)
-    undone = suite.undone(check.SECTION, check.jobs(suite.machine))
-    reasons = [f"{len(undone)} checks of gpu-check have not passed here"] if undone and not suite.machine.rehearsal else []
-    reasons += [f"{', '.join(missing)} cannot be imported"] if (missing := lacking()) else []
-    if reasons:
-        print(f"note: gpu-real-2 will refuse: {'; '.join(reasons)}", flush=True)
+    if missing := lacking():
+        print(f"note: gpu-real-2 will refuse: {', '.join(missing)} cannot be imported", flush=True)
     code = suite.run(jobs(maker))
     if not suite.machine.rehearsal:
         print("\n".join(report.material(suite.results.known.get(SECTION, {}))), flush=True)

@@ -1,8 +1,8 @@
 """`make gpu-real-2`: drafters distilled from the target of `make gpu-real-1` by `drafttrain fit`, and what they are worth.
 
 Every recipe trains for the same time; then acceptance and speed are measured on prompts that neither the target nor a drafter
-was trained on. Refuses as `make gpu-bench` does, and where the target or its data is missing. A recipe that fails leaves the
-others' figures alone.
+was trained on. Checks come before as in `make gpu-bench`. Refuses where the target or its data is missing. A recipe that fails
+leaves the others' figures alone.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from multiprocessing import get_context
 from typing import Any
 
 from drafttrain.targets import TargetOptions
-from kernels.bench import report
-from kernels.bench.bench import refused
+from kernels.bench import check, report, steps
 from kernels.bench.distil import Asked, distil
 from kernels.bench.machine import Machine
 from kernels.bench.real import Folder, MissingError, Part, Scale, lacking, scale_of, there
 from kernels.bench.suite import Job, RedError, Suite
+from kernels.bench.throughput import modules_of
 
 SECTION = "real-2"
 PROBE, REHEARSED = 24, 2  # steps of the short run
+OPERATORS = (*steps.OPERATORS, "divergence")
 LIMIT = 150.0  # seconds of one recipe, all in all, after which its process is ended
 
 # what the recipes, made for a target of 192 hidden units, say otherwise for one of 1,024
@@ -88,7 +89,8 @@ def jobs(folder: Folder, machine: Machine, worker: Worker) -> list[Job]:
     found = []
     for name in RECIPES:
         asked, row = asked_of(name, folder, scale_of(machine), machine), folder.row(name)
-        found.append(Job(f"distil {name}", "drafters", "decoder", partial(kept, row, asked, worker), partial(there, row)))
+        needs, run = check.needed(OPERATORS, machine, texts=[name]), partial(kept, row, asked, worker)
+        found.append(Job(f"distil {name}", "drafters", modules_of(name), run, partial(there, row), **needs))
     return found
 
 
@@ -110,10 +112,8 @@ def main() -> int:
     except MissingError as error:
         print(f"gpu-{SECTION}: {error}", file=sys.stderr)
         return 1
-    if refused(suite):
-        return 1
     try:
-        code = suite.run(jobs(folder, suite.machine, worker))
+        code = suite.run(jobs(folder, suite.machine, worker), check.jobs(suite.machine))
     finally:
         worker.end()
     if not suite.machine.rehearsal:

@@ -11,14 +11,13 @@ from typing import Any
 from drafttrain.atomic import atomic_write_text
 from kernels.bench.goals import GOALS, shown
 from kernels.bench.machine import Machine
-from kernels.bench.results import FAILED, FOLDER, PASSED, ROOT, SOURCES, sources
+from kernels.bench.results import BLOCKED, FAILED, FOLDER, PASSED, Section, older, visible
+from kernels.bench.sources import ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- figures: written by the make gpu-... commands -->"
 END = "<!-- end of figures -->"
 NONE = "not measured yet"
-
-Section = dict[str, dict[str, Any]]
 
 
 def write(results: Path | None, machine: Machine) -> None:
@@ -39,7 +38,7 @@ def tables(folder: Path) -> str:
 
 
 def of_machine(known: dict[str, Any]) -> Iterable[str]:
-    facts = known.get("machine", {})
+    facts, known = known.get("machine", {}), visible(known)
     said = [f"{name} {facts[name]}" for name in ("memory", "cuda", "torch", "triton", "transformers") if name in facts]
     yield f"### {facts.get('name', 'No GPU so far')}\n"
     if facts.get("name") == "rehearsal":
@@ -70,13 +69,27 @@ def counted(check: Section) -> str:
 
 
 def goals(known: dict[str, Section]) -> str:
-    rows = table("goal", "wanted", "measured", "")
+    rows = [row(*cells) for cells in verdicts(known)]
+    return "\n".join([*table("goal", "wanted", "measured", ""), *rows]) + "\n"
+
+
+def verdicts(known: dict[str, Section]) -> Iterable[tuple[str, str, str, str]]:
+    """(goal, what is wanted, what was measured, verdict) of each goal, from `visible` results."""
     for goal in GOALS:
-        value = goal.value(known)
-        verdict = "" if value is None else "reached" if goal.reached(value) else "missed"
-        measured = NONE if value is None else shown(value, goal.unit) + age(known[goal.section][goal.case])
-        rows.append(row(goal.text, goal.wanted, measured, verdict))
-    return "\n".join(rows) + "\n"
+        value, entry = goal.value(known), known.get(goal.section, {}).get(goal.case, {})
+        if value is not None:
+            measured = shown(value, goal.unit) + age(entry)
+            yield goal.text, goal.wanted, measured, "reached" if goal.reached(value) else "missed"
+        else:
+            ended = {BLOCKED: "blocked", FAILED: "failed"}.get(entry.get("status", ""), "")
+            yield goal.text, goal.wanted, NONE, f"{ended}: {entry['note']}" if ended else ""
+
+
+def goals_text(known: dict[str, Any]) -> str:
+    """The goals as a terminal shows them."""
+    cells = [("goal", "wanted", "measured", ""), *verdicts(visible(known))]
+    widths = [max(len(row[i]) for row in cells) for i in range(3)]
+    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in cells)
 
 
 def steps(bench: Section) -> list[str]:
@@ -84,7 +97,7 @@ def steps(bench: Section) -> list[str]:
     names = ("model", "batch", "context", "nodes", "ms", "of the floor", "/ plain", "outside the target")
     rows = table(*names, "outside products and attention", "host waits", "capture")
     for name, entry in measured(bench, "step "):
-        model, batch, context = (part.split("=")[-1] for part in name.split()[1:])
+        model, batch, context = (part.split("=")[-1] for part in name.split()[1:4])
         for nodes, found in entry["figures"].items():
             if isinstance(found, dict):
                 rest = percent(1.0 - found["products"] - found["attention"]) if "products" in found else ""
@@ -203,7 +216,7 @@ def measured(section: Section, start: str) -> list[tuple[str, dict[str, Any]]]:
 
 def age(entry: dict[str, Any]) -> str:
     """Marks what other sources than these gave."""
-    return "" if entry["sources"] in map(sources, SOURCES) else " (older sources)"
+    return " (older sources)" if older(entry) else ""
 
 
 def percent(share: float | None) -> str:

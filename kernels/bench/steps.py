@@ -25,7 +25,9 @@ from drafttrain.speculate import Controls, Decoder
 from drafttrain.target import Taps
 from drafttrain.targets.fast import FastTarget
 from drafttrain.tree import DraftTree, Path, TreeShape
+from kernels.bench import check
 from kernels.bench.cases import NODES
+from kernels.bench.ladder import PLAIN
 from kernels.bench.machine import Copy, Machine, Race, nbytes
 from kernels.bench.models import REHEARSED, TIMED, random_model
 from kernels.bench.suite import Job, RedError, SkipError
@@ -36,6 +38,7 @@ REPEATS = 10
 ROOM = 8 * PAGE  # positions beyond the context: a run's new tokens, and a tree
 MARGIN = 6 << 30  # bytes left to activations and graphs
 TRACED = (1, 64)
+OPERATORS = ("rms_norm", "gated", "append", "tree_attention", "kv_keep", "greedy_accept", "tree_links")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,12 @@ class Setting:
     model: str
     rows: int
     context: int
+    nodes: tuple[int, ...] = NODES  # 1 among them: plain decoding, which the others are compared with
 
     @property
     def name(self) -> str:
-        return f"step {self.model} rows={self.rows} context={self.context}"
+        part = "" if self.nodes == NODES else f" nodes={','.join(map(str, self.nodes))}"
+        return f"step {self.model} rows={self.rows} context={self.context}{part}"
 
 
 class Offered(Drafter):
@@ -191,7 +196,7 @@ def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
     if not machine.rehearsal and cached(target, setting.rows, setting.context + ROOM) + MARGIN > machine.free:
         raise SkipError("its cache does not fit the GPU's memory")
     shared, copy = Shared(target), Copy(machine)
-    stations = {nodes: Station(shared, setting, nodes, machine) for nodes in NODES}
+    stations = {nodes: Station(shared, setting, nodes, machine) for nodes in setting.nodes}
     race = Race.run({str(nodes): station.seconds for nodes, station in stations.items()}, copy, REPEATS)
     floor = (weights(target) + cached(target, setting.rows, setting.context)) / race.bandwidth
     figures: dict[str, Any] = {"floor_ms": 1e3 * floor, "copy_bandwidth": race.bandwidth}
@@ -205,4 +210,7 @@ def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
 
 
 def job(setting: Setting, machine: Machine) -> Job:
-    return Job(setting.name, f"steps {setting.model}", "decoder", partial(measure, setting, machine))
+    needs = check.needed(
+        OPERATORS, machine, texts=(PLAIN, "medusa")
+    )  # one that verifies a chain of one, one that verifies trees
+    return Job(setting.name, f"steps {setting.model}", "decoder", partial(measure, setting, machine), **needs)
