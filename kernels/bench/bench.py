@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kernels.bench import baselines, check, steps
+from kernels.bench import baselines, check, drafting, steps
 from kernels.bench.case import Case
 from kernels.bench.cases import BATCHES, CONTEXTS, GOALS, NODES, timed
 from kernels.bench.ladder import PLAIN
@@ -25,6 +25,7 @@ from kernels.bench.steps import Setting
 from kernels.bench.suite import Job, Suite
 
 SECTION = "bench"
+OTHERS = tuple(baselines.MAKERS)
 CONTEXT = 4096  # that goals name
 REPEATS = 20
 MOST_SETS, MOST_BYTES = 24, 12 << 30  # of inputs in turn
@@ -53,7 +54,7 @@ def jobs(machine: Machine) -> list[Job]:
     """The most important first, then model by model."""
     first, *others = REHEARSED if machine.rehearsal else TIMED
     context = 64 if machine.rehearsal else CONTEXT
-    found = goals(machine) + beside(first, context, machine)
+    found = goals(machine) + beside(first, context, machine) + drafting.jobs(machine)
     found += [job for job in operators(timed(machine.rehearsal), machine) if job.name not in {named.name for named in found}]
     found += alone(first, context, machine)[1:] + batched(first, context, machine)
     for model in others:

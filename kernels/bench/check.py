@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from drafttrain.ops import library
-from kernels.bench import ladder, sanitize
+from kernels.bench import ladder, processes, sanitize, wheels
 from kernels.bench.case import Case, complaint, copied, poison, poisoned, widened, without_twins
 from kernels.bench.cases import checked, first
 from kernels.bench.machine import Machine, Replay
@@ -62,7 +62,12 @@ def compiled(case: Case, machine: Machine) -> Any:
 
 
 def jobs(machine: Machine) -> list[Job]:
-    return [*operators(checked(machine.rehearsal), machine), *sanitize.jobs(machine), *ladder.jobs(machine)]
+    return [*larger(machine), *processes.jobs(machine), *ladder.jobs(machine)]
+
+
+def larger(machine: Machine) -> list[Job]:
+    """Every operator at every size."""
+    return [*operators(checked(machine.rehearsal), machine), *sanitize.jobs(machine)]
 
 
 def operators(cases: Iterable[Case], machine: Machine) -> list[Job]:
@@ -87,6 +92,7 @@ def needed(operators: Sequence[str], machine: Machine, texts: Sequence[str] = ()
 
 def main() -> int:
     suite = Suite(SECTION, __doc__.splitlines()[0])
+    wheels.announce()  # for what several processes do
     state = library.state_on(suite.machine.device)
     print(f"operators: {state.text}", flush=True)
     if not state.loaded and not suite.machine.rehearsal:

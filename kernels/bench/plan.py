@@ -91,7 +91,10 @@ class Runner:
         """How it ended, in this run or before; None where it is to run."""
         if job.key in self.ran:
             return self.ran[job.key]
-        return None if self.limits.force or not job.lasts() else self.results.of(job)
+        if self.limits.force or not job.lasts():
+            return None
+        found = self.results.of(job)
+        return None if found is not None and found.status == SKIPPED and job.able() else found
 
     def blocked(self, job: Job) -> str | None:
         """The red check that blocks it. One that has not run yet is not red."""
@@ -139,6 +142,8 @@ class Runner:
             atomic_write_json(self.note, {"section": job.section, "name": job.name})
         entry = attempted(job) if cause is None else Entry(BLOCKED, note=why(cause))
         self.keep(job, entry)
+        if self.note is not None:
+            self.note.unlink(missing_ok=True)
         if entry.status == FAILED and not alive(self.results):
             raise DeadError
 

@@ -44,10 +44,16 @@ class Maker:
 
     def __init__(self, folder: Folder, machine: Machine, anew: bool) -> None:
         self.folder, self.machine, self.scale, self.anew = folder, machine, scale_of(machine), anew
-        self.began = perf_counter()
+        self.began: float | None = None  # when the first part was asked for
+
+    def clock(self) -> float:
+        """Seconds since then."""
+        self.began = self.began or perf_counter()
+        return perf_counter() - self.began
 
     def text(self) -> dict[str, Any]:
         """Raises RedError where the tokenizer is another one when it is loaded again."""
+        self.clock()
         found = self._made(self.folder.text, partial(collect, self.folder.text, self.scale))
         tokenizer = AutoTokenizer.from_pretrained(self.folder.text.path)
         sample = json.loads((self.folder.text.path / "asked.json").read_text(encoding="utf-8"))[0]
@@ -56,7 +62,7 @@ class Maker:
         return found
 
     def target(self) -> dict[str, Any]:
-        rest = self.scale.seconds - (perf_counter() - self.began) - self.scale.answering - SAVING
+        rest = self.scale.seconds - self.clock() - self.scale.answering - SAVING
         seconds = max(LEAST_PRETRAINING, min(self.scale.most_pretraining, rest))
         return self._made(self.folder.target, lambda: pretrain(self.folder, self.scale, seconds, self.machine))
 

@@ -16,11 +16,11 @@ from multiprocessing import get_context
 from typing import Any
 
 from drafttrain.targets import TargetOptions
-from kernels.bench import check, report, steps
+from kernels.bench import check, report, steps, wheels
 from kernels.bench.distil import Asked, distil
 from kernels.bench.machine import Machine
 from kernels.bench.real import Folder, MissingError, Part, Scale, lacking, scale_of, there
-from kernels.bench.suite import Job, RedError, Suite
+from kernels.bench.suite import Job, RedError, SkipError, Suite
 from kernels.bench.throughput import modules_of
 
 SECTION = "real-2"
@@ -90,27 +90,42 @@ def jobs(folder: Folder, machine: Machine, worker: Worker) -> list[Job]:
     for name in RECIPES:
         asked, row = asked_of(name, folder, scale_of(machine), machine), folder.row(name)
         needs, run = check.needed(OPERATORS, machine, texts=[name]), partial(kept, row, asked, worker)
-        found.append(Job(f"distil {name}", "drafters", modules_of(name), run, partial(there, row), **needs))
+        made, able = partial(there, row), partial(ready, folder)
+        found.append(Job(f"distil {name}", "drafters", modules_of(name), run, made, **needs, able=able))
     return found
 
 
 def kept(row: Part, asked: Asked, worker: Worker) -> dict[str, Any]:
-    """The drafter's row, which goes with the data that it was distilled from."""
+    """The drafter's row, which goes with the data that it was distilled from. Raises SkipError where that is missing."""
+    if reason := missing(row.source):
+        raise SkipError(reason)
     figures = worker.ask(asked)
     with row.written(figures):
         return figures
 
 
+def ready(folder: Folder) -> bool:
+    return missing(folder.data) is None
+
+
+def missing(data: Part | None) -> str | None:
+    """What a recipe lacks here: packages, or what gpu-real-1 makes."""
+    if names := lacking():
+        return f"{', '.join(names)} cannot be imported: run make gpu-wheels, or install what drafttrain depends on"
+    try:
+        assert data is not None
+        _ = data.figures
+    except MissingError as error:
+        return str(error)
+    return None
+
+
 def main() -> int:
     suite, worker = Suite(SECTION, __doc__.splitlines()[0]), Worker()
+    wheels.announce()
     folder = Folder(suite.arguments.real, suite.machine)
-    if missing := lacking():
-        print(f"gpu-{SECTION}: {', '.join(missing)} cannot be imported; install what drafttrain depends on", file=sys.stderr)
-        return 1
-    try:
-        _ = folder.data.figures
-    except MissingError as error:
-        print(f"gpu-{SECTION}: {error}", file=sys.stderr)
+    if reason := missing(folder.data):
+        print(f"gpu-{SECTION}: {reason}", file=sys.stderr)
         return 1
     try:
         code = suite.run(jobs(folder, suite.machine, worker), check.jobs(suite.machine))

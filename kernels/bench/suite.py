@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,8 @@ class Arguments:
     real: Path
     watched: Path | None  # the file that names the running case, for the process that watches this one
     dead: str  # why the case that this file names ended its process
+    minutes: float | None
+    stages: str
 
     @staticmethod
     def read(description: str) -> Arguments:
@@ -44,12 +46,11 @@ class Arguments:
         parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which no further case begins")
         parser.add_argument("--only", default="", help="cases whose names hold this")
         parser.add_argument("--real", type=Path, default=REAL, help="folder of gpu-real's target and data")
-        parser.add_argument("--minutes", type=float, help="the same in minutes")
+        parser.add_argument("--minutes", type=float, help="the budget of make gpu")
+        parser.add_argument("--stages", default="", help="stages of make gpu whose names hold this")
         parser.add_argument("--watched", type=Path, help=argparse.SUPPRESS)
         parser.add_argument("--dead", default="", help=argparse.SUPPRESS)
-        given = vars(parser.parse_args())
-        minutes = given.pop("minutes")
-        return Arguments(**given | ({} if minutes is None else {"budget": 60 * minutes}))
+        return Arguments(**vars(parser.parse_args()))
 
     @property
     def folder(self) -> Path | None:
@@ -80,11 +81,11 @@ class Suite:
         if self.machine.rehearsal:
             print("REHEARSAL on the CPU: the code is run, nothing is measured", flush=True)
 
-    def runner(self, checks: Iterable[Job]) -> Runner:
+    def runner(self, checks: Iterable[Job], between: Callable[[], None] = lambda: None) -> Runner:
         """checks: all cases of gpu-check, on which others depend."""
         given = self.arguments
         limits = Limits(given.budget, given.force, retry=not given.dead)
-        return Runner(self.results, chosen(checks, "", CHECK), limits, given.watched)
+        return Runner(self.results, chosen(checks, "", CHECK), limits, given.watched, between)
 
     def run(self, jobs: Sequence[Job], checks: Iterable[Job] = ()) -> int:
         """Run what is not done, as long as the budget lasts, checks before what depends on them; the exit code: 1 where
