@@ -18,6 +18,7 @@ from time import perf_counter, time
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from drafttrain.ops import library
 from kernels.bench import (
     bench,
     check,
@@ -106,6 +107,8 @@ def work(description: str) -> int:
     planned = [stage for stage in stages(machine, maker, worker) if given.stages in stage.name]
     planned = [Stage(stage.name, chosen(stage.jobs, given.only, ""), stage.minutes) for stage in planned]
     runner = suite.runner(check.jobs(machine), between)
+    maker.remaining = runner.remaining
+    print(f"operators: {library.state_on(machine.device).text}", flush=True)  # builds them, before any case begins
     mark_dead(runner, planned, given)
     dead = False
     try:

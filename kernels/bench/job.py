@@ -31,6 +31,7 @@ class Job:
     needs: tuple[str, ...] = ()  # names of checks that must have passed before
     heeds: tuple[str, ...] = ()  # operators whose checks block it wherever one is red, needed or not
     section: str = ""
+    seconds: float = 0.0  # of the budget, without which it does not begin
     able: Callable[[], object] = lambda: False  # whether it can run by now, where it was skipped before
 
     @property

@@ -69,7 +69,7 @@ class Runner:
         """Raises DeadError where the device takes no more work; everything that has run so far is kept."""
         spent, left = self.results.spent(plan_name(stages)), list[Job]()
         for stage in stages:
-            share = self._remaining()
+            share = self.remaining()
             if stage.minutes is not None:
                 share = min(share, 60 * stage.minutes - spent.get(stage.name, 0.0))
             self.between()
@@ -80,7 +80,7 @@ class Runner:
                 spent[stage.name] = spent.get(stage.name, 0.0) + perf_counter() - began
                 self.results.write()
         self.between()
-        end = perf_counter() + self._remaining()
+        end = perf_counter() + self.remaining()
         later = self._within(left, end)  # what is left for lack of time, or waits for a check that failed before
         failed = [job for job in dict.fromkeys(ordered(stages, self.checks)) if self._failed_before(job)]
         if self.limits.retry:
@@ -104,7 +104,8 @@ class Runner:
                 return check.name
         return None
 
-    def _remaining(self) -> float:
+    def remaining(self) -> float:
+        """Seconds of the budget."""
         return self.limits.budget - (perf_counter() - self.began)
 
     def _done(self, job: Job) -> bool:
@@ -124,7 +125,7 @@ class Runner:
                     continue  # it had its turn, or has it at the end
                 if one is job and self._waits(job, again):
                     left.append(job)
-                elif perf_counter() >= until:
+                elif perf_counter() + one.seconds >= until:
                     left.append(job)
                     break
                 else:

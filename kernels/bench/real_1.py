@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -36,6 +37,7 @@ SECTION = "real-1"
 TEMPERATURE = 0.8  # of the data: greedy texts of a small model repeat themselves
 SAVING = 40.0  # seconds kept for what pretraining and decoding need beside their own time
 LEAST_PRETRAINING = 5.0
+LEAST_SECONDS = 240.0  # that must be left for pretraining to begin: a target that learnt less says little about drafters
 SAID = 20.0
 
 
@@ -45,6 +47,7 @@ class Maker:
     def __init__(self, folder: Folder, machine: Machine, anew: bool) -> None:
         self.folder, self.machine, self.scale, self.anew = folder, machine, scale_of(machine), anew
         self.began: float | None = None  # when the first part was asked for
+        self.remaining: Callable[[], float] = lambda: inf  # seconds until the command is to end
 
     def clock(self) -> float:
         """Seconds since then."""
@@ -62,7 +65,7 @@ class Maker:
         return found
 
     def target(self) -> dict[str, Any]:
-        rest = self.scale.seconds - self.clock() - self.scale.answering - SAVING
+        rest = min(self.scale.seconds - self.clock(), self.remaining()) - self.scale.answering - SAVING
         seconds = max(LEAST_PRETRAINING, min(self.scale.most_pretraining, rest))
         return self._made(self.folder.target, lambda: pretrain(self.folder, self.scale, seconds, self.machine))
 
@@ -126,7 +129,11 @@ def write(path: Path, records: list[dict[str, str]]) -> None:
 def jobs(maker: Maker) -> list[Job]:
     parts = {"text": maker.folder.text, "target": maker.folder.target, "data": maker.folder.data}
     runs = {"text": maker.text, "target": maker.target, "data": maker.data}
-    return [Job(f"real {name}", "material", "decoder", runs[name], partial(there, part)) for name, part in parts.items()]
+    least = {"target": 0.0 if maker.machine.rehearsal else LEAST_SECONDS}
+    return [
+        Job(f"real {name}", "material", "decoder", runs[name], partial(there, part), seconds=least.get(name, 0.0))
+        for name, part in parts.items()
+    ]
 
 
 def main() -> int:

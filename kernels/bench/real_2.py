@@ -26,6 +26,7 @@ from kernels.bench.throughput import modules_of
 SECTION = "real-2"
 PROBE, REHEARSED = 24, 2  # steps of the short run
 OPERATORS = (*steps.OPERATORS, "divergence")
+LEAST = 90.0  # seconds that must be left for a recipe to begin
 LIMIT = 150.0  # seconds of one recipe, all in all, after which its process is ended
 
 # what the recipes, made for a target of 192 hidden units, say otherwise for one of 1,024
@@ -91,7 +92,8 @@ def jobs(folder: Folder, machine: Machine, worker: Worker) -> list[Job]:
         asked, row = asked_of(name, folder, scale_of(machine), machine), folder.row(name)
         needs, run = check.needed(OPERATORS, machine, texts=[name]), partial(kept, row, asked, worker)
         made, able = partial(there, row), partial(ready, folder)
-        found.append(Job(f"distil {name}", "drafters", modules_of(name), run, made, **needs, able=able))
+        least = 0.0 if machine.rehearsal else LEAST
+        found.append(Job(f"distil {name}", "drafters", modules_of(name), run, made, **needs, able=able, seconds=least))
     return found
 
 

@@ -48,6 +48,7 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
     bench, train = known.get("bench", {}), known.get("train", {})
     yield goals(known)
     yield from titled("Steps", steps(bench))
+    yield from titled("Drafters' steps", drafting(bench))
     yield from titled("Beside transformers", beside(bench))
     yield from titled("Operators", operators(bench))
     yield from titled("Training steps", trainings(train))
@@ -106,6 +107,18 @@ def steps(bench: Section) -> list[str]:
                 floor, outside = percent(found["floor_share"]), percent(found.get("outside_target"))
                 times = (f"{found['ms']:.3f}{age(entry)}", floor, f"{found['over_plain']:.3f}", outside)
                 rows.append(row(model, batch, context, nodes, *times, rest, waits, capture))
+    return rows
+
+
+def drafting(bench: Section) -> list[str]:
+    """One row for each family, the cheapest step first."""
+    names = ("family", "model", "context", "draft length", "nodes", "parameters", "ms", "draft, ms", "plain, ms", "/ plain")
+    rows = table(*names, "of the floor")
+    for name, entry in sorted(measured(bench, "drafting "), key=lambda pair: pair[1]["figures"]["over_plain"]):
+        f, (family, model, context) = entry["figures"], name.removeprefix("drafting ").split()
+        shape = (family, model, context.removeprefix("context="), f["draft_length"], f["nodes"], f"{f['parameters']:,}")
+        times = (f"{f['ms']:.3f}{age(entry)}", number(f.get("draft_ms"), 3), f"{f['plain_ms']:.3f}", f"{f['over_plain']:.3f}")
+        rows.append(row(*shape, *times, percent(f["floor_share"])))
     return rows
 
 

@@ -82,7 +82,7 @@ def pip(*arguments: str, **environment: str) -> None:
         raise WheelError(" ".join((errors or lines or ["pip said nothing"])[-1].split())[:300])
 
 
-def collect(request: Request, names: Sequence[str] = WHEELS, sources: Sequence[str] = SOURCES, most: int = MOST) -> int:
+def collect(request: Request, names: Sequence[str], sources: Sequence[str], most: int) -> int:
     """Fill the folder and write the manifest; gives the bytes of all wheels. Raises WheelError, for too many bytes as well."""
     request.folder.mkdir(parents=True, exist_ok=True)
     for old in request.folder.glob("*.whl"):
@@ -94,6 +94,7 @@ def collect(request: Request, names: Sequence[str] = WHEELS, sources: Sequence[s
 
 
 def sealed(request: Request, most: int) -> int:
+    """The manifest of what lies in the folder."""
     found = sorted(request.folder.glob("*.whl"))
     total = sum(path.stat().st_size for path in found)
     if total > most:
@@ -140,7 +141,12 @@ def added(place: Path) -> None:
 
 
 def distribution(wheel: str) -> str:
-    return re.sub(r"[-_.]+", "-", wheel.split("-")[0]).lower()
+    """Its name, from a wheel's file name."""
+    return normal(wheel.split("-")[0])
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def present(name: str) -> bool:
@@ -157,11 +163,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--there", default="", help="packages that are there already and need no wheel, separated by commas")
     given = parser.parse_args(None if arguments is None else [*arguments])
-    there = {distribution(name) for name in given.there.split(",") if name}
+    there = {normal(name) for name in given.there.split(",") if name}
     request = Request(given.python, (given.platform,) if given.platform else PLATFORMS, given.folder)
     try:
         names, built = ([name for name in of if name not in there] for of in (WHEELS, SOURCES))
-        total = collect(request, names, built)
+        total = collect(request, names, built, MOST)
     except WheelError as error:
         print(f"gpu-wheels: {error}", file=sys.stderr)
         return 1

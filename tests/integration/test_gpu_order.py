@@ -70,6 +70,8 @@ def test_the_page_keeps_what_stands_around_its_tables(tmp_path: Path) -> None:
     put("bench", goals.STEP, Entry(PASSED, {"1": step(0.8), "64": step(0.7) | {"over_plain": 1.3}}))
     figures = {"us": 2.0, "bytes": 10, "bandwidth_share": 0.7, "cold": True}
     put("bench", attention.case, Entry(PASSED, figures))
+    drafting = {"ms": 8.0, "draft_ms": 1.5, "plain_ms": 5.0, "over_plain": 1.6, "nodes": 60, "draft_length": 6}
+    put("bench", "drafting eagle3 m context=7", Entry(PASSED, drafting | {"parameters": 9000, "floor_share": 0.7}))
     put("bench", "generate m context=7", Entry(PASSED, {"ours_ms": 1.0, "theirs_ms": 3.0}))
     for name, status in (("a", PASSED), ("b", FAILED)):
         put("check", name, Entry(status))
@@ -103,6 +105,7 @@ def test_the_page_keeps_what_stands_around_its_tables(tmp_path: Path) -> None:
     assert "| medusa | Llama-3.1-8B | 2048 | 4 | 9,000 | 40.0 % | 3.0 | 3,000 | 5.0 | 2 | 3.00 |" in text
     assert f"| {GOALS[-1].text} | >= 45.0 % | 50.0 % | reached |" in text and "| >= 45.0 % | 40.0 % | missed |" in text
     assert "1 failed, 2 passed" in text and "| generate | 1.000 | 3.000 | 3.00 |" in text and "| 25.0 % |" in text
+    assert "| eagle3 | m | 7 | 6 | 60 | 9,000 | 8.000 | 1.500 | 5.000 | 1.600 | 70.0 % |" in text
     report.write(tmp_path, GPU)
     assert page.read_text() == text
 

@@ -74,6 +74,8 @@ def test_a_slow_stage_does_not_starve_the_next_ones(tmp_path: Path) -> None:
     some.run([slow, quick], [])
     assert some.ran == ["c", "a", "b"]
     assert some.run([slow, quick], []).entry(slow.jobs[0]) is not None and some.ran == []
+    some.run([Stage("long", (some.job("e", seconds=90.0), some.job("f", seconds=30.0)))], [])
+    assert some.ran == ["f"], "what would go on long after the budget does not begin"
     some.run([Stage("other", (some.job("d"),))], [], budget=-1.0)
     assert some.ran == []
 
