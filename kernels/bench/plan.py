@@ -1,7 +1,8 @@
 """The order of the cases: stages that have a share of the budget each, and for every case its own checks first.
 
 A case that depends on a red check is blocked, and nothing else is. What a stage leaves undone when its share is spent goes to
-the end, so that no stage has to wait for a slow one before it. What failed in an earlier run comes last of all.
+the end, before the stages that have no share, so that no stage has to wait for a slow one before it. What failed in an earlier
+run comes last of all.
 """
 
 from __future__ import annotations
@@ -69,23 +70,26 @@ class Runner:
         """Raises DeadError where the device takes no more work; everything that has run so far is kept."""
         spent, left = self.results.spent(plan_name(stages)), list[Job]()
         for stage in stages:
-            share = self.remaining()
             if stage.minutes is not None:
-                share = min(share, 60 * stage.minutes - spent.get(stage.name, 0.0))
-            self.between()
-            began = perf_counter()
-            try:
-                left += self._within(stage.jobs, began + share)
-            finally:
-                spent[stage.name] = spent.get(stage.name, 0.0) + perf_counter() - began
-                self.results.write()
-        self.between()
-        end = perf_counter() + self.remaining()
-        later = self._within(left, end)  # what is left for lack of time, or waits for a check that failed before
-        failed = [job for job in dict.fromkeys(ordered(stages, self.checks)) if self._failed_before(job)]
+                left += self._stage(stage.name, stage.jobs, 60 * stage.minutes, spent)
+        rest = [job for stage in stages if stage.minutes is None for job in stage.jobs]
+        # what is left for lack of time, or waits for a check that failed before
+        later = self._stage("", [*left, *rest], self.limits.budget, {})
         if self.limits.retry:
+            end = perf_counter() + self.remaining()
+            failed = [job for job in ordered(stages, self.checks) if self._failed_before(job)]
             self._within(failed, end, again=True)
             self._within(later, end, again=True)
+
+    def _stage(self, name: str, jobs: Sequence[Job], share: float, spent: dict[str, float]) -> list[Job]:
+        """What is left when the share, in seconds, or the budget is spent."""
+        self.between()
+        began = perf_counter()
+        try:
+            return self._within(jobs, began + min(self.remaining(), share - spent.get(name, 0.0)))
+        finally:
+            spent[name] = spent.get(name, 0.0) + perf_counter() - began
+            self.results.write()
 
     def entry(self, job: Job) -> Entry | None:
         """How it ended, in this run or before; None where it is to run."""

@@ -70,10 +70,13 @@ def test_a_red_check_blocks_what_depends_on_it_and_nothing_else(tmp_path: Path) 
 
 def test_a_slow_stage_does_not_starve_the_next_ones(tmp_path: Path) -> None:
     some = Bench(tmp_path)
-    slow, quick = Stage("slow", (some.job("a"), some.job("b")), minutes=0.0), Stage("quick", (some.job("c"),))
-    some.run([slow, quick], [])
-    assert some.ran == ["c", "a", "b"]
-    assert some.run([slow, quick], []).entry(slow.jobs[0]) is not None and some.ran == []
+    slow, quick = Stage("slow", (some.job("a"), some.job("b")), minutes=0.0), Stage("quick", (some.job("c"),), minutes=1.0)
+    stages = [slow, quick, Stage("rest", (some.job("r"),))]
+    some.run(stages, [])
+    assert some.ran == ["c", "a", "b", "r"]
+    assert some.run(stages, []).entry(slow.jobs[0]) is not None and some.ran == []
+    spent = Results(tmp_path, replace(GPU, rehearsal=True)).known["spent"]["seconds"]
+    assert set(spent) == {"slow", "quick"}, "a stage's share holds over all commands"
     some.run([Stage("long", (some.job("e", seconds=90.0), some.job("f", seconds=30.0)))], [])
     assert some.ran == ["f"], "what would go on long after the budget does not begin"
     some.run([Stage("other", (some.job("d"),))], [], budget=-1.0)

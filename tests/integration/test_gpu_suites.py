@@ -181,6 +181,11 @@ def test_make_takes_the_python_that_is_named() -> None:
 
     asked = said("gpu-bench", "PYTHON=python3", "REHEARSE=1", "RESULTS=here", "FORCE=1")
     assert " ".join(asked.split()) == "python3 -m kernels.bench.bench --rehearse --force --results here"
+    asked = said("gpu", "PYTHON=python3", "BUDGET=9", "REAL=there")
+    assert " ".join(asked.split()) == "python3 -m kernels.bench.gpu --real there --minutes 9"
+    assert " ".join(said("gpu-real", "PYTHON=python3").split()) == 'python3 -m kernels.bench.gpu --stages "real target"'
+    asked = said("gpu-wheels", "PYTHON=python3", "PYTHON_VERSION=3.11", "THERE=pyarrow,pandas")
+    assert " ".join(asked.split()) == "python3 -m kernels.bench.wheels --python 3.11 --there pyarrow,pandas"
     for name in ("check", "bench", "train", "real_1", "real_2"):
         assert f"-m kernels.bench.{name}" in said(f"gpu-{name.replace('_', '-')}", "REAL=there") and "--real there" in said(
             "gpu-real-2", "REAL=there"
