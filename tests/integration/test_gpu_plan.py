@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from drafttrain.drafters import families
-from kernels.bench import bench, check, goals, ladder, report, sources, train
+from kernels.bench import bench, check, goals, gpu, ladder, report, sources, train
 from kernels.bench.cases import checked
 from kernels.bench.job import Job, RedError
 from kernels.bench.machine import Machine
-from kernels.bench.plan import Limits, Runner, Stage, ordered
+from kernels.bench.plan import DeadError, Limits, Runner, Stage, ordered
 from kernels.bench.results import BLOCKED, CHECK, FAILED, PASSED, Entry, Results
+from kernels.bench.suite import Arguments
 
 ROOT = Path(__file__).parents[2]
 GPU = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})
@@ -93,6 +94,35 @@ def test_what_failed_before_comes_last_and_not_at_all_after_a_dead_process(tmp_p
     some.red = set()
     some.run([Stage("one", (*stages[0].jobs, some.job("z")))], checks)
     assert some.ran == ["z", "c", "x"]
+
+
+def test_a_dead_device_ends_the_run_and_the_next_process_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    some, note = Bench(tmp_path), tmp_path / "running.json"
+    some.red, checks = {"c"}, [some.job("c", CHECK)]
+    stages = [Stage("one", (some.job("x", needs=("c",)), some.job("y"), some.job("z")))]
+
+    def dead(machine: Machine) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch, pytest.raises(DeadError):
+        patch.setattr(Machine, "wait", dead)
+        some.run(stages, checks)
+    assert some.ran == ["c"]
+    runner = some.run(stages, checks, retry=False)
+    assert some.ran == ["y", "z"] and runner.entry(stages[0].jobs[0]) == Entry(BLOCKED, note="its check is red: c")
+
+    note.write_text('{"section": "bench", "name": "w"}')
+    jobs, results = (some.job("v"), some.job("w")), Results(tmp_path, replace(GPU, rehearsal=True))
+    runner = Runner(results, checks, Limits(60.0, retry=False), note)
+    gpu.mark_dead(runner, [Stage("one", jobs)], arguments(watched=note, dead="its process ended with code -11"))
+    runner.run([Stage("one", jobs)])
+    assert some.ran[2:] == ["v"] and runner.entry(jobs[1]) == Entry(FAILED, note="its process ended with code -11")
+    assert not note.exists()
+
+
+def arguments(**given: Any) -> Arguments:
+    fixed = {"rehearse": True, "force": False, "results": None, "budget": 60.0, "only": "", "real": Path("nowhere")}
+    return Arguments(**fixed | {"minutes": None, "stages": ""} | given)
 
 
 def test_no_figure_is_shown_whose_check_is_red(tmp_path: Path) -> None:
