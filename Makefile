@@ -9,6 +9,11 @@ KERNELS := $(wildcard kernels/*/*.c* kernels/*/*/*.c* kernels/*/*/*.h* tests/ker
 
 # The GPU suites need torch, transformers and Triton, not an installation: a PYTHON that is named comes before .venv.
 GPU_PYTHON ?= $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
+# BUDGET=MINUTES: of `make gpu`, after which no further case begins
+BUDGET ?=
+PYTHON_VERSION ?= 3.12
+PLATFORM ?=
+THERE ?=
 GPU_FLAGS = $(if $(REHEARSE),--rehearse) $(if $(FORCE),--force) $(if $(RESULTS),--results $(RESULTS)) $(if $(REAL),--real $(REAL))
 
 # a process has a thread of its own; each that runs tests steals from the other's end
@@ -19,7 +24,7 @@ STEPS ?= 1200
 NODES ?= 18
 FLAGS ?=
 
-.PHONY: help install quickstart test test-all test-slow test-engines checks kernels gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families export-matrix clean
+.PHONY: help install quickstart test test-all test-slow test-engines checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families export-matrix clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -73,20 +78,29 @@ export-matrix: install  ## renew the support matrix of docs/export.md
 kernels: install  ## compile the operators now rather than at their first use
 	$(BIN)/python -m drafttrain.ops.build
 
+gpu:  ## all the suites below in one command, the most important first; ends with the goals (BUDGET=45: minutes; REHEARSE=1; FORCE=1)
+	$(GPU_PYTHON) -m kernels.bench.gpu $(GPU_FLAGS) $(if $(BUDGET),--minutes $(BUDGET))
+
+gpu-wheels:  ## collect what such a machine may lack into wheels/, at most 64 MiB (PYTHON_VERSION=3.12 PLATFORM=... THERE=pyarrow,...)
+	$(GPU_PYTHON) -m kernels.bench.wheels --python $(PYTHON_VERSION) $(if $(PLATFORM),--platform $(PLATFORM)) $(if $(THERE),--there $(THERE))
+
 gpu-check:  ## are all kernels and captured steps right on this GPU? (REHEARSE=1: tiny, on the CPU; FORCE=1; RESULTS=DIR)
 	$(GPU_PYTHON) -m kernels.bench.check $(GPU_FLAGS)
 
-gpu-bench:  ## how fast they are there, against what its memory allows; after gpu-check
+gpu-bench:  ## how fast they are there, against what its memory allows; their checks come first
 	$(GPU_PYTHON) -m kernels.bench.bench $(GPU_FLAGS)
 
-gpu-train:  ## how fast training steps are there for a target of 8B, what the fused loss saves, whether drafters learn; after gpu-check
+gpu-train:  ## how fast training steps are there for a target of 8B, what the fused loss saves, whether drafters learn
 	$(GPU_PYTHON) -m kernels.bench.train $(GPU_FLAGS)
 
 gpu-real-1:  ## pretrain a target of 300M parameters there, and let it write data to distil from (REAL=DIR: where; default outputs/real)
 	$(GPU_PYTHON) -m kernels.bench.real_1 $(GPU_FLAGS)
 
-gpu-real-2:  ## distil drafters from it and measure them: real acceptance, real speedup; after gpu-check and gpu-real-1
+gpu-real-2:  ## distil drafters from it and measure them: real acceptance, real speedup; after gpu-real-1
 	$(GPU_PYTHON) -m kernels.bench.real_2 $(GPU_FLAGS)
+
+gpu-real:  ## both in one command
+	$(GPU_PYTHON) -m kernels.bench.gpu $(GPU_FLAGS) --stages "real target" $(if $(BUDGET),--minutes $(BUDGET))
 
 clean:  ## remove the environment and everything built, but no run in outputs/
 	rm -rf $(VENV) .venv-engines build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
@@ -183,6 +182,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from drafttrain.errors import UserError
 from drafttrain.measure.flags import best
 from drafttrain.measure.markdown import markdown
 from drafttrain.measure.page import page
-from drafttrain.measure.plots import acceptance_plot, data_plot, speedup_plot, training_plot
 from drafttrain.measure.sheet import write_sheet
 
 SCHEMA_VERSION = 2
@@ -47,18 +47,27 @@ def write_report(folder: Path, report: Report, metrics: Path | None = None) -> l
     Returns the files written. Raises UserError on a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    figures = _figures(folder, report, metrics)
+    written = [*figures, *write_sheet(folder, report), folder / "report.html", folder / "report.md", folder / FILE]
+    atomic_write_text(folder / "report.html", page(rounded(report), metrics))
+    atomic_write_text(folder / "report.md", markdown(report, [path.name for path in figures]))
+    atomic_write_json(folder / FILE, rounded(report))
+    return written
+
+
+def _figures(folder: Path, report: Report, metrics: Path | None) -> list[Path]:
+    """The figures written; none where matplotlib is missing: the GPU suites carry only what they must have."""
+    if find_spec("matplotlib") is None:
+        return []
+    from drafttrain.measure.plots import acceptance_plot, data_plot, speedup_plot, training_plot
+
     drawn = [
         acceptance_plot(report["checkpoints"], folder / "acceptance.png"),
         speedup_plot(report["checkpoints"], folder / "speedup.png"),
         training_plot(metrics, folder / "training.png") if metrics is not None else None,
         data_plot((report["training"] or {}).get("data"), folder / "data.png"),
     ]
-    figures = [path for path in drawn if path is not None]
-    written = [*figures, *write_sheet(folder, report), folder / "report.html", folder / "report.md", folder / FILE]
-    atomic_write_text(folder / "report.html", page(rounded(report), metrics))
-    atomic_write_text(folder / "report.md", markdown(report, [path.name for path in figures]))
-    atomic_write_json(folder / FILE, rounded(report))
-    return written
+    return [path for path in drawn if path is not None]
 
 
 def read_report(file: Path) -> Report:

@@ -1,26 +1,31 @@
 """`make gpu-bench`: how fast are the operators and the decode steps on this GPU, against what its memory allows?
 
-Refuses, with exit code 1, unless `make gpu-check` has passed for the same sources, torch and GPU. The figures that goals name
-come first; when the budget of time is spent, the rest is left to the next run. docs/performance.md says what each figure means.
+Every figure rests on the checks of its own operators and on a few texts: those of them that have not run yet run before it, and
+where one is red the figure is not measured. The figures that goals name come first; when the budget of time is spent, the rest
+is left to the next run. docs/performance.md says what each figure means.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from kernels.bench import baselines, check, prefill, steps
+from kernels.bench import baselines, check, drafting, prefill, steps
 from kernels.bench.case import Case
-from kernels.bench.cases import BATCHES, CONTEXTS, GOALS, timed
+from kernels.bench.cases import BATCHES, CONTEXTS, GOALS, NODES, timed
+from kernels.bench.ladder import PLAIN
 from kernels.bench.machine import Copy, Machine, Race, Replay, nbytes
 from kernels.bench.models import REHEARSED, TIMED
 from kernels.bench.steps import Setting
 from kernels.bench.suite import Job, Suite
 
 SECTION = "bench"
+OTHERS = tuple(baselines.MAKERS)
 CONTEXT = 4096  # that goals name
 REPEATS = 20
 MOST_SETS, MOST_BYTES = 24, 12 << 30  # of inputs in turn
@@ -47,21 +52,39 @@ def most_sets(wanted: int, size: int) -> int:
 
 def jobs(machine: Machine) -> list[Job]:
     """The most important first, then model by model."""
-    operators = [Job(case.name, case.op, "operators", partial(measure, case, machine)) for case in timed(machine.rehearsal)]
     first, *others = REHEARSED if machine.rehearsal else TIMED
     context = 64 if machine.rehearsal else CONTEXT
-    named = 0 if machine.rehearsal else len(GOALS)
-    found = operators[:named] + alone(first, context, machine) + baselines.jobs(first, context, machine) + operators[named:]
-    found += prefill.jobs(machine) + batched(first, context, machine)
+    found = goals(machine) + beside(first, context, machine) + drafting.jobs(machine) + prefill.jobs(machine)
+    found += [job for job in operators(timed(machine.rehearsal), machine) if job.name not in {named.name for named in found}]
+    found += alone(first, context, machine)[1:] + batched(first, context, machine)
     for model in others:
-        found += alone(model, context, machine) + baselines.jobs(model, context, machine) + batched(model, context, machine)
+        found += alone(model, context, machine) + beside(model, context, machine) + batched(model, context, machine)
     return found
 
 
+def goals(machine: Machine) -> list[Job]:
+    """What goals name: the plain step and the largest verification, and some operators."""
+    model, context = (next(iter(REHEARSED)), 64) if machine.rehearsal else (next(iter(TIMED)), CONTEXT)
+    return alone(model, context, machine)[:1] + operators(() if machine.rehearsal else GOALS, machine)
+
+
+def operators(cases: Iterable[Case], machine: Machine) -> list[Job]:
+    return [
+        Job(case.name, case.op, case.modules, partial(measure, case, machine), **check.needed([case.op], machine))
+        for case in cases
+    ]
+
+
+def beside(model: str, context: int, machine: Machine) -> list[Job]:
+    needs = check.needed(steps.OPERATORS, machine, texts=[PLAIN])
+    return [replace(job, **needs) for job in baselines.jobs(model, context, machine)]
+
+
 def alone(model: str, context: int, machine: Machine) -> list[Job]:
-    """Batch 1, the goals' context first."""
+    """Batch 1, the goals' context first; there the goals' node counts come before the others."""
+    found = [Setting(model, 1, context, nodes) for nodes in ((1, NODES[-1]), NODES[:-1])]
     contexts = [] if machine.rehearsal else [c for c in CONTEXTS if c != context]
-    return [steps.job(Setting(model, 1, c), machine) for c in (context, *contexts)]
+    return [steps.job(setting, machine) for setting in [*found, *(Setting(model, 1, c) for c in contexts)]]
 
 
 def batched(model: str, context: int, machine: Machine) -> list[Job]:
@@ -71,20 +94,9 @@ def batched(model: str, context: int, machine: Machine) -> list[Job]:
     return [steps.job(Setting(model, rows, c), machine) for c in contexts for rows in BATCHES]
 
 
-def refused(suite: Suite) -> bool:
-    """Says why, in one line. A rehearsal that keeps nothing has no checks to look at."""
-    if suite.machine.rehearsal and suite.arguments.folder is None:
-        return False
-    undone = suite.undone(check.SECTION, check.jobs(suite.machine))
-    if undone:
-        what = f"{len(undone)} checks, {undone[0]} among them, have not passed with these sources, this torch and this GPU"
-        print(f"gpu-{suite.section}: {what}; run make gpu-check first", file=sys.stderr)
-    return bool(undone)
-
-
 def main() -> int:
     suite = Suite(SECTION, __doc__.splitlines()[0])
-    return 1 if refused(suite) else suite.run(jobs(suite.machine))
+    return suite.run(jobs(suite.machine), check.jobs(suite.machine))
 
 
 if __name__ == "__main__":

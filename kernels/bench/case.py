@@ -71,6 +71,11 @@ class Case(ABC):
             [self.op, *(f"{key}={value}" for key, value in size.items() if value is not None and value is not False)]
         )
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """That the operator's sources are found from."""
+        return tuple(module.__name__ for module in self.twins)
+
     @abstractmethod
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
         """Random ones, of the same shapes whatever the seed."""

@@ -123,5 +123,11 @@ def checked(rehearsal: bool) -> tuple[Case, ...]:
     return SMALL if rehearsal else SMALL + LARGE
 
 
+def first(rehearsal: bool) -> tuple[Case, ...]:
+    """Every operator at two sizes: the small cases, and of the others the one that moves most."""
+    largest = {case.op: case for case in sorted(checked(rehearsal), key=lambda c: c.moved(c.dtypes[-1]))}
+    return tuple(dict.fromkeys([*SMALL, *largest.values()]))
+
+
 def timed(rehearsal: bool) -> tuple[Case, ...]:
     return SMALL if rehearsal else GOALS + OTHERS

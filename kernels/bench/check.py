@@ -8,6 +8,7 @@ anything is red, 2 without a GPU.
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 
 from drafttrain.ops import library
-from kernels.bench import ladder, sanitize
+from kernels.bench import ladder, processes, sanitize, wheels
 from kernels.bench.case import Case, complaint, copied, poison, poisoned, widened, without_twins
-from kernels.bench.cases import checked
+from kernels.bench.cases import checked, first
 from kernels.bench.machine import Machine, Replay
 from kernels.bench.suite import Job, RedError, Suite
 
 SECTION = "check"
+OF_FIGURES = (torch.float32, torch.bfloat16)  # figures are taken in bfloat16; in float32 an error shows best
 
 
 @torch.no_grad()
@@ -61,16 +63,45 @@ def compiled(case: Case, machine: Machine) -> Any:
 
 
 def jobs(machine: Machine) -> list[Job]:
-    found = [
-        Job(f"{case.name} {str(dtype).removeprefix('torch.')}", case.op, "operators", partial(check, case, dtype, machine))
-        for case in checked(machine.rehearsal)
+    return [*larger(machine), *processes.jobs(machine), *ladder.jobs(machine)]
+
+
+def larger(machine: Machine) -> list[Job]:
+    """Every operator at every size."""
+    return [*operators(checked(machine.rehearsal), machine), *sanitize.jobs(machine)]
+
+
+def operators(cases: Iterable[Case], machine: Machine, dtypes: Collection[torch.dtype] | None = None) -> list[Job]:
+    """dtypes: of the inputs; None: all that an operator takes."""
+    return [
+        Job(name_of(case, dtype), group_of(case, dtype), case.modules, partial(check, case, dtype, machine))
+        for case in cases
         for dtype in case.dtypes
+        if dtypes is None or dtype in dtypes
     ]
-    return [*found, *sanitize.jobs(machine), *ladder.jobs(machine)]
+
+
+def name_of(case: Case, dtype: torch.dtype) -> str:
+    return f"{case.name} {str(dtype).removeprefix('torch.')}"
+
+
+def group_of(case: Case, dtype: torch.dtype) -> str:
+    """Checks that no figure rests on have a group of their own, so that they block none."""
+    return case.op if dtype in OF_FIGURES else f"{case.op} {str(dtype).removeprefix('torch.')}"
+
+
+def needed(operators: Sequence[str], machine: Machine, texts: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
+    """The fields of a `Job` whose figures rest on these operators, and on these drafters' greedy texts: what has to pass
+    before is every operator at two sizes and each text once; whatever else of these operators is red blocks it, too.
+    """
+    cases = [case for case in first(machine.rehearsal) if case.op in operators]
+    names = [name_of(case, dtype) for case in cases for dtype in case.dtypes if dtype in OF_FIGURES]
+    return {"needs": (*names, *map(ladder.simplest, texts)), "heeds": tuple(operators)}
 
 
 def main() -> int:
     suite = Suite(SECTION, __doc__.splitlines()[0])
+    wheels.announce()  # for what several processes do
     state = library.state_on(suite.machine.device)
     print(f"operators: {state.text}", flush=True)
     if not state.loaded and not suite.machine.rehearsal:

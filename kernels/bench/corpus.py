@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from kernels.bench.real import END, TEMPLATE, Part, Scale
-from kernels.bench.results import ROOT
+from kernels.bench.sources import ROOT
 
 LEAST, MOST, WIDE = 400, 300_000, 120  # characters of a file, and of its mean line at most: longer ones are tables
 APART = 10  # one file of so many is no pretraining text

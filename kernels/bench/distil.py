@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from drafttrain.checkpoint import load_drafter
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 
@@ -103,6 +102,7 @@ def steps_for(asked: Asked) -> int:
 def row(asked: Asked, folder: Path) -> dict[str, Any]:
     """That of `benchmarks/families.py`; and by batch size, and what the drafter computes in."""
     from benchmarks.families import best_of, figures, report_of
+    from drafttrain.checkpoint import load_drafter  # with packages that a machine may lack until they are unpacked
 
     report = report_of(folder)
     entry = best_of(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-STEP = "step Llama-3.1-8B rows=1 context=4096"
+STEP = "step Llama-3.1-8B rows=1 context=4096 nodes=1,64"
 HEADS = "heads=32 kv_heads=8 width=128"
 
 

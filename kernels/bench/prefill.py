@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from drafttrain.ops.causal import causal
+from kernels.bench import check
+from kernels.bench.ladder import PLAIN
 from kernels.bench.machine import WARM, Machine
 from kernels.bench.results import ROOT
 from kernels.bench.suite import Job, RedError
@@ -117,7 +119,8 @@ def _elsewhere(setting: str | None, machine: Machine) -> dict[str, Any]:
 
 
 def jobs(machine: Machine) -> list[Job]:
-    return [Job("prefill attention", "prefill attention", "operators", partial(measure, machine))]
+    needs = check.needed((), machine, texts=[PLAIN])
+    return [Job("prefill attention", "prefill attention", ("drafttrain.ops.causal",), partial(measure, machine), **needs)]
 
 
 def main() -> int:

@@ -20,7 +20,8 @@ from kernels.bench.machine import Machine
 
 END = "<|endoftext|>"
 RECORD = "record.json"
-PACKAGES = ("deepspeed", "hydra", "jinja2", "matplotlib", "omegaconf", "rich")  # that `drafttrain fit` needs beside torch
+# that `drafttrain fit` needs beside torch, in this suite
+PACKAGES = ("deepspeed", "hydra", "jinja2", "markdown_it", "omegaconf", "peft", "psutil", "pyarrow", "rich")
 # the reply goes on where the prompt ends: records of both keep their boundary, and a prompt alone is plain text
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"

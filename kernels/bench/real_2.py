@@ -1,8 +1,8 @@
 """`make gpu-real-2`: drafters distilled from the target of `make gpu-real-1` by `drafttrain fit`, and what they are worth.
 
 Every recipe trains for the same time; then acceptance and speed are measured on prompts that neither the target nor a drafter
-was trained on. Refuses as `make gpu-bench` does, and where the target or its data is missing. A recipe that fails leaves the
-others' figures alone.
+was trained on. Checks come before as in `make gpu-bench`. Refuses where the target or its data is missing. A recipe that fails
+leaves the others' figures alone.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from multiprocessing import get_context
 from typing import Any
 
 from drafttrain.targets import TargetOptions
-from kernels.bench import report
-from kernels.bench.bench import refused
+from kernels.bench import check, report, steps, wheels
 from kernels.bench.distil import Asked, distil
 from kernels.bench.machine import Machine
 from kernels.bench.real import Folder, MissingError, Part, Scale, lacking, scale_of, there
-from kernels.bench.suite import Job, RedError, Suite
+from kernels.bench.suite import Job, RedError, SkipError, Suite
+from kernels.bench.throughput import modules_of
 
 SECTION = "real-2"
 PROBE, REHEARSED = 24, 2  # steps of the short run
+OPERATORS = (*steps.OPERATORS, "divergence")
+LEAST = 90.0  # seconds that must be left for a recipe to begin
 LIMIT = 150.0  # seconds of one recipe, all in all, after which its process is ended
 
 # what the recipes, made for a target of 192 hidden units, say otherwise for one of 1,024
@@ -88,32 +90,47 @@ def jobs(folder: Folder, machine: Machine, worker: Worker) -> list[Job]:
     found = []
     for name in RECIPES:
         asked, row = asked_of(name, folder, scale_of(machine), machine), folder.row(name)
-        found.append(Job(f"distil {name}", "drafters", "decoder", partial(kept, row, asked, worker), partial(there, row)))
+        needs, run = check.needed(OPERATORS, machine, texts=[name]), partial(kept, row, asked, worker)
+        made, able = partial(there, row), partial(ready, folder)
+        least = 0.0 if machine.rehearsal else LEAST
+        found.append(Job(f"distil {name}", "drafters", modules_of(name), run, made, **needs, able=able, seconds=least))
     return found
 
 
 def kept(row: Part, asked: Asked, worker: Worker) -> dict[str, Any]:
-    """The drafter's row, which goes with the data that it was distilled from."""
+    """The drafter's row, which goes with the data that it was distilled from. Raises SkipError where that is missing."""
+    if reason := missing(row.source):
+        raise SkipError(reason)
     figures = worker.ask(asked)
     with row.written(figures):
         return figures
 
 
+def ready(folder: Folder) -> bool:
+    return missing(folder.data) is None
+
+
+def missing(data: Part | None) -> str | None:
+    """What a recipe lacks here: packages, or what gpu-real-1 makes."""
+    if names := lacking():
+        return f"{', '.join(names)} cannot be imported: run make gpu-wheels, or install what drafttrain depends on"
+    try:
+        assert data is not None
+        _ = data.figures
+    except MissingError as error:
+        return str(error)
+    return None
+
+
 def main() -> int:
     suite, worker = Suite(SECTION, __doc__.splitlines()[0]), Worker()
+    wheels.announce()
     folder = Folder(suite.arguments.real, suite.machine)
-    if missing := lacking():
-        print(f"gpu-{SECTION}: {', '.join(missing)} cannot be imported; install what drafttrain depends on", file=sys.stderr)
+    if reason := missing(folder.data):
+        print(f"gpu-{SECTION}: {reason}", file=sys.stderr)
         return 1
     try:
-        _ = folder.data.figures
-    except MissingError as error:
-        print(f"gpu-{SECTION}: {error}", file=sys.stderr)
-        return 1
-    if refused(suite):
-        return 1
-    try:
-        code = suite.run(jobs(folder, suite.machine, worker))
+        code = suite.run(jobs(folder, suite.machine, worker), check.jobs(suite.machine))
     finally:
         worker.end()
     if not suite.machine.rehearsal:

@@ -11,14 +11,13 @@ from typing import Any
 from drafttrain.atomic import atomic_write_text
 from kernels.bench.goals import GOALS, shown
 from kernels.bench.machine import Machine
-from kernels.bench.results import FAILED, FOLDER, PASSED, ROOT, SOURCES, sources
+from kernels.bench.results import BLOCKED, FAILED, FOLDER, PASSED, Section, older, visible
+from kernels.bench.sources import ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- figures: written by the make gpu-... commands -->"
 END = "<!-- end of figures -->"
 NONE = "not measured yet"
-
-Section = dict[str, dict[str, Any]]
 
 
 def write(results: Path | None, machine: Machine) -> None:
@@ -39,7 +38,7 @@ def tables(folder: Path) -> str:
 
 
 def of_machine(known: dict[str, Any]) -> Iterable[str]:
-    facts = known.get("machine", {})
+    facts, known = known.get("machine", {}), visible(known)
     said = [f"{name} {facts[name]}" for name in ("memory", "cuda", "torch", "triton", "transformers") if name in facts]
     yield f"### {facts.get('name', 'No GPU so far')}\n"
     if facts.get("name") == "rehearsal":
@@ -49,6 +48,7 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
     bench, train = known.get("bench", {}), known.get("train", {})
     yield goals(known)
     yield from titled("Steps", steps(bench))
+    yield from titled("Drafters' steps", drafting(bench))
     yield from titled("Beside transformers", beside(bench))
     yield from titled("Attention of a prompt", prefills(bench))
     yield from titled("Operators", operators(bench))
@@ -71,13 +71,27 @@ def counted(check: Section) -> str:
 
 
 def goals(known: dict[str, Section]) -> str:
-    rows = table("goal", "wanted", "measured", "")
+    rows = [row(*cells) for cells in verdicts(known)]
+    return "\n".join([*table("goal", "wanted", "measured", ""), *rows]) + "\n"
+
+
+def verdicts(known: dict[str, Section]) -> Iterable[tuple[str, str, str, str]]:
+    """(goal, what is wanted, what was measured, verdict) of each goal, from `visible` results."""
     for goal in GOALS:
-        value = goal.value(known)
-        verdict = "" if value is None else "reached" if goal.reached(value) else "missed"
-        measured = NONE if value is None else shown(value, goal.unit) + age(known[goal.section][goal.case])
-        rows.append(row(goal.text, goal.wanted, measured, verdict))
-    return "\n".join(rows) + "\n"
+        value, entry = goal.value(known), known.get(goal.section, {}).get(goal.case, {})
+        if value is not None:
+            measured = shown(value, goal.unit) + age(entry)
+            yield goal.text, goal.wanted, measured, "reached" if goal.reached(value) else "missed"
+        else:
+            ended = {BLOCKED: "blocked", FAILED: "failed"}.get(entry.get("status", ""), "")
+            yield goal.text, goal.wanted, NONE, f"{ended}: {entry['note']}" if ended else ""
+
+
+def goals_text(known: dict[str, Any]) -> str:
+    """The goals as a terminal shows them."""
+    cells = [("goal", "wanted", "measured", ""), *verdicts(visible(known))]
+    widths = [max(len(row[i]) for row in cells) for i in range(3)]
+    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in cells)
 
 
 def steps(bench: Section) -> list[str]:
@@ -85,7 +99,7 @@ def steps(bench: Section) -> list[str]:
     names = ("model", "batch", "context", "nodes", "ms", "of the floor", "/ plain", "outside the target")
     rows = table(*names, "outside products and attention", "host waits", "capture")
     for name, entry in measured(bench, "step "):
-        model, batch, context = (part.split("=")[-1] for part in name.split()[1:])
+        model, batch, context = (part.split("=")[-1] for part in name.split()[1:4])
         for nodes, found in entry["figures"].items():
             if isinstance(found, dict):
                 rest = percent(1.0 - found["products"] - found["attention"]) if "products" in found else ""
@@ -94,6 +108,18 @@ def steps(bench: Section) -> list[str]:
                 floor, outside = percent(found["floor_share"]), percent(found.get("outside_target"))
                 times = (f"{found['ms']:.3f}{age(entry)}", floor, f"{found['over_plain']:.3f}", outside)
                 rows.append(row(model, batch, context, nodes, *times, rest, waits, capture))
+    return rows
+
+
+def drafting(bench: Section) -> list[str]:
+    """One row for each family, the cheapest step first."""
+    names = ("family", "model", "context", "draft length", "nodes", "parameters", "ms", "draft, ms", "plain, ms", "/ plain")
+    rows = table(*names, "of the floor")
+    for name, entry in sorted(measured(bench, "drafting "), key=lambda pair: pair[1]["figures"]["over_plain"]):
+        f, (family, model, context) = entry["figures"], name.removeprefix("drafting ").split()
+        shape = (family, model, context.removeprefix("context="), f["draft_length"], f["nodes"], f"{f['parameters']:,}")
+        times = (f"{f['ms']:.3f}{age(entry)}", number(f.get("draft_ms"), 3), f"{f['plain_ms']:.3f}", f"{f['over_plain']:.3f}")
+        rows.append(row(*shape, *times, percent(f["floor_share"])))
     return rows
 
 
@@ -216,7 +242,7 @@ def measured(section: Section, start: str) -> list[tuple[str, dict[str, Any]]]:
 
 def age(entry: dict[str, Any]) -> str:
     """Marks what other sources than these gave."""
-    return "" if entry["sources"] in map(sources, SOURCES) else " (older sources)"
+    return " (older sources)" if older(entry) else ""
 
 
 def percent(share: float | None) -> str:

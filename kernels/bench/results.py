@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from drafttrain.atomic import atomic_write_json
+from kernels.bench.job import Job
 from kernels.bench.machine import Machine
+from kernels.bench.sources import ROOT, digest
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "kernels" / "bench" / "results"
-OPERATORS = ("kernels/csrc/**/*", "kernels/include/**/*", "kernels/triton/*.py", "drafttrain/ops/*.py")
-DECODER = (*OPERATORS, "drafttrain/*.py", "drafttrain/targets/*.py", "drafttrain/drafters/*.py")
-SOURCES = {
-    "operators": OPERATORS,
-    "decoder": DECODER,
-    "training": (*DECODER, "drafttrain/features/*.py", "drafttrain/train/flops.py", "drafttrain/train/peaks.py"),
-}
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+PASSED, FAILED, SKIPPED, BLOCKED = "passed", "failed", "skipped", "blocked"
+CHECK = "check"  # the section that others depend on
+
+Section = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How a case ended. figures: by name, plain numbers. note: why it failed or was skipped."""
+    """How a case ended."""
 
     status: str
-    figures: dict[str, Any] = field(default_factory=dict)
-    note: str = ""
-
-
-@cache
-def sources(scope: str) -> str:
-    """A name for the contents of the files that a case of this scope depends on."""
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in SOURCES[scope] for path in ROOT.glob(pattern) if path.is_file()):
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    figures: dict[str, Any] = field(default_factory=dict)  # by name, plain numbers
+    note: str = ""  # why it failed, was skipped or is blocked
 
 
 class Results:
@@ -52,18 +39,61 @@ class Results:
         if self.path is not None and self.path.exists():
             self.known = json.loads(self.path.read_text(encoding="utf-8"))
 
-    def of(self, section: str, name: str, scope: str) -> Entry | None:
+    def of(self, job: Job) -> Entry | None:
         """How the case ended with these sources and this torch, if it was run."""
-        found = self.known.get(section, {}).get(name)
-        if found is None or found["sources"] != sources(scope) or found["torch"] != self.machine.facts["torch"]:
+        found = self.known.get(job.section, {}).get(job.name)
+        if found is None or found["sources"] != digest(job.modules) or found["torch"] != self.machine.facts["torch"]:
             return None
         return Entry(found["status"], found["figures"], found["note"])
 
-    def put(self, section: str, name: str, scope: str, entry: Entry) -> None:
+    def put(self, job: Job, entry: Entry) -> None:
         figures = {} if self.machine.rehearsal else entry.figures
-        record = {"status": entry.status, "figures": figures, "note": entry.note}
-        record |= {"sources": sources(scope), "torch": self.machine.facts["torch"]}
+        record = {"status": entry.status, "figures": figures, "note": entry.note, "group": job.group}
+        record |= {"needs": list(job.needs), "heeds": list(job.heeds), "modules": list(job.modules)}
+        record |= {"sources": digest(job.modules), "torch": self.machine.facts["torch"]}
         self.known["machine"] = self.machine.facts | {"name": self.machine.name}
-        self.known.setdefault(section, {})[name] = record
+        self.known.setdefault(job.section, {})[job.name] = record
+        self.write()
+
+    def spent(self, of: str) -> dict[str, float]:
+        """Seconds that each stage of the plan named `of` has taken so far, by the stage's name; to be written into."""
+        found: dict[str, Any] = self.known.get("spent", {})
+        if found.get("of") != of:
+            self.known["spent"] = found = {"of": of, "seconds": {}}
+        seconds: dict[str, float] = found["seconds"]
+        return seconds
+
+    def write(self) -> None:
         if self.path is not None:
             atomic_write_json(self.path, self.known)
+
+
+def red(needs: Sequence[str], heeds: Sequence[str], checks: Section) -> str | None:
+    """The name of the first red check among those needed, and among those of the operators heeded; checks: by name."""
+    named = [name for name in needs if name in checks and checks[name]["status"] == FAILED]
+    found = [name for name, entry in checks.items() if entry.get("group") in heeds and entry["status"] == FAILED]
+    return next(iter(named + found), None)
+
+
+def visible(known: dict[str, Any]) -> dict[str, Any]:
+    """A machine's results without the figures of what depends on a check that is red by now."""
+    checks = {name: entry for name, entry in known.get(CHECK, {}).items() if not older(entry)}
+    found = dict(known)
+    for section, entries in known.items():
+        if section not in ("machine", "spent", CHECK):
+            found[section] = {name: _shown(entry, checks) for name, entry in entries.items()}
+    return found
+
+
+def _shown(entry: dict[str, Any], checks: Section) -> dict[str, Any]:
+    cause = red(entry.get("needs", ()), entry.get("heeds", ()), checks)
+    return entry if cause is None else entry | {"status": BLOCKED, "figures": {}, "note": why(cause)}
+
+
+def why(check: str) -> str:
+    return f"its check is red: {check}"
+
+
+def older(entry: dict[str, Any]) -> bool:
+    """Whether other sources than these gave it."""
+    return "modules" not in entry or entry["sources"] != digest(tuple(entry["modules"]))

@@ -17,7 +17,7 @@ import torch
 
 from kernels.bench.cases import SMALL
 from kernels.bench.machine import Machine
-from kernels.bench.results import ROOT
+from kernels.bench.sources import ROOT
 from kernels.bench.suite import Job, RedError, SkipError
 from kernels.bench.trees import Heads
 
@@ -64,9 +64,8 @@ def first_error(said: str) -> str:
 
 
 def jobs(machine: Machine) -> list[Job]:
-    return [
-        Job(f"compute-sanitizer {name}", "compute-sanitizer", "operators", partial(sanitize, name, machine)) for name in TOOLS
-    ]
+    modules = tuple(sorted({module for case in SMALL for module in case.modules}))
+    return [Job(f"compute-sanitizer {name}", "compute-sanitizer", modules, partial(sanitize, name, machine)) for name in TOOLS]
 
 
 @torch.no_grad()

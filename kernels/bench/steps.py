@@ -26,7 +26,9 @@ from drafttrain.speculate import Controls, Decoder
 from drafttrain.target import Taps
 from drafttrain.targets.fast import FastTarget
 from drafttrain.tree import DraftTree, Path, TreeShape
+from kernels.bench import check
 from kernels.bench.cases import NODES
+from kernels.bench.ladder import PLAIN
 from kernels.bench.machine import Copy, Machine, Race
 from kernels.bench.models import REHEARSED, TIMED, random_model
 from kernels.bench.suite import Job, RedError, SkipError
@@ -37,6 +39,7 @@ REPEATS = 10
 ROOM = 8 * PAGE  # positions beyond the context: a run's new tokens, and a tree
 MARGIN = 6 << 30  # bytes left to activations and graphs
 TRACED = (1, 64)
+OPERATORS = ("rms_norm", "gated", "append", "tree_attention", "kv_keep", "greedy_accept", "tree_links")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,12 @@ class Setting:
     model: str
     rows: int
     context: int
+    nodes: tuple[int, ...] = NODES  # 1 among them: plain decoding, which the others are compared with
 
     @property
     def name(self) -> str:
-        return f"step {self.model} rows={self.rows} context={self.context}"
+        part = "" if self.nodes == NODES else f" nodes={','.join(map(str, self.nodes))}"
+        return f"step {self.model} rows={self.rows} context={self.context}{part}"
 
 
 class Offered(Drafter):
@@ -182,7 +187,7 @@ def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
     ):
         raise SkipError("its cache does not fit the GPU's memory")
     shared, copy = Shared(target), Copy(machine)
-    stations = {nodes: Station(shared, setting, nodes, machine) for nodes in NODES}
+    stations = {nodes: Station(shared, setting, nodes, machine) for nodes in setting.nodes}
     race = Race.run({str(nodes): station.seconds for nodes, station in stations.items()}, copy, REPEATS)
     kept = kv_bytes(target.shape, target.dtype, setting.rows * setting.context)
     floor = (weight_bytes(target.model) + kept) / race.bandwidth
@@ -197,4 +202,7 @@ def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
 
 
 def job(setting: Setting, machine: Machine) -> Job:
-    return Job(setting.name, f"steps {setting.model}", "decoder", partial(measure, setting, machine))
+    needs = check.needed(
+        OPERATORS, machine, texts=(PLAIN, "medusa")
+    )  # one that verifies a chain of one, one that verifies trees
+    return Job(setting.name, f"steps {setting.model}", "decoder", partial(measure, setting, machine), **needs)

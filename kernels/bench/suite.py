@@ -3,47 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
-import traceback
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
-from typing import Any
 
 import torch
 
 from drafttrain.commands.quiet import quiet
 from kernels.bench import report
+from kernels.bench.job import Job, RedError, SkipError
 from kernels.bench.machine import Machine, NoGpuError
-from kernels.bench.results import FAILED, FOLDER, PASSED, ROOT, SKIPPED, Entry, Results
+from kernels.bench.plan import DeadError, Limits, Runner, Stage, chosen, ordered, summary
+from kernels.bench.results import CHECK, FAILED, FOLDER, Entry, Results
+from kernels.bench.sources import ROOT
+
+__all__ = ["Arguments", "Job", "RedError", "SkipError", "Suite"]
 
 BUDGET = 360.0  # seconds; a case that has begun goes on
 REAL = ROOT / "outputs" / "real"
-
-
-class RedError(Exception):
-    """What was run is wrong; the message says how."""
-
-
-class SkipError(Exception):
-    """It cannot be run here; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One case. group: the line of the summary it counts in. scope: of `results.SOURCES`. run: gives the figures.
-
-    lasts: whether what it made is still there; where it is not, the case is run again.
-    """
-
-    name: str
-    group: str
-    scope: str
-    run: Callable[[], dict[str, Any]]
-    lasts: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +32,10 @@ class Arguments:
     budget: float
     only: str
     real: Path
+    watched: Path | None  # the file that names the running case, for the process that watches this one
+    dead: str  # why the case that this file names ended its process
+    minutes: float | None
+    stages: str
 
     @staticmethod
     def read(description: str) -> Arguments:
@@ -64,6 +46,10 @@ class Arguments:
         parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which no further case begins")
         parser.add_argument("--only", default="", help="cases whose names hold this")
         parser.add_argument("--real", type=Path, default=REAL, help="folder of gpu-real's target and data")
+        parser.add_argument("--minutes", type=float, help="the budget of make gpu")
+        parser.add_argument("--stages", default="", help="stages of make gpu whose names hold this")
+        parser.add_argument("--watched", type=Path, help=argparse.SUPPRESS)
+        parser.add_argument("--dead", default="", help=argparse.SUPPRESS)
         return Arguments(**vars(parser.parse_args()))
 
     @property
@@ -73,7 +59,11 @@ class Arguments:
 
 
 class Suite:
-    """One of the suites on one machine. section: of the results."""
+    """One of the suites on one machine. section: of the results; a suite of several sections names none of them."""
+
+    @property
+    def title(self) -> str:
+        return f"gpu-{self.section}" if self.section else "gpu"
 
     def __init__(self, section: str, description: str) -> None:
         """Ends the process with exit code 2 where there is no GPU."""
@@ -82,78 +72,41 @@ class Suite:
         try:
             self.machine = Machine.here(self.arguments.rehearse)
         except NoGpuError as error:
-            print(f"gpu-{section}: {error}", file=sys.stderr)
+            print(f"{self.title}: {error}", file=sys.stderr)
             sys.exit(2)
         torch.manual_seed(0)
         self.results = Results(self.arguments.folder, self.machine)
         said = ", ".join(f"{name} {value}" for name, value in self.machine.facts.items() if name != "gpu")
-        print(f"gpu-{section} on {self.machine.name}: {said}", flush=True)
+        print(f"{self.title} on {self.machine.name}: {said}", flush=True)
         if self.machine.rehearsal:
             print("REHEARSAL on the CPU: the code is run, nothing is measured", flush=True)
 
-    def run(self, jobs: Sequence[Job]) -> int:
-        """Run what is not done, as long as the budget lasts; the exit code: 1 where anything is red."""
-        chosen = [job for job in jobs if self.arguments.only in job.name]
-        known = {job.name: None if self.arguments.force else self._known(job) for job in chosen}
-        # what failed before comes last, so that a case that ends the process keeps no other from its turn
-        waiting = [j for j in chosen if known[j.name] is None] + [
-            j for j in chosen if (e := known[j.name]) and e.status == FAILED
-        ]
-        began = perf_counter()
-        for job in waiting:
-            if perf_counter() - began > self.arguments.budget:
-                break
-            known[job.name] = entry = self._attempt(job)
-            self.results.put(self.section, job.name, job.scope, entry)
-            print(f"{entry.status:8}{job.name}{': ' if entry.note else ''}{entry.note}", flush=True)
-            if entry.status == FAILED and not self._alive():
-                print("the GPU takes no more work from this process: run the command again for the rest", flush=True)
-                break
-        self._summary(chosen, known)
-        report.write(self.arguments.results, self.machine)
-        return 1 if any(e is not None and e.status == FAILED for e in known.values()) else 0
+    def runner(self, checks: Iterable[Job], between: Callable[[], None] = lambda: None) -> Runner:
+        """checks: all cases of gpu-check, on which others depend."""
+        given = self.arguments
+        limits = Limits(given.budget, given.force, retry=not given.dead)
+        return Runner(self.results, chosen(checks, "", CHECK), limits, given.watched, between)
 
-    def undone(self, section: str, jobs: Sequence[Job]) -> list[str]:
-        """Names of these cases of another suite that have not passed with the same sources and torch on this GPU."""
-        found = {job.name: self.results.of(section, job.name, job.scope) for job in jobs}
-        return [name for name, entry in found.items() if entry is None or entry.status == FAILED]
-
-    def _known(self, job: Job) -> Entry | None:
-        return self.results.of(self.section, job.name, job.scope) if job.lasts() else None
-
-    def _attempt(self, job: Job) -> Entry:
+    def run(self, jobs: Sequence[Job], checks: Iterable[Job] = ()) -> int:
+        """Run what is not done, as long as the budget lasts, checks before what depends on them; the exit code: 1 where
+        anything is red.
+        """
+        runner = self.runner(jobs if self.section == CHECK else checks)
+        stage = Stage(self.section, chosen(jobs, self.arguments.only, self.section))
         try:
-            return Entry(PASSED, job.run())
-        except SkipError as reason:
-            return Entry(SKIPPED, note=str(reason))
-        except RedError as reason:
-            return Entry(FAILED, note=str(reason))
-        except torch.OutOfMemoryError:
-            return Entry(SKIPPED, note="does not fit the GPU's memory")
-        except (Exception, SystemExit) as error:  # whatever a case raises: nobody watches, and the others still count
-            traceback.print_exc()
-            return Entry(FAILED, note=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-        finally:
-            gc.collect()
+            runner.run([stage])
+        except DeadError:
+            print("the GPU takes no more work from this process: run the command again for the rest", flush=True)
+        lines: dict[str, list[Job]] = {}
+        for job in ordered([stage], runner.checks):
+            lines.setdefault(job.group if job.section == self.section else "its checks", []).append(job)
+        return self.end(runner, lines)
 
-    def _alive(self) -> bool:
-        try:
-            self.machine.wait()
-        except RuntimeError:
-            return False
-        return True
-
-    def _summary(self, jobs: Sequence[Job], known: dict[str, Entry | None]) -> None:
-        counts: dict[str, Counter[str]] = {}
-        for job in jobs:
-            entry = known[job.name]
-            counts.setdefault(job.group, Counter())[entry.status if entry else "left"] += 1
-        columns = (PASSED, FAILED, SKIPPED, "left")
-        print(f"\n{'':24}" + "".join(f"{name:>9}" for name in columns))
-        for group, count in counts.items():
-            print(f"{group:24}" + "".join(f"{count[name] or '':>9}" for name in columns))
-        left = sum(count["left"] for count in counts.values())
-        if left:
-            print(f"{left} cases are left: run the same command again", flush=True)
+    def end(self, runner: Runner, lines: dict[str, list[Job]]) -> int:
+        """The summary, and the tables; the exit code."""
+        summary(lines, runner)
         if self.machine.rehearsal:
             print("rehearsed; no figures", flush=True)
+        report.write(self.arguments.results, self.machine)
+        entries: list[Entry | None] = [runner.entry(job) for jobs in lines.values() for job in jobs]
+        return 1 if any(entry is not None and entry.status == FAILED for entry in entries) else 0

@@ -23,7 +23,8 @@ from drafttrain.features.online import Online
 from drafttrain.losses import LossOptions, Objective
 from drafttrain.train.flops import Flops
 from drafttrain.train.peaks import named_peak
-from kernels.bench import straight
+from kernels.bench import check, sources, straight
+from kernels.bench.ladder import PLAIN
 from kernels.bench.machine import Copy, Machine, Race
 from kernels.bench.models import REHEARSED
 from kernels.bench.steps import target_of
@@ -33,6 +34,7 @@ MODEL = "Llama-3.1-8B"
 CONTEXTS = (2048, 8192)
 TOKENS = 8192  # of a step
 REPEATS = 5
+OPERATORS = ("rms_norm", "gated", "divergence")  # of the target's forward and of the loss
 AGREE = 0.03  # of both ways' losses, in bfloat16
 RATE = 1e-5
 OPTIONS: dict[str, dict[str, Any]] = {  # that training knows of `recipes/*_llama31_8b.yaml`
@@ -161,4 +163,9 @@ def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
 def jobs(machine: Machine) -> list[Job]:
     model, contexts = (next(iter(REHEARSED)), (24,)) if machine.rehearsal else (MODEL, CONTEXTS)
     settings = [Setting(family, model, context) for family in OPTIONS for context in contexts]
-    return [Job(s.name, "training steps", "training", partial(measure, s, machine)) for s in settings]
+    needs = check.needed(OPERATORS, machine, texts=[PLAIN])
+    return [Job(s.name, "training steps", modules_of(s.family), partial(measure, s, machine), **needs) for s in settings]
+
+
+def modules_of(family: str) -> tuple[str, ...]:
+    return (*sources.TRAINING, *sources.of_family(family))

@@ -2,7 +2,7 @@
 
 Steps for a target of a real size first (`throughput.py`). Then the loss alone: output matrix, divergence and both gradients by
 `losses.Objective`, its divergence fused or in plain torch. Then every family on the embedded target with a plain AdamW loop
-over random tokens. Refuses as `make gpu-bench` does.
+over random tokens. Checks come before as in `make gpu-bench`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from drafttrain.target import FINAL, Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 from drafttrain.tree import DraftTree
-from kernels.bench import throughput
-from kernels.bench.bench import refused
+from kernels.bench import check, throughput
 from kernels.bench.cases import LOSSES, V
 from kernels.bench.machine import Copy, Machine, Race
 from kernels.bench.suite import Job, RedError, SkipError, Suite
@@ -152,13 +151,18 @@ def family(name: str, machine: Machine) -> dict[str, Any]:
 
 def jobs(machine: Machine) -> list[Job]:
     found = throughput.jobs(machine)  # goals come first
-    found += [Job(f"loss {name}", "loss", "decoder", partial(loss, name, machine)) for name in LOSSES]
-    return found + [Job(f"drafter {name}", "drafters", "decoder", partial(family, name, machine)) for name in families()]
+    alone, needs = check.needed(["divergence"], machine), check.needed(throughput.OPERATORS, machine)
+    loss_modules = ("drafttrain.losses", "drafttrain.batch")
+    found += [Job(f"loss {name}", "loss", loss_modules, partial(loss, name, machine), **alone) for name in LOSSES]
+    for name in families():
+        modules = throughput.modules_of(name)
+        found.append(Job(f"drafter {name}", "drafters", modules, partial(family, name, machine), **needs))
+    return found
 
 
 def main() -> int:
     suite = Suite(SECTION, __doc__.splitlines()[0])
-    return 1 if refused(suite) else suite.run(jobs(suite.machine))
+    return suite.run(jobs(suite.machine), check.jobs(suite.machine))
 
 
 if __name__ == "__main__":

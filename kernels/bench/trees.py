@@ -106,6 +106,7 @@ class Heads(Case):
 
     op: ClassVar = "residual_heads"
     twins: ClassVar = (top_op,)
+    modules: ClassVar = (heads_op.__name__,)  # type: ignore[assignment]
     rows: int
     heads: int
     width: int

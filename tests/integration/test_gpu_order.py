@@ -1,0 +1,120 @@
+"""The order of the GPU suites: what depends on what, what an edit resets, what a run leaves to the next one, the page."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.bench import goals, report
+from kernels.bench.goals import GOALS
+from kernels.bench.job import Job, RedError
+from kernels.bench.machine import Machine
+from kernels.bench.report import BEGIN, END
+from kernels.bench.results import FAILED, PASSED, Entry, Results
+from kernels.bench.suite import Suite
+
+GPU = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})  # its cases, not its work
+NORM = ("drafttrain.ops.rms_norm",)
+TREES = ("drafttrain.ops.tree_links",)
+
+
+def test_results_hold_for_their_sources_and_torch(tmp_path: Path) -> None:
+    results = Results(tmp_path, GPU)
+    job = Job("a", "group", NORM, dict, section="check")
+    results.put(job, Entry(PASSED, {"us": 1.5}))
+    assert (tmp_path / "a-gpu-80gb.json").exists()
+    again = Results(tmp_path, GPU)
+    assert again.of(job) == Entry(PASSED, {"us": 1.5})
+    assert again.of(replace(job, scope=TREES)) is None and again.of(replace(job, name="b")) is None
+    assert Results(tmp_path, replace(GPU, facts={"torch": "0"})).of(job) is None
+
+
+def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def job(name: str) -> Job:
+        def work() -> dict[str, Any]:
+            ran.append(name)
+            if name == "red":
+                raise RedError("wrong")
+            return {}
+
+        return Job(name, "group", NORM, work)
+
+    jobs = [job(name) for name in ("first", "red", "last")]
+
+    def go(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["check", "--rehearse", "--results", str(tmp_path), *arguments])
+        return Suite("check", "").run(jobs)
+
+    assert go("--only", "first") == 0 and ran == ["first"]
+    assert go("--budget", "-1") == 0 and ran == ["first"]
+    assert go() == 1 and ran == ["first", "red", "last"]
+    assert go() == 1 and ran[3:] == ["red"]
+    assert go("--force") == 1 and ran[4:] == ["first", "red", "last"]
+
+
+def test_the_page_keeps_what_stands_around_its_tables(tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    results, attention = Results(tmp_path, GPU), GOALS[5]
+
+    def put(section: str, name: str, entry: Entry, **more: Any) -> None:
+        results.put(Job(name, "group", NORM, dict, section=section, **more), entry)
+
+    put("bench", goals.STEP, Entry(PASSED, {"1": step(0.8), "64": step(0.7) | {"over_plain": 1.3}}))
+    figures = {"us": 2.0, "bytes": 10, "bandwidth_share": 0.7, "cold": True}
+    put("bench", attention.case, Entry(PASSED, figures))
+    drafting = {"ms": 8.0, "draft_ms": 1.5, "plain_ms": 5.0, "over_plain": 1.6, "nodes": 60, "draft_length": 6}
+    put("bench", "drafting eagle3 m context=7", Entry(PASSED, drafting | {"parameters": 9000, "floor_share": 0.7}))
+    put("bench", "generate m context=7", Entry(PASSED, {"ours_ms": 1.0, "theirs_ms": 3.0}))
+    for name, status in (("a", PASSED), ("b", FAILED)):
+        put("check", name, Entry(status))
+    loss = {"fused_ms": 1.0, "plain_ms": 2.0, "fused_bytes": 1, "plain_bytes": 4}
+    put("train", "loss kl", Entry(PASSED, loss))
+    steps = {"rows": 4, "tokens_per_s": 9000.0, "mfu": 0.5, "peak_bytes": 3 << 30, "eager_rows": 0, "eager_bytes": 0}
+    put("train", GOALS[-1].case, Entry(PASSED, steps))
+    steps = steps | {"eager_rows": 2, "eager_bytes": 5 << 30, "eager_tokens_per_s": 3000.0, "times": 3.0, "mfu": 0.4}
+    put("train", GOALS[-2].case, Entry(PASSED, steps))
+    put("train", "drafter x", Entry(PASSED, {"tokens_per_s": 9.0, "first_loss": 2.0, "last_loss": 1.0, "steps": 3}))
+    real = {"text": {"files": 9, "tokens": 90, "vocabulary": 8}, "data": {"conversations": 4, "written_tokens": 40}}
+    real["target"] = {"parameters": 3, "trained_tokens": 80, "seconds": 7.0, "tokens_per_s": 11.0, "first_loss": 9.0}
+    real["target"] |= {"last_loss": 3.0, "held_loss": None}
+    for name, numbers in real.items():
+        put("real-1", f"real {name}", Entry(PASSED, numbers))
+    for name, tau in (("slow", 1.25), ("fast", 3.5)):
+        put("real-2", f"distil {name}", Entry(PASSED, distilled(tau)))
+    put("real-2", "distil bad", Entry(FAILED, note="why"))
+    gap = {"near_ties": 0, "round_ms": 2.0, "host_gap_ms": 0.5}
+    put("check", "texts m float32 c greedy", Entry(PASSED, gap))
+    report.write(tmp_path, GPU)
+    text = page.read_text()
+    assert "80 tokens of 9 Python sources" in text and text.index("| fast | 3.50 |") < text.index("| slow | 1.25 |")
+    assert "0.80 0.60 | 0.30 | 1.10 | 7.0 | 2.00 | 1.50 | 40/40 | 2 | 1,000 | bfloat16 | float32 | 70 | 9,000 |" in text
+    assert "| bad | failed |" in text and "| texts m float32 c greedy | 2.000 | 0.500 | 25.0 % |" in text
+    assert len({line.count("|") for line in text.split("Drafters distilled")[1].split("\n\n")[1].splitlines()}) == 1
+    assert text.startswith("before\n") and text.endswith(f"{END}\nafter\n") and "old" not in text
+    assert f"| {GOALS[0].text} | >= 75.0 % | 80.0 % | reached |" in text and "| 80.0 % | missed |" in text
+    assert "| 1.30x | missed |" in text and "70.0 % | reached" in text and report.NONE in text
+    assert "| medusa | Llama-3.1-8B | 8192 | 4 | 9,000 | 50.0 % | 3.0 | out of memory |  | 0 |  |" in text
+    assert "| medusa | Llama-3.1-8B | 2048 | 4 | 9,000 | 40.0 % | 3.0 | 3,000 | 5.0 | 2 | 3.00 |" in text
+    assert f"| {GOALS[-1].text} | >= 45.0 % | 50.0 % | reached |" in text and "| >= 45.0 % | 40.0 % | missed |" in text
+    assert "1 failed, 2 passed" in text and "| generate | 1.000 | 3.000 | 3.00 |" in text and "| 25.0 % |" in text
+    assert "| eagle3 | m | 7 | 6 | 60 | 9,000 | 8.000 | 1.500 | 5.000 | 1.600 | 70.0 % |" in text
+    report.write(tmp_path, GPU)
+    assert page.read_text() == text
+
+
+def distilled(tau: float) -> dict[str, Any]:
+    found = {"tau": tau, "expected_tau": None, "alpha": [0.8, 0.6], "draft_cost": 0.3, "verify_cost": 1.1, "verify_nodes": 7.0}
+    found |= {"speedup": 2.0, "batches": {"1": {"speedup": 2.0}, "8": {"speedup": 1.5}}, "exact": "40/40", "loops": 2}
+    return found | {"parameters": 1000, "trained_in": "bfloat16", "decodes_in": "float32", "steps": 70, "tokens_per_s": 9000.0}
+
+
+def step(share: float) -> dict[str, Any]:
+    return {"ms": 1.0, "floor_share": share, "over_plain": 1.0, "capture_seconds": 1.0, "capture_bytes": 1 << 20}

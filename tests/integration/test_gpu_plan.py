@@ -1,0 +1,220 @@
+"""The plan of the GPU suites: what runs first, what a red check blocks, what a stage leaves to the end, what an edit resets."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.drafters import families
+from kernels.bench import bench, check, goals, gpu, ladder, report, sources, train
+from kernels.bench.cases import checked
+from kernels.bench.job import Job, RedError
+from kernels.bench.machine import Machine
+from kernels.bench.plan import DeadError, Limits, Runner, Stage, ordered
+from kernels.bench.results import BLOCKED, CHECK, FAILED, PASSED, Entry, Results
+from kernels.bench.suite import Arguments
+
+ROOT = Path(__file__).parents[2]
+GPU = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})
+NORM = ("drafttrain.ops.rms_norm",)
+
+
+class Bench:
+    """Jobs that say that they ran; those named in `red` fail."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.ran, self.red = folder, list[str](), set[str]()
+
+    def job(self, name: str, section: str = "bench", group: str = "group", **more: Any) -> Job:
+        def work() -> dict[str, Any]:
+            self.ran.append(name)
+            if name in self.red:
+                raise RedError("wrong")
+            return {"us": 1.0}
+
+        return Job(name, group, NORM, work, section=section, **more)
+
+    def run(self, stages: list[Stage], checks: list[Job], budget: float = 60.0, **more: Any) -> Runner:
+        self.ran.clear()
+        runner = Runner(Results(self.folder, replace(GPU, rehearsal=True)), checks, Limits(budget, **more))
+        runner.run(stages)
+        return runner
+
+
+def test_a_red_check_blocks_what_depends_on_it_and_nothing_else(tmp_path: Path) -> None:
+    some = Bench(tmp_path)
+    checks = [some.job(name, CHECK, group) for name, group in (("c1", "op1"), ("c2", "op2"), ("c3", "op3"))]
+    first, second = some.job("first", needs=("c1",)), some.job("second", needs=("c2",), heeds=("op2",))
+    third = some.job("third", heeds=("op3",))
+    stages = [Stage("all", (first, second, third))]
+    some.red = {"c1"}
+    runner = some.run(stages, checks)
+    assert some.ran == ["c1", "c2", "second", "third"], "each one's checks come first, the others' not at all"
+    blocked = runner.entry(first)
+    assert blocked == Entry(BLOCKED, note="its check is red: c1") and runner.entry(second) == Entry(PASSED, {"us": 1.0})
+    some.run(stages, checks)
+    assert some.ran == ["c1"], "only what is red is tried again"
+    some.red = set()
+    some.run(stages, checks)
+    assert some.ran == ["c1", "first"]
+    some.red = {"c3"}
+    third = some.job("third anew", heeds=("op3",))
+    some.run([Stage("checks", (checks[2],)), Stage("all", (third,))], checks)
+    assert some.ran == ["c3"]
+
+
+def test_a_slow_stage_does_not_starve_the_next_ones(tmp_path: Path) -> None:
+    some = Bench(tmp_path)
+    slow, quick = Stage("slow", (some.job("a"), some.job("b")), minutes=0.0), Stage("quick", (some.job("c"),), minutes=1.0)
+    stages = [slow, quick, Stage("rest", (some.job("r"),))]
+    some.run(stages, [])
+    assert some.ran == ["c", "a", "b", "r"]
+    assert some.run(stages, []).entry(slow.jobs[0]) is not None and some.ran == []
+    spent = Results(tmp_path, replace(GPU, rehearsal=True)).known["spent"]["seconds"]
+    assert set(spent) == {"slow", "quick"}, "a stage's share holds over all commands"
+    some.run([Stage("long", (some.job("e", seconds=90.0), some.job("f", seconds=30.0)))], [])
+    assert some.ran == ["f"], "what would go on long after the budget does not begin"
+    some.run([Stage("other", (some.job("d"),))], [], budget=-1.0)
+    assert some.ran == []
+
+
+def test_what_failed_before_comes_last_and_not_at_all_after_a_dead_process(tmp_path: Path) -> None:
+    some = Bench(tmp_path)
+    some.red, checks = {"c"}, [some.job("c", CHECK)]
+    stages = [Stage("one", (some.job("x", needs=("c",)), some.job("y")))]
+    some.run([Stage("check", (checks[0],))], checks)
+    some.run(stages, checks, retry=False)
+    assert some.ran == ["y"]
+    some.red = set()
+    some.run([Stage("one", (*stages[0].jobs, some.job("z")))], checks)
+    assert some.ran == ["z", "c", "x"]
+
+
+def test_a_dead_device_ends_the_run_and_the_next_process_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    some, note = Bench(tmp_path), tmp_path / "running.json"
+    some.red, checks = {"c"}, [some.job("c", CHECK)]
+    stages = [Stage("one", (some.job("x", needs=("c",)), some.job("y"), some.job("z")))]
+
+    def dead(machine: Machine) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch, pytest.raises(DeadError):
+        patch.setattr(Machine, "wait", dead)
+        some.run(stages, checks)
+    assert some.ran == ["c"]
+    runner = some.run(stages, checks, retry=False)
+    assert some.ran == ["y", "z"] and runner.entry(stages[0].jobs[0]) == Entry(BLOCKED, note="its check is red: c")
+
+    note.write_text('{"section": "bench", "name": "w"}')
+    jobs, results = (some.job("v"), some.job("w")), Results(tmp_path, replace(GPU, rehearsal=True))
+    runner = Runner(results, checks, Limits(60.0, retry=False), note)
+    gpu.mark_dead(runner, [Stage("one", jobs)], arguments(watched=note, dead="its process ended with code -11"))
+    runner.run([Stage("one", jobs)])
+    assert some.ran[2:] == ["v"] and runner.entry(jobs[1]) == Entry(FAILED, note="its process ended with code -11")
+    assert not note.exists()
+
+
+def arguments(**given: Any) -> Arguments:
+    fixed = {"rehearse": True, "force": False, "results": None, "budget": 60.0, "only": "", "real": Path("nowhere")}
+    return Arguments(**fixed | {"minutes": None, "stages": ""} | given)
+
+
+def test_no_figure_is_shown_whose_check_is_red(tmp_path: Path) -> None:
+    results, name = Results(tmp_path, GPU), goals.GOALS[7].case
+    operator, one = Job(name, "op", NORM, dict, section="bench", needs=("c",)), Job("c", "op", NORM, dict, section=CHECK)
+    results.put(one, Entry(PASSED))
+    results.put(operator, Entry(PASSED, {"us": 2.0, "bytes": 1, "bandwidth_share": 0.5, "cold": True}))
+    assert "2.0 µs" in report.goals_text(results.known) and f"| {name} | 2.00 |" in report.tables(tmp_path)
+    results.put(one, Entry(FAILED, note="wrong"))
+    line = next(line for line in report.goals_text(results.known).splitlines() if line.startswith(goals.GOALS[7].text))
+    assert "not measured yet" in line and line.endswith("blocked: its check is red: c")
+    assert f"| {name} |" not in report.tables(tmp_path) and "blocked: its check is red: c" in report.tables(tmp_path)
+
+
+def test_every_case_knows_its_checks() -> None:
+    checks = {job.name: job for job in check.jobs(GPU)}
+    groups = {job.group for job in checks.values()}
+    for suite in (bench, train):
+        for job in suite.jobs(GPU):
+            assert job.needs and set(job.needs) <= set(checks) and set(job.heeds) <= groups, job.name
+            assert len(job.needs) < 40, "a few"
+    for case in checked(False):
+        assert set(checks[check.name_of(case, case.dtypes[0])].modules) >= {f"drafttrain.ops.{case.op}"}
+    first = [job for job in bench.jobs(GPU)[:8] if job.name == goals.STEP]
+    assert first and len(ordered([Stage("one", (first[0],))], checks)) < 30
+
+
+def test_about_thirty_texts_come_first() -> None:
+    early = ladder.early(GPU)
+    assert 25 <= len(early) <= 36 and set(early) <= set(ladder.rungs(GPU)) and len(set(early)) == len(early)
+    assert {rung.drafter.partition("-")[0] for rung in early} == {ladder.PLAIN, *families()}
+    assert {rung.policy for rung in early} == {"greedy", *ladder.SAMPLED} and {rung.dtype for rung in early} == set(
+        ladder.DTYPES
+    )
+    assert {rung.drafter.partition("-")[2] for rung in early} == {"", "static", "dynamic", "best_first"} | {"chain"}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Iterator[Path]:
+    for name in ("drafttrain", "kernels"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "assets", "results"))
+    (tmp_path / "README.md").write_text("read me")
+    yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    for found in (
+        sources.digest,
+        sources.files,
+        sources.imports,
+        sources.called,
+        sources.kernels,
+        sources.defined,
+        sources.included,
+    ):
+        found.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("file", "reset"),
+    [
+        ("README.md", set()),
+        ("kernels/bench/check.py", set()),
+        ("drafttrain/drafters/medusa.py", {"medusa"}),
+        ("drafttrain/ops/divergence.py", {"divergence", "training"}),
+        ("kernels/triton/divergence.py", {"divergence", "training"}),
+        ("kernels/triton/tree_attention.py", {"tree_attention", "plain", "medusa", "eagle3", "training"}),
+        ("kernels/csrc/cuda/trees.cu", {"tree_links", "eagle3", "medusa"}),
+        ("kernels/include/drafttrain/rows.cuh", {"rms_norm", "plain", "medusa", "eagle3", "training"}),
+        ("kernels/csrc/schema.h", {"rms_norm", "tree_links", "tree_attention", "plain", "medusa", "eagle3", "training"}),
+        ("drafttrain/rounds.py", {"plain", "medusa", "eagle3", "training"}),
+        ("drafttrain/proposal.py", {"medusa", "eagle3"}),
+        ("drafttrain/train/flops.py", {"training"}),
+    ],
+)
+def test_an_edit_resets_what_reaches_it(checkout: Path, file: str, reset: set[str]) -> None:
+    cases = {op: (f"drafttrain.ops.{op}",) for op in ("rms_norm", "tree_links", "tree_attention", "divergence")}
+    cases |= {name: (*sources.DECODER, *sources.of_family(name)) for name in ("medusa", "eagle3")}
+    cases |= {"plain": sources.DECODER, "training": sources.TRAINING}
+    before = {name: sources.digest(modules, checkout) for name, modules in cases.items()}
+    with (checkout / file).open("a") as edited:
+        edited.write("\n")
+    forget()
+    after = {name: sources.digest(modules, checkout) for name, modules in cases.items()}
+    assert {name for name in cases if before[name] != after[name]} == reset
+
+
+def test_a_family_that_holds_others_depends_on_them() -> None:
+    assert set(sources.of_family("cascade")) == {
+        f"drafttrain.drafters.{n}" for n in ("cascade", "draft_model", "prompt_lookup")
+    }
+    reached = {str(path.relative_to(ROOT)) for path in sources.files((*sources.DECODER, *sources.of_family("medusa")))}
+    assert "drafttrain/drafters/medusa.py" in reached and "drafttrain/drafters/eagle.py" not in reached
+    assert "kernels/include/drafttrain/accept.cuh" in reached and "drafttrain/rounds.py" in reached
