@@ -5,7 +5,7 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-KERNELS := $(wildcard kernels/*/*.c* kernels/*/*/*.c* kernels/*/*/*.h* tests/kernels/*.h tests/kernels/*.cpp)
+KERNELS := $(wildcard kernels/*/*.c* kernels/*/*/*.c* kernels/*/*/*.h* tests/kernels/*.h tests/kernels/*.cpp tests/standin/*.cpp)
 
 # The GPU suites need torch, transformers and Triton, not an installation: a PYTHON that is named comes before .venv.
 GPU_PYTHON ?= $(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))

@@ -30,7 +30,7 @@ from benchmarks.reading import reading
 from benchmarks.section import Found, Settings
 from drafttrain.commands.quiet import quiet
 from drafttrain.errors import UserError
-from drafttrain.targets.load import device_of
+from drafttrain.targets.devices import device_of
 
 SECTIONS: dict[str, Callable[[Settings], Found]] = {
     "packing": packing,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from drafttrain.atomic import atomic_write_text
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import Dataset, load_dataset, token_counts
 from drafttrain.data.vocabulary import Coverage, coverage
+from drafttrain.targets.devices import first_of_machine
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.engine import World
 
@@ -21,8 +21,7 @@ Say = Callable[[str], None]
 def training_data(options: DataOptions, loaded: LoadedTarget, world: World, say: Say) -> Dataset:
     """Conversations no longer than the target's context."""
     limited = replace(options, max_length=min(options.max_length, loaded.target.shape.max_positions))
-    leads = world.first or os.environ.get("LOCAL_RANK") == "0"  # the first process of each machine
-    data = load_dataset(limited, loaded.tokenizer, progress=world.first, leads=leads)
+    data = load_dataset(limited, loaded.tokenizer, progress=world.first, leads=world.first or first_of_machine())
     say_counts(data.summary, options, say)
     if packing := data.summary.get("packing"):
         full = f"{packing['efficiency']:.1%} of {limited.max_length:,} tokens each"

@@ -32,7 +32,8 @@ from drafttrain.measure.glance import glance
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.ops import library
 from drafttrain.targets.adapt import Adapter
-from drafttrain.targets.load import LoadedTarget, device_of
+from drafttrain.targets.devices import device_of
+from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.caching import Caching, check_features
 from drafttrain.train.engine import World, divided, join_world, settings

@@ -17,8 +17,9 @@ from drafttrain.drafter import Drafter, trainable
 from drafttrain.drafters import families
 from drafttrain.errors import UserError
 from drafttrain.target import Target, TargetShape
+from drafttrain.targets.devices import device_of
 from drafttrain.targets.estimate import PLACEMENTS, Need, activation_bytes, choose, free_bytes, need_of, outline, said
-from drafttrain.targets.load import DTYPES, LoadedTarget, check_options, device_of, load_target
+from drafttrain.targets.load import DTYPES, LoadedTarget, check_options, load_target
 from drafttrain.targets.parallel import Part, leave
 from drafttrain.targets.turns import TurnTarget, sharing
 from drafttrain.train.engine import World, leave_world

@@ -18,7 +18,7 @@ SETTINGS = {
     "WANDB_SILENT": "true",
 }
 ACCELERATORS = ("nvidia0", "nvidiactl", "dxg", "kfd", "accel0", "davinci0")  # device files of CUDA, WSL, ROCm, Habana, Ascend
-NOISY = ("torch", "deepspeed", "transformers", "datasets", "hydra", "wandb", "multiprocessing")
+NOISY = ("torch", "deepspeed", "transformers", "datasets", "hydra", "wandb", "multiprocessing", "_distutils_hack")
 
 
 def quiet() -> None:

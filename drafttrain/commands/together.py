@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 
 from drafttrain.commands.run import RunOptions
 from drafttrain.errors import UserError
-from drafttrain.targets.load import device_of
+from drafttrain.targets.devices import device_of
 from drafttrain.targets.parallel import Part, join, leave
 
 

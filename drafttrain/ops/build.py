@@ -48,7 +48,7 @@ def nvcc() -> str | None:
 
 
 def architectures() -> list[str]:
-    """Of the GPUs in this machine, each once; `ARCHITECTURES` where there are none."""
+    """Of the GPUs in this machine, each once; `ARCHITECTURES` where there are none. Asking for them opens no context there."""
     cards = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     return sorted({f"{major}{minor}{'a' if major == 9 else ''}" for major, minor in cards}) or list(ARCHITECTURES)
 

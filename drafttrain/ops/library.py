@@ -57,7 +57,7 @@ def state() -> State:
 
 @cache
 def cuda_state() -> State:
-    """As `state`, for the CUDA kernels of the GPUs in this machine."""
+    """As `state`, for the CUDA kernels, tried out on the current device: the one that this process is bound to."""
     if not torch.cuda.is_available():
         return State(False, "no GPU")
     cpu = state()
@@ -69,7 +69,7 @@ def cuda_state() -> State:
     try:
         library = build.cuda_library(nvcc, build.architectures())
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-        _try_out()
+        _try_out(torch.device("cuda", torch.cuda.current_device()))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         return State(False, f"torch references ({nvcc} could not build kernels that run here: {_first_error(error)})")
     return State(True, f"CUDA kernels ({library})")
@@ -80,11 +80,11 @@ def state_on(device: torch.device) -> State:
     return cuda_state() if device.type == "cuda" else state()
 
 
-def _try_out() -> None:
-    """One kernel on the GPU, so that a binary that this driver refuses is known before the first step needs it."""
-    x = torch.ones(1, 8, device="cuda")
+def _try_out(device: torch.device) -> None:
+    """One kernel on this GPU, so that a binary that its driver refuses is known before the first step needs it."""
+    x = torch.ones(1, 8, device=device)
     out = torch.zeros_like(x)
-    torch.ops.drafttrain.rms_norm(x, None, torch.ones(8, device="cuda"), 0.0, x, out)
+    torch.ops.drafttrain.rms_norm(x, None, torch.ones(8, device=device), 0.0, x, out)
     if not bool((out - 1.0).abs().max() < 1e-3):
         raise RuntimeError("a kernel ran and computed nothing")
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from drafttrain.errors import UserError
 from drafttrain.ops.quantised import BITS
 from drafttrain.targets import TargetOptions
+from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget, shape_of
 from drafttrain.targets.parallel import WHOLE, Part
@@ -45,8 +46,9 @@ def load_target(
 
     Raises UserError for an unknown kind, a missing path, a directory without a usable model, one that cannot be split so.
     """
-    path = path_of(options)
+    path, device = path_of(options), device_of(options.device)
     check_options(options, shared=part.size > 1 or shards is not None)
+    bind(device)
     shared = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **shared)
@@ -62,7 +64,7 @@ def load_target(
     except (OSError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason}") from error
-    runner, device, stop_ids = _runner(options.runner, model, part), device_of(options.device), _stop_ids(model, tokenizer)
+    runner, stop_ids = _runner(options.runner, model, part), _stop_ids(model, tokenizer)
     if device.type == "cpu":
         keep_freed_memory()
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
@@ -170,19 +172,6 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         for number, size in ((-3, 32 << 20), (-1, 2**31 - 1), (-2, 64 << 20)):
             mallopt(number, size)
-
-
-def device_of(name: str) -> torch.device:
-    """auto: this process's own GPU where there is one. Raises UserError for a device that is not there."""
-    if name == "auto":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"target.device is {name!r}; choose auto, cpu or cuda[:n]") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"target.device is {name!r} but no CUDA device is available; set target.device=auto")
-    return device
 
 
 def _stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

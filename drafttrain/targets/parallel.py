@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from drafttrain.errors import UserError
+from drafttrain.targets.devices import bind
 
 Value = TypeVar("Value")
 
@@ -80,20 +80,12 @@ WHOLE = Part()
 
 
 def join(size: int, device: torch.device) -> Part:
-    """Form the group of the processes that torchrun's environment variables name; `size` of them, as the caller has checked.
-
-    Raises UserError when this machine has too few GPUs for them.
-    """
+    """Form the group of the processes that torchrun's environment variables name; `size` of them, as the caller has checked."""
+    bind(device)
     if size == 1:
         return WHOLE
-    gpu = device.type == "cuda"
-    if gpu:
-        there = torch.cuda.device_count()
-        if size > there:
-            raise UserError(f"target.tensor_parallel is {size}, this machine has {there} GPUs; set it to as many or fewer")
-        torch.cuda.set_device(device)
     if not distributed.is_initialized():
-        backend, bound = ("nccl", device) if gpu else ("gloo", None)
+        backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         distributed.init_process_group(backend, timeout=PATIENCE, device_id=bound)
         end_at_exit()
     return Part(int(os.environ["RANK"]), size)

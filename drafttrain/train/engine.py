@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from drafttrain.errors import UserError
 from drafttrain.losses import Objective
+from drafttrain.targets.devices import bind, number_by_gpu
 from drafttrain.targets.parallel import end_at_exit
 from drafttrain.train import DeepSpeedOptions, TrainOptions, shards
 from drafttrain.train.optimizer import OPTIMIZERS, make_optimizer
@@ -64,11 +65,16 @@ class World:
 def join_world(device: torch.device, hang_timeout: float = 0.0) -> World:
     """Start the process group from torchrun's environment; a lone process makes a group of its own, once.
 
+    device: this process's own, on which everything runs from here on, the group's first message included.
     hang_timeout: seconds after which a hanging step is reported; processes that wait for each other give up later than that.
     """
-    if not torch.distributed.is_initialized():
-        lone = {} if "RANK" in os.environ else _lone_environment()
-        os.environ |= lone
+    bind(device)
+    os.environ["DS_ACCELERATOR"] = device.type  # read when DeepSpeed is imported; else it takes a GPU that is not asked for
+    formed = torch.distributed.is_initialized()
+    lone = {} if formed or "RANK" in os.environ else _lone_environment()
+    os.environ |= lone
+    number_by_gpu(device)
+    if not formed:
         with hushed():
             backend = "nccl" if device.type == "cuda" else "gloo"
             load_deepspeed().init_distributed(backend, verbose=False, timeout=timedelta(minutes=30, seconds=hang_timeout))
