@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from drafttrain.commands.run import LauncherOptions, RunOptions
 from drafttrain.commands.worker import INTERRUPTED, NOTES, log_of, work_in_process
 from drafttrain.errors import Interrupted, UserError, WorkerError
-from drafttrain.train.interrupt import SIGNALS
+from drafttrain.train.interrupt import SAVING, SIGNALS
 
 Work = Callable[[RunOptions, dict[str, Any]], object]
 LAST = 20  # lines of a failed process that are shown
@@ -84,19 +84,29 @@ def _config(asked: LauncherOptions, name: str) -> LaunchConfig:
         rdzv_endpoint="localhost:0" if asked.nodes == 1 else str(asked.rendezvous),
         max_restarts=asked.restarts,
         local_addr="localhost" if here else None,
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # it would give others half a minute, then SIGKILL
+        signals_to_handle="SIGHUP,SIGQUIT",  # it would give others half a minute, then SIGKILL
     )
 
 
 @contextmanager
 def _forwarding(note: Path) -> Iterator[None]:
-    """What asks this process to stop asks its children, which save and end by themselves."""
+    """What asks this process to stop asks its children, which save and end by themselves; a second Ctrl-C ends them at once.
+
+    They ignore Ctrl-C, which a terminal sends them too, and get SIGTERM for it from here.
+    """
+    keyed = False
 
     def forward(number: int, frame: object) -> None:
+        nonlocal keyed
         note.touch()
+        again, keyed = keyed and number == signal.SIGINT, keyed or number == signal.SIGINT
+        if keyed and not again:
+            os.write(2, SAVING)
         for child in multiprocessing.active_children():
             with suppress(ProcessLookupError):
-                os.kill(child.pid or 0, number)
+                os.kill(child.pid or 0, signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGINT else number)
+        if again:
+            raise KeyboardInterrupt
 
     before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:

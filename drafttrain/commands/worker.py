@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from drafttrain.commands.quiet import quiet
 from drafttrain.commands.run import RunOptions
@@ -27,9 +29,11 @@ def work_in_process(
 ) -> None:
     """Rank 0 has the console; the others' output goes to files in `folder`, as does the traceback of any of them.
 
-    A process that starts again because one had failed goes on with the run; not after a mistake or an interruption.
+    A process that starts again because one had failed goes on with the run; not after a mistake or an interruption. Where the
+    one that started it dies, it ends as at SIGTERM.
     """
-    rank = int(os.environ["RANK"])
+    rank, launcher = int(os.environ["RANK"]), end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the launcher says what it means
     if (folder / INTERRUPTED).exists():
         return
     if any(folder.glob(NOTES)):
@@ -42,6 +46,8 @@ def work_in_process(
     try:
         work(options, resolved)
     except Interrupted as interrupted:
+        if os.getppid() != launcher:
+            leave_orphaned(rank, interrupted)
         (folder / INTERRUPTED).write_text(str(interrupted), encoding="utf-8")
         if not interrupted.together:  # others may wait for this one: its end ends them
             raise SystemExit(Interrupted.CODE) from interrupted
@@ -52,6 +58,25 @@ def work_in_process(
         with log_of(folder, rank).open("a", encoding="utf-8") as log:
             traceback.print_exc(file=log)
         raise
+
+
+def end_with_parent() -> int:
+    """Have SIGTERM sent to this process when the one that started it dies, on Linux; the number of that process."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died in between
+            os.kill(os.getpid(), signal.SIGTERM)
+    return parent
+
+
+def leave_orphaned(rank: int, interrupted: Interrupted) -> NoReturn:
+    """End now: what the group's processes would say to each other goes through the launcher, which has died."""
+    if rank == 0:
+        print(f"drafttrain: the launcher has died: interrupted {interrupted}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(Interrupted.CODE)
 
 
 def _redirect(file: Path) -> None:

@@ -1,7 +1,8 @@
-"""SIGTERM and SIGUSR1: a training step is finished and saved first, anything else is left where it is."""
+"""SIGTERM, SIGUSR1 and the first Ctrl-C: a training step is finished and saved first, anything else is left where it is."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -12,7 +13,8 @@ from typing import Any
 
 from drafttrain.errors import Interrupted
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAVING = b"\ndrafttrain: Ctrl-C: this step is finished and saved first; once more ends at once\n"
 REMINDER = 0.5  # seconds
 
 
@@ -21,10 +23,13 @@ class Interrupt:
 
     Python drops what is raised in a finaliser, where a signal may find it, so it is raised again until it is on its way out.
     What else fails once a signal was there fails because other processes heard it first, and leaves as `Interrupted` too.
+    A second Ctrl-C raises KeyboardInterrupt, whatever is held. Where Ctrl-C is ignored it stays so: processes leave it to their
+    launcher.
     """
 
     def __init__(self) -> None:
         self.asked = False
+        self._keyed = False  # Ctrl-C was there
         self._reminder: threading.Timer | None = None
         self._held = False
         self._before: dict[signal.Signals, Any] = {}
@@ -32,7 +37,8 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # Python runs handlers nowhere else
-            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+            heard = [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) is signal.default_int_handler]
+            self._before = {number: signal.signal(number, self._hear) for number in heard}
             self._unraisable, sys.unraisablehook = sys.unraisablehook, self._drop
         return self
 
@@ -65,9 +71,16 @@ class Interrupt:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
+        if number == signal.SIGINT:
+            if self._keyed:
+                raise KeyboardInterrupt
+            if self._held and not self._keyed:
+                os.write(2, SAVING)  # not by print, which this may have interrupted
+            self._keyed = True
         if self._held or _leaving(sys.exception()):
             return
-        self._reminder = threading.Timer(REMINDER, signal.pthread_kill, (threading.main_thread().ident, number))
+        again = signal.SIGTERM if number == signal.SIGINT else number  # a second SIGINT would be a second Ctrl-C
+        self._reminder = threading.Timer(REMINDER, signal.pthread_kill, (threading.main_thread().ident, again))
         self._reminder.daemon = True
         self._reminder.start()
         raise Interrupted(f"by {signal.Signals(number).name}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.integration.test_training import arguments, digest, fit, losses
@@ -44,6 +46,8 @@ def checkpoints(output: Path) -> list[str]:
         (signal.SIGTERM, ()),
         (signal.SIGUSR1, ("launcher.nproc=2",)),
         (signal.SIGTERM, ("launcher.nproc=2", "deepspeed=zero3")),
+        (signal.SIGINT, ()),
+        (signal.SIGINT, ("launcher.nproc=2",)),
     ],
 )
 def test_a_step_is_finished_saved_and_gone_on_from(
@@ -103,3 +107,48 @@ def test_workers_of_torchrun_exit_with_the_code(material: Path, tmp_path: Path) 
     said, _ = process.communicate(timeout=120)
     assert process.returncode != 0 and f"exitcode  : {CODE}" in said, said
     assert f"step-{lines_of(tmp_path):05d}" in checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("more", [(), ("launcher.nproc=2",)])
+def test_two_ctrl_c_of_a_terminal_end_it_at_once(more: tuple[str, ...], material: Path, tmp_path: Path) -> None:
+    """They reach every process of the group."""
+    process = subprocess.Popen(
+        arguments(material, tmp_path, *STEPS[:1], "train.steps=4000", *more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    while process.poll() is None and lines_of(tmp_path) < 3:
+        time.sleep(0.01)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.05)  # or the two are one
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode in (130, CODE) and "Traceback" not in said, said
+    assert said.count("once more ends at once") <= 1
+    assert gone(family)
+
+
+def test_processes_end_with_their_launcher(material: Path, tmp_path: Path) -> None:
+    """It is killed: they save, say so, and are gone."""
+    process = subprocess.Popen(
+        arguments(material, tmp_path, *STEPS, "launcher.nproc=2", "resume=auto"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while process.poll() is None and lines_of(tmp_path) < 3:
+        time.sleep(0.01)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    _, said = process.communicate(timeout=20)  # until the last one has closed it
+    assert "drafttrain: the launcher has died: interrupted after step" in said and "Traceback" not in said, said
+    assert gone(family)
+    assert f"step-{lines_of(tmp_path):05d}" in checkpoints(tmp_path)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=5)[1]

@@ -66,3 +66,37 @@ def test_what_fails_because_others_ended_is_an_interruption() -> None:
         raise RuntimeError("connection closed by peer")
     with pytest.raises(RuntimeError), Interrupt():
         raise RuntimeError("a bug")
+
+
+def test_the_first_ctrl_c_lets_a_step_end_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt, interrupt.held():
+        hear(signal.SIGINT)
+        assert interrupt.asked
+        said = capfd.readouterr().err
+        assert said.count("\n") == 2 and "saved first; once more ends at once" in said
+        hear(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_ends_what_is_not_held() -> None:
+    with pytest.raises(Interrupted, match="by SIGINT"), Interrupt():
+        hear(signal.SIGINT)
+
+
+def test_a_second_ctrl_c_ends_the_way_out() -> None:
+    with pytest.raises(KeyboardInterrupt), Interrupt():
+        try:
+            hear(signal.SIGINT)
+        finally:
+            time.sleep(1.2)  # longer than it takes to be reminded
+            hear(signal.SIGINT)
+
+
+def test_where_ctrl_c_is_ignored_it_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            hear(signal.SIGINT)
+            assert not interrupt.asked
+    finally:
+        signal.signal(signal.SIGINT, before)
