@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,12 +28,14 @@ from drafttrain.errors import Interrupted, UserError
 from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
+from drafttrain.measure.cases import encode_cases
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.glance import glance
-from drafttrain.measure.runner import CheckpointRef
+from drafttrain.measure.runner import CheckpointRef, check_measurement
 from drafttrain.ops import library
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.devices import device_of
+from drafttrain.targets.estimate import said
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.caching import Caching, check_features
@@ -47,6 +50,7 @@ from drafttrain.train.schedule import learning_rate
 from drafttrain.train.trainer import Job, Trainer, without_training
 from drafttrain.train.ulysses import check_sequence_parallel
 
+CHECKPOINT = 16  # bytes of a trained parameter: weights, master weights and two moments
 SEARCHED = 20_000  # conversations of a source in which evaluation prompts are searched for before training: seconds
 
 
@@ -139,6 +143,7 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console) 
             "train.on_policy writes replies to whole rows, data.pack puts several conversations in one; leave one out"
         )
     check_features(options.features, drafter, options.train, loaded.target.shape.vocab_size)
+    _check_end(options, loaded, drafter)
     about, path = loaded.description, loaded.description["path"] or loaded.description["name"]
     size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
     console.say(f"target: {about['architecture']}, {size} ({path}, {about['runner']} runner)")
@@ -181,6 +186,23 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console) 
         look=look,
         look_every=options.measure.every,
     )
+
+
+def _check_end(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> None:
+    """Raise UserError for what would fail when training has ended: its measurement, and its checkpoint for want of space."""
+    if options.measure.enabled:
+        check_measurement(loaded, drafter, options.decode, options.measure)
+        prompts = load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
+        encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - options.decode.max_new_tokens)
+    else:
+        decoder_of(loaded, options.decode, drafter)
+    folder = next(path for path in (Path(options.output).absolute(), *Path(options.output).absolute().parents) if path.is_dir())
+    needed, free = CHECKPOINT * trainable(drafter), shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"output {folder} has {said(free)} free, a checkpoint of this drafter and its optimiser takes {said(needed)}; "
+            "free space, or set output"
+        )
 
 
 def _look(

@@ -10,6 +10,7 @@ from typing import Any
 
 from drafttrain.checkpoint import load_checkpoint, read_meta
 from drafttrain.data.chat import Encoded
+from drafttrain.data.documents import read_documents
 from drafttrain.data.prompts import Prompt
 from drafttrain.drafter import Drafter, trainable
 from drafttrain.errors import UserError
@@ -28,7 +29,7 @@ from drafttrain.measure.plan import Budget
 from drafttrain.measure.quality import mean_log_likelihood
 from drafttrain.measure.samples import samples
 from drafttrain.measure.sheet import outputs as sheet_outputs
-from drafttrain.measure.slices import conditions, other_slices
+from drafttrain.measure.slices import at_temperature, conditions, other_slices
 from drafttrain.measure.speed import Race
 from drafttrain.request import Result
 from drafttrain.targets.adapt import check_whole
@@ -60,7 +61,9 @@ def measure_checkpoints(
     Checkpoints of one target are measured together. One whose target was trained too is measured by itself, against that
     target's own plain decoding, in its share of the budget; held_out: conversations for the perplexity of such targets.
     """
-    _check(loaded, checkpoints, decode, options)
+    if not checkpoints:
+        raise UserError("no checkpoint to measure; give at least one")
+    check_measurement(loaded, None, decode, options)
     cases, left_out = encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - decode.max_new_tokens)
     notes = [f"{left_out} of {len(prompts)} prompts are too long for the target and were left out"] if left_out else []
     notes.extend(_other_weights(loaded, checkpoints))
@@ -149,9 +152,11 @@ def _other_weights(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef]) -
     return notes
 
 
-def _check(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef], decode: DecodeOptions, options: MeasureOptions) -> None:
-    if not checkpoints:
-        raise UserError("no checkpoint to measure; give at least one")
+def check_measurement(loaded: LoadedTarget, drafter: Drafter | None, decode: DecodeOptions, options: MeasureOptions) -> None:
+    """Raise UserError for settings that a measurement would refuse; before a training, too, that would end with it.
+
+    drafter: the one that will be measured, as far as it is known by now.
+    """
     if not options.batch_sizes or min(options.batch_sizes) < 1:
         raise UserError(f"measure.batch_sizes is {list(options.batch_sizes)}; give one or more sizes of at least 1")
     if min([0.0, *options.temperatures]) < 0 or min([1, *options.contexts]) < 1:
@@ -165,7 +170,10 @@ def _check(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef], decode: D
             raise UserError(f"measure.{name} is {value}; set it to 1 or more")
     if decode.max_new_tokens < 2:
         raise UserError(f"decode.max_new_tokens is {decode.max_new_tokens}; set it to 2 or more, the prefill gives the first")
-    decoder_of(loaded, decode, None)
+    for temperature in dict.fromkeys([decode.temperature, *options.temperatures]):
+        decoder_of(loaded, decode if temperature == decode.temperature else at_temperature(decode, temperature), drafter)
+    if options.contexts:
+        read_documents(options.documents)
 
 
 def _baseline(bench: Bench, cases: Sequence[Case], passes: int) -> tuple[list[Case], list[Result], list[list[int]] | None]:

@@ -31,7 +31,7 @@ def conditions(bench: Bench, cases: Sequence[Case]) -> list[Condition]:
     """Those that the options ask for and the target allows; notes say what was left out. Raises UserError for documents that
     cannot be read."""
     found = [
-        Condition("temperature", temperature, replace(bench, decode=_at(bench.decode, temperature)), cases)
+        Condition("temperature", temperature, replace(bench, decode=at_temperature(bench.decode, temperature)), cases)
         for temperature in bench.options.temperatures
         if temperature != bench.decode.temperature
     ]
@@ -57,7 +57,7 @@ def other_slices(asked: Sequence[Condition], drafters: Mapping[str, Drafter]) ->
     return found
 
 
-def _at(decode: DecodeOptions, temperature: float) -> DecodeOptions:
+def at_temperature(decode: DecodeOptions, temperature: float) -> DecodeOptions:
     """The same decoding at another temperature, by a policy that goes with it."""
     if temperature == 0.0:
         return replace(decode, policy="greedy", temperature=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
@@ -41,6 +42,33 @@ def test_quantised_targets_are_said_to_save_memory_alone(
 ) -> None:
     assert command(*arguments(material, "target.weights=int8")) == 0
     assert "target.weights=int8 saves memory, not time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (("decode.policy=foo", "measure.enabled=false"), "decode.policy is 'foo'; choose one of greedy"),
+        (("decode.policy=greedy", "decode.temperature=0.5"), "set decode.policy=lossless"),
+        (("decode.policy=threshold", "decode.temperature=1", "decode.threshold=3"), "decode.threshold is 3"),
+        (("measure.temperatures=[0.5]", "decode.top_p=0"), "top_p"),
+        (("measure.batch_sizes=[]",), "measure.batch_sizes is []"),
+        (("decode.draft_length=0",), "decode.draft_length is 0"),
+        (("decode.guard.loop=maybe",), "maybe"),
+        (("decode.max_new_tokens=4000",), "prompts fits"),
+        (("decode.max_new_tokens=16", "measure.contexts=[8]", "measure.documents=/nowhere"), "/nowhere"),
+    ],
+)
+def test_what_a_measurement_would_refuse_is_refused_before_training(
+    override: tuple[str, ...], words: str, command: Command, material: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(command, capsys, words, *(a for a in arguments(material) if not a.startswith("measure.")), *override)
+
+
+def test_a_disk_without_room_for_a_checkpoint(
+    command: Command, material: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    refused(command, capsys, "0.0 MB free, a checkpoint of this drafter and its optimiser takes", *arguments(material))
 
 
 def test_conversations_for_a_tokenizer_without_a_chat_template(
