@@ -196,7 +196,7 @@ def _standing(whole: str, replies: Sequence[_Reply]) -> list[Rendered]:
 
 def whose(tokenizer: PreTrainedTokenizerBase) -> str:
     """The tokenizer's own template, for a message."""
-    return f"the template of the tokenizer {tokenizer.name_or_path}"
+    return f"the template of the tokenizer {getattr(tokenizer, 'name_or_path', None) or 'without a name'}"
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, origin: str, tools: Sequence[dict[str, Any]] = ()) -> str:

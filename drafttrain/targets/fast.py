@@ -77,7 +77,8 @@ class Joint:
         was captured before knows that place alone. share: the parts become views of the joined weight, so that it takes no
         memory of its own. bits: it is quantised.
         """
-        with torch.inference_mode(False), torch.no_grad():  # what decoding joins first may have to be written to later
+        # what decoding joins first, in inference mode, may have to be written to later
+        with torch.inference_mode(torch.is_inference_mode_enabled() and share), torch.no_grad():
             return self._joined(share, packed, bits)
 
     def _joined(self, share: bool, packed: bool, bits: int | None) -> bool:

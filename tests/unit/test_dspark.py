@@ -79,7 +79,9 @@ def test_a_shallow_proposal_is_sure_of_its_drafts_alone() -> None:
     batch = read(target, drafter)
     whole, cut = (proposed(drafter, batch, Sampling(), depth) for depth in (None, 2))
     assert cut.confidence_BN is not None and whole.confidence_BN is not None
-    assert torch.equal(cut.confidence_BN, whole.confidence_BN[:, :3]) and torch.equal(cut.token_BN, whole.token_BN[:, :3])
+    assert torch.equal(cut.token_BN, whole.token_BN[:, :3])
+    # to a rounding: a product of fewer rows may add up in another order, which depends on the processor
+    torch.testing.assert_close(cut.confidence_BN, whole.confidence_BN[:, :3], rtol=1e-6, atol=0.0)
 
 
 def test_in_training_the_token_before_is_the_text_s() -> None:

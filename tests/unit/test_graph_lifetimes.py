@@ -23,12 +23,20 @@ from drafttrain.speculate import Controls, Decoder
 from drafttrain.targets import fast
 from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import NAMES, build
-from tests.helpers import crossed, prompts, tiny_model
+from tests.helpers import prompts, tiny_model
 from tests.recorder import FreedError, Graph, capture, cpu_graphs
 
 __all__ = ["cpu_graphs"]
 STOP = frozenset({7, 11})
 FAMILIES: list[str | None] = [None, *NAMES]
+PROCESSORS = ((1.0, 12), (1.3, 0), (1.3, 12))  # repetition penalty, least number of new tokens
+PAIRS = (("medusa", PROCESSORS[0]), (None, PROCESSORS[1]), ("eagle3", PROCESSORS[2]))  # in make test
+OFTEN = (None, "draft_model", "eagle3", "medusa")  # in make test; the others are in make test-slow
+
+
+def every(*more: Any) -> list[Any]:
+    """All families, for `parametrize`, each with these values too."""
+    return [pytest.param(name, *more, marks=() if name in OFTEN else pytest.mark.slow) for name in FAMILIES]
 
 
 @pytest.fixture
@@ -55,7 +63,14 @@ def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[list[int
     return [result.tokens for result in decoder.run(asked, batch).results]
 
 
-@pytest.mark.parametrize(("name", "processors"), crossed(FAMILIES, [(1.0, 12), (1.3, 0), (1.3, 12)]))
+@pytest.mark.parametrize(
+    ("name", "processors"),
+    [
+        pytest.param(name, processors, marks=() if (name, processors) in PAIRS else pytest.mark.slow)
+        for name in FAMILIES
+        for processors in PROCESSORS
+    ],
+)
 def test_two_requests_in_each_slot(
     name: str | None, processors: tuple[float, int], cpu_graphs: None, target: FastTarget
 ) -> None:
@@ -76,7 +91,7 @@ def test_two_requests_in_each_slot(
     assert not least or any(len(text) > least for text in found[0])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every())
 def test_two_decoders_over_one_drafter_in_turn(
     name: str | None, cpu_graphs: None, target: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:

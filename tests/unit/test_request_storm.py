@@ -15,7 +15,7 @@ from drafttrain.session import Session
 from drafttrain.speculate import Controls, Decoder
 from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import NAMES, build
-from tests.helpers import tiny_model
+from tests.helpers import some, tiny_model
 
 TARGET = FastTarget(tiny_model())
 SAMPLING = Sampling(0.9, seed=5)
@@ -62,7 +62,7 @@ def storm(drafter: Drafter | None, count: int, seed: int, every: int | None) -> 
         assert not session.active and set(session.kv._uses) == {0}
 
 
-@pytest.mark.parametrize("name", [None, *NAMES])
+@pytest.mark.parametrize("name", some([None, *NAMES], 4))
 def test_scarce_pages_and_samples(name: str | None) -> None:
     storm(None if name is None else build(name, TARGET, 0.3), 24, seed=1, every=None)
 
