@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO
 
 from drafttrain.errors import UserError
 
+CHECKSUM = "checksum"  # of all else in a JSON object
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -78,6 +80,36 @@ def atomic_write_bytes(path: Path, content: bytes, full: str | None = None) -> N
 def atomic_write_json(path: Path, value: Any) -> None:
     """Replace a file's contents by this value as indented JSON. NaN and infinity are refused: JSON has none."""
     atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_sealed_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file's contents by this object, with a checksum of it that `read_sealed_json` compares."""
+    atomic_write_json(path, content | {CHECKSUM: _digest(content)})
+
+
+def read_sealed_json(path: Path, what: str, way_out: str) -> dict[str, Any]:
+    """An object that `write_sealed_json` wrote, without its checksum. One without a checksum is taken as it is: older versions
+    wrote such, and whoever changes a file on purpose removes it.
+
+    what: the file is. Raises UserError for damage, with this way out.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: expected {what}, got something else ({error}); {way_out}") from error
+    checksum = content.pop(CHECKSUM, None)
+    if checksum is not None and checksum != _digest(content):
+        raise UserError(
+            f"{path}: damaged: its checksum is not that of its contents; {way_out}. If you changed it on purpose, remove its "
+            f'line "{CHECKSUM}"'
+        )
+    return content
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def disk_full(error: BaseException) -> bool:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from drafttrain import __version__
-from drafttrain.atomic import atomic_write_json, remove_directory, remove_leftovers
+from drafttrain.atomic import read_sealed_json, remove_directory, remove_leftovers, write_sealed_json
 from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
 from drafttrain.errors import UserError
@@ -105,7 +104,7 @@ def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointM
     )
     (directory / WEIGHTS).write_bytes(weights)
     content = dataclasses.asdict(done)
-    atomic_write_json(directory / META, {k: v for k, v in content.items() if k not in ("adapter", "imported") or v is not None})
+    write_sealed_json(directory / META, {k: v for k, v in content.items() if k not in ("adapter", "imported") or v is not None})
     return done
 
 
@@ -204,8 +203,8 @@ def read_meta(directory: Path) -> CheckpointMeta:
         raise UserError(
             f"{directory}: expected a checkpoint, got no {META} there; name a step-NNNNN directory of a run{_near(directory)}"
         )
+    content = read_sealed_json(file, "a drafter's description", ANOTHER)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
         newer = content["schema_version"] > SCHEMA_VERSION
         if not newer:
             return CheckpointMeta(**{**content, "target": TargetRecord(**content["target"])})
@@ -219,16 +218,40 @@ def tuned_settings(directory: Path) -> dict[str, Any]:
     file = directory / TUNED
     if not file.is_file():
         return {}
-    try:
-        settings: dict[str, Any] = dict(json.loads(file.read_text(encoding="utf-8"))["settings"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file}: expected what drafttrain tune writes, got something else ({error}); delete it") from error
+    settings = read_sealed_json(file, "what drafttrain tune writes", "delete it, or tune again").get("settings")
+    wrong = _wrong_setting(settings) if isinstance(settings, dict) else "no settings"
+    if wrong is not None:
+        raise UserError(f"{file}: expected what drafttrain tune writes, got {wrong}; delete it, or tune again")
+    assert isinstance(settings, dict)
     return settings
+
+
+def _wrong_setting(settings: dict[str, Any]) -> str | None:
+    """The first that is unknown, or has another type than its own."""
+
+    def whole(value: Any, least: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "draft_length": lambda value: whole(value, 1),
+        "nodes": lambda value: whole(value, 1),
+        "paths": lambda value: (
+            isinstance(value, list) and all(isinstance(p, list) and p and all(whole(rank, 0) for rank in p) for p in value)
+        ),
+        "draft_temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
+        "temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
+    }
+    for name, value in settings.items():
+        if name not in kinds:
+            return f"the setting {name!r}"
+        if not kinds[name](value):
+            return f"{name} {value!r}"[:80]
+    return None
 
 
 def keep_tuned(directory: Path, settings: dict[str, Any], about: dict[str, Any]) -> Path:
     """Write the settings that the checkpoint is decoded with from here on; about: where they come from."""
-    atomic_write_json(directory / TUNED, {"settings": settings, "tuned": about})
+    write_sealed_json(directory / TUNED, {"settings": settings, "tuned": about})
     return directory / TUNED
 
 

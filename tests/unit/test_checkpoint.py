@@ -15,8 +15,17 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from drafttrain import checkpoint
-from drafttrain.atomic import atomic_directory
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, prune, read_weights, save_drafter
+from drafttrain.atomic import atomic_directory, write_sealed_json
+from drafttrain.checkpoint import (
+    CheckpointMeta,
+    TargetRecord,
+    load_drafter,
+    prune,
+    read_meta,
+    read_weights,
+    save_drafter,
+    tuned_settings,
+)
 from drafttrain.drafters import Family
 from drafttrain.errors import UserError
 from drafttrain.target import TargetShape
@@ -139,8 +148,11 @@ def replace_weights(path: Path, content: bytes) -> None:
 
 
 def edit_meta(path: Path, **changes: Any) -> None:
+    """As if it had been saved so."""
     file = path / checkpoint.META
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    content = json.loads(file.read_text()) | changes
+    del content["checksum"]
+    write_sealed_json(file, content)
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_named(saved: Path) -> None:
@@ -259,3 +271,45 @@ def test_other_failures_are_not_called_a_full_disk(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="Input/output error"):
         write_steps(tmp_path, 1)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", [checkpoint.META, checkpoint.TUNED])
+def test_a_changed_byte_is_found_or_changes_nothing(name: str, saved: Path) -> None:
+    """Every byte of the file, to a few others."""
+    settings = {"draft_length": 2, "paths": [[0], [0, 1]], "draft_temperature": 0.7, "temperature": 0.8}
+    checkpoint.keep_tuned(saved, settings, {"batch_size": 1, "environment": {"device": "cpu"}})
+    file, wanted = saved / name, (read_meta(saved), tuned_settings(saved))
+    before, found = file.read_bytes(), 0
+    for at in range(len(before)):
+        for byte in {before[at] ^ 1, before[at] ^ 32, ord("0"), ord(" "), 0xFF} - {before[at]}:
+            file.write_bytes(before[:at] + bytes([byte]) + before[at + 1 :])
+            try:
+                assert (read_meta(saved), tuned_settings(saved)) == wanted, (at, byte)
+            except UserError as error:
+                assert str(file) in str(error) and "\n" not in str(error)
+                found += 1
+    assert found > len(before)
+
+
+def test_whoever_changes_a_file_on_purpose_removes_its_checksum(saved: Path) -> None:
+    file = saved / checkpoint.META
+    content = json.loads(file.read_text()) | {"step": 7}
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r'If you changed it on purpose, remove its line "checksum"'):
+        read_meta(saved)
+    del content["checksum"]
+    file.write_text(json.dumps(content))
+    assert read_meta(saved).step == 7
+
+
+NO_SETTINGS = ["[]", "null", "{", '"x"', "{}", '{"settings": null}', '{"settings": [1]}', "[" * 100_000]
+WRONG = [("paths", value) for value in ("null", "3", "[3]", "[[true]]", "[[]]", "[[-1]]")]
+WRONG += [("draft_length", value) for value in ('"2"', "-1", "true", "1.5")]
+WRONG += [("temperature", "NaN"), ("draft_temperature", "-0.5"), ("lenght", "2")]
+
+
+@pytest.mark.parametrize("content", [*NO_SETTINGS, *(f'{{"settings": {{"{name}": {value}}}}}' for name, value in WRONG)])
+def test_decode_settings_of_another_kind_are_one_line(content: str, saved: Path) -> None:
+    (saved / checkpoint.TUNED).write_text(content)
+    with pytest.raises(UserError, match=rf"{checkpoint.TUNED}: expected what drafttrain tune writes, got .*; delete it"):
+        tuned_settings(saved)

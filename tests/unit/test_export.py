@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.checkpoint import META, read_meta
+from drafttrain.atomic import write_sealed_json
+from drafttrain.checkpoint import META
 from drafttrain.drafters import families
 from drafttrain.errors import ParityError, UserError
 from drafttrain.export import golden as material
@@ -193,10 +194,17 @@ def test_golden_material_survives_the_disk(tmp_path: Path) -> None:
         assert torch.equal(getattr(again, name), getattr(golden, name)), name
 
 
+def described(directory: Path, **changes: Any) -> None:
+    """As if the checkpoint had been saved so."""
+    content = json.loads((directory / META).read_text())
+    assert all(content[name] != value for name, value in changes.items())
+    del content["checksum"]
+    write_sealed_json(directory / META, content | changes)
+
+
 def test_golden_material_of_other_weights_does_not_count(tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "medusa")
-    file = found.directory / META
-    file.write_text(file.read_text().replace(found.meta.sha256, "0" * 64))
+    described(found.directory, sha256="0" * 64)
     assert stored(found.directory) is None
     (found.directory / GOLDEN).unlink()
     assert stored(found.directory) is None
@@ -385,10 +393,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     state = load_file(path / "drafter.safetensors")
     state["heads.0.output.weight"][0, 0] = torch.nan
     save_file(state, path / "drafter.safetensors")
-    meta, digest = json.loads((path / META).read_text()), read_meta(path)
-    meta["sha256"] = hashlib.sha256((path / "drafter.safetensors").read_bytes()).hexdigest()
-    assert meta["sha256"] != digest.sha256
-    (path / META).write_text(json.dumps(meta))
+    described(path, sha256=hashlib.sha256((path / "drafter.safetensors").read_bytes()).hexdigest())
     with pytest.raises(UserError, match=r"heads.0.output.weight holds NaN or infinity: training diverged"):
         Opened.of(path, loaded())
 
