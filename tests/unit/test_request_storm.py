@@ -68,8 +68,7 @@ def test_scarce_pages_and_samples(name: str | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [None, 2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "every"), [(1, None), (2, 2)])
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_a_storm(name: str | None, seed: int, every: int | None) -> None:
-    storm(None if name is None else build(name, TARGET, 0.3), 100, seed, every)
+    storm(None if name is None else build(name, TARGET, 0.3), 60, seed, every)
