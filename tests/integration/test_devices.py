@@ -78,6 +78,7 @@ def untrained(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_measure_splits_a_target_among_gpus(
     command: Command, gpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

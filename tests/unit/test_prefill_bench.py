@@ -19,6 +19,7 @@ from kernels.bench.suite import RedError
 REHEARSAL = Machine(torch.device("cpu"), True, "rehearsal", {"torch": torch.__version__})
 
 
+@pytest.mark.slow
 def test_both_orders_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "1")  # of the user's shell: torch's own order is still measured without it
     found = prefill.measure(REHEARSAL)
