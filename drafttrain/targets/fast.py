@@ -87,6 +87,8 @@ class Joint:
         changed = _update(self, "bias", biases)
         if bits is not None:
             return self._quantise(torch.cat(weights), bits) or changed
+        if packed and not share and self.weight is None and weights[0].device.type == "cpu":
+            weights[0] = weights[0].clone()  # a view of the parameter would always equal it, and its packed copy grow old
         changed = _update(self, "weight", weights) or changed
         assert self.weight is not None
         if share and len(weights) > 1:

@@ -162,6 +162,25 @@ def test_new_weights_reach_graphs_captured_before(
     assert before != after == accepted(Decoder(target, other, "greedy", Sampling(), STOP, 20)) == accepted(decoder)
 
 
+def test_new_weights_reach_packed_copies(target: FastTarget) -> None:
+    """On a CPU, where products read packed copies: also of maps that are joined with no other."""
+    drafter, other, asked = drafter_of("draft_model", target), build("draft_model", target, 2.0), prompts(3, seed=5)
+    assert isinstance(drafter, DraftModel)
+
+    def accepted(drafter: Drafter) -> list[int]:
+        return [r.accepted for r in Decoder(target, drafter, "greedy", Sampling(), STOP, 20).run(asked, 2).results]
+
+    before = accepted(drafter)
+    drafter.load_state_dict(other.state_dict())
+    assert before != accepted(drafter) == accepted(other)
+    fresh = build("draft_model", target, 2.0)
+    assert isinstance(fresh, DraftModel)
+    fresh.lm.new_cache(1, 8)
+    for joint, wanted in zip(drafter.lm._joints, fresh.lm._joints, strict=True):
+        x_1I = torch.randn(1, wanted.weight.shape[1])
+        torch.testing.assert_close(joint(x_1I), wanted(x_1I))
+
+
 @pytest.mark.parametrize(("name", "passes"), [(None, 20), ("medusa", 20), *every(3)])
 def test_memory_is_flat_over_passes(name: str | None, passes: int, cpu_graphs: None, target: FastTarget) -> None:
     """Each with a decoder of its own, as a measurement has; without the garbage collector, which knows no device memory."""
