@@ -11,11 +11,15 @@ from drafttrain.errors import UserError
 MASKS = (1, 32, 4, 128)  # 32 is another case of a letter
 
 
-def harmed(file: Path, most: int) -> Iterator[str]:
-    """The file with each byte changed, or a fixed sample of so many; cut off; emptied; removed. It is whole again behind it."""
+def harmed(file: Path, most: int, until: int | None = None) -> Iterator[str]:
+    """The file with each byte changed, or a fixed sample of so many; cut off; emptied; removed. It is whole again afterwards.
+
+    until: of the first so many bytes alone.
+    """
     whole = file.read_bytes()
+    among = range(len(whole))[:until]
     draw = random.Random(file.name)
-    places = list(range(len(whole))) if len(whole) <= most else sorted(draw.sample(range(len(whole)), most))
+    places = sorted(draw.sample(among, min(most, len(among))))
     try:
         for at in places:
             byte = draw.choice([*(whole[at] ^ mask for mask in MASKS), *(set(b'0e" ') - {whole[at]})])
@@ -30,21 +34,24 @@ def harmed(file: Path, most: int) -> Iterator[str]:
         file.write_bytes(whole)
 
 
-def refused(files: Iterable[Path], read: Callable[[], object], most: int = 400, removed: bool = True) -> dict[str, int]:
-    """How often `read` refused each file damaged, in one line that names it. Anything else it must give as if nothing were.
+def refused(files: Iterable[Path], read: Callable[[], object], most: int = 400, removed: bool = True) -> dict[str, float]:
+    """How often `read` refuses each file when it is damaged, in one line that names it: 1.0 is always. Whatever it does not
+    refuse it must give as if nothing were.
 
     read: what must stay the same, comparable. removed: with the file gone too.
     """
-    wanted, counts = read(), dict[str, int]()
+    wanted, shares = read(), dict[str, float]()
     for file in files:
-        counts[file.name] = 0
+        count = tried = 0
         for how in harmed(file, most):
             if not removed and how.endswith("removed"):
                 continue
+            tried += 1
             try:
                 assert read() == wanted, how
             except UserError as error:
                 assert file.name in str(error), (how, str(error))
                 assert "\n" not in str(error), (how, str(error))
-                counts[file.name] += 1
-    return counts
+                count += 1
+        shares[file.name] = count / tried
+    return shares

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from drafttrain.atomic import read_sealed_json, write_sealed_json
 from drafttrain.checkpoint import WEIGHTS, list_checkpoints
+from drafttrain.checksums import file_sum, first_fault
 from drafttrain.errors import UserError
 from drafttrain.train.shards import PATTERN
 
@@ -25,14 +23,7 @@ def seal(directory: Path, sums: Mapping[str, str]) -> None:
 
 def file_sums(*files: Path) -> dict[str, str]:
     """Each file's sha256 by its name. They are on the disk when this returns."""
-    return {file.name: _sum(file, durable=True) for file in files}
-
-
-def _sum(file: Path, durable: bool = False) -> str:
-    with file.open("rb") as opened:
-        if durable:
-            os.fsync(opened.fileno())
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    return {file.name: file_sum(file, durable=True) for file in files}
 
 
 def damage(directory: Path) -> str | None:
@@ -46,16 +37,7 @@ def damage(directory: Path) -> str | None:
         return f"{SUMS} is missing or damaged"
     if unlisted := sorted({file.name for pattern in TENSORS for file in directory.glob(pattern)} - sums.keys()):
         return f"{unlisted[0]} is not in {SUMS}"
-    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
-        return next(filter(None, pool.map(lambda name: _file_damage(directory / name, sums[name]), sums)), None)
-
-
-def _file_damage(file: Path, expected: object) -> str | None:
-    try:
-        got = _sum(file)
-    except OSError as error:
-        return f"{file.name}, which {SUMS} lists, cannot be read ({error.strerror})"
-    return None if got == expected else f"{file.name} is damaged or cut off: its sha256 is not that in {SUMS}"
+    return first_fault(directory, sums, SUMS)
 
 
 def newest_valid(folder: Path, say: Callable[[str], None]) -> Path | None:

@@ -224,8 +224,7 @@ def test_a_changed_byte_of_golden_material_is_found_or_changes_nothing(tmp_path:
         assert golden is not None
         return [golden.facts, golden.sha256, *(getattr(golden, name).tolist() for name in TENSORS)]
 
-    counts = refused([found.directory / GOLDEN], read, 1500, removed=False)
-    assert counts[GOLDEN] > 1400
+    assert refused([found.directory / GOLDEN], read, 1500, removed=False)[GOLDEN] > 0.95
     tensors = load_file(found.directory / GOLDEN)  # as earlier versions wrote it
     about = {"facts": read()[0], "sha256": read()[1]}
     wanted = read()
