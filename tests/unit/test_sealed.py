@@ -123,3 +123,13 @@ def test_any_changed_byte_of_where_training_stood_is_seen_or_changes_nothing(tmp
     assert Progress.of(tmp_path) == Progress(**content)
     (tmp_path / PROGRESS).unlink()
     assert spent(tmp_path) is None  # a drafter of other people
+
+
+def test_whoever_changes_a_file_on_purpose_removes_its_entry(tmp_path: Path) -> None:
+    directory = write(tmp_path / "step-00001")
+    (directory / "trainer.json").write_text("{}")
+    assert "trainer.json is damaged" in (damage(directory) or "")
+    content = json.loads((directory / SUMS).read_text())
+    del content[CHECKSUM], content["trainer.json"]
+    (directory / SUMS).write_text(json.dumps(content))
+    assert damage(directory) is None
