@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import drafttrain
+from drafttrain.data.provenance import check_shard
 from drafttrain.errors import UserError
 
 ASSETS = Path(drafttrain.__file__).parent / "assets"
@@ -27,6 +28,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises UserError naming the place for a blank or malformed line, and for an empty, damaged or unknown file.
     """
     check_file(path)
+    check_shard(path)
     empty = True
     for origin, record in _read(path):
         empty = False
