@@ -112,7 +112,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", default=[])
     parser.add_argument("--steps", type=int, nargs="+", default=[300])
@@ -124,20 +124,21 @@ def main() -> int:
     parser.add_argument("--template")
     parser.add_argument("--out", type=Path, default=Path("outputs/quality"))
     parser.add_argument("--table", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / ROWS
-    wanted = [] if given.table else list(settings(given))
+    wanted, failed = [] if given.table else list(settings(given)), False
     for setting in wanted:
         if key(asdict(setting)) in {key(row) for row in rows_of(file) if "expected_tau" in row}:
             continue
         row = trained(setting, given)
+        failed |= "error" in row
         with file.open("a", encoding="utf-8") as opened:
             opened.write(json.dumps(row) + "\n")
         found = row.get("error") or f"expected tau {row['expected_tau']:.3f}  {row['cpu_seconds']:.0f} CPU seconds"
         print(f"{setting.target} {setting.recipe} {setting.steps} {setting.vary or 'as it is'}: {found}", flush=True)
     print(table(rows_of(file)))
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
