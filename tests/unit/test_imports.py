@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "drafttrain"
 FLOORS = [
     (
         *("errors", "atomic", "page", "fingerprint", "served", "tree", "kv", "sampling", "span", "batch", "chains", "ops"),
-        *("repetition", "jsontext"),
+        *("repetition", "jsontext", "intervals"),
     ),
     (
         *("target", "layers", "drafter", "staged", "tip", "request", "processors", "fallback", "guard"),
