@@ -67,10 +67,9 @@ def conversation(origin: str, record: dict[str, Any], form: str = "auto", replie
     if "system" in filled and "system" not in roles and isinstance(filled["system"], str) and filled["system"]:
         said.insert(0, {"role": "system", "content": filled["system"]})
     if replies and ASSISTANT not in roles:
+        got = " ".join(", ".join(roles)[:60].split()) or "no turn"
         way_out = "write them with drafttrain prepare" if name in UNANSWERED else "add the reply, or remove the record"
-        raise UserError(
-            f"{origin}: expected an assistant turn to learn from, got {' '.join(', '.join(roles)[:60].split()) or 'no turn'}; {way_out}"
-        )
+        raise UserError(f"{origin}: expected an assistant turn to learn from, got {got}; {way_out}")
     return Conversation(origin, tuple(said), tools=_tools(origin, filled.get("tools")), form=name)
 
 

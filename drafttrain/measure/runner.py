@@ -66,6 +66,8 @@ def measure_checkpoints(
     check_measurement(loaded, None, decode, options)
     cases, left_out = encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - decode.max_new_tokens)
     notes = [f"{left_out} of {len(prompts)} prompts are too long for the target and were left out"] if left_out else []
+    if reason := loaded.description.get("attention_reason"):
+        notes.append(f"target.attention is eager: {reason}")
     notes.extend(_other_weights(loaded, checkpoints))
     notes.extend(filter(None, [idle_guards(decode)]))
     began = monotonic()
