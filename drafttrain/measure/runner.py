@@ -8,7 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from drafttrain.checkpoint import load_checkpoint, read_meta
+from drafttrain.checkpoint import check_target, load_checkpoint, read_meta
 from drafttrain.data.chat import Encoded
 from drafttrain.data.documents import read_documents
 from drafttrain.data.prompts import Prompt
@@ -63,6 +63,8 @@ def measure_checkpoints(
     """
     if not checkpoints:
         raise UserError("no checkpoint to measure; give at least one")
+    for checkpoint in checkpoints:
+        check_target(checkpoint.path, read_meta(checkpoint.path).target, loaded.target)
     check_measurement(loaded, None, decode, options)
     cases, left_out = encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - decode.max_new_tokens)
     notes = [f"{left_out} of {len(prompts)} prompts are too long for the target and were left out"] if left_out else []

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from drafttrain.errors import UserError
 from drafttrain.ops.quantised import BITS
+from drafttrain.target import TargetShape
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.fast import FastTarget, why_not
@@ -89,6 +90,17 @@ def load_target(
         )
     target.tokenizer = tokenizer
     return LoadedTarget(target, tokenizer, path, _description(options, target, parameters))
+
+
+def load_shape(options: TargetOptions) -> TargetShape:
+    """The target's dimensions, from its configuration alone. Raises UserError as `load_target` does."""
+    path = path_of(options)
+    try:
+        config = AutoConfig.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"target.path {path!r} has no configuration that transformers can load: {reason}") from error
+    return shape_of(config.get_text_config())
 
 
 def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:

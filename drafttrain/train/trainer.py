@@ -32,7 +32,7 @@ from drafttrain.train.keeper import Keeper, Progress, save_settings
 from drafttrain.train.logger import Logger
 from drafttrain.train.onpolicy import OnPolicy
 from drafttrain.train.profile import Profile, window
-from drafttrain.train.progress import Console
+from drafttrain.train.progress import Console, Running
 from drafttrain.train.schedule import learning_rate
 from drafttrain.train.telemetry import Cost, Meter
 from drafttrain.train.ulysses import sequence_group
@@ -115,11 +115,12 @@ class Trainer:
             trace = stack.enter_context(Profile(window(options.profile, first, options.steps), self._trace_file(), say))
             bar = stack.enter_context(console.bar(options.steps, first))
             self.meter.pause()
+            running = Running()
             for step in range(first, options.steps):
                 with trace.step(step + 1):
                     values, tokens, stop = self._step(step, interrupt is not None and interrupt.asked)
                 progress.step, progress.loss, progress.tokens = step + 1, values["loss"], progress.tokens + tokens
-                values |= self._cost(tokens) | self._look(step + 1)
+                values |= running.step(values) | self._cost(tokens) | self._look(step + 1)
                 if logger is not None:
                     logger.step(step + 1, values)
                 bar.step(step + 1, tokens, values, line=(step + 1) % options.log_every == 0)
