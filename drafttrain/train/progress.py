@@ -34,9 +34,10 @@ class Bar:
         self.progress.update(self.task, completed=step, rate=f"{rate:,.0f} tokens/s  loss {values['loss']:.3f}{parts}")
         if line:
             agreement = " ".join(f"{a:.2f}" for a in values["agreement"])
+            loss, tau = (f"{values[name]:.{d}f}{_mean(values, name, d)}" for name, d in (("loss", 3), ("expected_tau", 2)))
             self.progress.console.print(
-                f"step {step:>{len(str(self.total))}}/{self.total}  loss {values['loss']:.3f}{_mean(values, 'loss', 3)}  "
-                f"agreement {agreement}  expected tau {values['expected_tau']:.2f}{_mean(values, 'expected_tau', 2)}  {rate:,.0f} tokens/s  lr {values['lr']:.1e}{spent(values)}",
+                f"step {step:>{len(str(self.total))}}/{self.total}  loss {loss}  agreement {agreement}  "
+                f"expected tau {tau}  {rate:,.0f} tokens/s  lr {values['lr']:.1e}{spent(values)}",
                 highlight=False,
                 soft_wrap=True,
             )
