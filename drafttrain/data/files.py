@@ -44,6 +44,12 @@ def as_object(origin: str, record: Any) -> dict[str, Any]:
     return record
 
 
+def keys_of(record: dict[str, Any]) -> str:
+    """A record's keys for a message: the first ten, and no more than the beginning of a long one."""
+    names = [" ".join(str(key)[:40].split()) for key in sorted(record, key=str)]
+    return ", ".join(names[:10] + [f"and {len(names) - 10} more"] * (len(names) > 10)) or "no key at all"
+
+
 def check_file(path: Path) -> None:
     """Raise UserError unless this is a file of a known kind."""
     if path.is_dir():
@@ -137,6 +143,8 @@ def read_json(content: bytes, path: Path, line: int) -> Any:
         ) from error
     except RecursionError as error:
         raise UserError(f"{path}:{line}: expected a record, got JSON nested too deeply to read; flatten it") from error
+    except ValueError as error:  # Python's own limit for whole numbers
+        raise UserError(f"{path}:{line}: expected a record, got a number with thousands of digits; shorten it") from error
 
 
 def _excerpt(text: str, position: int) -> str:
@@ -146,23 +154,57 @@ def _excerpt(text: str, position: int) -> str:
 def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
     row = 0
     for batch in read_batches(path):
-        for record in batch.to_pylist():
+        for record in plain_rows(path, batch):
             row += 1
             yield f"{path}:row {row}", record
+
+
+def plain_rows(path: Path, batch: Any) -> list[dict[str, Any]]:
+    """Of a record batch, as Python's own values, which do not hold all that a table can: not every time, for one."""
+    with damaged_table(path):
+        batch.validate(full=True)  # damaged offsets would be read far outside of the file
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
 
 
 def read_batches(path: Path) -> Iterator[Any]:
     """Record batches of a Parquet, Arrow (file or stream) or CSV file; Arrow's are mapped. Raises UserError for a damaged
     one."""
-    import pyarrow  # slow to import, and most runs read JSON lines
-
-    try:
+    with damaged_table(path):
         yield from _batches(path)
-    except pyarrow.ArrowException as error:
-        got = str(error).splitlines()[0]
-        raise UserError(
-            f"{path}: expected a {path.suffix} table, got a file that cannot be read as one ({got}); write it again"
-        ) from error
+
+
+@contextmanager
+def damaged_table(path: Path) -> Iterator[None]:
+    """Give what pyarrow raises inside as a UserError: its own errors, and Python's for names and numbers that cannot be."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, ArithmeticError, LookupError, TypeError, MemoryError) as error:
+        got = f"a file that cannot be read as one ({reason_of(error)})"
+        raise UserError(f"{path}: expected a {path.suffix} table, got {got}; write it again") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of what a library says, no longer than a reader takes; its kind where it says nothing."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return (said if len(said) <= 200 else f"{said[:200]}...") or type(error).__name__
+
+
+def path_of(name: str, key: str) -> Path:
+    """The path that a key names. Raises UserError for what cannot be one on this machine."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        short = name if len(name) <= 80 else f"{name[:80]}..."
+        raise UserError(f"{key}={short}: no path of this machine ({_said(error)}); correct it") from error
+    return path
+
+
+def _said(error: Exception) -> str:
+    return str(error.strerror).lower() if isinstance(error, OSError) else reason_of(error)
 
 
 def _batches(path: Path) -> Iterator[Any]:
