@@ -79,7 +79,8 @@ def judged(what: str, shown: str, ended: Ended, folder: Path, refuse: bool = Fal
     if made := [path for path in (folder, folder.parent) if (path / MARKER).exists()]:
         fault = f"foreign code has run: {made[0] / MARKER}"
         (made[0] / MARKER).unlink()
-    if fault is None and (control := next((c for c in CONTROLS if c in ended.out + ended.err), None)):
+    said = ended.err if what.endswith(", generate") else ended.out + ended.err  # its output is the model's text as it is
+    if fault is None and (control := next((c for c in CONTROLS if c in said), None)):
         fault = f"the output has {control!r} in it"
     if fault is None and ended.code and ended.line is None:
         fault = f"exit code {ended.code} without one line"
@@ -286,7 +287,7 @@ def hostile_pickle(draw: random.Random, folder: Path) -> Outcome:
                  "features=cached", "features.dir=features", "output=result"]  # fmt: skip
         refuse = False
     ended = run(asked, folder)
-    return judged("pickle", f"place {where}; {' '.join(asked)}", ended, folder, refuse)
+    return judged(f"pickle, {asked[0]}", f"place {where}; {' '.join(asked)}", ended, folder, refuse)
 
 
 def hostile_archive(draw: random.Random, folder: Path) -> Outcome:
@@ -320,7 +321,7 @@ def hostile_archive(draw: random.Random, folder: Path) -> Outcome:
         path = "data.jsonl"
     asked = ["inspect", *TARGET, f"data.path={path}", "out=page.html"] if how != 5 else command(draw)
     ended = run(asked, folder)
-    return judged("archives and links", f"{how}; {' '.join(asked)}", ended, folder)
+    return judged(f"archives and links, {asked[0]}", f"{how}; {' '.join(asked)}", ended, folder)
 
 
 def hostile_page(draw: random.Random, folder: Path) -> Outcome:
@@ -399,7 +400,8 @@ def hostile_escapes(draw: random.Random, folder: Path) -> Outcome:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     ended = run(asked, folder)
-    return judged(f"terminal escapes, {asked[0] if asked[0].isalpha() else 'names'}", f"{how}, {escape!r}; {' '.join(asked)!r}", ended, folder)
+    what = f"terminal escapes, {asked[0] if asked[0].isalpha() else 'names'}"
+    return judged(what, f"{how}, {escape!r}; {' '.join(asked)!r}", ended, folder)
 
 
 def foreign_code(draw: random.Random, folder: Path) -> Outcome:
@@ -425,7 +427,7 @@ def foreign_code(draw: random.Random, folder: Path) -> Outcome:
     (target / "config.json").write_text(json.dumps(config))
     asked = command(draw)
     ended = run(asked, folder)
-    return judged("code with a model", f"{how}; {' '.join(asked)}", ended, folder)
+    return judged(f"code with a model, {asked[0]}", f"{how}; {' '.join(asked)}", ended, folder)
 
 
 Attack = Callable[[random.Random, Path], Outcome]

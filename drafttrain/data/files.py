@@ -133,6 +133,8 @@ def read_json(content: bytes, path: Path, line: int) -> Any:
         raise UserError(
             f"{path}:{at}: expected JSON, got {got} ({error.msg}, column {error.colno}); correct the line"
         ) from error
+    except ValueError as error:  # Python reads no integer of more than 4,300 digits
+        raise UserError(f"{path}:{line}: expected a record, got JSON that cannot be read ({error}); correct it") from error
     except RecursionError as error:
         raise UserError(f"{path}:{line}: expected a record, got JSON nested too deeply to read; flatten it") from error
 
@@ -144,20 +146,39 @@ def _excerpt(text: str, position: int) -> str:
 def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
     row = 0
     for batch in read_batches(path):
-        for record in batch.to_pylist():
+        for record in rows_of(batch, path):
             row += 1
             yield f"{path}:row {row}", record
+
+
+def rows_of(batch: Any, path: Path) -> list[dict[str, Any]]:
+    """A record batch as records, after a check of its values: Arrow would read damaged ones from anywhere in memory."""
+    with damaged_table(path):
+        batch.validate(full=True)
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
 
 
 def read_batches(path: Path) -> Iterator[Any]:
     """Record batches of a Parquet, Arrow (file or stream) or CSV file; Arrow's are mapped. Raises UserError for a damaged
     one."""
+    with damaged_table(path):
+        yield from _batches(path)
+
+
+@contextmanager
+def damaged_table(path: Path) -> Iterator[None]:
+    """Give what pyarrow raises inside as a UserError: its own errors, and those of Python that it raises for damage."""
     import pyarrow  # slow to import, and most runs read JSON lines
 
     try:
-        yield from _batches(path)
-    except pyarrow.ArrowException as error:
-        got = str(error).splitlines()[0]
+        yield
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, SystemError, OverflowError, IndexError) as error:
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, pyarrow.ArrowException):
+            raise  # the system's own
+        got = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{path}: expected a {path.suffix} table, got a file that cannot be read as one ({got}); write it again"
         ) from error

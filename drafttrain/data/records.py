@@ -28,6 +28,7 @@ from drafttrain.data.files import (
     read_array,
     read_batches,
     read_json,
+    rows_of,
 )
 from drafttrain.errors import UserError
 
@@ -98,7 +99,7 @@ class Rows:
     def __getitem__(self, number: int) -> tuple[str, dict[str, Any]]:
         self._open()
         at = bisect_right(self._ends, number)
-        row = self._batches[at].slice(number - (self._ends[at - 1] if at else 0), 1).to_pylist()[0]
+        (row,) = rows_of(self._batches[at].slice(number - (self._ends[at - 1] if at else 0), 1), self.name)
         return f"{self.name}:row {number + 1}", filled(row)
 
     def __getstate__(self) -> dict[str, Any]:
