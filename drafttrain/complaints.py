@@ -59,9 +59,7 @@ def _configuration(chain: Sequence[BaseException]) -> str | None:
             return _unknown_choice(link.missing_cfg_file, link.options or ())
         if isinstance(link, OverrideParseException):
             reason = link.message.splitlines()[1:2] or [link.message]
-            return (
-                f"cannot read {link.override!r}: {one_line(reason[0])}; write key=value, and quote values with , = or spaces"
-            )
+            return f"cannot read {link.override!r}: {one_line(reason[0])}; write key=value, and quote values with , = or spaces"
     for link in chain:
         if isinstance(link, (ConfigKeyError, AttributeError)) and isinstance(link, OmegaConfBaseException):
             free, overridden = str(link.ref_type_str).startswith("Dict"), _overridden(chain)

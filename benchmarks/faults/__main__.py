@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/faults"))
     asked = parser.parse_args()
     _settings()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     from benchmarks.faults import campaign
     from benchmarks.faults.child import frozen
     from benchmarks.faults.kinds import KINDS, load_all

@@ -92,7 +92,9 @@ def tried(kind: Kind, seed: int, folder: Path) -> list[Outcome]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def run(kinds: Sequence[Kind], minutes: float, seed: int, out: Path, console: Console, most: int | None = None) -> dict[str, Counts]:
+def run(
+    kinds: Sequence[Kind], minutes: float, seed: int, out: Path, console: Console, most: int | None = None
+) -> dict[str, Counts]:
     """Make tries until the time is up, always of the kind that has had the least of it. most: tries of each kind.
 
     The i-th try of every kind has the seed `seed * 1_000_000 + i`. The record is written again every half minute.
@@ -142,7 +144,9 @@ def write(out: Path, counts: dict[str, Counts], seed: int, seconds: float) -> No
         for name, own in counts.items()
     }
     aside = out / "result.json.new"
-    aside.write_text(json.dumps({"seed": seed, "seconds": round(seconds, 1), "kinds": kinds}, indent=1) + "\n", encoding="utf-8")
+    aside.write_text(
+        json.dumps({"seed": seed, "seconds": round(seconds, 1), "kinds": kinds}, indent=1) + "\n", encoding="utf-8"
+    )
     aside.replace(out / "result.json")
 
 
@@ -169,7 +173,9 @@ def checked(outcome: Outcome, ended: Ended, command: str) -> Outcome:
 
 def judged(ended: Ended, what: str, command: str, same: Callable[[], str | None], names: Sequence[str] = ()) -> Outcome:
     """Refused in one line that has one of these names in it, or the same result. same: None, or what differs."""
-    expected = f"exit code 2 in one line that names {' or '.join(names)}, or the same result" if names else "one line, or the same"
+    expected = (
+        f"exit code 2 in one line that names {' or '.join(names)}, or the same result" if names else "one line, or the same"
+    )
     if fault := broken(ended):
         return failed(what, expected, fault, command, ended)
     if ended.line is not None:

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 ROOT = Path(__file__).parents[2]
 MEMORY = 6 << 30  # bytes of address space beyond what the campaign has
-LATE = 90.0  # seconds that a command may take
+LATE, STUCK = 90.0, 900.0  # seconds of processor time that a command may take, and of the clock: machines may be busy
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate")
 
@@ -75,7 +75,9 @@ class Child:
                 (os.killpg if group else os.kill)(self.pid, number)
 
     def wait(self, seconds: float = LATE) -> Ended:
-        """Until it has ended; after so many seconds it is killed. Then processes that it has left get some seconds to go."""
+        """Until it has ended; after so many seconds of processor time it is killed. Processes that it has left get some seconds
+        to go.
+        """
         late = not self._ends(seconds)
         if late:
             self.signal(signal.SIGKILL, group=True)
@@ -89,12 +91,23 @@ class Child:
         return Ended(code, *said, time.monotonic() - self.began, late, tuple(name for _, name in left))
 
     def _ends(self, seconds: float) -> bool:
-        limit = time.monotonic() + seconds
+        limit = time.monotonic() + STUCK
+        looked = time.monotonic()
         while self.poll() is None:
-            if time.monotonic() > limit:
-                return False
             time.sleep(0.003)
+            if time.monotonic() - looked > 0.5:
+                looked = time.monotonic()
+                if looked > limit or self._spent() > seconds:
+                    return False
         return True
+
+    def _spent(self) -> float:
+        """Seconds of processor time, with those of children that have ended."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
     def _left(self, seconds: float) -> list[tuple[int, str]]:
         limit, found = time.monotonic() + seconds, self._session()
@@ -141,8 +154,13 @@ def fresh(arguments: Sequence[str], folder: Path, said: Path) -> Child:
     with child_out.open("wb") as out, child_err.open("wb") as err:
         started = subprocess.Popen(
             [sys.executable, "-m", "drafttrain", *arguments],
-            env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
-        )  # fmt: skip
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
     child = Child(started.pid, child_out, child_err)
     started.returncode = 0  # `Child` waits for it
     return child
@@ -198,9 +216,8 @@ def _redirect(said: tuple[Path, Path]) -> None:
     for number, file in enumerate(said, start=1):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(opened, number)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+    sys.stdin, sys.stdout = os.fdopen(0, encoding="utf-8", closefd=False), os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
 
 
 def _count_changes(folder: Path, steps: mmap.mmap, die_at: tuple[int, int] | None) -> None:

@@ -22,38 +22,52 @@ SLOW = 20.0  # seconds that one record may take
 LONGEST = 2000  # characters of a line that refuses a record
 ALLOWED = "a conversation, or a UserError of one line that names the file"
 
+USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+CALL = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
 RECORDS: list[dict[str, Any]] = [
-    {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b", "reasoning_content": "c"}]},
+    {"messages": [{"role": "system", "content": "be brief"}, USER, REPLY]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, REPLY | {"reasoning_content": "c"}]},
     {
         "messages": [
-            {"role": "user", "content": "sum"},
-            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": "{\"a\": 1}"}}]},
+            USER,
+            {"role": "assistant", "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "1", "content": "2"},
-            {"role": "assistant", "content": "two"},
+            REPLY,
         ],
         "tools": [{"name": "add", "parameters": {"type": "object"}}],
     },
     {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}], "system": "be brief"},
-    {"conversations": [{"from": "human", "value": "hi"}, {"from": "function_call", "value": "{\"name\": \"f\"}"}, {"from": "gpt", "value": "d"}]},
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "function_call", "value": '{"name": "f"}'}]},
     {"prompt": "hi", "response": "yes"},
     {"prompt": "hi", "completion": "yes"},
     {"instruction": "add", "input": "1 2", "output": "3"},
     {"question_id": 3, "category": "writing", "turns": ["hi", "and then"]},
     {"text": "all of this is text"},
     {"question": "why?", "answer": "so"},
-]  # fmt: skip
+]
 
 ODD_TEXTS = (
     "", " ", "\0", "\x1b[31mred\x1b]0;title\x07", "\ud800", "a\udfffb", "\u202eevil\u2066", "\ufeff", "\ufffe", "<eos>", "</s>",
-    "<|im_end|>", "{{ 7 * 7 }}", "{% for %}", "\r\n\r\n", "x" * 200_000, "\u0301" * 5000, "🤷🏽‍♀️" * 300, "<script>alert(1)</script>",
+    "<|im_end|>", "{{ 7 * 7 }}", "{% for %}", "\r\n\r\n", "x" * 200_000, "\u0301" * 5000,
+    "🤷🏽‍♀️" * 300, "<script>alert(1)</script>",
     "../../etc/passwd", "\\u0000", "nan", "${oc.env:HOME}", "\x9b31m", "\x85", "\u2028",
 )  # fmt: skip
 ODD_VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1e308, -0.0, float("nan"), float("inf"), 2**63, 2**64, 10**400, 1.5, [], {}, [[]], [None], [{}],
     {"role": "assistant"}, ["a", 1], {"": ""}, {"type": "text"}, [{"type": "image_url", "image_url": {}}],
 )  # fmt: skip
-ODD_BYTES = (b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\x00", b"\xef\xbb\xbf", b"\xfe\xff", b"\n", b"\r", b"\x1b[2J", b"\xf4\x90\x80\x80")
+ODD_BYTES = (
+    b"\xff",
+    b"\xc0\x80",
+    b"\xed\xa0\x80",
+    b"\x00",
+    b"\xef\xbb\xbf",
+    b"\xfe\xff",
+    b"\n",
+    b"\r",
+    b"\x1b[2J",
+    b"\xf4\x90\x80\x80",
+)
 
 
 def nested(depth: int, kind: int) -> str:
@@ -113,12 +127,16 @@ def mutated_line(draw: random.Random) -> bytes:
         case 6:
             return line[:-1] + b"," + line[1:]  # every key twice
         case 7:
-            return draw.choice([b"null", b"[]", b"[1]", b'"text"', b"3", b"{}", b"[{}]", b"{", b"", b" ", b"true", nested(50_000, 1).encode()])
+            return draw.choice(
+                [b"null", b"[]", b"[1]", b'"text"', b"3", b"{}", b"[{}]", b"{", b"", b" ", b"true", nested(50_000, 1).encode()]
+            )
         case 8:
             return line + draw.choice([b",", b"}", b" {}", b"\x00", line])
         case 9:
             inner = nested(draw.choice([5, 900, 5000]), draw.randrange(2))
-            return json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": inner}]}).encode()
+            return json.dumps(
+                {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": inner}]}
+            ).encode()
         case _:
             return line
     return line
@@ -159,12 +177,20 @@ class Data:
         ended = forked(work, folder / "work", folder / "said").wait(300)
         found = [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
         outcomes = [
-            Outcome(f"{what}, {Path(contents[number][0]).suffix}", result, ALLOWED, got, f"record {number}: {excerpt(contents[number][1])}")
+            Outcome(
+                f"{what}, {Path(contents[number][0]).suffix}",
+                result,
+                ALLOWED,
+                got,
+                f"record {number}: {excerpt(contents[number][1])}",
+            )
             for number, result, got in found
         ]
         if fault := broken(ended) or (f"exit code {ended.code}" if ended.code else None):
             name, content = contents[min(len(found), len(contents) - 1)]
-            outcomes.append(failed(f"{what}, {Path(name).suffix}", ALLOWED, fault, f"record {len(found)}: {excerpt(content)}", ended))
+            outcomes.append(
+                failed(f"{what}, {Path(name).suffix}", ALLOWED, fault, f"record {len(found)}: {excerpt(content)}", ended)
+            )
         return outcomes
 
     def _counted(self, content: bytes, folder: Path) -> list[Outcome]:

@@ -1,4 +1,7 @@
-"""Flipped bits, truncation, deletion and swaps in every file that a command reads: a line that names the file, or the same result."""
+"""Flipped bits, truncation, deletion and swaps in every file that a command reads.
+
+The command names the file in one line, or does what it does without the damage.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A folder of the material, copied for each try; what reads it; and which folders beside it are needed. own: a key of OWN."""
+    """A folder of the material, copied for each try; what reads it; which folders are needed with it. own: a key of OWN."""
 
     name: str
     folder: str
@@ -84,7 +87,9 @@ PROMPTS = "prompts=data/prompts.jsonl"
 
 
 def measure(checkpoint: str, *more: str) -> Reader:
-    return Reader("measure", ("measure", *TARGET, f"checkpoint={checkpoint}", PROMPTS, *MEASURING, "output=result", *more), report)
+    return Reader(
+        "measure", ("measure", *TARGET, f"checkpoint={checkpoint}", PROMPTS, *MEASURING, "output=result", *more), report
+    )
 
 
 def generate(checkpoint: str) -> Reader:
@@ -108,13 +113,17 @@ def artifacts() -> list[Artifact]:
         )  # fmt: skip
         kind = "LoRA checkpoint" if family == "medusa2" else "checkpoint"
         made.append(Artifact(kind, checkpoint, ("target", "data", family), readers))
-    go_on = Reader("fit resume=auto", (*FIT, "data.path=data/data.jsonl", "recipe=eagle3", "output=runs", "resume=auto"), trained)
+    go_on = Reader(
+        "fit resume=auto", (*FIT, "data.path=data/data.jsonl", "recipe=eagle3", "output=runs", "resume=auto"), trained
+    )
     made.append(Artifact("run", "runs", ("target", "data", "runs"), (go_on,)))
     python = f"engine_python={sys.executable}"
     for name, family, stack in EXPORTS:
         folder = f"exports/{name}"
         verify = ("verify", *TARGET, "engine=transformers", f"checkpoint={family}/step-00006", f"out={folder}", python, PROMPTS)
-        engines = [Reader("verify", (*verify, "measure.limit=2", "decode.max_new_tokens=8"), None, 0.1)] * (stack == "transformers")
+        engines = [Reader("verify", (*verify, "measure.limit=2", "decode.max_new_tokens=8"), None, 0.1)] * (
+            stack == "transformers"
+        )
         readers = (measure(folder), generate(folder), *engines)
         made.append(Artifact(f"export {stack}", folder, ("target", "data", family, folder), readers))
     cached = ("fit", *TARGET, *TRAINING, "measure.enabled=false", "data.path=data/data.jsonl", "recipe=eagle3", "output=result",
@@ -170,7 +179,9 @@ class Files:
         struck, how = strike(files, draw)
         names = [path.name for path in struck]
         what = f"{artifact.name}, {reader.name}"
-        shown = f"{how} in {', '.join(str(path.relative_to(folder)) for path in struck)}; drafttrain {' '.join(reader.arguments)}"
+        shown = (
+            f"{how} in {', '.join(str(path.relative_to(folder)) for path in struck)}; drafttrain {' '.join(reader.arguments)}"
+        )
         ended = material.run(reader.arguments, folder, folder.parent / "said")
         if artifact.own is not None:
             return [own(ended, what, shown)]

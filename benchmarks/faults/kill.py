@@ -21,6 +21,14 @@ from benchmarks.faults.material import MEASURING, TRAINING
 INTERRUPTED = (75, 130)
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 STOPPED = "drafttrain: interrupted"
+PREPARING = (
+    "prepare.max_new_tokens=10",
+    "prepare.samples=3",
+    "prepare.temperatures=[0,0.8]",
+    "prepare.drop=[empty]",
+    "prepare.batch_size=4",
+    "prepare.max_length=400",
+)
 Digests = dict[str, str]
 
 
@@ -124,7 +132,14 @@ class Kill:
         target = ("target=hf", f"target.path={self.folder / 'target'}")
         given = self.folder / "runs"
         if not list(given.glob("*/*/run.json")):
-            fit = ("fit", *target, f"data.path={self.folder / 'data.jsonl'}", *TRAINING, "measure.enabled=false", f"output={given}")
+            fit = (
+                "fit",
+                *target,
+                f"data.path={self.folder / 'data.jsonl'}",
+                *TRAINING,
+                "measure.enabled=false",
+                f"output={given}",
+            )
             for recipe in ("eagle3", "medusa"):
                 material.must([*fit, f"recipe={recipe}"], self.folder)
         self.commands = commands(self.folder, target, given)
@@ -195,9 +210,7 @@ def start(command: Command, folder: Path, die_at: tuple[int, int] | None = None)
     return forked(cli(command.arguments), folder, said, die_at)
 
 
-def struck(
-    command: Command, draw: random.Random, folder: Path, number: int, seconds: float, steps: int
-) -> tuple[Ended, str]:
+def struck(command: Command, draw: random.Random, folder: Path, number: int, seconds: float, steps: int) -> tuple[Ended, str]:
     """Run the command and signal it: before one of its changes to files, or after some time. How, in words."""
     by_step, step, share = draw.random() < 0.6, draw.randint(1, max(1, steps)), draw.random()
     name = signal.Signals(number).name
@@ -227,8 +240,7 @@ def commands(folder: Path, target: tuple[str, ...], given: Path) -> list[Command
     data, prompts = f"data.path={folder / 'data.jsonl'}", folder / "prompts.jsonl"
     fit = ("fit", *target, data, *TRAINING, "measure.enabled=false", "output=runs", "resume=auto")
     eagle3, medusa = (sorted(given.glob(f"{name}/*/checkpoints/step-*"))[-1] for name in ("eagle3", "medusa"))
-    prepare = ("prepare", *target, f"data.path={prompts}", "out=own", "prepare.max_new_tokens=10", "prepare.samples=3",
-               "prepare.temperatures=[0,0.8]", "prepare.drop=[empty]", "prepare.batch_size=4", "prepare.max_length=400")  # fmt: skip
+    prepare = ("prepare", *target, f"data.path={prompts}", "out=own", *PREPARING)
     measure = ("measure", f"checkpoint={eagle3}", f"prompts={prompts}", *MEASURING, "output=runs")
     there = "already|exists|overwrite"
     exports = [

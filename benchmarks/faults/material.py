@@ -16,11 +16,24 @@ TEMPLATE = (
 )
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TRAINING = (
-    "logger=none", "data.held_out=4", "data.max_length=96", "train.global_batch=4", "train.micro_batch=2", "train.log_every=50",
-    "train.steps=6", "train.checkpoint_every=2",
-)  # fmt: skip
-MEASURING = ("measure.limit=3", "measure.timed_prompts=1", "measure.repeats=1", "measure.minutes=0.02", "measure.batch_sizes=[1]",
-             "measure.transformers=false", "decode.max_new_tokens=12")  # fmt: skip
+    "logger=none",
+    "data.held_out=4",
+    "data.max_length=96",
+    "train.global_batch=4",
+    "train.micro_batch=2",
+    "train.log_every=50",
+    "train.steps=6",
+    "train.checkpoint_every=2",
+)
+MEASURING = (
+    "measure.limit=3",
+    "measure.timed_prompts=1",
+    "measure.repeats=1",
+    "measure.minutes=0.02",
+    "measure.batch_sizes=[1]",
+    "measure.transformers=false",
+    "decode.max_new_tokens=12",
+)
 
 
 class MaterialError(Exception):
@@ -85,7 +98,9 @@ def must(arguments: Sequence[str], folder: Path) -> None:
     ended = run(arguments, folder)
     shutil.rmtree(folder / "said")
     if ended.code:
-        raise MaterialError(f"drafttrain {' '.join(arguments)}: exit code {ended.code}\n{ended.out[-2000:]}\n{ended.err[-2000:]}")
+        raise MaterialError(
+            f"drafttrain {' '.join(arguments)}: exit code {ended.code}\n{ended.out[-2000:]}\n{ended.err[-2000:]}"
+        )
 
 
 def base(folder: Path) -> None:

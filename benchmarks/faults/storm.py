@@ -99,7 +99,7 @@ def served(session: Session, asked: Sequence[Request], draw: random.Random) -> l
 
 
 def storm(target: HFTarget, drafter: Drafter | None, count: int, seed: int, every: int | None) -> None:
-    """With as few pages as the largest request needs, with some more, and with enough. every: rounds ahead of the host's look."""
+    """With as few pages as the largest request needs, with some more, and with enough. every: as `Controls.read_every`."""
     from drafttrain.kv import PAGE, pages_for
     from drafttrain.sampling import Sampling
     from drafttrain.session import Session

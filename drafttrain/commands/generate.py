@@ -16,7 +16,7 @@ from drafttrain.commands.given import Given
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
 from drafttrain.data.prompts import encode_prompt
-from drafttrain.errors import UserError, printable
+from drafttrain.errors import UserError
 from drafttrain.measure.decoding import decoder_of, idle_guards
 from drafttrain.request import Chunk, Result
 from drafttrain.session import Session

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.tiny import NAMES, SHAPES, build
 from drafttrain.batch import TrainBatch
 from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
 from drafttrain.drafter import Commit, Drafter
@@ -25,8 +26,8 @@ from drafttrain.speculate import Controls, Decoder
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.tree import DraftTree
-from benchmarks.tiny import NAMES, SHAPES, build
 from tests.helpers import crossed, prompts, some, tiny_model, tiny_target
+
 
 def decode(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], batch: int, **settings: Any) -> list[Any]:
     sampling = settings.pop("sampling", Sampling())
