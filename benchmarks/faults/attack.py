@@ -10,6 +10,7 @@ from benchmarks.faults.campaign import REFUSED, UNCHANGED, Outcome, broken, fail
 from benchmarks.faults.child import Ended, cli, forked
 from benchmarks.faults.material import MEASURING
 
+LATE = 60.0  # seconds of processor time that a command may take
 SECONDS, SIZE = 2.0, 256 << 20  # what a template may take here, so that a try is short
 MARKER = "marker-of-foreign-code"  # a file that hostile code would make
 CONTROLS = "\x1b\x07\x9b\x08"
@@ -39,7 +40,7 @@ def run(arguments: Line, folder: Path) -> Ended:
         bounds.SECONDS, bounds.SIZE = SECONDS, SIZE
         return work()
 
-    return forked(bounded, folder, folder.parent / "said").wait(60)
+    return forked(bounded, folder, folder.parent / "said").wait(LATE)
 
 
 def judged(what: str, shown: str, ended: Ended, folder: Path, refuse: bool = False) -> Outcome:

@@ -23,7 +23,9 @@ from typing import NoReturn
 ROOT = Path(__file__).parents[2]
 MEMORY = 6 << 30  # bytes of address space beyond what the campaign has
 LATE, STUCK = 90.0, 900.0  # seconds of processor time that a command may take, and of the clock: machines may be busy
+GRACE = 20.0  # seconds for processes that a command has left to end
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate")
 
 
@@ -62,6 +64,11 @@ class Child:
     def steps(self) -> int:
         return 0 if self._steps is None else int.from_bytes(self._steps[:8], "little")
 
+    @property
+    def ready(self) -> bool:
+        """Whether it has begun with its work, rather than with what the campaign does before."""
+        return self._steps is None or bool(self._steps[8]) or self.poll() is not None
+
     def poll(self) -> int | None:
         if self._code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -82,7 +89,7 @@ class Child:
         if late:
             self.signal(signal.SIGKILL, group=True)
             self._ends(60)
-        left = self._left(20.0)
+        left = self._left(GRACE)
         for pid, _ in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -138,12 +145,14 @@ def forked(
     """
     said.mkdir(parents=True, exist_ok=True)
     child_out, child_err = said / "stdout", said / "stderr"
-    steps = mmap.mmap(-1, 8)
+    steps = mmap.mmap(-1, 16)
     sys.stdout.flush()
     sys.stderr.flush()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a child that is not ready would end in the campaign's code
     pid = os.fork()
     if not pid:
         _become(work, folder, (child_out, child_err), memory, steps, die_at)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return Child(pid, child_out, child_err, steps)
 
 
@@ -196,7 +205,12 @@ def _become(
         resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _count_changes(folder, steps, die_at)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        steps[8] = 1
         code = work()
+    except KeyboardInterrupt:  # outside of the command's own code: as Python ends then
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
     except BaseException:

@@ -217,7 +217,9 @@ def struck(command: Command, draw: random.Random, folder: Path, number: int, sec
     if by_step and steps:
         return start(command, folder, (step, number)).wait(300), f"{name} before change {step} of {steps}"
     child = start(command, folder)
-    until = child.began + share * seconds
+    while not child.ready:
+        time.sleep(0.001)
+    until = time.monotonic() + share * seconds
     while time.monotonic() < until and child.poll() is None:
         time.sleep(0.002)
     child.signal(number, group=command.ranks and number == signal.SIGKILL and draw.random() < 0.5)

@@ -64,7 +64,7 @@ def conversation(origin: str, record: dict[str, Any], form: str = "auto", replie
         return Conversation(origin, text=said, form=name)
     roles = [message["role"] for message in said]
     if "system" in filled and "system" not in roles and isinstance(filled["system"], str) and filled["system"]:
-        said.insert(0, {"role": "system", "content": filled["system"]})
+        said.insert(0, {"role": "system", "content": _string(origin, "system", filled["system"])})
     if replies and ASSISTANT not in roles:
         way_out = "write them with drafttrain prepare" if name in UNANSWERED else "add the reply, or remove the record"
         raise UserError(f"{origin}: expected an assistant turn to learn from, got {', '.join(roles) or 'no turn'}; {way_out}")
