@@ -123,7 +123,7 @@ def hostile_pickle(draw: random.Random, folder: Path) -> Outcome:
         (folder / "published").mkdir()
         (folder / "published" / "config.json").write_text('{"medusa_num_heads": 2, "medusa_num_layers": 1, "hidden_size": 32}')
         (folder / "published" / draw.choice(["medusa_lm_head.pt", "pytorch_model.bin"])).write_bytes(content)
-        asked[3] = "checkpoint=published"
+        asked = (*MEASURE, "checkpoint=published", "output=result")
     elif where == 5:
         name = draw.choice(
             ["data.pkl", "data.arrow", "data.parquet", "data.jsonl", "data.jsonl.gz", "data.json", "data.csv", "data.pt"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import drafttrain
+from drafttrain.atomic import disk_full
 from drafttrain.errors import UserError
 
 ASSETS = Path(drafttrain.__file__).parent / "assets"
@@ -28,11 +29,23 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     check_file(path)
     empty = True
-    for origin, record in _read(path):
-        empty = False
-        yield origin, as_object(origin, record)
+    with unreadable(path):
+        for origin, record in _read(path):
+            empty = False
+            yield origin, as_object(origin, record)
     if empty:
         raise UserError(f"{path}: expected at least one record, got an empty file; fill it, or point to another file")
+
+
+@contextmanager
+def unreadable(path: Path) -> Iterator[None]:
+    """Give what the system says inside as a UserError: no permission, a device that fails, a link to itself."""
+    try:
+        yield
+    except OSError as error:
+        if disk_full(error):
+            raise
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}); check its permissions and its disk") from error
 
 
 def as_object(origin: str, record: Any) -> dict[str, Any]:

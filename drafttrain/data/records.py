@@ -29,6 +29,7 @@ from drafttrain.data.files import (
     read_batches,
     read_json,
     rows_of,
+    unreadable,
 )
 from drafttrain.errors import UserError
 
@@ -179,7 +180,8 @@ def open_records(path: Path, limit: int | None, spool: Path) -> Records:
 
     Raises UserError naming the place of a blank line, and for an empty or damaged file.
     """
-    records = _rows(path, limit, spool) if path.name.endswith(TABLES) else _lines(path, limit, spool)
+    with unreadable(path):
+        records = _rows(path, limit, spool) if path.name.endswith(TABLES) else _lines(path, limit, spool)
     if not len(records):
         raise UserError(f"{path}: expected at least one record, got an empty file; fill it, or point to another file")
     return records

@@ -119,5 +119,5 @@ def test_a_named_form_is_taken_where_several_are_there() -> None:
     ],
 )
 def test_a_lone_surrogate_is_named(record: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="x:1: expected Unicode text in .*unpaired surrogate"):
+    with pytest.raises(UserError, match=r"x:1: expected Unicode text in .*unpaired surrogate"):
         conversation("x:1", record)

@@ -217,3 +217,9 @@ def test_missing_and_unknown_files(tmp_path: Path) -> None:
         read(str(tmp_path / "sub"))
     with pytest.raises(UserError, match=r"expected .jsonl.* files, got none; correct the pattern"):
         read(str(tmp_path / "*.parquet"))
+
+
+def test_a_file_that_the_system_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(UserError, match=r"a.jsonl: cannot be read \(Input/output error\)"):
+        read(str(tmp_path / "a.jsonl"))

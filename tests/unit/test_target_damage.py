@@ -40,7 +40,7 @@ def target(tmp_path: Path) -> Path:
 def test_a_config_with_odd_values(key: str, value: Any, target: Path) -> None:
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(UserError, match="could not be loaded|do not fill|expected") as error:
+    with pytest.raises(UserError, match=r"could not be loaded|do not fill|expected") as error:
         load_target(TargetOptions(name="hf", path=str(target)))
     assert "\x1b" not in str(error.value) and str(target) in str(error.value)
 
