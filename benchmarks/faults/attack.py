@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.faults.campaign import REFUSED, UNCHANGED, Outcome, broken, failed
-from benchmarks.faults.child import Ended, cli, forked
+from benchmarks.faults.child import Ended, forked
+from benchmarks.faults.composed import cli
 from benchmarks.faults.material import MEASURING
 
 LATE = 60.0  # seconds of processor time that a command may take

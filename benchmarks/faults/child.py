@@ -175,18 +175,6 @@ def fresh(arguments: Sequence[str], folder: Path, said: Path) -> Child:
     return child
 
 
-def cli(arguments: Sequence[str]) -> Callable[[], int]:
-    """`drafttrain ARGUMENTS` as work for `forked`."""
-
-    def work() -> int:
-        from drafttrain.cli import run
-
-        sys.argv = ["drafttrain"]
-        return run(list(arguments))
-
-    return work
-
-
 def _become(
     work: Callable[[], int],
     folder: Path,

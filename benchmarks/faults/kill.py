@@ -15,7 +15,8 @@ from pathlib import Path
 
 from benchmarks.faults import material
 from benchmarks.faults.campaign import UNCHANGED, Outcome, broken, failed
-from benchmarks.faults.child import Child, Ended, cli, forked, fresh
+from benchmarks.faults.child import Child, Ended, forked, fresh
+from benchmarks.faults.composed import cli
 from benchmarks.faults.material import MEASURING, TRAINING
 
 INTERRUPTED = (75, 130)

@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.faults.child import Ended, cli, forked
+from benchmarks.faults.child import Ended, forked
+from benchmarks.faults.composed import cli
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }}<eos>\n{% endfor %}"
