@@ -87,7 +87,21 @@ def atomic_write_json(path: Path, value: Any) -> None:
 
 def write_sealed_json(path: Path, content: dict[str, Any]) -> None:
     """Replace a file's contents by this object, with a checksum of it that `read_sealed_json` compares."""
-    atomic_write_json(path, content | {CHECKSUM: _digest(content)})
+    atomic_write_json(path, sealed(content))
+
+
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """The object with a checksum of all else in it, under the key `checksum`."""
+    return content | {CHECKSUM: _digest(content)}
+
+
+def unsealed(content: dict[str, Any]) -> dict[str, Any] | None:
+    """The object without its checksum; None where that is not the checksum of the rest. One without any is given as it is."""
+    rest = {key: value for key, value in content.items() if key != CHECKSUM}
+    try:
+        return rest if CHECKSUM not in content or content[CHECKSUM] == _digest(rest) else None
+    except ValueError:  # infinity: a changed digit made a number too large
+        return None
 
 
 def read_sealed_json(path: Path, what: str, way_out: str) -> dict[str, Any]:
@@ -102,13 +116,12 @@ def read_sealed_json(path: Path, what: str, way_out: str) -> dict[str, Any]:
             raise ValueError(f"it holds a {type(content).__name__}")
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected {what}, got something else ({error}); {way_out}") from error
-    checksum = content.pop(CHECKSUM, None)
-    if checksum is not None and checksum != _digest(content):
+    if (rest := unsealed(content)) is None:
         raise UserError(
             f"{path}: damaged: its checksum is not that of its contents; {way_out}. If you changed it on purpose, remove its "
             f'line "{CHECKSUM}"'
         )
-    return content
+    return rest
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from drafttrain.measure.report import Report, report_of, write_report
 from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
 from drafttrain.measure.table import console_table
 from drafttrain.targets.load import LoadedTarget, load_target
-from drafttrain.train.keeper import Progress
+from drafttrain.train.keeper import PROGRESS, Progress
 
 
 def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
@@ -109,11 +109,13 @@ def _add_engines(
 
 
 def spent(checkpoint: Path) -> dict[str, Any] | None:
-    """The report's `training` of a checkpoint: what it took to train up to it; None where it does not say."""
-    try:
-        progress = Progress.of(checkpoint)
-    except (OSError, ValueError, TypeError):
+    """The report's `training` of a checkpoint: what it took to train up to it; None where it does not say.
+
+    Raises UserError for a damaged record of it.
+    """
+    if not (checkpoint / PROGRESS).is_file():
         return None
+    progress = Progress.of(checkpoint)
     known = progress.device is not None or not progress.step  # checkpoints of earlier versions have none of the three
     return {
         "steps": progress.step,

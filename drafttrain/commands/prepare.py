@@ -21,7 +21,7 @@ from drafttrain.commands.together import together
 from drafttrain.commands.watch import watching
 from drafttrain.data import PrepareOptions
 from drafttrain.data.asks import TOO_LONG, Asks, Dialogue, jobs_of, read_asks
-from drafttrain.data.journal import Journal, answered, check_settings
+from drafttrain.data.journal import Journal, check_settings, look
 from drafttrain.data.provenance import FORMAT
 from drafttrain.data.publish import FORMATS, check_out, publish
 from drafttrain.data.rules import check_rules
@@ -69,11 +69,14 @@ def _prepare(options: RunOptions, asks: Asks, out: Path, share: Share, part: Par
     answerer, about = served(options) if options.prepare.server else own_engine(options, part)
     check_settings(folder, about, write=first)
     jobs, paths = list(jobs_of(asks.asks, options.prepare)), ", ".join(options.data.paths)
-    there = answered(folder)
+    found = look(folder)
+    there = found.answered
     own = jobs[share.rank :: share.size]
     left = [job for job in own if job.id not in there]
     known = f", {sum(job.id in there for job in jobs):,} of them answered before" if there else ""
     _say(console, f"prompts: {len(asks.asks):,}, texts: {len(jobs):,}{known} ({paths})")
+    if found.damaged:
+        _say(console, f"{len(found.damaged):,} damaged lines are left out, their texts are asked again: {found.damaged[0]}")
     with watching(console) as watch, _writing(folder, share.rank, first or part is None) as write:
         progress = _Progress(write, options.prepare.failures, len(own), len(own) - len(left), watch)
         try:

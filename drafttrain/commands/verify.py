@@ -13,6 +13,7 @@ from rich.table import Table
 
 from drafttrain.atomic import atomic_write_json
 from drafttrain.checkpoint import read_meta
+from drafttrain.checksums import check_listed
 from drafttrain.commands.given import Given
 from drafttrain.commands.run import RunOptions
 from drafttrain.commands.together import together
@@ -89,7 +90,8 @@ def asked_of(options: RunOptions) -> Asked:
 
 
 def record_of(out: Path) -> dict[str, Any]:
-    """What `export` noted of one stack's directory. Raises UserError where it is none."""
+    """What `export` noted of one stack's directory. Raises UserError where it is none, and for files that it did not write."""
+    check_listed(out, "export again")
     try:
         record: dict[str, Any] = json.loads((out / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -135,6 +137,7 @@ def target_place(out: Path, opened: Opened) -> str:
     found = next((place for place in places if (place / "config.json").is_file()), None)
     if found is None:
         raise UserError(f"the target was trained with this drafter, and {out} has no {TARGET} beside it; export it again")
+    check_listed(found, "export again")
     return str(found)
 
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, cast
 
 import drafttrain
 from drafttrain.atomic import disk_full
+from drafttrain.data.provenance import check_shard
 from drafttrain.errors import UserError
 
 ASSETS = Path(drafttrain.__file__).parent / "assets"
@@ -28,6 +29,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises UserError naming the place for a blank or malformed line, and for an empty, damaged or unknown file.
     """
     check_file(path)
+    check_shard(path)
     empty = True
     with unreadable(path):
         for origin, record in _read(path):

@@ -1,8 +1,11 @@
 """What has been answered so far, safe against a kill at any moment: a line per text, appended by one process to its own file.
 
-A line counts once its line feed is there. A torn last line is ignored by readers and cut off by the process that goes on with
-the file, which asks that text again. The files of all processes, of earlier runs too, are read together, so that a run may go
-on in another number of processes.
+A line counts once its line feed is there, and while its checksum is that of the rest of it. A torn end of a file is ignored
+by readers and cut off by the process that goes on with the file. A damaged line before others is left out, and said. Texts that
+are not there are asked again. The files of all processes, of earlier runs too, are read together, so that a run may go on in
+another number of processes.
+
+Lines without a checksum count as they are: earlier versions wrote such, and whoever changes one on purpose removes it.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from drafttrain.atomic import atomic_write_json
+from drafttrain.atomic import read_sealed_json, sealed, unsealed, write_sealed_json
 from drafttrain.errors import UserError
 
 FILES = "rank-*.jsonl"
@@ -45,7 +49,7 @@ class Journal:
 
     def append(self, record: dict[str, Any]) -> None:
         """In one write, straight to the system."""
-        line = memoryview(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        line = memoryview(json.dumps(sealed(record), ensure_ascii=False).encode() + b"\n")
         while line:
             line = line[self._file.write(line) :]
         if time.monotonic() - self._synced > SYNC:
@@ -60,42 +64,65 @@ class Journal:
         self._file.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is in a folder. answered: ids of the texts that are there; one that failed is not. damaged: `file:line` of each line
+    that is left out though others follow it.
+    """
+
+    answered: set[str]
+    damaged: list[str]
+
+
+def look(folder: Path) -> Found:
+    found = Found(set(), [])
+    for path in sorted(folder.glob(FILES)):
+        bad: list[str] = []
+        for number, (_, _, record) in enumerate(_lines(path), start=1):
+            if record is None:
+                bad.append(f"{path}:{number}")
+                continue
+            found.damaged.extend(bad)
+            bad.clear()
+            if "messages" in record:
+                found.answered.add(record["id"])
+    return found
+
+
 def whole_bytes(path: Path) -> int:
     """The file's length without what a kill or a power failure has torn at its end."""
-    whole = 0
-    with path.open("rb") as file:
-        for line in file:
-            if _parsed(line) is None:
-                break
-            whole += len(line)
-    return whole
+    return max((end for _, end, record in _lines(path) if record is not None), default=0)
 
 
 def read(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
     """(file, offset, record) of every whole line of every file."""
     for path in sorted(folder.glob(FILES)):
-        with path.open("rb") as file:
-            at = 0
-            for line in file:
-                if (record := _parsed(line)) is None:
-                    break
-                yield path, at, record
-                at += len(line)
+        yield from ((path, start, record) for start, _, record in _lines(path) if record is not None)
 
 
 def answered(folder: Path) -> set[str]:
     """The ids of all texts that are there; one that failed is not."""
-    return {record["id"] for _, _, record in read(folder) if "messages" in record}
+    return look(folder).answered
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
+    """(first byte, end, record) of every line; no record where it is torn or damaged."""
+    with path.open("rb") as file:
+        start = 0
+        for line in file:
+            yield start, start + len(line), record_of(line)
+            start += len(line)
+
+
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """A line's record; None of one that is torn or damaged."""
     if not line.endswith(b"\n"):
         return None
     try:
         record = json.loads(line)
-    except ValueError:  # blocks of zeros, where a power failure came between a file's length and its bytes
+    except (ValueError, RecursionError):  # zeros, where a power failure came between a file's length and its bytes
         return None
-    return record if isinstance(record, dict) else None
+    return unsealed(record) if isinstance(record, dict) else None
 
 
 def check_settings(folder: Path, settings: dict[str, Any], write: bool) -> None:
@@ -106,14 +133,15 @@ def check_settings(folder: Path, settings: dict[str, Any], write: bool) -> None:
     path = folder / SETTINGS
     if not path.exists():
         if write:
-            atomic_write_json(path, settings)
+            write_sealed_json(path, settings)
         return
-    before, now = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(settings)
+    before = _flat(read_sealed_json(path, "the settings of a journal", "name another out=, or remove the folder"))
+    now = _flat(settings)
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
             raise UserError(
-                f"{folder} was begun with {name} {json.dumps(before.get(name))}, now it is {json.dumps(now.get(name))}; "
-                "repeat that, name another out=, or remove the folder"
+                f"{folder} was begun with {name} {json.dumps(before.get(name))}, now it is {json.dumps(now.get(name))} "
+                f"(see {SETTINGS} there); repeat that, name another out=, or remove the folder"
             )
 
 

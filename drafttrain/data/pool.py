@@ -49,10 +49,14 @@ class Conversations:
         self._stores: list[Store] = []
         if workers.folder is not None:
             self._stores = [Store(workers.folder / key_of(source, encoder)) for source in sources]
-            self._seen = [store.names() for store in self._stores]
-            for number, (store, names) in enumerate(zip(self._stores, self._seen, strict=True)):
-                for block in blocks_in(store, names):
+            for number, store in enumerate(self._stores):
+                names = store.names()
+                blocks = blocks_in(store, names)
+                for name in names - blocks.keys() if workers.leads else ():
+                    store.remove(name)
+                for block in blocks.values():
                     self._add(Done(number, block), block.sound_N)  # what was wrong may have been mended, or lie elsewhere
+                self._seen.append(set(blocks))
 
     @property
     def name(self) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from drafttrain.checksums import LISTED, changed, check_listed, first_fault, listed
 from drafttrain.errors import UserError
 
 FILE = "provenance.json"
 SHARDS = "part-*.*"
 EMBEDDED = "embedded"
 FORMAT = 1
+AGAIN = "prepare the data again"
 
 
 def template_hash(template: str | None) -> str | None:
@@ -23,11 +26,14 @@ def template_hash(template: str | None) -> str | None:
 def find_provenance(data: str) -> dict[str, Any] | None:
     """The record of a prepared directory, or of the one that a file lies in; None where there is none.
 
-    Raises UserError for a record that cannot be read.
+    Raises UserError for a record that cannot be read, or is not what was written.
     """
     path = Path(data).expanduser()
     file = (path if path.is_dir() else path.parent) / FILE
-    if not path.exists() or not file.is_file():
+    if not path.exists():
+        return None
+    check_listed(file.parent, AGAIN, lambda name: name == FILE)
+    if not file.is_file():
         return None
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -39,8 +45,28 @@ def find_provenance(data: str) -> dict[str, Any] | None:
 
 
 def shards_of(path: Path) -> list[Path]:
-    """The data files of a prepared directory, in order; none of any other directory."""
-    return sorted(path.glob(SHARDS)) if (path / FILE).is_file() else []
+    """The data files of a prepared directory, in order; none of any other directory.
+
+    Raises UserError where they are not those that were written, by their names.
+    """
+    found, sums = sorted(path.glob(SHARDS)), listed(path, AGAIN) or {}
+    if FILE not in sums:  # of an earlier version, or no data
+        return found if (path / FILE).is_file() else []
+    here = {file.name for file in (*found, path / FILE) if file.is_file()}
+    if apart := sorted(here ^ {name for name in sums if name == FILE or fnmatch(name, SHARDS)}):
+        fault = f"{apart[0]} is not in {LISTED}" if apart[0] in here else f"{apart[0]}, which {LISTED} lists, is not there"
+        raise UserError(changed(path, fault, AGAIN))
+    return found
+
+
+def check_shard(path: Path) -> str | None:
+    """The sha256 of a data file of a prepared directory; None of any other file. Raises UserError for one that was changed."""
+    sums = listed(path.parent, AGAIN) or {}
+    if FILE not in sums or path.name not in sums:
+        return None
+    if (fault := first_fault(path.parent, {path.name: sums[path.name]}, LISTED)) is not None:
+        raise UserError(changed(path.parent, fault, AGAIN))
+    return str(sums[path.name])
 
 
 def foreign(data: str, target: dict[str, Any], template: str | None) -> str | None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.atomic import atomic_directory, atomic_write_json
+from drafttrain.checksums import list_files
 from drafttrain.data.asks import TOO_LONG, Job
-from drafttrain.data.journal import read
+from drafttrain.data.journal import read, record_of
 from drafttrain.data.provenance import FILE
 from drafttrain.data.rules import RULES, Reply, judge
 from drafttrain.data.sources import ASSISTANT
@@ -69,6 +70,8 @@ def publish(
         summary = counts.summary()
         atomic_write_json(aside / FILE, provenance)
         atomic_write_json(aside / SUMMARY, summary | {"skipped": provenance["prompts"]["skipped"]})
+        rejects.close()
+        list_files(aside)
     return summary
 
 
@@ -98,7 +101,10 @@ def _kept(journal: Path, jobs: Iterable[Job], drop: list[str], counts: Counts, r
 def _at(path: Path, offset: int) -> dict[str, Any]:
     with path.open("rb") as file:
         file.seek(offset)
-        return json.loads(file.readline())
+        record = record_of(file.readline())
+    if record is None:
+        raise UserError(f"{path}: changed while it was read; repeat the command")
+    return record
 
 
 def _judged(record: dict[str, Any], drop: list[str], counts: Counts) -> dict[str, Any] | str:

@@ -17,7 +17,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from drafttrain.atomic import atomic_file
+from drafttrain.atomic import atomic_file, atomic_write_bytes
 from drafttrain.data.files import (
     TABLES,
     as_object,
@@ -31,6 +31,7 @@ from drafttrain.data.files import (
     rows_of,
     unreadable,
 )
+from drafttrain.data.provenance import check_shard
 from drafttrain.errors import UserError
 
 SMALL = 2**23  # bytes of a file that is kept in memory
@@ -87,9 +88,9 @@ class Lines:
 class Rows:
     """Rows of an Arrow table, mapped from a file or in memory."""
 
-    def __init__(self, name: Path, content: Path, limit: int | None) -> None:
+    def __init__(self, name: Path, content: Path, limit: int | None, digest: str | None = None) -> None:
         """content: an Arrow file or stream, or another kind of table that is small enough to be read whole."""
-        self.name, self.content, self.limit = name, content, limit
+        self.name, self.content, self.limit, self._digest = name, content, limit, digest
         self._batches: list[Any] = []
         self._ends: list[int] = []
         self._open()
@@ -108,7 +109,9 @@ class Rows:
 
     @property
     def digest(self) -> str:
-        return f"{digest_of(self.content)}:{len(self)}"
+        if self._digest is None:
+            self._digest = digest_of(self.content)
+        return f"{self._digest}:{len(self)}"
 
     def _open(self) -> None:
         if not self._batches:
@@ -178,33 +181,35 @@ def filled(value: Any) -> Any:
 def open_records(path: Path, limit: int | None, spool: Path) -> Records:
     """Of a data file, at most `limit`. spool: where what cannot be read from the middle is rewritten, if it is large.
 
-    Raises UserError naming the place of a blank line, and for an empty or damaged file.
+    Raises UserError naming the place of a blank line, for an empty or damaged file, and for one of `prepare` that was changed.
     """
     with unreadable(path):
-        records = _rows(path, limit, spool) if path.name.endswith(TABLES) else _lines(path, limit, spool)
+        digest = check_shard(path)
+        records = _rows(path, limit, spool, digest) if path.name.endswith(TABLES) else _lines(path, limit, spool, digest)
     if not len(records):
         raise UserError(f"{path}: expected at least one record, got an empty file; fill it, or point to another file")
     return records
 
 
-def _rows(path: Path, limit: int | None, spool: Path) -> Records:
+def _rows(path: Path, limit: int | None, spool: Path, digest: str | None) -> Records:
     if path.suffix == ".arrow" or path.stat().st_size <= SMALL:
-        return Rows(path, path, limit)
-    return Rows(path, _spooled(path, spool, ".arrow", lambda file: _write_arrow(path, file)), limit)
+        return Rows(path, path, limit, digest)
+    plain, digest = _spooled(path, spool, ".arrow", lambda file: _write_arrow(path, file), digest)
+    return Rows(path, plain, limit, digest)
 
 
-def _lines(path: Path, limit: int | None, spool: Path) -> Records:
+def _lines(path: Path, limit: int | None, spool: Path, digest: str | None) -> Records:
     listed = is_array(path)
     label = "record " if listed else ""
     with damaged_gzip(path):
         if path.suffix != ".gz" and not listed:
             content: Path | bytes = path
         elif path.stat().st_size <= SMALL:
-            content = b"".join(_plain(path, listed))
+            content, digest = b"".join(_plain(path, listed)), None
         else:
-            content = _spooled(path, spool, ".jsonl", lambda file: file.writelines(_plain(path, listed)))
+            content, digest = _spooled(path, spool, ".jsonl", lambda file: file.writelines(_plain(path, listed)), digest)
     with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
-        return Lines(path, content, _starts(path, file, limit), label)
+        return Lines(path, content, _starts(path, file, limit), label, digest)
 
 
 def _plain(path: Path, listed: bool) -> Iterator[bytes]:
@@ -224,13 +229,22 @@ def _starts(path: Path, lines: Iterable[bytes], limit: int | None) -> array[int]
     return starts
 
 
-def _spooled(path: Path, spool: Path, suffix: str, write: Callable[[BinaryIO], Any]) -> Path:
-    """The file rewritten, named by its content, unless that is there already."""
-    plain = spool / f"{digest_of(path)}{suffix}"
-    if not plain.exists():
-        with atomic_file(plain, NO_ROOM) as file:
-            write(file)
-    return plain
+def _spooled(path: Path, spool: Path, suffix: str, write: Callable[[BinaryIO], Any], digest: str | None) -> tuple[Path, str]:
+    """(the file rewritten, named by its content, unless that is there as it was written; its sha256). digest: of `path`."""
+    plain = spool / f"{digest or digest_of(path)}{suffix}"
+    beside = plain.with_name(f"{plain.name}.sha256")
+    if (
+        plain.exists()
+        and beside.exists()
+        and (found := digest_of(plain)) == beside.read_text(encoding="ascii", errors="replace")
+    ):
+        return plain, found
+    with atomic_file(plain, NO_ROOM) as file:
+        write(file)
+        file.flush()
+        found = digest_of(Path(file.name))
+        atomic_write_bytes(beside, found.encode(), NO_ROOM)
+    return plain, found
 
 
 def _write_arrow(path: Path, file: BinaryIO) -> None:

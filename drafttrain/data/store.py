@@ -1,5 +1,8 @@
 """Prepared conversations: blocks of Arrow, read where they lie, in memory or in files that appear whole.
 
+A file is 64 bytes, which name it and hold the sha256 of the rest, and then an Arrow file. Those of earlier versions are Arrow
+files alone.
+
 A folder of blocks belongs to one content, tokenizer, template and length (`key_of`); which records its blocks hold is written
 in them. So runs with other seeds, mixtures or held-out conversations share it, and a run that was killed has lost no finished
 block.
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,8 @@ from drafttrain.data.records import NO_ROOM
 from drafttrain.data.sources import Source
 from drafttrain.errors import UserError
 
+HEAD, BARE = b"drafttrain block", b"ARROW1"  # what a file begins with; an older one
+AT = 64  # bytes at which Arrow begins: a multiple of what it aligns to
 VERSION = 1  # of what is in a block: another one, another folder
 SCHEMA = pa.schema(
     {
@@ -136,18 +142,36 @@ class Store:
 
     def write(self, block: Block) -> str:
         name = self.name(block.record_N)
-        with atomic_file(self.folder / name, NO_ROOM) as file, ipc.new_file(file, SCHEMA) as writer:
+        sink = pa.BufferOutputStream()
+        with ipc.new_file(sink, SCHEMA) as writer:
             writer.write_batch(block.batch)
+        content = sink.getvalue()
+        with atomic_file(self.folder / name, NO_ROOM) as file:
+            file.write((HEAD + hashlib.sha256(content).digest()).ljust(AT, b"\0"))
+            file.write(content)
         return name
 
     def read(self, name: str) -> Block | None:
-        """None for a file that is none of ours any more; it is prepared again."""
+        """None for a file that is gone, or not what was written: `remove` it, and it is prepared again."""
         try:
             with pa.memory_map(str(self.folder / name)) as source:
-                return Block(ipc.open_file(source).get_batch(0))
+                content = _checked(source.read_buffer())
+            return None if content is None else Block(ipc.open_file(pa.BufferReader(content)).get_batch(0))
         except (pa.ArrowException, OSError):
-            (self.folder / name).unlink(missing_ok=True)
             return None
+
+    def remove(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
+
+
+def _checked(whole: Any) -> Any | None:
+    """The Arrow file in these bytes, which are not copied; None where they are not what was written."""
+    head = bytes(whole[:AT])
+    if head.startswith(BARE):
+        return whole
+    content = whole[AT:]
+    digest = head[len(HEAD) : len(HEAD) + 32]
+    return content if head.startswith(HEAD) and hashlib.sha256(content).digest() == digest else None
 
 
 def key_of(source: Source, encoder: Encoder) -> str:
@@ -165,5 +189,9 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def blocks_in(store: Store, names: Iterable[str]) -> list[Block]:
-    return [block for name in sorted(names) if (block := store.read(name)) is not None]
+def blocks_in(store: Store, names: Iterable[str]) -> dict[str, Block]:
+    """Those of these files that are what was written."""
+    ordered = sorted(names)
+    with ThreadPoolExecutor() as threads:  # hashing lets other threads run
+        found = zip(ordered, threads.map(store.read, ordered), strict=True)
+        return {name: block for name, block in found if block is not None}

@@ -131,7 +131,10 @@ class Pool(Team):
             raise WorkerError(KILLED) from error
 
     def _read(self, task: Task, name: str) -> Done:
-        block = self._work.stores[task.source].read(name)
+        store = self._work.stores[task.source]
+        if (block := store.read(name)) is None:  # of another process, and damaged since
+            store.remove(name)
+            block = store.read(self._work(task))
         assert block is not None, "written whole"
         return Done(task.source, block)
 
@@ -158,8 +161,8 @@ class Follower(Team):
         while True:
             for source, store in enumerate(self._stores):
                 for name in sorted(store.names() - self._known[source]):
-                    self._known[source].add(name)
                     if (block := store.read(name)) is not None:
+                        self._known[source].add(name)
                         return Done(source, block)
             time.sleep(POLL)
 

@@ -12,6 +12,7 @@ from peft.tuners.lora import LoraLayer
 
 from drafttrain import __version__
 from drafttrain.atomic import atomic_directory, remove_abandoned
+from drafttrain.checksums import list_files
 from drafttrain.errors import UserError
 from drafttrain.export.card import card
 from drafttrain.export.files import DTYPES, Source, write
@@ -23,7 +24,7 @@ from drafttrain.export.opened import Opened
 from drafttrain.export.parity import Parity, check, check_gguf_target, check_model, rounded
 from drafttrain.export.table import TABLE, Layout, layout, loads
 
-RECORD, TARGET = "drafttrain.json", "target"
+RECORD, TARGET, CARD = "drafttrain.json", "target", "README.md"
 GGUF = "llamacpp"  # the stack that reads targets in a form of its own
 
 
@@ -145,11 +146,13 @@ def _write_target(aside: Path, opened: Opened, wanted: Wanted) -> tuple[str, str
     if wanted.adapter and opened.meta.adapter is not None:
         spec = opened.meta.adapter
         write_alone(aside / TARGET, opened.matrices, spec["rank"], spec["alpha"], opened.loaded.path)
+        list_files(aside / TARGET)
         return f"{root}/{TARGET}-merged", f"{root}/{TARGET}"
     model: Any = opened.loaded.target.model
     model.save_pretrained(aside / TARGET, max_shard_size=wanted.max_shard_size)
     opened.loaded.tokenizer.save_pretrained(aside / TARGET)
     check_model(aside / TARGET, model)
+    list_files(aside / TARGET)
     return f"{root}/{TARGET}", None
 
 
@@ -160,7 +163,7 @@ def _write_gguf_target(folder: Path, source: Source, wanted: Wanted) -> None:
 
 
 def _describe(folder: Path, place: str | Repository, to: Layout, source: Source, parity: Parity) -> None:
-    (folder / "README.md").write_text(card(source, to.name, place, parity), encoding="utf-8")
+    (folder / CARD).write_text(card(source, to.name, place, parity), encoding="utf-8")
     about: dict[str, Any] = {"version": __version__, "stack": source.stack, "layout": to.name, "dtype": source.dtype}
     meta = source.opened.meta  # options and decode settings: what the layout has no place for, an import finds here
     about |= {"family": meta.family, "checkpoint": meta.sha256, "options": meta.options, "decode": meta.decode}
@@ -168,8 +171,9 @@ def _describe(folder: Path, place: str | Repository, to: Layout, source: Source,
 
 
 def _record(folder: Path, about: dict[str, Any]) -> None:
-    """What marks a directory as one that `overwrite` may replace."""
+    """What marks a directory as one that `overwrite` may replace, and then the checksums of all but the model card."""
     (folder / RECORD).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    list_files(folder, without=(CARD,))
 
 
 def _nowhere(opened: Opened, wanted: Wanted, refused: dict[str, str]) -> str:

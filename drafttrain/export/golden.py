@@ -10,6 +10,7 @@ A point is a text, of which the target's states are known, the root behind it, t
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.atomic import atomic_write_bytes
+from drafttrain.atomic import atomic_write_bytes, sealed, unsealed
 from drafttrain.batch import TrainBatch
 from drafttrain.checkpoint import read_meta
 from drafttrain.data.prompts import load_prompts
@@ -75,11 +76,13 @@ def stored(directory: Path) -> Golden | None:
         return None
     try:
         with safe_open(file, "pt") as opened:
-            about = json.loads(opened.metadata()["drafttrain"])
+            about = unsealed(json.loads(opened.metadata()["drafttrain"]))
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        if about is None or about.pop("tensors", None) not in (None, _digest(tensors)):
+            raise ValueError("its checksum is not that of its contents")
         states = {_key(name): tensors.pop(name) for name in list(tensors) if name.startswith(STATE)}
         golden = Golden(**tensors, states=states, **about)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{file}: damaged or cut off ({error}); delete it, and export makes it again") from error
     return golden if golden.sha256 == read_meta(directory).sha256 else None
 
@@ -88,9 +91,19 @@ def store(directory: Path, golden: Golden) -> None:
     """Beside the checkpoint's weights. Raises UserError on a full disk."""
     tensors = {name: getattr(golden, name) for name in TENSORS} | ({} if golden.ids is None else {"ids": golden.ids})
     tensors |= {f"{STATE}{FINAL_STATE if k == FINAL else k}": x for k, x in golden.states.items()}
-    about = {"drafttrain": json.dumps({"facts": golden.facts, "sha256": golden.sha256})}
-    content = save({name: x.cpu().contiguous() for name, x in tensors.items()}, about)
+    tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
+    about = sealed({"facts": golden.facts, "sha256": golden.sha256, "tensors": _digest(tensors)})
+    content = save(tensors, {"drafttrain": json.dumps(about)})
     atomic_write_bytes(directory / GOLDEN, content, f"the checkpoint is whole; free space under {directory}")
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """sha256 of all names, shapes, dtypes and values."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype};".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def texts_for(loaded: LoadedTarget) -> list[list[int]]:

@@ -11,6 +11,7 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from drafttrain import __version__
+from drafttrain.checksums import check_listed
 from drafttrain.errors import UserError
 
 SHOWN = 200  # characters of the hub's answer
@@ -47,7 +48,11 @@ class Repository:
 
 
 def push(directory: Path, repository: Repository, message: str) -> str:
-    """Upload all that lies there, in one commit; its address. Raises UserError where that fails; the directory stays."""
+    """Upload all that lies there, in one commit; its address. Raises UserError where that fails; the directory stays.
+
+    Nothing is uploaded where a file is not what was written.
+    """
+    check_listed(directory, "export again")
     api = HfApi(library_name="drafttrain", library_version=__version__)
     try:
         api.create_repo(repository.name, private=repository.private, exist_ok=True)

@@ -1,6 +1,6 @@
 """A set of features on disk: safetensors shards that appear whole, and what each should be.
 
-<folder>/index.json              what the features are of: what their name is a hash of, and figures for people
+<folder>/index.json              for people alone: what the features are of, what their name is a hash of, and figures
 <folder>/shard-00000.safetensors the columns of `Form`, [N, ...] each
 <folder>/shard-00000.json        its size and sha256, written behind it: a shard without is not there
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -63,7 +63,9 @@ class Store:
         return self.folder / f"shard-{number:05d}.safetensors"
 
     def fault(self, number: int, verify: bool) -> str | None:
-        """Why this shard cannot be used, None where it can. verify: read it whole, for its checksum. Absent is a fault too."""
+        """Why this shard cannot be used, None where it can. Absent is a fault too. verify: read it whole, for its checksum;
+        else its size and its header alone.
+        """
         file = self.file(number)
         try:
             record = Record(**json.loads(file.with_suffix(".json").read_text(encoding="utf-8")))
@@ -77,7 +79,21 @@ class Store:
                 found = hashlib.file_digest(content, "sha256").hexdigest()
             if found != record.sha256:
                 return f"sha256 {found[:12]}... instead of {record.sha256[:12]}..."
+            return None
+        try:
+            self._opened(number)
+        except (OSError, SafetensorError, ValueError) as error:
+            return str(error)
         return None
+
+    def _opened(self, number: int) -> Any:
+        """A shard, mapped. Raises ValueError unless it has the form's columns, SafetensorError where it is no such file."""
+        shard, rows = safe_open(self.file(number), framework="pt"), self.layout.tokens(number)
+        for name, column in self.form.columns.items():
+            found = shard.get_slice(name)
+            if found.get_shape() != [rows, *column.shape] or found[:0].dtype != column.dtype:
+                raise ValueError(f"{name} is {found.get_dtype()} {found.get_shape()} in it")
+        return shard
 
     def buffers(self, number: int) -> dict[str, Tensor]:
         """A shard's columns, to be filled."""
@@ -98,11 +114,15 @@ class Store:
         atomic_write_json(self.folder / "index.json", {"identity": self.identity, **figures, "target": dict(target)})
 
     def read(self, place: Place) -> dict[str, Tensor]:
-        """The columns' rows there, mapped from the file."""
+        """The columns' rows there, mapped from the file. Raises UserError where the shard is gone or another by now."""
         if place.shard not in self._mapped:
             while len(self._mapped) >= OPEN:
                 self._mapped.popitem(last=False)
-            self._mapped[place.shard] = safe_open(self.file(place.shard), framework="pt")
+            try:
+                self._mapped[place.shard] = self._opened(place.shard)
+            except (OSError, SafetensorError, ValueError) as error:
+                file = self.file(place.shard)
+                raise UserError(f"{file}: damaged or gone ({error}); start again, and it is computed again") from error
         self._mapped.move_to_end(place.shard)
         shard = self._mapped[place.shard]
         return {name: shard.get_slice(name)[place.start : place.stop] for name in self.form.columns}

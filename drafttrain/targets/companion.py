@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from drafttrain.errors import UserError
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget, probe, shape_of
-from drafttrain.targets.weights import load_model
+from drafttrain.targets.weights import check_settings, load_model
 
 SIZES = ("intermediate_size", "ffn_dim", "n_inner", "word_embed_proj_dim")  # that go with the width, where a config has them
 
@@ -161,6 +161,7 @@ def readable(path: str) -> str:
     if folder.exists():
         if not (folder / "config.json").is_file():
             raise UserError(f"drafter.path {path!r} has no config.json; set it to a transformers model directory")
+        check_settings(str(folder))
         return str(folder)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(f"drafter.path {path!r} does not exist; set it to a model directory or a hub id")

@@ -22,7 +22,7 @@ from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.quantised import QuantisedTarget
 from drafttrain.targets.sharded import ShardedTarget, Shards
 from drafttrain.targets.split import SplitTarget, check_divides, split_target
-from drafttrain.targets.weights import load_model
+from drafttrain.targets.weights import check_settings, load_model
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,6 +49,7 @@ def load_target(
     path, device = path_of(options), device_of(options.device)
     check_options(options, shared=part.size > 1 or shards is not None)
     bind(device)
+    check_settings(path)
     shared = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **shared)
@@ -87,6 +88,7 @@ def load_target(
 def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
     """The target's tokenizer alone. Raises UserError as `load_target` does."""
     path = path_of(options)
+    check_settings(path)
     try:
         return AutoTokenizer.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # as in `load_target`; tokenizers raises plain ones

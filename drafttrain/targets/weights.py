@@ -6,6 +6,7 @@ transformers fills what a checkpoint lacks with random numbers, and says so in i
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from drafttrain.checksums import check_listed
 from drafttrain.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -37,6 +39,8 @@ def load_model(path: str, origin: str, **settings: Any) -> Any:
     """
     if Path(path).is_dir():
         check_files(Path(path), origin)
+        if not int(os.environ.get("LOCAL_RANK", 0)):  # once on each machine
+            check_listed(Path(path), AGAIN, is_weights)
     level, load = logging.get_verbosity(), cast(Any, AutoModelForCausalLM.from_pretrained)
     logging.set_verbosity_error()  # the report of what is missing is ours to make
     try:
@@ -49,6 +53,15 @@ def load_model(path: str, origin: str, **settings: Any) -> Any:
         logging.set_verbosity(level)
     _account(model, found, origin)
     return model
+
+
+def check_settings(directory: str) -> None:
+    """Raise UserError unless an export's configuration and tokenizer are what was written."""
+    check_listed(Path(directory), AGAIN, lambda name: not is_weights(name))
+
+
+def is_weights(name: str) -> bool:
+    return name.endswith(".safetensors")
 
 
 def check_files(directory: Path, origin: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -12,8 +11,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from drafttrain.atomic import atomic_directory, atomic_write_json, disk_full, remove_directory
+from drafttrain.atomic import atomic_directory, disk_full, read_sealed_json, remove_directory, write_sealed_json
 from drafttrain.checkpoint import (
+    ANOTHER,
     META,
     WEIGHTS,
     CheckpointMeta,
@@ -23,6 +23,7 @@ from drafttrain.checkpoint import (
     read_weights,
     save_drafter,
 )
+from drafttrain.errors import UserError
 from drafttrain.train.engine import Engine, World
 from drafttrain.train.sealed import file_sums, seal
 
@@ -50,7 +51,12 @@ class Progress:
 
     @staticmethod
     def of(checkpoint: Path) -> Progress:
-        return Progress(**json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8")))
+        """Raises UserError for a file that is missing or damaged."""
+        file, what = checkpoint / PROGRESS, "where training stood"
+        try:
+            return Progress(**read_sealed_json(file, what, ANOTHER))
+        except (OSError, TypeError) as error:
+            raise UserError(f"{file}: expected {what}, got something else ({error}); {ANOTHER}") from error
 
 
 class NoSpaceError(Exception):
@@ -130,7 +136,7 @@ def save_settings(
 ) -> None:
     """The first process's files, the checksums last. others: checksums of what else lies there."""
     save_drafter(directory, state, meta)
-    atomic_write_json(directory / PROGRESS, asdict(progress))
+    write_sealed_json(directory / PROGRESS, asdict(progress))
     seal(directory, file_sums(*(directory / name for name in (WEIGHTS, META, PROGRESS))) | dict(others or {}))
 
 

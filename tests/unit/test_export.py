@@ -23,7 +23,7 @@ from drafttrain.export import golden as material
 from drafttrain.export import matrix
 from drafttrain.export.card import Measured
 from drafttrain.export.exporter import Wanted, check_wanted
-from drafttrain.export.golden import GOLDEN, store, stored
+from drafttrain.export.golden import GOLDEN, TENSORS, store, stored
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import check_model
 from drafttrain.export.table import STACKS, TABLE, Layout, asked, loads
@@ -33,6 +33,7 @@ from drafttrain.target import LoraSpec
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.tree import DraftTree
+from tests.damage import refused
 from tests.exports import CASES, TEXTS, checkpoint, deep, loaded, opened, written
 from tests.helpers import tiny_model
 
@@ -213,6 +214,22 @@ def test_golden_material_of_other_weights_does_not_count(tmp_path: Path) -> None
     (found.directory / GOLDEN).write_bytes(content[:-40])
     with pytest.raises(UserError, match=r"golden.safetensors: damaged or cut off .* export makes it again"):
         stored(found.directory)
+
+
+def test_a_changed_byte_of_golden_material_is_found_or_changes_nothing(tmp_path: Path) -> None:
+    found, _ = opened(tmp_path, "medusa")
+
+    def read() -> list[Any]:
+        golden = stored(found.directory)
+        assert golden is not None
+        return [golden.facts, golden.sha256, *(getattr(golden, name).tolist() for name in TENSORS)]
+
+    assert refused([found.directory / GOLDEN], read, 1500, removed=False)[GOLDEN] > 0.95
+    tensors = load_file(found.directory / GOLDEN)  # as earlier versions wrote it
+    about = {"facts": read()[0], "sha256": read()[1]}
+    wanted = read()
+    save_file(tensors, found.directory / GOLDEN, {"drafttrain": json.dumps(about)})
+    assert read() == wanted
 
 
 def test_a_target_in_bfloat16_makes_no_ties(tmp_path: Path) -> None:

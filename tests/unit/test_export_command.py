@@ -34,6 +34,7 @@ def test_one_stack(command: Command, run: Path, capsys: pytest.CaptureFixture[st
     assert sorted(p.name for p in Path("a=b c").iterdir()) == [
         "README.md",
         "config.json",
+        "drafttrain-checksums.json",
         "drafttrain.json",
         "model.safetensors",
     ]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from drafttrain.checksums import LISTED
 from drafttrain.errors import UserError
 from drafttrain.export import hub
 from drafttrain.export.hub import Repository, is_repository
@@ -135,7 +136,7 @@ def test_what_fails_to_arrive_stays_here(
     assert error.rstrip().endswith("repeat it: hf upload me/mine out . --private")
     last = error.rstrip().splitlines()[-1]
     assert last.startswith("drafttrain: ") and TOKEN not in error
-    assert sorted(kept()) == ["README.md", "config.json", "drafttrain.json", "model.safetensors"] and not served.files
+    assert sorted(kept()) == ["README.md", "config.json", LISTED, "drafttrain.json", "model.safetensors"] and not served.files
 
 
 def test_a_hub_that_is_not_there(

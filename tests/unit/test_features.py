@@ -26,6 +26,7 @@ from drafttrain.law import TopLaw
 from drafttrain.ops.divergence import NAMES, divergence
 from drafttrain.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
+from tests.damage import harmed
 from tests.helpers import prompts, tiny_target
 
 KEYS = (1, FINAL)
@@ -242,3 +243,53 @@ def test_a_drafter_without_any_other_token_gets_the_rest_evenly() -> None:
     prediction = Prediction(0, torch.zeros(1), torch.zeros(1), torch.zeros(1, 2), lambda x: x, vocab_D=torch.tensor([1, 3]))
     found = TopLaw(top, 6).logits(torch.zeros(1, dtype=torch.long), prediction, torch.zeros(1, 2)).exp()
     torch.testing.assert_close(found, torch.tensor([[0.05, 0.3, 0.05, 0.5, 0.05, 0.05]]))
+
+
+def columns_of(store: Store) -> list[list[float]]:
+    fresh = Store(store.folder.parent, store.layout, store.form, {"target": store.identity["target"]})
+    assert fresh.folder == store.folder
+    return [
+        column.float().flatten().tolist() for place in store.layout.places.values() for column in fresh.read(place).values()
+    ]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_changed_byte_of_a_shard_is_a_fault_or_changes_nothing(verify: bool, target: HFTarget, tmp_path: Path) -> None:
+    """Without verify so are those of its header and its record."""
+    store = written(tmp_path, target, "bfloat16")
+    file = store.file(1)
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    wanted = columns_of(store)
+    for path in (file, file.with_suffix(".json")):
+        count = tried = 0
+        for how in harmed(path, 400, None if verify else header):
+            tried += 1
+            fault = store.fault(1, verify)
+            count += fault is not None
+            assert fault is not None or columns_of(store) == wanted, how
+            assert "\n" not in str(fault)
+        assert count == tried if verify and path == file else count > 0.2 * tried
+    assert store.fault(1, verify) is None
+
+
+def test_a_shard_that_was_changed_since_it_was_checked_is_one_line(target: HFTarget, tmp_path: Path) -> None:
+    store = written(tmp_path, target)
+    file = store.file(1)
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for content in (whole[:20], b"", whole.replace(b'"F32"', b'"I32"'), whole[:8] + b"{" * (header - 8) + whole[header:]):
+        file.write_bytes(content)
+        with pytest.raises(
+            UserError, match=r"shard-00001.safetensors: damaged or gone \(.*\); start again, and it is computed"
+        ):
+            columns_of(store)
+    file.unlink()
+    with pytest.raises(UserError, match=r"shard-00001.safetensors: damaged or gone"):
+        columns_of(store)
+
+
+def test_nothing_is_read_of_the_index(target: HFTarget, tmp_path: Path) -> None:
+    store = written(tmp_path, target)
+    wanted = columns_of(store)
+    (store.folder / "index.json").write_text("[")
+    assert columns_of(store) == wanted and store.fault(0, verify=True) is None

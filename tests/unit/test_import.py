@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafttrain.checksums import LISTED
 from drafttrain.export.exporter import RECORD
 from drafttrain.export.files import DTYPES, Source
 from drafttrain.export.golden import Golden, made
@@ -88,7 +89,8 @@ def test_what_goes_out_comes_back(family: str, stack: str, exported: Any, tmp_pa
             check_drafts(again, golden if dtype == "float32" else made(again, TEXTS))
             written(again, made(again, TEXTS), stack, tmp_path / f"{case}-{dtype}-again", dtype)
             check_same(weights_of(out), weights_of(tmp_path / f"{case}-{dtype}-again"))
-            (out / RECORD).unlink()
+            for name in (RECORD, LISTED):
+                (out / name).unlink()
             bare = imported(out, target)
             check_same(bare.tensors, again.tensors)
             about = bare.meta.imported

@@ -12,7 +12,21 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "drafttrain"
 FLOORS = [
     (
-        *("errors", "atomic", "page", "fingerprint", "served", "tree", "kv", "sampling", "span", "batch", "chains", "ops"),
+        *(
+            "errors",
+            "atomic",
+            "checksums",
+            "page",
+            "fingerprint",
+            "served",
+            "tree",
+            "kv",
+            "sampling",
+            "span",
+            "batch",
+            "chains",
+            "ops",
+        ),
         *("repetition", "jsontext"),
     ),
     (

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from drafttrain.checkpoint import CheckpointMeta, save_drafter
+from drafttrain.checksums import LISTED
 from drafttrain.drafters import families
 from drafttrain.errors import ParityError, UserError
 from drafttrain.export import engine
@@ -73,10 +74,16 @@ def test_an_engine_and_a_broken_export(
     tensors = load_file(weights)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].roll(1)
     save_file(tensors, weights, {"format": "pt"})
+    sums = (exported / LISTED).read_bytes()
     try:
+        assert command(*asked(exported, checkpoint)) == 2
+        said = capsys.readouterr().err
+        assert "model.safetensors is damaged or cut off: its sha256 is not that in drafttrain-checksums.json" in said
+        (exported / LISTED).unlink()  # as if it had been exported so
         assert command(*asked(exported, checkpoint)) == 3
     finally:
         weights.write_bytes(whole)
+        (exported / LISTED).write_bytes(sums)
     caught = capsys.readouterr()
     assert "2 of 2 the target's" in caught.out
     assert "drafttrain: Parity: accepted drafts: transformers accepts" in caught.err

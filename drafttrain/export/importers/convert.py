@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafttrain import __version__
 from drafttrain.atomic import atomic_directory, remove_directory
-from drafttrain.checkpoint import META, CheckpointMeta, TargetRecord, build, save_drafter
+from drafttrain.checkpoint import META, CheckpointMeta, TargetRecord, build, read_meta, save_drafter
 from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
 from drafttrain.errors import UserError
@@ -40,7 +40,8 @@ def converted(found: Foreign, loaded: LoadedTarget, say: Say) -> Path:
     final = cache_folder() / "imports" / f"{found.directory.resolve().name}-{_key(found, loaded)}"
     if not (final / META).is_file():
         _keep(final, taken(row, found, loaded))
-    about = json.loads((final / META).read_text(encoding="utf-8"))["imported"]
+    about = read_meta(final).imported
+    assert about is not None, "written so"
     say(f"imported: {found.origin} ({about['layout']}, {row.family}, {about['dtype']})")
     if found.pickled:
         say(f"note: {found.weights} is a pickle: its tensors alone were read, and are kept as safetensors in {final}")

@@ -19,13 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafttrain.checksums import check_listed
 from drafttrain.errors import UserError
 from drafttrain.targets.weights import listed_files
 
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", "adapter_model.safetensors")
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", "adapter_model.bin")
 CONFIGS = ("config.json", "adapter_config.json")
-SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+FETCHED = (".json", ".txt", ".model", ".jinja", ".safetensors")
 AGAIN = "fetch it again"
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of weights
 SHOWN = 4  # names of tensors in a message
@@ -36,7 +37,8 @@ Found = TypeVar("Found")
 class Foreign:
     """origin: as the user named it. config: of config.json, or of a peft adapter's adapter_config.json.
 
-    Raises UserError for a directory without a configuration or without weights, and for files that cannot be read.
+    Raises UserError for a directory without a configuration or without weights, for files that cannot be read, and for those of
+    an export of ours that are not what was written.
     """
 
     def __init__(self, directory: Path, origin: str | None = None) -> None:
@@ -47,6 +49,7 @@ class Foreign:
                 f"{self.origin}: expected a checkpoint of a drafter, got no drafter.json, {' or '.join(CONFIGS)} there; "
                 "name a step-NNNNN directory of a run, or a published drafter"
             )
+        check_listed(directory, "export it again, or fetch it again", lambda name: Path(name).suffix in FETCHED)
         self.config = _json(self.config_file)
         self.weights, self.files = self._find()
 
@@ -147,10 +150,10 @@ def fetched(name: str) -> Path:
     repository, _, revision = name.partition("@")
     asked: dict[str, Any] = {"repo_id": repository, "revision": revision or None}
     try:
-        directory = Path(snapshot_download(**asked, allow_patterns=[*SMALL_FILES, "*.safetensors"]))
+        directory = Path(snapshot_download(**asked, allow_patterns=[f"*{suffix}" for suffix in FETCHED]))
         if not any(directory.glob("*.safetensors")):
             pickles = [f"{Path(file).stem}*{Path(file).suffix}" for file in PICKLED]
-            directory = Path(snapshot_download(**asked, allow_patterns=[*SMALL_FILES, *pickles]))
+            directory = Path(snapshot_download(**asked, allow_patterns=[*(f"*{suffix}" for suffix in FETCHED[:-1]), *pickles]))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(
