@@ -93,9 +93,11 @@ class Child:
         for pid, _ in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        said = (file.read_text(encoding="utf-8", errors="replace") if file.exists() else "" for file in (self.out, self.err))
+        out, err = (
+            file.read_text(encoding="utf-8", errors="replace") if file.exists() else "" for file in (self.out, self.err)
+        )
         code = self._code if self._code is not None else -signal.SIGKILL
-        return Ended(code, *said, time.monotonic() - self.began, late, tuple(name for _, name in left))
+        return Ended(code, out, err, time.monotonic() - self.began, late, tuple(name for _, name in left))
 
     def _ends(self, seconds: float) -> bool:
         limit = time.monotonic() + STUCK

@@ -27,8 +27,8 @@ def composed(arguments: tuple[str, ...]) -> Run | None:
     to_run, argv = config.to_run, sys.argv
     sys.argv = ["drafttrain"]
 
-    def end(found: Any) -> Run:
-        raise _ComposedError(to_run(found))
+    def end(composed: Any) -> Run:
+        raise _ComposedError(to_run(composed))
 
     config.to_run = end
     try:
@@ -55,8 +55,8 @@ def cli(arguments: Sequence[str]) -> Callable[[], int]:
         sys.argv = ["drafttrain"]
         if run is not None:
             hydra.main = lambda **settings: lambda task: lambda: task(None)
-            config.register = lambda folder=None: None
-            config.to_run = lambda found: copy.deepcopy(run)
+            config.register = lambda config_dir=None: None
+            config.to_run = lambda composed: copy.deepcopy(run)
         return cli.run(list(arguments))
 
     return work

@@ -9,7 +9,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from benchmarks.faults.attack import INSPECT, MARKER, MEASURE, OURS, PROMPTS, TARGET, command, judged, run
+from benchmarks.faults.attack import INSPECT, MARKER, MEASURE, OURS, PROMPTS, TARGET, Line, command, judged, run
 from benchmarks.faults.campaign import FAILURE, Outcome, failed
 from benchmarks.faults.material import MEASURING, TRAINING
 
@@ -141,7 +141,7 @@ def hostile_escapes(draw: random.Random, folder: Path) -> Outcome:
         {"messages": [{"role": "user", "content": f"x{escape}"}, {"role": "assistant", "content": f"y{escape}"}]}
         for _ in range(9)
     ]
-    asked = command(draw)
+    asked: Line = command(draw)
     how = draw.randrange(12)
     if how == 0:
         records[1]["messages"][0]["role"] = escape
@@ -150,11 +150,11 @@ def hostile_escapes(draw: random.Random, folder: Path) -> Outcome:
         lines[1] = {f"tur{escape}ns": ["x"]}
         records[1] = {f"mess{escape}ages": []}
     elif how == 2:
-        asked = ["inspect", *TARGET, f"data.path=no{escape}thing.jsonl", "out=page.html"]
+        asked = (*INSPECT, f"data.path=no{escape}thing.jsonl")
     elif how == 3:
-        asked = ["measure", *TARGET, f"checkpoint=no{escape}thing", PROMPTS]
+        asked = (*MEASURE, f"checkpoint=no{escape}thing")
     elif how == 4:
-        asked = [f"meas{escape}ure"] if draw.random() < 0.5 else ["fit", f"reci{escape}pe=x"]
+        asked = (f"meas{escape}ure",) if draw.random() < 0.5 else ("fit", f"reci{escape}pe=x")
     elif how == 5:
         (folder / "target" / "chat_template.jinja").write_text("{{ raise_exception(messages[0].content) }}")
     elif how == 6:
@@ -172,7 +172,7 @@ def hostile_escapes(draw: random.Random, folder: Path) -> Outcome:
         asked = (*MEASURE, OURS)
     elif how == 9:
         (folder / f"t{escape}").symlink_to("target")
-        asked = [word.replace("target.path=target", f"target.path=t{escape}") for word in asked]
+        asked = tuple(word.replace("target.path=target", f"target.path=t{escape}") for word in asked)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     ended = run(asked, folder)

@@ -9,7 +9,7 @@ import shutil
 import struct
 from pathlib import Path
 
-from benchmarks.faults.attack import INSPECT, MARKER, MEASURE, OURS, PROMPTS, TARGET, command, judged, run
+from benchmarks.faults.attack import INSPECT, MARKER, MEASURE, OURS, PROMPTS, TARGET, Line, command, judged, run
 from benchmarks.faults.campaign import Outcome
 from benchmarks.faults.material import MEASURING, TRAINING
 
@@ -103,7 +103,7 @@ def hostile_pickle(draw: random.Random, folder: Path) -> Outcome:
         content = (folder / "x.pt").read_bytes()
         (folder / "x.pt").unlink()
     where = draw.randrange(8)
-    asked = (*MEASURE, OURS, "output=result")
+    asked: Line = (*MEASURE, OURS, "output=result")
     refuse = True
     if where == 0:
         for file in (folder / "target").glob("*.safetensors*"):
@@ -139,8 +139,18 @@ def hostile_pickle(draw: random.Random, folder: Path) -> Outcome:
         (folder / "features" / "x.pt").write_bytes(content)
         name = draw.choice(["prompts.jsonl", "data.jsonl"])
         (folder / name).write_bytes(content)
-        asked = ["fit", *TARGET, "data.path=data.jsonl", *TRAINING, "recipe=medusa", PROMPTS, *MEASURING, "train.steps=1",
-                 "features=cached", "features.dir=features", "output=result"]  # fmt: skip
+        cached = ("features=cached", "features.dir=features", "train.steps=1")
+        asked = (
+            "fit",
+            *TARGET,
+            "data.path=data.jsonl",
+            *TRAINING,
+            "recipe=medusa",
+            PROMPTS,
+            *MEASURING,
+            *cached,
+            "output=result",
+        )
         refuse = False
     ended = run(asked, folder)
     return judged(f"pickle, {asked[0]}", f"place {where}; {' '.join(asked)}", ended, folder, refuse)
