@@ -20,11 +20,16 @@ GPU_FLAGS = $(if $(REHEARSE),--rehearse) $(if $(FORCE),--force) $(if $(RESULTS),
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# of `make test-faults`: how long, the seed of its tries, and which kinds of faults
+MINUTES ?= 30
+SEED ?= 0
+KINDS ?= kill,files,data,hostile,storm
+
 STEPS ?= 1200
 NODES ?= 18
 FLAGS ?=
 
-.PHONY: help install quickstart test test-all test-slow test-engines checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families export-matrix clean
+.PHONY: help install quickstart test test-all test-slow test-engines test-faults checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families export-matrix clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -61,6 +66,9 @@ test-engines: install  ## serving engines run what is exported here: installs th
 	$(BIN)/python -m tests.engines.install
 	$(BIN)/python -m pytest -m engines tests/engines
 	$(BIN)/python -m drafttrain.export.matrix docs/export.md
+
+test-faults: install  ## random kills, damaged files, malformed data, hostile input, request storms (MINUTES=30 SEED=0 KINDS=...)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --minutes $(MINUTES) --seed $(SEED) --kinds $(KINDS) $(FLAGS)
 
 checks: install  ## ruff, mypy, clang-format and the fast tests
 	$(BIN)/ruff check .

@@ -6,15 +6,18 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from drafttrain.errors import UserError
 
 CHECKSUM = "checksum"  # of all else in a JSON object
+HOST = socket.gethostname()  # folders may be shared by machines
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -144,8 +147,27 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def remove_abandoned(folder: Path, pattern: str = "*.tmp-*") -> None:
+    """Remove what processes of this machine that have ended left aside in this folder, by these names."""
+    for path in folder.glob(pattern):
+        found = re.search(rf"\.tmp-(old-)?{re.escape(HOST)}-(\d+)$", path.name)
+        if found is not None and not _runs(int(found[2])):
+            with suppress(FileNotFoundError):  # another process may remove it too
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
+
+
 def _aside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    return path.with_name(f"{path.name}.tmp-{HOST}-{os.getpid()}")
 
 
 def _replace_directory(source: Path, final: Path) -> None:
@@ -153,7 +175,7 @@ def _replace_directory(source: Path, final: Path) -> None:
     if not final.exists():
         source.rename(final)
         return
-    old = final.with_name(f"{final.name}.tmp-old-{os.getpid()}")
+    old = final.with_name(f"{final.name}.tmp-old-{HOST}-{os.getpid()}")
     final.rename(old)
     source.rename(final)
     shutil.rmtree(old)

@@ -21,7 +21,7 @@ from drafttrain import __version__
 from drafttrain.commands.overview import COMMANDS, command_help, general_help
 from drafttrain.commands.quiet import quiet
 from drafttrain.complaints import explain, nearest
-from drafttrain.errors import Interrupted, OutputError, ParityError, UserError, WorkerError
+from drafttrain.errors import Interrupted, OutputError, ParityError, UserError, WorkerError, one_line
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -186,7 +186,7 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
         except UserError as error:
             raise Stop(str(error)) from error
         except (ParityError, OutputError) as error:
-            raise Stop(str(error), error.CODE) from error
+            raise Stop(one_line(str(error)), error.CODE) from error
 
     sys.argv[1:] = arguments
     hydra.main(version_base="1.3", config_path="pkg://drafttrain.conf", config_name="config")(task)()

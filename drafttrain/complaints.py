@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
 from drafttrain.atomic import disk_full
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from omegaconf.errors import OmegaConfBaseException
@@ -28,10 +28,11 @@ def explain(error: BaseException) -> str | None:
     chain = list(_chain(error))
     for link in chain:
         if isinstance(link, UserError):
-            return _one_line(str(link))
+            return str(link)
         if line := _disk_full(link):
             return line
-    return _configuration(chain)
+    line = _configuration(chain)
+    return None if line is None else one_line(line)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -58,9 +59,7 @@ def _configuration(chain: Sequence[BaseException]) -> str | None:
             return _unknown_choice(link.missing_cfg_file, link.options or ())
         if isinstance(link, OverrideParseException):
             reason = link.message.splitlines()[1:2] or [link.message]
-            return (
-                f"cannot read {link.override!r}: {_one_line(reason[0])}; write key=value, and quote values with , = or spaces"
-            )
+            return f"cannot read {link.override!r}: {one_line(reason[0])}; write key=value, and quote values with , = or spaces"
     for link in chain:
         if isinstance(link, (ConfigKeyError, AttributeError)) and isinstance(link, OmegaConfBaseException):
             free, overridden = str(link.ref_type_str).startswith("Dict"), _overridden(chain)
@@ -132,8 +131,4 @@ def _raised_by_hydra(error: BaseException) -> bool:
 def _hydra_line(text: str) -> str:
     if text.startswith("Ambiguous value"):
         return f"{text.splitlines()[0]}; add -m to sweep over the values, or quote a value that holds commas"
-    return _one_line(text.partition("See https://")[0])
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return one_line(text.partition("See https://")[0])

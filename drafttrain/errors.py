@@ -1,8 +1,29 @@
 """Floor 0: what a user did wrong, in one line."""
 
+import re
+
+UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+HEAD, TAIL = 1200, 400  # characters of a longer line that are shown
+
+
+def printable(text: str) -> str:
+    """Text of others for a terminal: control characters, which it would act on, as escapes, those that turn the direction of
+    writing too; newlines and tabs stay. Worked example: an escape character becomes the four characters `\\x1b`.
+    """
+    return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """The same in one printable line; of a very long one the beginning and the end, where the way out is."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= HEAD + TAIL else f"{line[:HEAD]} ... {line[-TAIL:]}"
+
 
 class UserError(ValueError):
     """Bad input: the message says what was expected, what was got, and the way out. The command line exits with 2."""
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 class Interrupted(BaseException):

@@ -113,7 +113,8 @@ class Writer:
 
     @contextmanager
     def _screen(self) -> Iterator[Any]:
-        """On a terminal the text grows above a running status; elsewhere the text alone is written, piece by piece."""
+        """On a terminal the text grows above a running status, control characters in it as escapes; elsewhere the text alone is
+        written as it is, piece by piece."""
         if not self.console.is_terminal:
             yield lambda text, result: (self.console.file.write(text.plain), self.console.file.flush())
             self.console.print()

@@ -27,7 +27,7 @@ from drafttrain.data.prompts import load_prompts, named_prompts
 from drafttrain.data.provenance import find_provenance
 from drafttrain.data.sources import Conversation, read_conversations
 from drafttrain.data.templates import read_template
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, printable
 from drafttrain.page import render
 from drafttrain.targets.load import load_tokenizer, path_of
 
@@ -121,11 +121,11 @@ def _writer(data: str) -> str:
 def _print(console: Console, found: Found, asked: InspectOptions) -> None:
     for sample in found.samples[: asked.samples]:
         about = f"{sample.tokens:,} tokens, {sample.supervised:,} supervised" + (", truncated" if sample.truncated else "")
-        console.rule(Text(f"{sample.origin}: {about}"), align="left")
+        console.rule(Text(printable(f"{sample.origin}: {about}")), align="left")
         console.print(_coloured(sample), soft_wrap=True)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in found.rows:
-        table.add_row(Text(name, REST), Text(value))
+        table.add_row(Text(name, REST), Text(printable(value)))
     console.rule("figures", align="left")
     console.print(table)
     console.rule("lengths in tokens", align="left")
@@ -139,7 +139,8 @@ def _print(console: Console, found: Found, asked: InspectOptions) -> None:
         f"{of} with {asked.overlap:.0%} or more of their {asked.ngram}-word sequences in one conversation", highlight=False
     )
     for copy in found.copies[:10]:
-        console.print(Text(f"  {copy.share:4.0%}  prompt {copy.question_id} ({copy.category})  {copy.origin}"), soft_wrap=True)
+        place = printable(copy.origin)
+        console.print(Text(f"  {copy.share:4.0%}  prompt {copy.question_id} ({copy.category})  {place}"), soft_wrap=True)
     if len(found.copies) > 10:
         console.print(f"  and {len(found.copies) - 10} more, on the page", highlight=False)
 
@@ -147,7 +148,7 @@ def _print(console: Console, found: Found, asked: InspectOptions) -> None:
 def _coloured(sample: Sample) -> Text:
     text = Text()
     for piece in sample.pieces:
-        text.append(piece.text, SUPERVISED if piece.supervised else REST)
+        text.append(printable(piece.text), SUPERVISED if piece.supervised else REST)
     if len(text) <= SHOWN:
         return text
     return Text.assemble(text[:SHOWN], f"\n... {len(text) - SHOWN:,} characters more")

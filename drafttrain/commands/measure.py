@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from drafttrain.atomic import remove_abandoned
 from drafttrain.checkpoint import read_meta
 from drafttrain.commands.engines import Asked, Exported, beside, exports
 from drafttrain.commands.environment import environment
@@ -83,6 +84,7 @@ def measure_run(
     report = report_of(body, loaded.description, drafter, environment(loaded.target.device), training)
     report["published"] = published_for(report, {prompt.origin for prompt in prompts})
     if loaded.target.part.first:
+        remove_abandoned(folder.parent, "*/*.tmp-*")
         write_report(folder, report, metrics)
     console.print(console_table(report))
     for line in published_lines(report):

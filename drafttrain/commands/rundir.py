@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from drafttrain.atomic import atomic_write_json, atomic_write_text
+from drafttrain.atomic import atomic_directory, atomic_write_json, atomic_write_text, remove_abandoned
 from drafttrain.commands.environment import environment
 from drafttrain.commands.run import RunOptions
 from drafttrain.errors import UserError
@@ -106,11 +106,13 @@ def _make(options: RunOptions, resolved: dict[str, Any]) -> Path:
     while path.exists():
         copy += 1
         path = base.with_name(f"{base.name}-{copy}")
-    (path / "checkpoints").mkdir(parents=True)
-    atomic_write_text(path / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
-    about = environment(torch.device("cpu")) | {"command": sys.argv, "git": _git_revision()}
-    atomic_write_json(path / "environment.json", about)
-    atomic_write_json(path / "run.json", {"config_hash": config_hash(resolved), "finished": False})
+    remove_abandoned(path.parent)
+    with atomic_directory(path) as aside:  # a run without its run.json could not be gone on with
+        (aside / "checkpoints").mkdir()
+        atomic_write_text(aside / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
+        about = environment(torch.device("cpu")) | {"command": sys.argv, "git": _git_revision()}
+        atomic_write_json(aside / "environment.json", about)
+        atomic_write_json(aside / "run.json", {"config_hash": config_hash(resolved), "finished": False})
     return path
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import drafttrain
+from drafttrain.atomic import disk_full
 from drafttrain.data.provenance import check_shard
 from drafttrain.errors import UserError
 
@@ -30,11 +31,23 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     check_file(path)
     check_shard(path)
     empty = True
-    for origin, record in _read(path):
-        empty = False
-        yield origin, as_object(origin, record)
+    with unreadable(path):
+        for origin, record in _read(path):
+            empty = False
+            yield origin, as_object(origin, record)
     if empty:
         raise UserError(f"{path}: expected at least one record, got an empty file; fill it, or point to another file")
+
+
+@contextmanager
+def unreadable(path: Path) -> Iterator[None]:
+    """Give what the system says inside as a UserError: no permission, a device that fails, a link to itself."""
+    try:
+        yield
+    except OSError as error:
+        if disk_full(error):
+            raise
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}); check its permissions and its disk") from error
 
 
 def as_object(origin: str, record: Any) -> dict[str, Any]:
@@ -177,11 +190,16 @@ def read_batches(path: Path) -> Iterator[Any]:
 @contextmanager
 def damaged_table(path: Path) -> Iterator[None]:
     """Give what pyarrow raises inside as a UserError: its own errors, and Python's for names and numbers that cannot be."""
+    import pyarrow  # slow to import, and most runs read JSON lines
+
+    python = (OSError, ValueError, RuntimeError, ArithmeticError, LookupError, TypeError, MemoryError, SystemError)
     try:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError, ArithmeticError, LookupError, TypeError, MemoryError) as error:
+    except (pyarrow.ArrowException, *python) as error:
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, pyarrow.ArrowException):
+            raise  # the system's own
         got = f"a file that cannot be read as one ({reason_of(error)})"
         raise UserError(f"{path}: expected a {path.suffix} table, got {got}; write it again") from error
 

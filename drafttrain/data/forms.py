@@ -65,7 +65,7 @@ def conversation(origin: str, record: dict[str, Any], form: str = "auto", replie
         return Conversation(origin, text=said, form=name)
     roles = [message["role"] for message in said]
     if "system" in filled and "system" not in roles and isinstance(filled["system"], str) and filled["system"]:
-        said.insert(0, {"role": "system", "content": filled["system"]})
+        said.insert(0, {"role": "system", "content": _string(origin, "system", filled["system"])})
     if replies and ASSISTANT not in roles:
         got = " ".join(", ".join(roles)[:60].split()) or "no turn"
         way_out = "write them with drafttrain prepare" if name in UNANSWERED else "add the reply, or remove the record"

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.data.files import ASSETS, keys_of, path_of, read_records
 from drafttrain.data.sets import SETS, field_of, hub_records
 from drafttrain.data.templates import template_errors, whose
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, printable
 
 SINGLE = ("prompt", "question")  # HumanEval, GSM8K
 
@@ -78,8 +78,8 @@ def _prompt(origin: str, record: dict[str, Any], number: int, category: str, cho
     question_id = number if question_id is None else question_id
     category = record.get((of and of.category) or "category") or category
     reference = record.get(of.reference) if of and of.reference else record.get("reference")
-    name = question_id if isinstance(question_id, int) else str(question_id)
-    return Prompt(name, str(category), turns, *_format(origin, record), reference, chosen or None)
+    name = question_id if isinstance(question_id, int) else printable(str(question_id))
+    return Prompt(name, printable(str(category)), turns, *_format(origin, record), reference, chosen or None)
 
 
 def _told(record: dict[str, Any]) -> Any:

@@ -29,6 +29,7 @@ from drafttrain.data.files import (
     read_array,
     read_batches,
     read_json,
+    unreadable,
 )
 from drafttrain.data.provenance import check_shard
 from drafttrain.errors import UserError
@@ -182,8 +183,9 @@ def open_records(path: Path, limit: int | None, spool: Path) -> Records:
 
     Raises UserError naming the place of a blank line, for an empty or damaged file, and for one of `prepare` that was changed.
     """
-    digest = check_shard(path)
-    records = _rows(path, limit, spool, digest) if path.name.endswith(TABLES) else _lines(path, limit, spool, digest)
+    with unreadable(path):
+        digest = check_shard(path)
+        records = _rows(path, limit, spool, digest) if path.name.endswith(TABLES) else _lines(path, limit, spool, digest)
     if not len(records):
         raise UserError(f"{path}: expected at least one record, got an empty file; fill it, or point to another file")
     return records

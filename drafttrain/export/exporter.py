@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from peft.tuners.lora import LoraLayer
 
 from drafttrain import __version__
-from drafttrain.atomic import atomic_directory
+from drafttrain.atomic import atomic_directory, remove_abandoned
 from drafttrain.checksums import list_files
 from drafttrain.errors import UserError
 from drafttrain.export.card import card
@@ -115,6 +116,7 @@ def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:
     refused, family = refusals(opened, wanted), opened.meta.family
     able = [stack for stack in wanted.stacks if stack not in refused]
     written, expected = dict[str, Parity](), rounded(opened, golden, wanted.dtype)
+    remove_abandoned(wanted.out.parent, f"{glob.escape(wanted.out.name)}.tmp-*")
     with atomic_directory(wanted.out, f"free space under {wanted.out.parent}, or name another out=") as aside:
         merged, matrices = (None, None) if opened.meta.adapter is None else _write_target(aside, opened, wanted)
         for stack in able:

@@ -62,16 +62,15 @@ def load_target(
             model = load_model(
                 path, f"target.path {path!r}", dtype=DTYPES[options.dtype], attn_implementation=attention, **shared
             )
-    except UserError:
+    except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # libraries end in errors of every kind where a model's files are damaged
         if "attention implementation" in str(error):
             raise UserError(
                 f"target.attention={options.attention}: {path!r} is of an architecture that transformers does not run so; "
                 "set target.attention=eager, or leave it out"
             ) from error
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason}") from error
+        raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {_reason(error)}") from error
     runner, stop_ids = _runner(options.runner, model, part), _stop_ids(model, tokenizer)
     if device.type == "cpu":
         keep_freed_memory()
@@ -110,9 +109,13 @@ def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
     check_settings(path)
     try:
         return AutoTokenizer.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"target.path {path!r} has no tokenizer that transformers can load: {reason}") from error
+    except Exception as error:  # as in `load_target`; tokenizers raises plain ones
+        raise UserError(f"target.path {path!r} has no tokenizer that transformers can load: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    reason = " ".join(str(error).split())[:200]
+    return reason if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: {reason}"
 
 
 def check_options(options: TargetOptions, shared: bool = False) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from drafttrain.atomic import atomic_write_text
 from drafttrain.errors import UserError
 from drafttrain.train import LoggerOptions
 from drafttrain.train.lineage import (
@@ -139,10 +140,10 @@ def _forget_after(file: Path, steps: int) -> None:
     if not file.exists():
         return
     kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= steps:
                 kept.append(line)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    atomic_write_text(file, "".join(f"{line}\n" for line in kept))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.tiny import NAMES, SHAPES, build
 from drafttrain.batch import TrainBatch
 from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
 from drafttrain.drafter import Commit, Drafter
@@ -26,41 +27,6 @@ from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.tree import DraftTree
 from tests.helpers import crossed, prompts, some, tiny_model, tiny_target
-
-NAMES = sorted(families())
-SHAPES: dict[str, dict[str, Any]] = {
-    "medusa": {"heads": 3, "paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
-    "eagle3": {"taps": [0, 1, 3], "draft_length": 4},
-    "eagle": {
-        "steps": 3,
-        "tree": "static",
-        "paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]],
-    },
-    "draft_model": {"blocks": 3},
-    "hydra": {"heads": 3, "layers": 2, "paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]},
-    "redrafter": {"width": 3, "length": 3, "dropped": True},
-    "peagle": {"taps": [0, 1, 3], "draft_length": 4, "layers": 2, "retention": 1.0},
-    "pard": {"blocks": 3, "draft_length": 4, "retention": 1.0},
-    "dflash": {"block_size": 5, "layers": 2, "taps": [0, 1, 3]},
-    "dspark": {"block_size": 4, "layers": 2, "taps": [0, 1, 3], "rank": 8},
-    "dflash2": {"block_size": 5, "layers": 2, "taps": [0, 1, 3], "rank": 8, "candidates": 8},
-    "mlp_speculator": {"paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]},
-    "prompt_lookup": {"draft_length": 5},
-    "suffix": {"depth": 4, "draft_length": 5, "past": 0},
-    "mtp": {"tree": "static", "paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]},
-    "early_exit": {"blocks": 2, "adapter": True},
-    "cascade": {"middle": {"family": "draft_model", "blocks": 3}, "inner": {"family": "prompt_lookup", "draft_length": 7}},
-}
-
-
-def build(name: str, target: HFTarget, noise: float = 0.0) -> Drafter:
-    """A fresh drafter; with noise its weights are shaken, so that nothing about it is special."""
-    family = families()[name]
-    torch.manual_seed(1)
-    drafter = family.build(family.options(**SHAPES.get(name, {})), target)
-    for parameter in drafter.parameters():
-        parameter.data.add_(noise * torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0).clamp_min(0.02))
-    return drafter.eval()
 
 
 def decode(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], batch: int, **settings: Any) -> list[Any]:

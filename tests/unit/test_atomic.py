@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.atomic import atomic_directory, atomic_write_json, atomic_write_text, remove_leftovers
+from drafttrain.atomic import HOST, atomic_directory, atomic_write_json, atomic_write_text, remove_abandoned, remove_leftovers
 from drafttrain.errors import UserError
 
 
@@ -73,3 +73,16 @@ def test_leftovers_of_killed_processes_go(tmp_path: Path) -> None:
     (tmp_path / "c").touch()
     remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["c"]
+
+
+def test_what_ended_processes_left_aside_goes(tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    gone = [f"a.tmp-{HOST}-{child}", f"b.tmp-old-{HOST}-{child}"]
+    kept = [f"a.tmp-{HOST}-{os.getpid()}", f"a.tmp-elsewhere-{child}", "a", "tmp-1"]
+    for name in (*gone, *kept):
+        (tmp_path / name).mkdir()
+    remove_abandoned(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)

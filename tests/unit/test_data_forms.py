@@ -108,3 +108,16 @@ def test_a_named_form_is_taken_where_several_are_there() -> None:
     assert conversation("x:1", record).messages == (HI, YES)
     assert conversation("x:1", record, "text").text == "hi yes"
     assert list(FORMS) == ["messages", "conversations", "prompt", "alpaca", "turns", "text", "question"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "hi", "response": "a\udfff"},
+        {"system": "a\udfff", "prompt": "hi", "response": "yes"},
+        {"messages": [HI | {"content": "\ud800"}, YES]},
+    ],
+)
+def test_a_lone_surrogate_is_named(record: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"x:1: expected Unicode text in .*unpaired surrogate"):
+        conversation("x:1", record)

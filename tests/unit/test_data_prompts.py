@@ -85,3 +85,11 @@ def test_encode_prompt() -> None:
     assert plain.decode(encode_prompt(plain, ["a b"])) == "a b"
     with pytest.raises(UserError, match="the chat template refuses the prompt 'no'"):
         encode_prompt(chat, ["no"])
+
+
+def test_names_of_prompts_hold_no_terminal_escapes(tmp_path: Path) -> None:
+    """They are shown on consoles; what the user says goes to the target as it is."""
+    record = {"question_id": "a\x1b[2J", "category": "b\x07\u202e", "turns": ["c\x1b[2J"]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    (prompt,) = load_prompts(str(tmp_path / "a.jsonl"))
+    assert (prompt.question_id, prompt.category, prompt.turns) == ("a\\x1b[2J", "b\\x07\\u202e", ["c\x1b[2J"])

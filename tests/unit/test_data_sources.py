@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"txt": "a"}, "expected `messages`.* got txt; rename"),
         ({}, "got no key at all"),
         ({"text": 5}, "expected a string in text, got int"),
+        ('{"text": "a", "number": ' + "1" * 5000 + "}", "a number with thousands of digits"),
         ({"text": "\ud800"}, "unpaired surrogate at character 0"),
         ({"prompt": "a", "response": ["b"]}, "expected a string in response, got list"),
         ({"messages": "a"}, "expected a list in `messages`, got str"),
@@ -170,6 +172,28 @@ def test_damaged_tables(tmp_path: Path, name: str) -> None:
         read(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+def test_a_table_with_damaged_bytes_is_one_line_or_the_same(tmp_path: Path, kind: str) -> None:
+    """Arrow checks neither offsets nor text when it maps a file."""
+    table, path, draw = pa.table({"text": [f"text {i}" for i in range(40)]}), tmp_path / f"a.{kind}", random.Random(0)
+    if kind == "parquet":
+        parquet.write_table(table, path, compression="none", use_dictionary=False)
+    else:
+        path = tmp_path / "a.arrow"
+        with {"file": ipc.new_file, "stream": ipc.new_stream}[kind](path, table.schema) as writer:
+            writer.write_table(table)
+    whole, refused = path.read_bytes(), 0
+    for _ in range(400):
+        i = draw.randrange(len(whole))
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ 1 << draw.randrange(8)]) + whole[i + 1 :])
+        try:
+            read(str(path))
+        except UserError as error:
+            assert str(path) in str(error)
+            refused += 1
+    assert refused > 20
+
+
 @pytest.mark.parametrize("content", ["", "\n\n", "[]"])
 def test_an_empty_file(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
@@ -193,3 +217,9 @@ def test_missing_and_unknown_files(tmp_path: Path) -> None:
         read(str(tmp_path / "sub"))
     with pytest.raises(UserError, match=r"expected .jsonl.* files, got none; correct the pattern"):
         read(str(tmp_path / "*.parquet"))
+
+
+def test_a_file_that_the_system_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(UserError, match=r"a.jsonl: cannot be read \(Input/output error\)"):
+        read(str(tmp_path / "a.jsonl"))

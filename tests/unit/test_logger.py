@@ -184,3 +184,12 @@ def test_names_and_figures() -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_logger(LoggerOptions(**options))
+
+
+def test_a_run_goes_on_behind_damaged_lines(tmp_path: Path) -> None:
+    """They are left out, as those of steps that are to be made again."""
+    good = [json.dumps({"step": step, "loss": 1.0}).encode() for step in (1, 2, 3)]
+    bad = [b'{"step": 2, "lo\xff\x00', b'["step"]', b"3", b'{"step": "two"}', b"[" * 9000, b""]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good[0], *bad, good[1], good[2]]))
+    Logger(LoggerOptions(name="none"), tmp_path, CONFIG, 2).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == good[0] + b"\n" + good[1] + b"\n"

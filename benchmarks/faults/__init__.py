@@ -1,0 +1,1 @@
+"""Random faults against every command: kills, damaged files, malformed data, hostile input, request storms."""

@@ -1,0 +1,64 @@
+"""What attacks share: the commands that they try, in a child with little time for templates, and how a try is judged."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.faults.campaign import REFUSED, UNCHANGED, Outcome, broken, failed
+from benchmarks.faults.child import Ended, forked
+from benchmarks.faults.composed import cli
+from benchmarks.faults.material import MEASURING
+
+LATE = 60.0  # seconds of processor time that a command may take
+SECONDS, SIZE = 2.0, 256 << 20  # what a template may take here, so that a try is short
+MARKER = "marker-of-foreign-code"  # a file that hostile code would make
+CONTROLS = "\x1b\x07\x9b\x08"
+TARGET = ("target=hf", "target.path=target")
+PROMPTS = "prompts=prompts.jsonl"
+INSPECT = ("inspect", *TARGET, "out=page.html")
+GENERATE = ("generate", *TARGET, "prompt=hello", "decode.max_new_tokens=4")
+MEASURE = ("measure", *TARGET, PROMPTS, *MEASURING)
+OURS = "checkpoint=medusa/step-00006"
+PREPARE = ("prepare", *TARGET, "data.path=prompts.jsonl", "out=own", "prepare.max_new_tokens=4", "prepare.max_length=300")
+Attack = Callable[[random.Random, Path], Outcome]
+Line = tuple[str, ...]
+
+
+def command(draw: random.Random) -> Line:
+    """One that reads a target."""
+    return draw.choice([(*INSPECT, "data.path=data.jsonl"), GENERATE, (*MEASURE, OURS, "output=result"), PREPARE])
+
+
+def run(arguments: Line, folder: Path) -> Ended:
+    """In a child whose templates have less time and memory."""
+    work = cli(arguments)
+
+    def bounded() -> int:
+        from drafttrain.data import bounds
+
+        bounds.SECONDS, bounds.SIZE = SECONDS, SIZE
+        return work()
+
+    return forked(bounded, folder, folder.parent / "said").wait(LATE)
+
+
+def judged(what: str, shown: str, ended: Ended, folder: Path, refuse: bool = False) -> Outcome:
+    """No foreign code ran; it ends in one line, or as if nothing had been. refuse: it has to be refused."""
+    expected = "one line and exit code 2" if refuse else "one line and exit code 2, or no harm"
+    fault = broken(ended)
+    if made := [path for path in (folder, folder.parent) if (path / MARKER).exists()]:
+        fault = f"foreign code has run: {made[0] / MARKER}"
+        (made[0] / MARKER).unlink()
+    # what `generate` writes is the model's text as it is
+    said = ended.err if what.endswith(", generate") else ended.out + ended.err
+    if fault is None and (control := next((c for c in CONTROLS if c in said), None)):
+        fault = f"the output has {control!r} in it"
+    if fault is None and ended.code and ended.line is None:
+        fault = f"exit code {ended.code} without one line"
+    if fault is None and refuse and ended.code == 0:
+        fault = "it is not refused"
+    if fault is not None:
+        return failed(what, expected, fault, shown, ended)
+    return Outcome(what, REFUSED if ended.code else UNCHANGED, command=shown)

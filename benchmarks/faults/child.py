@@ -1,0 +1,263 @@
+"""Work in a forked child: its output, how it ended, and what it left running; with bounds of time and memory.
+
+A fresh Python needs seconds for its imports. The campaign imports everything once and forks for each try.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).parents[2]
+MEMORY = 6 << 30  # bytes of address space beyond what the campaign has
+LATE, STUCK = 90.0, 900.0  # seconds of processor time that a command may take, and of the clock: machines may be busy
+GRACE = 20.0  # seconds for processes that a command has left to end
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """code: the exit code; negative: the signal that ended it. late: the time limit ended it. left: processes it left."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    late: bool = False
+    left: tuple[str, ...] = ()
+
+    @property
+    def traceback(self) -> bool:
+        return "Traceback (most recent call last)" in self.err + self.out
+
+    @property
+    def line(self) -> str | None:
+        """The one line on stderr with which a command refuses its input; None where there is no such or more than one."""
+        lines = [line for line in self.err.splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith("drafttrain: ")]
+        return said[0] if self.code in (2, 3, 4) and len(said) == 1 and lines[-1] == said[0] and not self.traceback else None
+
+
+class Child:
+    """A running one. steps: how many changes to the file system it has begun."""
+
+    def __init__(self, pid: int, out: Path, err: Path, steps: mmap.mmap | None = None) -> None:
+        self.pid, self.out, self.err, self._steps = pid, out, err, steps
+        self.began = time.monotonic()
+        self._code: int | None = None
+
+    @property
+    def steps(self) -> int:
+        return 0 if self._steps is None else int.from_bytes(self._steps[:8], "little")
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has begun with its work, rather than with what the campaign does before."""
+        return self._steps is None or bool(self._steps[8]) or self.poll() is not None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def signal(self, number: int, group: bool = False) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if group else os.kill)(self.pid, number)
+
+    def wait(self, seconds: float = LATE) -> Ended:
+        """Until it has ended; after so many seconds of processor time it is killed. Processes that it has left get some seconds
+        to go.
+        """
+        late = not self._ends(seconds)
+        if late:
+            self.signal(signal.SIGKILL, group=True)
+            self._ends(60)
+        left = self._left(GRACE)
+        for pid, _ in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        out, err = (
+            file.read_text(encoding="utf-8", errors="replace") if file.exists() else "" for file in (self.out, self.err)
+        )
+        code = self._code if self._code is not None else -signal.SIGKILL
+        return Ended(code, out, err, time.monotonic() - self.began, late, tuple(name for _, name in left))
+
+    def _ends(self, seconds: float) -> bool:
+        limit = time.monotonic() + STUCK
+        looked = time.monotonic()
+        while self.poll() is None:
+            time.sleep(0.003)
+            if time.monotonic() - looked > 0.5:
+                looked = time.monotonic()
+                if looked > limit or self._spent() > seconds:
+                    return False
+        return True
+
+    def _spent(self) -> float:
+        """Seconds of processor time, with those of children that have ended."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+    def _left(self, seconds: float) -> list[tuple[int, str]]:
+        limit, found = time.monotonic() + seconds, self._session()
+        while found and time.monotonic() < limit:
+            time.sleep(0.1)
+            found = self._session()
+        return found
+
+    def _session(self) -> list[tuple[int, str]]:
+        """Processes of the session that it began, zombies left out."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.pid and fields[0] != "Z" and int(entry.name) != self.pid:
+                    found.append((int(entry.name), (entry / "cmdline").read_text().replace("\0", " ")[:120]))
+        return found
+
+
+def forked(
+    work: Callable[[], int], folder: Path, said: Path, die_at: tuple[int, int] | None = None, memory: int = MEMORY
+) -> Child:
+    """Do the work in a child with this working directory. said: the folder of its output.
+
+    die_at: (n, signal): before its n-th change to a file under `folder`, counted from 1, it sends itself the signal.
+    """
+    said.mkdir(parents=True, exist_ok=True)
+    child_out, child_err = said / "stdout", said / "stderr"
+    steps = mmap.mmap(-1, 16)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a child that is not ready would end in the campaign's code
+    pid = os.fork()
+    if not pid:
+        _become(work, folder, (child_out, child_err), memory, steps, die_at)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return Child(pid, child_out, child_err, steps)
+
+
+def fresh(arguments: Sequence[str], folder: Path, said: Path) -> Child:
+    """`drafttrain ARGUMENTS` in a Python of its own: what starts processes of several ranks needs one."""
+    said.mkdir(parents=True, exist_ok=True)
+    child_out, child_err = said / "stdout", said / "stderr"
+    with child_out.open("wb") as out, child_err.open("wb") as err:
+        started = subprocess.Popen(
+            [sys.executable, "-m", "drafttrain", *arguments],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+    child = Child(started.pid, child_out, child_err)
+    started.returncode = 0  # `Child` waits for it
+    return child
+
+
+def _become(
+    work: Callable[[], int],
+    folder: Path,
+    said: tuple[Path, Path],
+    memory: int,
+    steps: mmap.mmap,
+    die_at: tuple[int, int] | None,
+) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        _redirect(said)
+        os.chdir(folder)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _count_changes(folder, steps, die_at)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        steps[8] = 1
+        code = work()
+    except KeyboardInterrupt:  # outside of the command's own code: as Python ends then
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _redirect(said: tuple[Path, Path]) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    for number, file in enumerate(said, start=1):
+        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(opened, number)
+    sys.stdin, sys.stdout = os.fdopen(0, encoding="utf-8", closefd=False), os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+
+
+def _count_changes(folder: Path, steps: mmap.mmap, die_at: tuple[int, int] | None) -> None:
+    """Count what changes files under the folder, by the interpreter's audit events, and die where it is time."""
+    root, pid, count = str(folder.resolve()), os.getpid(), 0
+
+    def changes(event: str, args: tuple[object, ...]) -> bool:
+        if event == "open":
+            if not (isinstance(args[2], int) and args[2] & WRITES):
+                return False
+        elif event not in CHANGES:
+            return False
+        path = args[0]
+        if isinstance(path, bytes):
+            path = os.fsdecode(path)
+        return isinstance(path, str) and (path.startswith(root) or not path.startswith("/"))
+
+    def hook(event: str, args: tuple[object, ...]) -> None:
+        nonlocal count
+        if (event == "open" or event in CHANGES) and os.getpid() == pid and changes(event, args):
+            count += 1
+            steps[:8] = count.to_bytes(8, "little")
+            if die_at is not None and count == die_at[0]:
+                os.kill(pid, die_at[1])
+
+    sys.addaudithook(hook)
+
+
+@contextlib.contextmanager
+def frozen() -> Iterator[None]:
+    """Children share the memory of all that exists now."""
+    import gc
+
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,62 @@
+"""A command line's configuration, composed by Hydra once for all tries that use it: that takes longer than most of the rest."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from drafttrain.config import Run
+
+
+class _ComposedError(BaseException):
+    """Ends the command when its configuration is there. No Exception: Hydra would print it."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+
+@cache
+def composed(arguments: tuple[str, ...]) -> Run | None:
+    """What Hydra makes of these arguments; None where it, or the check of the words, refuses them."""
+    from drafttrain import cli, config
+
+    to_run, argv = config.to_run, sys.argv
+    sys.argv = ["drafttrain"]
+
+    def end(composed: Any) -> Run:
+        raise _ComposedError(to_run(composed))
+
+    config.to_run = end
+    try:
+        cli._dispatch(list(arguments))
+    except _ComposedError as found:
+        return found.run
+    except (cli.Stop, Exception):  # the child says so, with all of its output
+        return None
+    finally:
+        config.to_run, sys.argv = to_run, argv
+    return None
+
+
+def cli(arguments: Sequence[str]) -> Callable[[], int]:
+    """`drafttrain ARGUMENTS` as work for `forked`. All but Hydra's own part runs in the child."""
+    plain = all(word.isascii() and word.isprintable() for word in arguments)
+    run = composed(tuple(arguments)) if plain else None
+
+    def work() -> int:
+        import hydra
+
+        from drafttrain import cli, config
+
+        sys.argv = ["drafttrain"]
+        if run is not None:
+            hydra.main = lambda **settings: lambda task: lambda: task(None)
+            config.register = lambda config_dir=None: None
+            config.to_run = lambda composed: copy.deepcopy(run)
+        return cli.run(list(arguments))
+
+    return work

@@ -1,0 +1,36 @@
+"""The kinds of faults by name, and what they need imported before the first fork."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
+
+from benchmarks.faults.campaign import Kind
+from benchmarks.faults.data import Data
+from benchmarks.faults.files import Files
+from benchmarks.faults.hostile import Hostile
+from benchmarks.faults.kill import Kill
+from benchmarks.faults.storm import Storm
+
+KINDS: dict[str, Callable[[], Kind]] = {"kill": Kill, "files": Files, "data": Data, "hostile": Hostile, "storm": Storm}
+
+
+def load_all() -> None:
+    """Import what the commands import, here once."""
+    import torch
+
+    import drafttrain.commands
+
+    torch.set_num_threads(1)
+    from drafttrain.commands.quiet import quiet
+
+    quiet()
+    for module in iter_modules(drafttrain.commands.__path__):
+        import_module(f"drafttrain.commands.{module.name}")
+    for name in (
+        "drafttrain.cli", "drafttrain.config", "drafttrain.targets.load", "drafttrain.export.table", "drafttrain.train.trainer",
+        "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "deepspeed", "datasets",
+        "pyarrow.parquet", "pyarrow.csv", "pyarrow.ipc", "matplotlib.pyplot", "safetensors.torch", "hydra", "peft",
+    ):  # fmt: skip
+        import_module(name)

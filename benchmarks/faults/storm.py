@@ -1,0 +1,119 @@
+"""Many random requests over few slots and scarce pages: every text is plain decoding's, and no page or slot is lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.faults.campaign import UNCHANGED, Outcome, broken, failed
+from benchmarks.faults.child import forked
+
+if TYPE_CHECKING:
+    from drafttrain.drafter import Drafter
+    from drafttrain.request import Request, Result
+    from drafttrain.session import Session
+    from drafttrain.targets.hf import HFTarget
+
+SLOTS, LONGEST = 5, 96  # of a prompt with its new tokens
+VOCAB = 64
+
+
+class Storm:
+    """A try is one storm of requests in a child, for a family or for plain decoding."""
+
+    name = "storm"
+
+    def prepare(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def attempt(self, draw: random.Random, folder: Path) -> list[Outcome]:
+        from benchmarks.tiny import NAMES
+
+        family, count, seed = draw.choice([None, *NAMES]), draw.randint(5, 40), draw.randrange(10**6)
+        every, kind = draw.choice([None, None, 1, 2, 3]), draw.choice(["fast", "hf"])
+        noise = draw.choice([0.0, 0.3, 1.0])
+        what = family or "plain decoding"
+        command = f"{count} requests, seed {seed}, read_every {every}, {kind} runner, noise {noise}"
+
+        def work() -> int:
+            target = tiny_target(kind)
+            from benchmarks.tiny import build
+
+            storm(target, None if family is None else build(family, target, noise), count, seed, every)
+            return 0
+
+        ended = forked(work, folder, folder / "said").wait(300)
+        fault = broken(ended) or (None if ended.code == 0 else f"exit code {ended.code}")
+        if fault:
+            return [failed(what, "every text is plain decoding's, and nothing is lost", fault, command, ended)]
+        return [Outcome(what, UNCHANGED, command=command, count=count)]
+
+
+def tiny_target(kind: str) -> HFTarget:
+    """A random Llama of four blocks, with weights large enough that its greedy text is no constant."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from drafttrain.targets.fast import FastTarget
+    from drafttrain.targets.hf import HFTarget
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.copy_(torch.randn(parameter.shape) * 1.2 / parameter.shape[1] ** 0.5)
+    return (FastTarget if kind == "fast" else HFTarget)(model)
+
+
+def requests(count: int, seed: int) -> list[Request]:
+    """Prompts from one token to the limit, one to four samples, many that end at once or by a stop token."""
+    from drafttrain.request import Request
+
+    draw, found = random.Random(seed), []
+    for number in range(count):
+        length = draw.choice([1, 2, 31, 32, 33, draw.randint(1, LONGEST - 1), LONGEST - 1])
+        new = min(draw.choice([1, 1, 2, draw.randint(1, 30)]), LONGEST - length)
+        prompt = [draw.randrange(VOCAB) for _ in range(length)]
+        stop = frozenset(draw.sample(range(VOCAB), draw.choice([0, 0, 3, 12])))
+        least = draw.randint(0, new) if stop else 0
+        found.append(Request(prompt, 10 * number, new, least, stop, samples=draw.choice([1, 1, 1, 2, 3, 4])))
+    return found
+
+
+def served(session: Session, asked: Sequence[Request], draw: random.Random) -> list[Result]:
+    """Submitted a few at a time, between steps."""
+    results: list[Result] = []
+    waiting = list(asked)
+    while waiting or session.busy:
+        for _ in range(draw.choice([0, 1, 6])):
+            if waiting:
+                results += session.submit(waiting.pop(0))
+        session.step()
+    return results
+
+
+def storm(target: HFTarget, drafter: Drafter | None, count: int, seed: int, every: int | None) -> None:
+    """With as few pages as the largest request needs, with some more, and with enough. every: as `Controls.read_every`."""
+    from drafttrain.kv import PAGE, pages_for
+    from drafttrain.sampling import Sampling
+    from drafttrain.session import Session
+    from drafttrain.speculate import Controls, Decoder
+
+    asked, draw, sampling = requests(count, seed), random.Random(seed), Sampling(0.9, seed=5)
+    plain = Session(Decoder(target, None, "coupled", sampling), SLOTS, LONGEST + 1)
+    wanted = [result.tokens for result in served(plain, asked, draw)]
+    decoder = Decoder(target, drafter, "coupled", sampling, controls=Controls(read_every=every))
+    room = LONGEST + decoder.scratch
+    least = max(r.samples * pages_for(decoder.positions(r)) - (r.samples - 1) * (len(r.prompt) // PAGE) for r in asked)
+    for pages in (least, least + draw.randint(1, 8), SLOTS * pages_for(room)):
+        session = Session(decoder, SLOTS, room, pages)
+        found = served(session, asked, draw)
+        assert [result.tokens for result in found] == wanted
+        assert session.kv.free_pages == session.kv.pages == pages and sorted(session.free) == list(range(SLOTS))
+        assert not session.active and set(session.kv._uses) == {0}
