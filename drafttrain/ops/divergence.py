@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafttrain.ops import jit
+from drafttrain.ops import jit, library
 
 NAMES = ("ce", "kl", "rkl", "jsd", "tvd", "lk")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AT_ONCE = {"cpu": 1 << 20}  # logits that the twin works on at once, so that its intermediate results stay in the cache
+COMPILED = {"kl": 0, "ce": 1, "tvd": 2}  # on a CPU
 ELSEWHERE = 1 << 24  # on other devices: few launches, and still little beside a chunk
 
 
@@ -45,6 +46,8 @@ def outcome(
     """
     if want_slope and into is None:
         into = torch.empty_like(logits_CV)
+    if name in COMPILED and _compiled(logits_CV, law_logits_CV, label_C, into if want_slope else None):
+        return _on_cpu(logits_CV, law_logits_CV, label_C, name, into if want_slope else None)
     if not _serves(logits_CV, law_logits_CV, into):
         return _by_rows(logits_CV, law_logits_CV, label_C, name, into if want_slope else None)
     from drafttrain.kernels.triton import divergence as kernels
@@ -63,6 +66,18 @@ def outcome(
 def _serves(logits_CV: Tensor, law_logits_CV: Tensor, into: Tensor | None) -> bool:
     given = [logits_CV, law_logits_CV] + ([] if into is None else [into])
     return all(x.dtype in DTYPES and x.stride(1) == 1 for x in given) and jit.serves(logits_CV)
+
+
+def _compiled(logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, into: Tensor | None) -> bool:
+    given = [logits_CV, law_logits_CV] + ([] if into is None else [into])
+    plain = all(x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() for x in given)
+    return plain and label_C.is_contiguous() and library.serves(logits_CV)
+
+
+def _on_cpu(logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str, into: Tensor | None) -> Outcome:
+    loss_C, hit_C, mass_C = (torch.empty(len(label_C), dtype=t) for t in (torch.float32, torch.bool, torch.float32))
+    torch.ops.drafttrain.divergence(logits_CV, law_logits_CV, label_C, COMPILED[name], loss_C, hit_C, mass_C, into)
+    return Outcome(loss_C, hit_C, mass_C, into)
 
 
 def _by_rows(logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str, into: Tensor | None) -> Outcome:

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../include/drafttrain/attend.h"
+#include "../include/drafttrain/divergence.h"
 #include "../include/drafttrain/rows.h"
 #include "schema.h"
 #include "types.h"
@@ -65,6 +66,20 @@ void gated(const Tensor& gate_up, const Tensor& out) {
         parallel(rows, out.numel() * 8 < kSerial, [&](int64_t begin, int64_t end) {
             for (int64_t r = begin; r < end; r++) drafttrain::gated_row(from + 2 * r * width, width, to + r * width);
         });
+    });
+}
+
+void divergence(const Tensor& logits, const Tensor& law, const Tensor& label, int64_t name, const Tensor& loss,
+                const Tensor& hit, const Tensor& mass, const std::optional<Tensor>& slope) {
+    const int64_t width = logits.size(1), rows = logits.size(0);
+    const float *own = data<float>(logits), *theirs = data<float>(law);
+    parallel(rows, false, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            float* to = slope ? data<float>(slope) + r * width : nullptr;
+            const auto found = drafttrain::diverge_row(own + r * width, theirs + r * width, width, data<int64_t>(label)[r],
+                                                       drafttrain::Divergence(name), to);
+            data<float>(loss)[r] = found.loss, data<bool>(hit)[r] = found.hit, data<float>(mass)[r] = found.mass;
+        }
     });
 }
 
@@ -314,6 +329,7 @@ STABLE_TORCH_LIBRARY(drafttrain, m) { drafttrain::define(m); }
 STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("rms_norm", TORCH_BOX(&rms_norm));
     m.impl("gated", TORCH_BOX(&gated));
+    m.impl("divergence", TORCH_BOX(&divergence));
     m.impl("attend", TORCH_BOX(&attend));
     m.impl("kv_keep", TORCH_BOX(&kv_keep));
     m.impl("run_blocks", TORCH_BOX(&run_blocks));

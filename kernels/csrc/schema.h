@@ -8,6 +8,10 @@ namespace drafttrain {
 inline void define(torch::stable::detail::StableLibrary& m) {
     m.def("rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps, Tensor(a!) summed, Tensor(b!) out) -> ()");
     m.def("gated(Tensor gate_up, Tensor(a!) out) -> ()");
+    // of each row: loss [M], hit [M], mass [M], and the slope [M, V]; of float32, on a CPU. name: 0 kl, 1 ce, 2 tvd
+    m.def(
+        "divergence(Tensor logits, Tensor law, Tensor label, int name, Tensor(a!) loss, Tensor(b!) hit, Tensor(c!) mass, "
+        "Tensor(d!)? slope) -> ()");
     // q/k norm, rotary embedding, keys and values into the cache, queries to `query`
     m.def(
         "append(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, Tensor position, "

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from drafttrain.kv import PAGE, KVCache
 from drafttrain.ops import attend as attend_op
+from drafttrain.ops import divergence, library
 from drafttrain.ops import gated as gated_op
 from drafttrain.ops import greedy_accept as accept_op
 from drafttrain.ops import kv_keep as keep_op
-from drafttrain.ops import library
 from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops.residual_heads import ResidualHeads
 from drafttrain.target import Taps
@@ -106,6 +106,55 @@ def test_gated(poison: None, dtype: torch.dtype, width: int) -> None:
     x = (torch.linspace(-100, 100, 26 * width).view(2, 13, width).roll(3, -1)).to(dtype)
     x = torch.cat([x, x.flip(0)], -1)
     torch.testing.assert_close(gated_op.gated(x), gated_op.reference(x), rtol=DTYPES[dtype], atol=DTYPES[dtype])
+
+
+@compiled
+@pytest.mark.parametrize("vocab", [1, 7, 16, 361, 2048, 5000])
+@pytest.mark.parametrize("name", ["kl", "ce", "tvd"])
+def test_divergence(poison: None, name: str, vocab: int) -> None:
+    """Against the twin: values, slopes, ties, masked tokens of the law, equal laws, slopes in place."""
+    generator = torch.Generator().manual_seed(vocab)
+    own, law = (3.0 * torch.randn(24, vocab, generator=generator) for _ in range(2))
+    if vocab > 1:
+        law[:, vocab // 2 :: 3] = -torch.inf
+        law[:, 0] = 1.0
+    own[1], law[2], own[3] = 0.0, 0.0, 500.0 * own[3]  # ties; a law that is one token
+    own[4] = law[4].nan_to_num(neginf=-40.0)
+    label = torch.randint(vocab, (24,), generator=generator)
+    wide = divergence.reference(own, law, label, name, want_slope=True)
+    assert divergence._compiled(own, law, label, torch.empty_like(own))
+    for into in (None, own.clone()):
+        given = own if into is None else into
+        found = divergence.outcome(given, law, label, name, want_slope=True, into=into)
+        torch.testing.assert_close(found.loss_C, wide.loss_C, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.mass_C, wide.mass_C, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found.hit_C, wide.hit_C)
+        assert found.slope_CV is not None
+        assert wide.slope_CV is not None
+        torch.testing.assert_close(found.slope_CV, wide.slope_CV, rtol=1e-4, atol=1e-6)
+    alone = divergence.outcome(own, law, label, name, want_slope=False)
+    assert alone.slope_CV is None
+    torch.testing.assert_close(alone.loss_C, wide.loss_C, rtol=1e-5, atol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("name", ["kl", "ce", "tvd"])
+def test_divergence_says_nan_where_a_logit_is(name: str) -> None:
+    own, law, label = torch.randn(3, 40), torch.randn(3, 40), torch.tensor([1, 2, 3])
+    own[0, 33], law[1, 5] = torch.nan, torch.nan
+    found = divergence.outcome(own, law, label, name, want_slope=True)
+    assert found.slope_CV is not None
+    assert found.loss_C.isnan().tolist() == found.slope_CV.isnan().any(-1).tolist() == [True, True, False]
+
+
+@compiled
+def test_divergence_of_a_token_that_the_drafter_excludes() -> None:
+    """KL(p || q) is infinite where the target says a token to which the drafter gives nothing."""
+    own, law = torch.zeros(1, 20), torch.zeros(1, 20)
+    own[0, 4] = -torch.inf
+    found = divergence.outcome(own, law, torch.tensor([0]), "kl", want_slope=True)
+    assert found.loss_C.tolist() == [torch.inf]
+    assert not bool(found.slope_CV.isnan().any())  # type: ignore[union-attr]
 
 
 @compiled

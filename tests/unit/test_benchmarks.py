@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from benchmarks import attention, contest, projection, projection_check, train
+from benchmarks import attention, contest, projection, projection_check, quality, train
 from benchmarks.common import DiffersError, interleaved, peak, ratio
 from benchmarks.contest import Entrant
 from benchmarks.objective import Problem
@@ -165,3 +167,38 @@ def test_the_projection_is_checked_here(monkeypatch: pytest.MonkeyPatch) -> None
     assert table.row_count == 5 and len(said) == 1
     with pytest.raises(RuntimeError, match="no_such"):
         projection_check.seconds(projection_check.fit(Path("nowhere"), "train.no_such=1"), Path("nowhere"))
+
+
+def test_the_table_of_settings_has_a_column_for_each_target_and_budget() -> None:
+    row = {"target": "embedded", "recipe": "eagle3", "steps": 300, "vary": "", "seed": 0, "expected_tau": 2.0}
+    rows = [
+        row,
+        row | {"seed": 1, "expected_tau": 2.1},
+        row | {"vary": "train.lr=1e-2", "steps": 600, "expected_tau": 2.5},
+        {k: v for k, v in row.items() if k != "expected_tau"} | {"vary": "train.lr=1", "error": "no number"},
+    ]
+    assert quality.table(rows).splitlines() == [
+        "| recipe | settings | embedded 300 | embedded 600 |",
+        "|---|---|---|---|",
+        "| eagle3 | as it is | 2.050 |  |",
+        "| eagle3 | train.lr=1 |  |  |",
+        "| eagle3 | train.lr=1e-2 |  | 2.500 |",
+    ]
+
+
+@pytest.mark.slow
+def test_settings_are_trained_once_each(tmp_path: Path) -> None:
+    """A small budget of a recipe as it is and with a rate that is none; the second call tries the mistake alone again."""
+    asked = ["--recipes", "medusa", "--steps", "2", "--vary", "", "train.lr=nonsense", "--out", str(tmp_path)]
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.quality", *asked, "--also", "data.limit=100"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert "| medusa | as it is | " in done.stdout
+    rows = quality.rows_of(tmp_path / quality.ROWS)
+    assert [row.get("expected_tau", 0.0) >= 1.0 for row in rows] == [True, False, False]
+    assert "train.lr" in rows[1]["error"]
