@@ -24,7 +24,7 @@ from drafttrain.atomic import read_sealed_json, remove_directory, remove_leftove
 from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
 from drafttrain.errors import UserError
-from drafttrain.target import LoraSpec, Target
+from drafttrain.target import LoraSpec, Target, TargetShape
 from drafttrain.targets.adapt import Adapter, adapted
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import whole_fingerprint
@@ -257,12 +257,23 @@ def keep_tuned(directory: Path, settings: dict[str, Any], about: dict[str, Any])
 
 def check_target(directory: Path, trained: TargetRecord, target: Target) -> None:
     """Raise UserError unless this is the target that the checkpoint was trained for, or the same with quantised weights."""
+    check_shape(directory, trained, target.shape)
+    prints = whole_fingerprint(trained.fingerprint), whole_fingerprint(target.fingerprint)
+    _check_same(directory, trained, {"weight fingerprint": prints})
+
+
+def check_shape(directory: Path, trained: TargetRecord, shape: TargetShape) -> None:
+    """Raise UserError unless a target of this shape can be the one that the checkpoint is for; weights are not read."""
     pairs = {
-        "vocabulary": (trained.vocab_size, target.shape.vocab_size),
-        "hidden size": (trained.hidden_size, target.shape.hidden_size),
-        "number of blocks": (trained.blocks, target.shape.blocks),
-        "weight fingerprint": (whole_fingerprint(trained.fingerprint), whole_fingerprint(target.fingerprint)),
+        "vocabulary": (trained.vocab_size, shape.vocab_size),
+        "hidden size": (trained.hidden_size, shape.hidden_size),
+        "number of blocks": (trained.blocks, shape.blocks),
     }
+    _check_same(directory, trained, pairs)
+
+
+def _check_same(directory: Path, trained: TargetRecord, pairs: Mapping[str, tuple[object, object]]) -> None:
+    """pairs: by what they are, the checkpoint's value and this target's."""
     for what, (expected, got) in pairs.items():
         if expected != got:
             raise UserError(

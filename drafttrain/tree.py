@@ -227,9 +227,18 @@ def expected_nodes(texts: Sequence[Tensor], paths: Sequence[Path]) -> float:
     texts: each text's ranks as for `arrivals`, in text order. Decoding leaps over easy text, so all positions would
     give more: where half of a text is accepted 5 at a time and half 1 at a time, they average 3.0 tokens, decoding 1.67.
     """
-    found = [arrivals(t, paths) for t in texts]
-    arrive_MD, weight_M = torch.cat(found), torch.cat([visits(a) for a in found])
-    return float((weight_M @ arrive_MD).sum() / weight_M.sum())
+    accepted, visited = step_sums([arrivals(t, paths) for t in texts]).sum(0).tolist()
+    return float(accepted / visited)
+
+
+def step_sums(arrivals: Sequence[Tensor]) -> Tensor:
+    """[texts, 2] float64: drafts accepted and verifications made in each text; zeros for one without samples.
+
+    arrivals: each text's [M, D], as `arrivals` gives them.
+    """
+    weights = [visits(arrive_MD) for arrive_MD in arrivals]
+    sums = [torch.stack([(w @ a).sum(), w.sum()]) for w, a in zip(weights, arrivals, strict=True)]
+    return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.float64)
 
 
 def best_paths(rank_MD: Tensor, nodes: int, width: int = 10, weight_M: Tensor | None = None) -> list[Path]:

@@ -32,8 +32,10 @@ function acceptance() {
 function categories() {
   const slices = entries[shown].slices.filter((slice) => slice.by === "category" && slice.tau !== null);
   const foretold = slices.some((slice) => slice.expected_tau !== null);
+  const interval = (slice, key) => key === "expected_tau" && slice.expected_tau_interval
+    ? [`95% interval ${slice.expected_tau_interval.map(two).join(" to ")}`] : [];
   const value = (slice, key, what) => slice[key] === null ? null : {y: slice[key], lines: [
-    slice.value, `${what} tau ${two(slice[key])}`, `${slice.prompts} prompts`,
+    slice.value, `${what} tau ${two(slice[key])}`, ...interval(slice, key), `${slice.prompts} prompts`,
     ...(slice.speedup === null ? [] : [`speedup ${times(slice.speedup)}`])]};
   const series = [{name: "measured", values: slices.map((slice) => value(slice, "tau", "measured"))}];
   if (foretold) series.push({name: "expected", colour: 5, values: slices.map((slice) => value(slice, "expected_tau", "expected"))});

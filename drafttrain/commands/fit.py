@@ -153,6 +153,8 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console) 
         )
     if about["runner_reason"]:
         console.say(f"the fast runner cannot run this target: {about['runner_reason']}")
+    if about["attention_reason"]:
+        console.say(f"target.attention is eager: {about['attention_reason']}")
     if about.get("weights"):
         console.say(f"target.weights={about['weights']} saves memory, not time: weights are widened for each product")
     operators = library.state_on(loaded.target.device)

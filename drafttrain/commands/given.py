@@ -9,13 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from drafttrain.checkpoint import META, CheckpointMeta, list_checkpoints, read_meta
+from drafttrain.checkpoint import META, CheckpointMeta, check_shape, list_checkpoints, read_meta
 from drafttrain.errors import UserError
 from drafttrain.export.importers.convert import converted
 from drafttrain.export.importers.directory import Foreign, fetched
 from drafttrain.export.importers.table import recognised
 from drafttrain.targets import TargetOptions
-from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.load import LoadedTarget, load_shape
 
 RECORDED = ("name", "path", "revision", "dtype", "weights")  # of the target
 
@@ -60,10 +60,16 @@ class Given:
         return None if self.meta is None else self.meta.step
 
     def target(self, options: TargetOptions) -> TargetOptions:
-        """The target that the user names, else the one that the checkpoint records."""
-        if self.meta is None or options.name != "embedded" or self.meta.target.name == "embedded":
+        """The target that the user names, else the one that the checkpoint records.
+
+        Raises UserError for one of another shape than the checkpoint was trained for, before its weights are read.
+        """
+        if self.meta is None:
             return options
-        return replace(options, **{name: getattr(self.meta.target, name) for name in RECORDED})
+        if options.name == "embedded" and self.meta.target.name != "embedded":
+            options = replace(options, **{name: getattr(self.meta.target, name) for name in RECORDED})
+        check_shape(self.directory, self.meta.target, load_shape(options))
+        return options
 
     def checkpoint(self, loaded: LoadedTarget, say: Callable[[str], None]) -> Path:
         """Ours; what is not is converted. Raises UserError where that is not possible for this target."""

@@ -57,6 +57,12 @@ def as_object(origin: str, record: Any) -> dict[str, Any]:
     return record
 
 
+def keys_of(record: dict[str, Any]) -> str:
+    """A record's keys for a message: the first ten, and no more than the beginning of a long one."""
+    names = [" ".join(str(key)[:40].split()) for key in sorted(record, key=str)]
+    return ", ".join(names[:10] + [f"and {len(names) - 10} more"] * (len(names) > 10)) or "no key at all"
+
+
 def check_file(path: Path) -> None:
     """Raise UserError unless this is a file of a known kind."""
     if path.is_dir():
@@ -148,10 +154,10 @@ def read_json(content: bytes, path: Path, line: int) -> Any:
         raise UserError(
             f"{path}:{at}: expected JSON, got {got} ({error.msg}, column {error.colno}); correct the line"
         ) from error
-    except ValueError as error:  # Python reads no integer of more than 4,300 digits
-        raise UserError(f"{path}:{line}: expected a record, got JSON that cannot be read ({error}); correct it") from error
     except RecursionError as error:
         raise UserError(f"{path}:{line}: expected a record, got JSON nested too deeply to read; flatten it") from error
+    except ValueError as error:  # Python's own limit for whole numbers
+        raise UserError(f"{path}:{line}: expected a record, got a number with thousands of digits; shorten it") from error
 
 
 def _excerpt(text: str, position: int) -> str:
@@ -161,15 +167,15 @@ def _excerpt(text: str, position: int) -> str:
 def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
     row = 0
     for batch in read_batches(path):
-        for record in rows_of(batch, path):
+        for record in plain_rows(path, batch):
             row += 1
             yield f"{path}:row {row}", record
 
 
-def rows_of(batch: Any, path: Path) -> list[dict[str, Any]]:
-    """A record batch as records, after a check of its values: Arrow would read damaged ones from anywhere in memory."""
+def plain_rows(path: Path, batch: Any) -> list[dict[str, Any]]:
+    """Of a record batch, as Python's own values, which do not hold all that a table can: not every time, for one."""
     with damaged_table(path):
-        batch.validate(full=True)
+        batch.validate(full=True)  # damaged offsets would be read far outside of the file
         rows: list[dict[str, Any]] = batch.to_pylist()
         return rows
 
@@ -183,20 +189,40 @@ def read_batches(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def damaged_table(path: Path) -> Iterator[None]:
-    """Give what pyarrow raises inside as a UserError: its own errors, and those of Python that it raises for damage."""
+    """Give what pyarrow raises inside as a UserError: its own errors, and Python's for names and numbers that cannot be."""
     import pyarrow  # slow to import, and most runs read JSON lines
 
+    python = (OSError, ValueError, RuntimeError, ArithmeticError, LookupError, TypeError, MemoryError, SystemError)
     try:
         yield
     except UserError:
         raise
-    except (pyarrow.ArrowException, OSError, ValueError, SystemError, OverflowError, IndexError) as error:
+    except (pyarrow.ArrowException, *python) as error:
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, pyarrow.ArrowException):
             raise  # the system's own
-        got = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{path}: expected a {path.suffix} table, got a file that cannot be read as one ({got}); write it again"
-        ) from error
+        got = f"a file that cannot be read as one ({reason_of(error)})"
+        raise UserError(f"{path}: expected a {path.suffix} table, got {got}; write it again") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of what a library says, no longer than a reader takes; its kind where it says nothing."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return (said if len(said) <= 200 else f"{said[:200]}...") or type(error).__name__
+
+
+def path_of(name: str, key: str) -> Path:
+    """The path that a key names. Raises UserError for what cannot be one on this machine."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        short = name if len(name) <= 80 else f"{name[:80]}..."
+        raise UserError(f"{key}={short}: no path of this machine ({_said(error)}); correct it") from error
+    return path
+
+
+def _said(error: Exception) -> str:
+    return str(error.strerror).lower() if isinstance(error, OSError) else reason_of(error)
 
 
 def _batches(path: Path) -> Iterator[Any]:

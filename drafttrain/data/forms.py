@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafttrain.data.files import keys_of
 from drafttrain.errors import UserError
 
 ASSISTANT = "assistant"
@@ -58,7 +59,7 @@ def conversation(origin: str, record: dict[str, Any], form: str = "auto", replie
     filled = {str(key): value for key, value in record.items() if value is not None}
     name = _recognised(origin, filled) if form == "auto" else form
     if not FORMS[name].fits(filled):
-        raise UserError(f"{origin}: expected {FORMS[name]} (data.form={form}), got {_keys(record)}; correct data.form")
+        raise UserError(f"{origin}: expected {FORMS[name]} (data.form={form}), got {keys_of(record)}; correct data.form")
     said = FORMS[name].read(origin, filled)
     if isinstance(said, str):
         return Conversation(origin, text=said, form=name)
@@ -66,8 +67,9 @@ def conversation(origin: str, record: dict[str, Any], form: str = "auto", replie
     if "system" in filled and "system" not in roles and isinstance(filled["system"], str) and filled["system"]:
         said.insert(0, {"role": "system", "content": _string(origin, "system", filled["system"])})
     if replies and ASSISTANT not in roles:
+        got = " ".join(", ".join(roles)[:60].split()) or "no turn"
         way_out = "write them with drafttrain prepare" if name in UNANSWERED else "add the reply, or remove the record"
-        raise UserError(f"{origin}: expected an assistant turn to learn from, got {', '.join(roles) or 'no turn'}; {way_out}")
+        raise UserError(f"{origin}: expected an assistant turn to learn from, got {got}; {way_out}")
     return Conversation(origin, tuple(said), tools=_tools(origin, filled.get("tools")), form=name)
 
 
@@ -82,11 +84,7 @@ def _recognised(origin: str, filled: dict[str, Any]) -> str:
         if form.fits(filled):
             return name
     known = ", ".join(map(str, FORMS.values()))
-    raise UserError(f"{origin}: expected {known}, got {_keys(filled)}; rename the fields to one of these forms")
-
-
-def _keys(record: dict[str, Any]) -> str:
-    return ", ".join(sorted(map(str, record))) or "no key at all"
+    raise UserError(f"{origin}: expected {known}, got {keys_of(filled)}; rename the fields to one of these forms")
 
 
 def _openai(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
@@ -97,7 +95,7 @@ def _sharegpt(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
     turns = _turns(origin, "conversations", filled["conversations"], ("from", "role"), ("value", "content"))
     for turn in turns:
         if turn["role"] not in SPEAKERS:
-            raise UserError(f"{origin}: expected a speaker among {', '.join(SPEAKERS)}, got '{turn['role']}'; rename it")
+            raise UserError(f"{origin}: expected a speaker among {', '.join(SPEAKERS)}, got {turn['role']!r:.60}; rename it")
         turn["role"] = SPEAKERS[turn["role"]]
         if turn["role"] == "function_call":
             turn |= {"role": ASSISTANT, "content": "", "tool_calls": _calls(origin, "conversations", turn["content"])}

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.data.files import ASSETS, read_records
+from drafttrain.data.files import ASSETS, keys_of, path_of, read_records
 from drafttrain.data.sets import SETS, field_of, hub_records
 from drafttrain.data.templates import template_errors, whose
 from drafttrain.errors import UserError, printable
@@ -59,7 +58,7 @@ def _load(name: str, limit: int | None) -> list[Prompt]:
     chosen, _, path = name.partition(":")
     if chosen not in SETS:
         chosen, path = "", name
-    file = ASSETS / "prompts.jsonl" if path == "embedded" else Path(path).expanduser()
+    file = ASSETS / "prompts.jsonl" if path == "embedded" else path_of(path, "prompts")
     records = islice(read_records(file), limit)
     category = chosen or file.name.split(".")[0]
     return [_prompt(origin, record, i, category, chosen) for i, (origin, record) in enumerate(records, start=1)]
@@ -70,7 +69,7 @@ def _prompt(origin: str, record: dict[str, Any], number: int, category: str, cho
     of = SETS.get(chosen)
     turns = of.turns(record) if of else _told(record)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        got = ", ".join(sorted(map(str, record))) or "no key at all"
+        got = keys_of(record)
         form = f"the fields of {chosen}" if of else "`turns`, a list of strings (or `prompt`, or `question`)"
         raise UserError(f"{origin}: expected {form}, got {got}; write the prompt so")
     if not turns[0].strip():

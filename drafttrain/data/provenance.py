@@ -39,7 +39,7 @@ def find_provenance(data: str) -> dict[str, Any] | None:
         found = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not isinstance(found["target"], dict):
             raise ValueError("no target in it")
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, RecursionError) as error:
         raise UserError(f"{file}: expected a record of drafttrain prepare, got {error}; prepare the data again") from error
     return found
 

@@ -25,10 +25,10 @@ from drafttrain.data.files import (
     filled_lines,
     is_array,
     open_plain,
+    plain_rows,
     read_array,
     read_batches,
     read_json,
-    rows_of,
     unreadable,
 )
 from drafttrain.data.provenance import check_shard
@@ -101,7 +101,7 @@ class Rows:
     def __getitem__(self, number: int) -> tuple[str, dict[str, Any]]:
         self._open()
         at = bisect_right(self._ends, number)
-        (row,) = rows_of(self._batches[at].slice(number - (self._ends[at - 1] if at else 0), 1), self.name)
+        row = plain_rows(self.name, self._batches[at].slice(number - (self._ends[at - 1] if at else 0), 1))[0]
         return f"{self.name}:row {number + 1}", filled(row)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,10 +215,17 @@ def _lines(path: Path, limit: int | None, spool: Path, digest: str | None) -> Re
 def _plain(path: Path, listed: bool) -> Iterator[bytes]:
     """The file as lines of JSON."""
     if listed:
-        yield from (json.dumps(record).encode() + b"\n" for record in read_array(path))
+        yield from (_dumped(path, number, record) for number, record in enumerate(read_array(path), start=1))
     else:
         with open_plain(path) as file:
             yield from file
+
+
+def _dumped(path: Path, number: int, record: Any) -> bytes:
+    try:
+        return json.dumps(record).encode() + b"\n"
+    except RecursionError as error:
+        raise UserError(f"{path}:record {number}: expected a record, got JSON nested too deeply to read; flatten it") from error
 
 
 def _starts(path: Path, lines: Iterable[bytes], limit: int | None) -> array[int]:

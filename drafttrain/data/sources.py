@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.data import DataOptions, SourceOptions
-from drafttrain.data.files import ASSETS, LINES, TABLES, check_file
+from drafttrain.data.files import ASSETS, LINES, TABLES, check_file, path_of, reason_of
 from drafttrain.data.forms import ASSISTANT, Conversation, check_form, conversation
 from drafttrain.data.provenance import shards_of
 from drafttrain.data.records import Joined, Listed, Loaded, Records, open_records
@@ -82,7 +82,7 @@ def _chosen(options: DataOptions) -> list[SourceOptions]:
 def _open(source: SourceOptions, spool: Path) -> Records:
     if source.path == "embedded":
         return open_records(ASSETS / "train.jsonl.gz", source.limit, spool)
-    path = Path(source.path).expanduser()
+    path = path_of(source.path, "data.path")
     if not _is_local(path):
         return _hub(source)
     return _joined(_files(source, path), source.limit, spool)
@@ -118,15 +118,19 @@ def _folder_files(source: SourceOptions, folder: Path) -> Iterator[Path]:
     """Those that `prepare` wrote; else the files of a split, by the hub's own rules: those of the data set's card, or by their
     names and folders."""
     from datasets import load_dataset_builder  # slow to import
-    from datasets.exceptions import DatasetsError
 
     if shards := shards_of(folder):
         yield from shards
         return
+    if (script := folder / f"{folder.resolve().name}.py").is_file():
+        raise UserError(
+            f"data.path={source.path}: it holds the loading script {script.name}, which is not run; name the data files "
+            f"instead, such as data.path={source.path}/*.jsonl, or save what the script gives as JSON lines or Parquet"
+        )
     try:
         by_split = load_dataset_builder(str(folder), name=source.config).config.data_files or {}
-    except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(f"data.path={source.path}: {_first_line(error)}; correct data.path or data.config") from error
+    except Exception as error:  # whatever the library and its parsers raise for a card, an archive or a description
+        raise UserError(f"data.path={source.path}: {reason_of(error)}; correct data.path, data.config or its files") from error
     if source.split not in by_split:
         splits = ", ".join(map(str, by_split)) or "none"
         raise UserError(
@@ -140,21 +144,18 @@ def _folder_files(source: SourceOptions, folder: Path) -> Iterator[Path]:
 
 def _hub(source: SourceOptions) -> Records:
     from datasets import load_dataset  # slow to import
-    from datasets.exceptions import DatasetsError
 
     try:
         # a limited read streams, so that a few records of a large set do not download it
         streamed = source.limit is not None
         rows: Any = load_dataset(source.path, name=source.config, split=source.split, streaming=streamed)
         return Listed(source.path, islice(rows, source.limit)) if streamed else Loaded(source.path, rows)
-    except (OSError, ValueError, DatasetsError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever the library and its parsers raise for a set that it cannot read
         config = f" of '{source.config}'" if source.config else ""
         raise UserError(
             f"data.path={source.path}: no local file of this name, and no data set with split '{source.split}'{config} "
-            f"from the hub ({_first_line(error)}); correct data.path, data.config or data.split, or download the set and name "
+            f"from the hub ({reason_of(error)}); correct data.path, data.config or data.split, or download the set and name "
             "its folder"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -7,6 +7,8 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from drafttrain.intervals import said
+
 Entry = dict[str, Any]
 
 MISSING = "-"
@@ -37,6 +39,14 @@ def share(value: float | None) -> str:
 
 def count(value: int | None) -> str:
     return MISSING if value is None else f"{value:,}"
+
+
+def expected(entry: Entry) -> str:
+    """`1.52 (1.38 to 1.66)`: expected tau with its interval, where it has one (reports of earlier versions do not)."""
+    interval = entry.get("expected_tau_interval")
+    if entry["expected_tau"] is None or interval is None:
+        return number(entry["expected_tau"])
+    return said(entry["expected_tau"], (interval[0], interval[1]))
 
 
 def alphas(entry: Entry) -> str:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from drafttrain.losses import Hits
 from drafttrain.measure.acceptance import Acceptance, pooled
 from drafttrain.measure.bench import BASELINE, REFERENCE
 from drafttrain.measure.cases import Case
 from drafttrain.measure.exactness import Match
-from drafttrain.measure.expected import FLAGGED_GAP, expected_tau, gap, rank_shares
+from drafttrain.measure.expected import FLAGGED_GAP, Prediction, expected_tau, gap, predicted, rank_shares
 from drafttrain.measure.monitors import counted, ends_in_loop, missed_stop
 from drafttrain.measure.speed import Race, Repeats, by_prompt, costs, over_repeats, seconds, speedup, throughput, tpot, ttft
 from drafttrain.request import Result
@@ -93,14 +95,15 @@ def race_keys(timed: Race, name: str) -> Keys:
     return keys | {"prompts": len(pairs), "exact_matches": sum(a.tokens == b.tokens for a, b in pairs)}
 
 
-def acceptance_keys(counts: Acceptance, expected: float | None) -> Keys:
-    """tau and what it is made of; a gap of the prediction above 10 % is flagged."""
-    drift = gap(expected, counts.tau)
+def acceptance_keys(counts: Acceptance, expected: Prediction | None) -> Keys:
+    """tau and what it is made of; a gap of the prediction is flagged that is above 10 % and no chance."""
     return {
         "tau": counts.tau,
-        "expected_tau": expected,
-        "expected_gap": drift,
-        "expected_gap_flagged": drift is not None and abs(drift) > FLAGGED_GAP,
+        "expected_tau": None if expected is None else expected.tau,
+        "expected_tau_interval": None if expected is None or expected.interval is None else list(expected.interval),
+        "expected_gap": None if expected is None else expected.gap,
+        "expected_gap_interval": None if expected is None or expected.gap_interval is None else list(expected.gap_interval),
+        "expected_gap_flagged": expected is not None and expected.flagged,
         "alpha": counts.alpha,
         "alpha_by_position": [list(a) for a in counts.alpha_by_position],
         "offered_by_position": list(counts.offered),
@@ -158,8 +161,10 @@ def cost_keys(ours: Repeats, baseline: Repeats) -> Keys:
 def _of_cases(evidence: Evidence, chosen: Sequence[int]) -> Keys:
     expected = everywhere = None
     if evidence.hits is not None:
-        hits = [evidence.hits[i] for i in chosen]
-        expected = expected_tau(hits, evidence.paths, evidence.sampled)
+        hits, ours = [evidence.hits[i] for i in chosen], [evidence.speculative[i] for i in chosen]
+        texts = [(case.origin, case.question_id, case.turns) for case in (evidence.cases[i] for i in chosen)]
+        counts_C2 = torch.tensor([[r.emitted - r.verifications, r.verifications] for r in ours])
+        expected = predicted(hits, evidence.paths, evidence.sampled, texts, counts_C2)
         everywhere = expected_tau(hits, evidence.paths, evidence.sampled, visited=False)
     keys = acceptance_keys(pooled(evidence.speculative[i] for i in chosen), expected)
     keys |= {"expected_tau_all_positions": everywhere, "prompts": len(chosen)}

@@ -5,7 +5,8 @@ Shapes: B sequences (one here), T positions, M samples, K draft depth, D depth o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from drafttrain.batch import TrainBatch
 from drafttrain.calibration import expected_error
 from drafttrain.drafter import Drafter
 from drafttrain.features.online import Online
+from drafttrain.intervals import Interval, accepted_length, added_by, jackknife, tau_interval
 from drafttrain.losses import Hits, teacher_forced
+from drafttrain.proposal import Proposing
 from drafttrain.target import Target
-from drafttrain.tree import Path, arrivals, visits
+from drafttrain.tree import Path, arrivals, step_sums, tuned_paths, visits
 
 FLAGGED_GAP = 0.10  # relative difference of expected and measured tau above which a report flags it
 
@@ -48,6 +51,52 @@ def forced_hits(
     return [teacher_forced(drafter, target, online.fill(forced_batch(p, o, device)), width) for p, o in pairs]
 
 
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """An expected tau. interval: 95 %, over texts; None below two. gap_interval: of expected / measured - 1, paired by text."""
+
+    tau: float
+    interval: Interval | None
+    gap: float | None
+    gap_interval: Interval | None
+
+    @property
+    def flagged(self) -> bool:
+        """The gap is above `FLAGGED_GAP`, and more than the texts' chance."""
+        if self.gap is None or self.gap_interval is None:
+            return False
+        low, high = self.gap_interval
+        return abs(self.gap) > FLAGGED_GAP and not low <= 0.0 <= high
+
+
+def predicted(
+    hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, texts: Sequence[Hashable], measured_C2: Tensor
+) -> Prediction | None:
+    """Expected tau of these samples beside the measured one; None without samples.
+
+    hits: one per case. texts: a case's text, that of its dialogue where it is a turn of one. measured_C2: drafts accepted and
+    verifications of each case. The gap is that of all cases. Its interval pairs each text's prediction with its measurement:
+    how hard the text is to draft moves both, and is no reason for a gap.
+    """
+    tau = expected_tau(hits, paths, sampled)
+    if tau is None:
+        return None
+    forced_C2 = step_sums([_arrivals(h, paths, sampled) for h in hits])
+    both_C4 = added_by(texts, torch.cat([forced_C2, measured_C2.double()], 1))
+    paired_C4 = both_C4[(both_C4[:, 1] > 0) & (both_C4[:, 3] > 0)]
+
+    def apart(sum_4: Tensor) -> Tensor:
+        return accepted_length(sum_4[..., :2]) / accepted_length(sum_4[..., 2:]) - 1.0
+
+    measured_F = both_C4[:, 2:].sum(0)
+    return Prediction(
+        tau=tau,
+        interval=tau_interval(both_C4[:, :2]),
+        gap=gap(tau, float(accepted_length(measured_F)) if measured_F[1] else None),
+        gap_interval=jackknife(apart, paired_C4),
+    )
+
+
 def expected_tau(hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, visited: bool = True) -> float | None:
     """Mean accepted length that these samples predict, the bonus token included; None without samples.
 
@@ -64,6 +113,17 @@ def expected_tau(hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, vis
     arrive_MD = torch.cat(found)
     weight_M = torch.cat([visits(a) for a in found]) if visited else torch.ones_like(arrive_MD[:, 0])
     return 1.0 + float((weight_M[:, None] * arrive_MD).sum() / weight_M.sum())
+
+
+def counted_paths(drafter: Drafter, hits: Sequence[Hits] | None, depth: int | None) -> list[Path]:
+    """The paths down to `depth` whose hits are counted: the drafter's own. For a tree that grows by confidence those of the
+    best static tree of as many nodes on these texts: the one that training searched is for the training data's.
+    """
+    proposal = drafter.proposal if isinstance(drafter, Proposing) else None
+    texts = [h.rank_MK[:, :depth] for h in hits or () if len(h.rank_MK)]
+    if proposal is not None and proposal.sized and texts:
+        return tuned_paths(texts, proposal.max_nodes - 1) or proposal.paths[:1]
+    return [path for path in drafter.paths() if depth is None or len(path) <= depth]
 
 
 def rank_shares(hits: Sequence[Hits], paths: Sequence[Path], width: int = 10) -> list[list[float]] | None:

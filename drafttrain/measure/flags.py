@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from drafttrain.measure import cells
 from drafttrain.verify import POLICIES
 
 LOOPING = 0.2  # share of outputs that end in a loop, above which acceptance figures flatter
@@ -23,7 +24,7 @@ def flags(entry: dict[str, Any]) -> list[str]:
         )
     if entry["expected_gap_flagged"]:
         found.append(
-            f"expected tau {entry['expected_tau']:.2f} is {abs(entry['expected_gap']):.0%} "
+            f"expected tau {cells.expected(entry)} is {abs(entry['expected_gap']):.0%} "
             f"{'above' if entry['expected_gap'] > 0 else 'below'} the measured {entry['tau']:.2f}{_tau_causes(entry)}"
         )
     if entry.get("predicted_gap_flagged"):

@@ -63,7 +63,7 @@ def _checkpoints(report: Report) -> str:
     body = []
     for e in report["checkpoints"]:
         name = f"**{e['name']}**" if e["name"] == report["best"] else e["name"]
-        line = [name, cells.count(e["step"]), cells.number(e["tau"]), cells.number(e["expected_tau"]), cells.number(e["alpha"])]
+        line = [name, cells.count(e["step"]), cells.number(e["tau"]), cells.expected(e), cells.number(e["alpha"])]
         line += [cells.alphas(e), cells.share(e["rejection_overhead"]), cells.speedups(e), cells.rates(e), cells.exact(e)]
         body.append(line)
     return "## Checkpoints\n\n" + rows(header, body)
@@ -124,7 +124,7 @@ def _slices(report: Report) -> str:
 
 def _slice(s: dict[str, Any]) -> list[str]:
     name = f"{s['by'].replace('_', ' ')} {s['value']}"
-    figures = [cells.number(s[key]) for key in ("tau", "expected_tau", "alpha")]
+    figures = [cells.number(s["tau"]), cells.expected(s), cells.number(s["alpha"])]
     return [name, str(s["prompts"]), *figures, cells.speedups(s), cells.rates(s), cells.exact(s)]
 
 

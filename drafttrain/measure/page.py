@@ -41,7 +41,7 @@ SHOWN: tuple[str, ...] = (
     *("draft_ms", "verify_ms", "commit_ms", "host_ms", "plain_step_ms"),
 )
 SLICE: tuple[str, ...] = (
-    *("by", "value", "prompts", "tau", "expected_tau", "speedup", "speedup_min", "speedup_max"),
+    *("by", "value", "prompts", "tau", "expected_tau", "expected_tau_interval", "speedup", "speedup_min", "speedup_max"),
     *("tokens_per_s", "baseline_tokens_per_s"),
 )
 ENGINE: tuple[str, ...] = (
@@ -68,7 +68,7 @@ def page(report: dict[str, Any], metrics: Path | None) -> str:
 
 def _cards(best: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(name, figure, what stands beside it)."""
-    found = [("tau", cells.number(best["tau"]), f"expected {cells.number(best['expected_tau'])}")]
+    found = [("tau", cells.number(best["tau"]), f"expected {cells.expected(best)}")]
     if best["speedup"] is not None:
         low, high = (cells.number(best[key]) for key in ("speedup_min", "speedup_max"))
         found.append(("speedup", f"{best['speedup']:.2f}x", f"{low} to {high}, batch {best['batch_size']}"))

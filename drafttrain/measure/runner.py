@@ -8,7 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from drafttrain.checkpoint import load_checkpoint, read_meta
+from drafttrain.checkpoint import check_target, load_checkpoint, read_meta
 from drafttrain.data.chat import Encoded
 from drafttrain.data.documents import read_documents
 from drafttrain.data.prompts import Prompt
@@ -21,7 +21,7 @@ from drafttrain.measure.cases import Case, encode_cases, follow_ups
 from drafttrain.measure.change import Original
 from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, whole
-from drafttrain.measure.expected import confidence_error, forced_hits
+from drafttrain.measure.expected import confidence_error, counted_paths, forced_hits
 from drafttrain.measure.flags import distillation, flags
 from drafttrain.measure.floor import step_floor
 from drafttrain.measure.guards import guard_keys, valid_outputs, without_guards
@@ -63,9 +63,13 @@ def measure_checkpoints(
     """
     if not checkpoints:
         raise UserError("no checkpoint to measure; give at least one")
+    for checkpoint in checkpoints:
+        check_target(checkpoint.path, read_meta(checkpoint.path).target, loaded.target)
     check_measurement(loaded, None, decode, options)
     cases, left_out = encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - decode.max_new_tokens)
     notes = [f"{left_out} of {len(prompts)} prompts are too long for the target and were left out"] if left_out else []
+    if reason := loaded.description.get("attention_reason"):
+        notes.append(f"target.attention is eager: {reason}")
     notes.extend(_other_weights(loaded, checkpoints))
     notes.extend(filter(None, [idle_guards(decode)]))
     began = monotonic()
@@ -204,15 +208,16 @@ def _evidence(
     """One checkpoint's run over all cases, its teacher-forced hits on the plain outputs, and the comparison of tokens."""
     ours = bench.decode_all(f"{name}: acceptance", drafter, cases)
     limits = [depth for depth in (depth_limit(bench.decode, drafter), bench.decode.window) if depth is not None]
-    tokens, paths = [r.tokens for r in ours], [p for p in drafter.paths() if len(p) <= min(limits, default=len(p))]
+    tokens = [r.tokens for r in ours]
     sampled = not bench.sampling.greedy and drafter.samples
     identical = bench.sampling.greedy or bench.decode.policy == "coupled"  # what plain decoding with the same keys gives
+    hits = _hits(bench, drafter, cases, plain) if drafter.trained and _foretold(bench, sampled) else None
     return Evidence(
         cases=cases,
         plain=plain,
         speculative=ours,
-        hits=_hits(bench, drafter, cases, plain) if drafter.trained and _foretold(bench, sampled) else None,
-        paths=paths,
+        hits=hits,
+        paths=counted_paths(drafter, hits, min(limits, default=None)),
         sampled=sampled,
         exact=bench.matches(cases, tokens, [r.tokens for r in plain]) if identical else None,
         exact_reference=None if reference is None else bench.matches(cases, tokens, reference),

@@ -22,7 +22,7 @@ def console_table(report: dict[str, Any]) -> Table:
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in ("checkpoint", "tokens/s") else "right")
     for entry in report["checkpoints"]:
-        expected = Text(cells.number(entry["expected_tau"]), style="red" if entry["expected_gap_flagged"] else "")
+        expected = Text(_expected(entry), style="red" if entry["expected_gap_flagged"] else "")
         table.add_row(
             entry["name"],
             cells.number(entry["tau"]),
@@ -38,6 +38,12 @@ def console_table(report: dict[str, Any]) -> Table:
     if warnings:
         table.caption = Text("\n".join(f"! {w}" for w in warnings), style="yellow")
     return table
+
+
+def _expected(entry: dict[str, Any]) -> str:
+    """The interval below it, as the speedup's range."""
+    value, _, interval = cells.expected(entry).partition(" ")
+    return f"{value}\n[{interval.strip('()').replace(' to ', '-')}]" if interval else value
 
 
 def _rates(entry: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ class TargetOptions:
     dtype: str = "float32"  # float32 | bfloat16 | float16
     weights: str | None = None  # int8, int4: of the blocks' linear maps, quantised as they are loaded; the target is that model
     device: str = "auto"  # auto | cpu | cuda | cuda:1 ...
-    attention: str = "sdpa"  # transformers' attn_implementation: sdpa | eager
+    attention: str = "auto"  # transformers' attn_implementation: sdpa | eager. auto: sdpa where the model has it, else eager
     runner: str = "auto"  # fast: our own forward, for the Llama family. hf: transformers'. auto: fast where it can
     trust_remote_code: bool = False
     tensor_parallel: int = 1  # processes, each with its own GPU, that share one target; as many as were started

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
 from drafttrain.errors import UserError
@@ -36,7 +37,13 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return self.kv.write(layer_idx, key_states, value_states)
+        """Keys and values of different widths, as of latent attention, lie in rows of the greater one."""
+        wide, narrow = key_states.shape[-1], value_states.shape[-1]
+        if wide == narrow:
+            return self.kv.write(layer_idx, key_states, value_states)
+        most = max(wide, narrow)
+        k_BhPD, v_BhPD = self.kv.write(layer_idx, *(pad(x, (0, most - x.shape[-1])) for x in (key_states, value_states)))
+        return k_BhPD[..., :wide], v_BhPD[..., :narrow]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.kv.longest
@@ -101,7 +108,7 @@ class HFTarget(PrunedTarget):
             except UserError:
                 raise
             except Exception as error:  # whatever a model raises that does not know this cache or this mask
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+                reason = lacking(model) or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
                 raise UserError(
                     f"{type(model).__name__} cannot decode with our KV cache ({reason}); choose another target"
                 ) from error
@@ -273,6 +280,14 @@ class HFTarget(PrunedTarget):
         if mode:
             restore(self.model)
         return self
+
+
+def lacking(model: Any) -> str | None:
+    """What an architecture that failed is known to lack for decoding with our cache and masks; None where that is not known."""
+    base, config = model.base_model, model.config.get_text_config()
+    if hasattr(base, "build_alibi_tensor") or getattr(config, "alibi", False):
+        return "its alibi biases count positions along a 2-D mask, which rows of several lengths and draft trees do not have"
+    return None
 
 
 def find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:

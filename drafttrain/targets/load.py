@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from drafttrain.errors import UserError
 from drafttrain.ops.quantised import BITS
+from drafttrain.target import TargetShape
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.fast import FastTarget, why_not
@@ -57,12 +58,18 @@ def load_target(
             check_divides(shape_of(config.get_text_config()), part.size)
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
         with nullcontext() if shards is None else shards.loading():
+            attention = None if options.attention == "auto" else options.attention
             model = load_model(
-                path, f"target.path {path!r}", dtype=DTYPES[options.dtype], attn_implementation=options.attention, **shared
+                path, f"target.path {path!r}", dtype=DTYPES[options.dtype], attn_implementation=attention, **shared
             )
     except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # libraries end in errors of every kind where a model's files are damaged
+        if "attention implementation" in str(error):
+            raise UserError(
+                f"target.attention={options.attention}: {path!r} is of an architecture that transformers does not run so; "
+                "set target.attention=eager, or leave it out"
+            ) from error
         raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {_reason(error)}") from error
     runner, stop_ids = _runner(options.runner, model, part), _stop_ids(model, tokenizer)
     if device.type == "cpu":
@@ -85,6 +92,17 @@ def load_target(
     return LoadedTarget(target, tokenizer, path, _description(options, target, parameters))
 
 
+def load_shape(options: TargetOptions) -> TargetShape:
+    """The target's dimensions, from its configuration alone. Raises UserError as `load_target` does."""
+    path = path_of(options)
+    try:
+        config = AutoConfig.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"target.path {path!r} has no configuration that transformers can load: {reason}") from error
+    return shape_of(config.get_text_config())
+
+
 def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
     """The target's tokenizer alone. Raises UserError as `load_target` does."""
     path = path_of(options)
@@ -104,6 +122,8 @@ def check_options(options: TargetOptions, shared: bool = False) -> None:
     """Raise UserError for settings that there are not, or that do not go together. shared: by several processes."""
     if options.dtype not in DTYPES:
         raise UserError(f"target.dtype is {options.dtype!r}; choose one of {', '.join(DTYPES)}")
+    if options.attention not in ("auto", "sdpa", "eager"):
+        raise UserError(f"target.attention is {options.attention!r}; choose auto, sdpa or eager")
     if options.weights not in (None, *BITS):
         raise UserError(f"target.weights is {options.weights!r}; choose {' or '.join(BITS)}, or null")
     if options.weights is None:
@@ -119,6 +139,7 @@ def _description(options: TargetOptions, target: HFTarget, parameters: int) -> d
     described |= {
         "runner": target.name,
         "runner_reason": _why_slow(options, target),
+        "attention_reason": _why_eager(options, target),
         "architecture": type(target.model).__name__,
         "parameters": parameters,
         "fingerprint": target.fingerprint,
@@ -133,6 +154,13 @@ def _why_slow(options: TargetOptions, target: HFTarget) -> str | None:
     if options.weights is not None:
         return f"its weights are {options.weights}"
     return why_not(target.model) or "its weights are spread over processes"
+
+
+def _why_eager(options: TargetOptions, target: HFTarget) -> str | None:
+    """Why `auto` did not choose sdpa; None where it did."""
+    if options.attention != "auto" or target.model.config.get_text_config()._attn_implementation != "eager":
+        return None
+    return f"transformers has no sdpa for {type(target.model).__name__}"
 
 
 def path_of(options: TargetOptions) -> str:

@@ -42,7 +42,9 @@ def load_model(path: str, origin: str, **settings: Any) -> Any:
         if not int(os.environ.get("LOCAL_RANK", 0)):  # once on each machine
             check_listed(Path(path), AGAIN, is_weights)
     level, load = logging.get_verbosity(), cast(Any, AutoModelForCausalLM.from_pretrained)
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # the report of what is missing is ours to make
+    logging.disable_progress_bar()  # of a library that is called from Python, whose caller has not asked for any
     try:
         model, found = load(
             path, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **settings
@@ -51,6 +53,8 @@ def load_model(path: str, origin: str, **settings: Any) -> Any:
         raise UserError(f"{origin}: its weights are damaged ({one_line(error)}); {AGAIN}") from error
     finally:
         logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
     _account(model, found, origin)
     return model
 

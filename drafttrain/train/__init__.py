@@ -17,7 +17,7 @@ class TrainOptions:
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
-    optimizer: str = "adamw"  # adamw | muon: for hidden matrices, beside AdamW for all else; ZeRO stage 0, float32
+    optimizer: str = "adamw"  # adamw | muon: for hidden matrices, beside AdamW for all else
     clip: float = 1.0
     schedule: str = "cosine"  # cosine | wsd | constant
     warmup: float = 0.1  # share of the steps

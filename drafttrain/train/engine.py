@@ -21,7 +21,8 @@ from drafttrain.losses import Objective
 from drafttrain.targets.devices import bind, number_by_gpu
 from drafttrain.targets.parallel import end_at_exit
 from drafttrain.train import DeepSpeedOptions, TrainOptions, shards
-from drafttrain.train.optimizer import OPTIMIZERS, make_optimizer
+from drafttrain.train.muon import Matrix
+from drafttrain.train.optimizer import OPTIMIZERS, Together, make_optimizer
 from drafttrain.train.shards import Share
 
 
@@ -153,6 +154,8 @@ class Engine:
                 config=settings(options, deepspeed, self.accumulation),
             )
         self._gathered = library.zero.GatheredParameters
+        if isinstance(self._optimizer, Together):
+            self._optimizer.muon.spread(self._matrices(), world.rank, self.engine.device)
 
     def backward(self, loss: Tensor, divisor: float) -> None:
         """Accumulate the gradient of loss / divisor, where loss is this micro-batch's sum on this process."""
@@ -238,6 +241,18 @@ class Engine:
                     shares.append(Share(name, lp.start, lp.numel, flat, hp.start, range(lp.numel)))
         return shares
 
+    def _matrices(self) -> list[Matrix]:
+        """What Muon optimises, and which process has which elements of it."""
+        shares = {share.name: share for share in self._shares()}
+        spread = self.world.gather({name: (share.start, share.start + share.length) for name, share in shares.items()})
+        matrices = []
+        for group, named in zip(self._base.param_groups, self._groups, strict=True):
+            for name, parameter in named if group["muon"] else []:
+                owner, offset = (shares[name].owner, shares[name].offset) if name in shares else (group["params"][0], 0)
+                parts = tuple(range(*found.get(name, (0, 0))) for found in spread)
+                matrices.append(Matrix(tuple(getattr(parameter, "ds_shape", parameter.shape)), owner, offset, parts))
+        return matrices
+
     def _sharded(self, name: str, parameter: Any) -> Share:
         """ZeRO-3 cuts each parameter into equal parts, the last ones padded."""
         group, offset, padded = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
@@ -284,11 +299,6 @@ def settings(options: TrainOptions, deepspeed: DeepSpeedOptions, accumulation: i
             raise UserError(f"deepspeed.{name} needs ZeRO stage {least}, got {deepspeed.zero_stage}; set deepspeed=zero{least}")
     if options.optimizer not in OPTIMIZERS:
         raise UserError(f"train.optimizer is {options.optimizer!r}; choose {' or '.join(OPTIMIZERS)}")
-    if options.optimizer == "muon" and (deepspeed.zero_stage, options.precision) != (0, "float32"):
-        raise UserError(
-            f"train.optimizer=muon needs whole matrices, at ZeRO stage {deepspeed.zero_stage} in {options.precision} there are "
-            "none; set deepspeed=zero0 and train.precision=float32, or train.optimizer=adamw"
-        )
     zero: dict[str, Any] = {"stage": deepspeed.zero_stage}
     if deepspeed.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}

@@ -46,6 +46,7 @@ class Progress:
     device: str | None = None
     loss: float | None = None
     expected_tau: float | None = None
+    expected_interval: list[float] | None = None  # 95 %, over the held-out conversations
     measured_tau: float | None = None
     passing: bool = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 
 MASTER = 4  # float32, which the optimiser works on
-MOMENTS = 8  # two, float32
+MOMENTS = 8  # two, float32; Muon has one of hidden matrices
 SHARDED_FROM = {"optimiser": 1, "gradients": 2, "weights": 3}  # the ZeRO stage
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from drafttrain.losses import Objective
 from drafttrain.train import TrainOptions
+from drafttrain.train.muon import Muon
 
 OPTIMIZERS = ("adamw", "muon")
 Group = dict[str, Any]
@@ -18,16 +19,15 @@ def make_optimizer(objective: Objective, options: TrainOptions, apart: nn.Module
     """apart: a part of the objective whose learning rate is another one; its group says `apart`."""
     other = set() if apart is None else set(apart.parameters())
     matrices = hidden_matrices(objective) - other if options.optimizer == "muon" else set()
-    groups: list[Group] = [{"params": [], "apart": False}, {"params": [], "apart": True}, {"params": [], "apart": False}]
+    groups: list[Group] = [{"params": [], "apart": n == 1, "muon": n == 2} for n in range(3)]
     for parameter in objective.parameters():
         if parameter.requires_grad:
             groups[2 if parameter in matrices else 1 if parameter in other else 0]["params"].append(parameter)
     *plain, hidden = groups
-    adamw = _adamw([group for group in plain if group["params"]], options)
     if not hidden["params"]:
-        return adamw
-    more: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-    return Together(adamw, torch.optim.Muon([hidden], **more))
+        return _adamw([group for group in plain if group["params"]], options)
+    muon, rest = Muon([hidden], options.lr, options.weight_decay), [group for group in plain if group["params"]]
+    return Together(muon, _adamw(rest, options) if rest else None)
 
 
 def hidden_matrices(objective: Objective) -> set[nn.Parameter]:
@@ -48,13 +48,18 @@ def _adamw(groups: list[Group], options: TrainOptions) -> torch.optim.Optimizer:
 class Together(torch.optim.Optimizer):
     """Optimisers of different parameters as one: their groups side by side, their state in one place."""
 
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts, self.param_groups = parts, [group for part in parts for group in part.param_groups]
+    def __init__(self, muon: Muon, adamw: torch.optim.Optimizer | None) -> None:
+        self.muon, self.adamw = muon, adamw
+        groups = [*([] if adamw is None else adamw.param_groups), *muon.param_groups]
+        super().__init__(groups, {})
+        self.param_groups = groups
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Of the groups that stand in `param_groups` now: DeepSpeed sets them one at a time."""
         assert closure is None, "DeepSpeed steps without one"
-        for part in self.parts:
-            part.state = self.state
-            part.step()
+        for part in (self.adamw, self.muon):
+            if part is not None:
+                part.state = self.state
+                part.param_groups = [group for group in self.param_groups if group["muon"] == (part is self.muon)]
+                part.step()

@@ -21,6 +21,7 @@ from drafttrain.errors import Interrupted, UserError
 from drafttrain.features.cached import Cached
 from drafttrain.features.online import Online
 from drafttrain.features.prefetch import Prefetch
+from drafttrain.intervals import accepted_length, said, tau_interval
 from drafttrain.losses import LossOptions, Objective, StepCounts, teacher_forced
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget
@@ -31,12 +32,12 @@ from drafttrain.train.keeper import Keeper, Progress, save_settings
 from drafttrain.train.logger import Logger
 from drafttrain.train.onpolicy import OnPolicy
 from drafttrain.train.profile import Profile, window
-from drafttrain.train.progress import Console
+from drafttrain.train.progress import Console, Running
 from drafttrain.train.schedule import learning_rate
 from drafttrain.train.telemetry import Cost, Meter
 from drafttrain.train.ulysses import sequence_group
 from drafttrain.train.watchdog import Watchdog
-from drafttrain.tree import expected_nodes
+from drafttrain.tree import arrivals, step_sums
 from drafttrain.treesize import best_nodes
 
 
@@ -74,6 +75,7 @@ class Work:
 
 
 OUT_OF_REACH = 2**31
+FOLDS = 4  # of held-out texts
 
 
 class Trainer:
@@ -113,11 +115,12 @@ class Trainer:
             trace = stack.enter_context(Profile(window(options.profile, first, options.steps), self._trace_file(), say))
             bar = stack.enter_context(console.bar(options.steps, first))
             self.meter.pause()
+            running = Running()
             for step in range(first, options.steps):
                 with trace.step(step + 1):
                     values, tokens, stop = self._step(step, interrupt is not None and interrupt.asked)
                 progress.step, progress.loss, progress.tokens = step + 1, values["loss"], progress.tokens + tokens
-                values |= self._cost(tokens) | self._look(step + 1)
+                values |= running.step(values) | self._cost(tokens) | self._look(step + 1)
                 if logger is not None:
                     logger.step(step + 1, values)
                 bar.step(step + 1, tokens, values, line=(step + 1) % options.log_every == 0)
@@ -271,9 +274,9 @@ class Trainer:
         if not target.trees:  # a rank that no path reaches: what is left to choose from is the chain
             texts = [torch.where(text == 0, 0, OUT_OF_REACH) for text in texts]
         if texts:
-            if drafter.tunable:
-                drafter.tune(texts, self.job.nodes or self._best_nodes(texts))
-            self.progress.expected_tau = 1.0 + expected_nodes(texts, drafter.paths())
+            sum_C2 = tuned_sums(drafter, texts, (self.job.nodes or self._best_nodes(texts)) if drafter.tunable else 0)
+            self.progress.expected_tau, interval = float(accepted_length(sum_C2.sum(0))), tau_interval(sum_C2)
+            self.progress.expected_interval = None if interval is None else list(interval)
 
     def _best_nodes(self, texts: list[Tensor]) -> int:
         """As many as pay on the first process's device; its weights are whole, or `fit` has refused."""
@@ -289,6 +292,10 @@ class Trainer:
             self._tune()
         self.progress.passing = passing
         saved = self.keeper.save(self.progress, meta_of(self.job, self.progress.step))
+        if not passing and (tau := self.progress.expected_tau) is not None:
+            interval = self.progress.expected_interval
+            figure = said(tau, None if interval is None else (interval[0], interval[1]))
+            say(f"step {self.progress.step}: expected tau {figure} on {len(self.job.data.held_out)} held-out conversations")
         if not saved:
             say(
                 f"disk full: no checkpoint of step {self.progress.step}, the ones before are kept; "
@@ -296,6 +303,22 @@ class Trainer:
             )
         self.meter.pause()
         return saved
+
+
+def tuned_sums(drafter: Drafter, texts: list[Tensor], nodes: int) -> Tensor:
+    """[texts, 2] drafts accepted and verifications of each text; the drafter is tuned on all of them, where it can be.
+
+    Each text is counted with the tree that the others gave: with a tree that it helped to choose, tau of a few texts comes
+    out up to a tenth too high.
+    """
+    folds = min(FOLDS, len(texts)) if drafter.tunable else 1
+    sum_C2 = torch.zeros(len(texts), 2, dtype=torch.float64)
+    for fold in range(folds if folds > 1 else 0):
+        drafter.tune([text for i, text in enumerate(texts) if i % folds != fold], nodes)
+        sum_C2[fold::folds] = step_sums([arrivals(text, drafter.paths()) for text in texts[fold::folds]])
+    if drafter.tunable:
+        drafter.tune(texts, nodes)
+    return sum_C2 if folds > 1 else step_sums([arrivals(text, drafter.paths()) for text in texts])
 
 
 def tensor_names(job: Job) -> dict[str, str]:

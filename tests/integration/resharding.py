@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +21,33 @@ from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import Engine, World, join_world, leave_world
 
 STAGES = (0, 1, 2, 3)
-PRECISIONS = ("float32", "bfloat16")
+KINDS = (("adamw", "float32"), ("adamw", "bfloat16"), ("muon", "float32"), ("muon", "bfloat16"))
 BEFORE, AFTER, ROWS = 3, 3, 4
-WEIGHTS = "weights.safetensors"
+WEIGHTS, END = "weights.safetensors", "end.safetensors"
 
 
 class Toy(nn.Module):
-    """Sizes that no number of processes divides, two groups of parameters, and a parameter that is never used."""
+    """Sizes that no number of processes divides, two groups of parameters, and a parameter that is never used. Of the two
+    matrices that Muon optimises, together cut in two halves, one lies whole in the first process.
+    """
+
+    vocabularies: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inner, self.outer, self.unused = nn.Linear(7, 5), nn.Linear(5, 3), nn.Parameter(torch.ones(3))
+        self.wide, self.narrow = nn.Linear(5, 9), nn.Linear(9, 5, bias=False)
 
     def forward(self, rows_B7: Tensor, progress: float) -> tuple[Tensor, None]:
-        out_B3 = self.outer(torch.tanh(self.inner(rows_B7.to(self.inner.weight.dtype))))
+        state_B5 = torch.tanh(self.inner(rows_B7.to(self.inner.weight.dtype)))
+        out_B3 = self.outer(state_B5 + self.narrow(torch.tanh(self.wide(state_B5))))
         return (out_B3.float() - 1.0).square().sum() + 0.0 * self.unused.float().sum(), None
 
 
-def engine(stage: int, precision: str, world: World) -> Engine:
-    options = TrainOptions(global_batch=ROWS, micro_batch=1, lr=0.05, weight_decay=0.1, precision=precision)
+def engine(stage: int, optimizer: str, precision: str, world: World) -> Engine:
+    shared: dict[str, Any] = {"global_batch": ROWS, "micro_batch": 1, "lr": 0.05, "weight_decay": 0.1}
+    options = TrainOptions(optimizer=optimizer, precision=precision, **shared)
     toy = Toy()
     return Engine(toy, options, DeepSpeedOptions(zero_stage=stage), world, apart=toy.outer)
 
@@ -65,11 +73,15 @@ def save(trained: Engine, folder: Path) -> None:
     if trained.world.first:
         folder.mkdir(parents=True)
     trained.world.wait()
-    weights = trained.whole_state(Toy().state_dict())
+    save_weights(trained, folder / WEIGHTS)
     trained.save_state(folder)
-    if trained.world.first:
-        save_file(weights, folder / WEIGHTS)
     trained.world.wait()
+
+
+def save_weights(trained: Engine, file: Path) -> None:
+    weights = trained.whole_state(Toy().state_dict())
+    if trained.world.first:
+        save_file(weights, file)
 
 
 def whole(folder: Path) -> dict[str, Tensor]:
@@ -84,28 +96,38 @@ def whole(folder: Path) -> dict[str, Tensor]:
 
 
 def write(folder: Path, world: World) -> None:
-    """`<folder>/<processes>-<precision>-<stage>`: a state after BEFORE steps, and the losses of the AFTER steps that follow."""
-    for precision in PRECISIONS:
+    """`<folder>/<processes>-<optimizer>-<precision>-<stage>`: a state after BEFORE steps, the losses of the AFTER steps that
+    follow, and the weights at their end.
+    """
+    for kind in KINDS:
         for stage in STAGES:
-            trained, place = engine(stage, precision, world), folder / f"{world.size}-{precision}-{stage}"
+            trained, place = engine(stage, *kind, world), source(folder, world.size, kind, stage)
             steps(trained, 0, BEFORE)
             save(trained, place)
             losses = steps(trained, BEFORE, AFTER)
+            save_weights(trained, place / END)
             if world.first:
                 (place / "losses.json").write_text(json.dumps(losses))
 
 
+def source(folder: Path, processes: int, kind: tuple[str, str], stage: int) -> Path:
+    return folder / f"{processes}-{'-'.join(kind)}-{stage}"
+
+
 def resume(folder: Path, processes: int, world: World) -> list[dict[str, Any]]:
-    """Every state of so many processes at every stage: saved again as it was read, and the losses from there on."""
+    """Every state of so many processes at every stage: saved again as it was read, and the losses from there on. `same`: where
+    as many processes at the same stage had written it.
+    """
     found = []
-    for precision in PRECISIONS:
-        for old in STAGES:
-            for new in STAGES:
-                source, trained = folder / f"{processes}-{precision}-{old}", engine(new, precision, world)
-                trained.load_state(source, load_file(source / WEIGHTS))
-                again = folder / "again" / f"{processes}-{world.size}-{precision}-{old}-{new}"
-                save(trained, again)
-                found.append({"source": str(source), "again": str(again), "losses": steps(trained, BEFORE, AFTER)})
+    for kind in KINDS:
+        for old, new in product(STAGES, STAGES):
+            saved, trained = source(folder, processes, kind, old), engine(new, *kind, world)
+            trained.load_state(saved, load_file(saved / WEIGHTS))
+            again = folder / "again" / f"{processes}-{world.size}-{'-'.join(kind)}-{old}-{new}"
+            save(trained, again)
+            losses, same = steps(trained, BEFORE, AFTER), (processes, old) == (world.size, new)
+            save_weights(trained, again / END)
+            found.append({"source": str(saved), "again": str(again), "losses": losses, "same": same})
     return found
 
 

@@ -34,14 +34,14 @@ class NoWords:
     pad_token_id = 0
 
 
-def job(stage: int = 0, spec: LoraSpec = SPEC, precision: str = "float32") -> Job:
+def job(stage: int = 0, spec: LoraSpec = SPEC, **more: str) -> Job:
     generator = np.random.default_rng(0)
     rows = [Encoded(generator.integers(0, 64, 12 + i % 5).astype(np.int32), np.arange(12 + i % 5) > i % 4) for i in range(20)]
     torch.manual_seed(0)
     target, options = tiny_target(), MedusaOptions(heads=2, adapter=spec)
     about = {"name": "hf", "path": "nowhere", "revision": None, "dtype": "float32", "weights": None}
     train = TrainOptions(
-        steps=6, global_batch=4, micro_batch=2, lr=5e-3, checkpoint_every=3, keep_last=5, weight_decay=0.1, precision=precision
+        steps=6, global_batch=4, micro_batch=2, lr=5e-3, checkpoint_every=3, keep_last=5, weight_decay=0.1, **more
     )
     return Job(
         LoadedTarget(target, NoWords(), "nowhere", about),  # type: ignore[arg-type]
@@ -63,26 +63,28 @@ def trained(folder: Path, work: Job) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "float32"), (1, "float32"), (2, "float32"), (1, "bfloat16")])
-def test_a_run_that_goes_on_ends_with_the_same_weights(stage: int, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_goes_on_ends_with_the_same_weights(stage: int, precision: str, optimizer: str, tmp_path: Path) -> None:
     """The third step is the first that trains the target: one checkpoint in the middle of its warm-up."""
-    work = job(stage, precision=precision)
+    work = job(stage, precision=precision, optimizer=optimizer)
     original = [p.clone() for p in work.loaded.target.model.parameters()]
     whole = trained(tmp_path / "whole", work)
     assert all(torch.equal(a, b) for a, b in zip(original, work.loaded.target.model.parameters(), strict=True))
     shutil.copytree(tmp_path / "whole", tmp_path / "broken")
     shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step-00006")
-    again = trained(tmp_path / "broken", job(stage, precision=precision))
+    again = trained(tmp_path / "broken", job(stage, precision=precision, optimizer=optimizer))
     assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
     changed = [float(tensor.float().abs().sum()) for name, tensor in whole.items() if "lora_B" in name]
     assert len(changed) == 28 and all(changed), "every B has left zero"
 
 
-def test_stages_have_the_weights_of_stage_0_and_train_heads_before_the_target(tmp_path: Path) -> None:
-    whole = trained(tmp_path / "0", job(0))
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_stages_have_the_weights_of_stage_0_and_train_heads_before_the_target(optimizer: str, tmp_path: Path) -> None:
+    whole = trained(tmp_path / "0", job(0, optimizer=optimizer))
     for stage in (1, 2):
-        for name, tensor in trained(tmp_path / str(stage), job(stage)).items():
+        for name, tensor in trained(tmp_path / str(stage), job(stage, optimizer=optimizer)).items():
             torch.testing.assert_close(tensor, whole[name], atol=1e-5, rtol=1e-4)
-    work = job(0, LoraSpec(rank=4, start=0.5))
+    work = job(0, LoraSpec(rank=4, start=0.5), optimizer=optimizer)
     fresh = {name: tensor.clone() for name, tensor in work.adapter.state_dict().items()}  # type: ignore[union-attr]
     trained(tmp_path / "apart", work)
     early = read_weights(tmp_path / "apart" / "checkpoints" / "step-00003")

@@ -267,9 +267,11 @@ def plain(material: Path, tmp_path_factory: pytest.TempPathFactory) -> list[floa
         ("deepspeed=zero2", "deepspeed.offload_optimizer=true"),
         ("deepspeed=zero3", "deepspeed.offload_optimizer=true", "deepspeed.offload_parameters=true"),
         ("train.optimizer=muon",),
+        ("train.optimizer=muon", "train.precision=bfloat16", "deepspeed=zero2"),
+        ("train.optimizer=muon", "deepspeed=zero3", "deepspeed.offload_optimizer=true", "deepspeed.offload_parameters=true"),
         ("train.activation_checkpointing=true", "target.prefetch=true", "deepspeed=zero3", "target.placement=zero3"),
     ],
-    ids=lambda more: more[-1],
+    ids=lambda more: f"{more[0]}-{more[-1]}",
 )
 def test_where_the_state_lies_changes_neither_losses_nor_a_resumed_run(
     more: tuple[str, ...], material: Path, plain: list[float], tmp_path: Path

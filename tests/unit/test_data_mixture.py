@@ -135,7 +135,7 @@ def test_a_folder_is_read_by_the_hubs_rules(folder: Path, tmp_path: Path) -> Non
     card = "".join(f"- config_name: {name}\n  data_files: {pattern}\n" for name, pattern in configs.items())
     (folder / "hub" / "README.md").write_text(f"---\nconfigs:\n{card}---\n")
     assert numbers(path=str(folder / "hub"), config="two") == [str(i) for i in range(25, 30)]
-    with pytest.raises(UserError, match=r"'three' not found. Available: .*'one', 'two'.*; correct data.path or data.config"):
+    with pytest.raises(UserError, match=r"'three' not found. Available: .*'one', 'two'.*; correct data.path, data.config"):
         numbers(path=str(folder / "hub"), config="three")
     shards = tmp_path / "shards"
     shards.mkdir()

@@ -123,7 +123,7 @@ def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"txt": "a"}, "expected `messages`.* got txt; rename"),
         ({}, "got no key at all"),
         ({"text": 5}, "expected a string in text, got int"),
-        ('{"text": "a", "number": ' + "1" * 5000 + "}", "JSON that cannot be read.*4300 digits"),
+        ('{"text": "a", "number": ' + "1" * 5000 + "}", "a number with thousands of digits"),
         ({"text": "\ud800"}, "unpaired surrogate at character 0"),
         ({"prompt": "a", "response": ["b"]}, "expected a string in response, got list"),
         ({"messages": "a"}, "expected a list in `messages`, got str"),

@@ -27,7 +27,7 @@ FLOORS = [
             "chains",
             "ops",
         ),
-        *("repetition", "jsontext"),
+        *("repetition", "jsontext", "intervals"),
     ),
     (
         *("target", "layers", "drafter", "staged", "tip", "request", "processors", "fallback", "guard"),

@@ -241,7 +241,7 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
         for optimizer in (ours, *theirs):
             optimizer.step()
     for name, parameter in named.items():
-        torch.testing.assert_close(parameter, twin[name], msg=name)
+        assert torch.equal(parameter, twin[name]), name
     assert set(ours.state) == set(named.values())
 
 
@@ -249,8 +249,6 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
     ("train", "deepspeed", "line"),
     [
         (TrainOptions(optimizer="sgd"), DeepSpeedOptions(), r"train\.optimizer is 'sgd'; choose adamw or muon"),
-        (TrainOptions(optimizer="muon"), DeepSpeedOptions(zero_stage=1), r"train\.optimizer=muon needs whole matrices"),
-        (TrainOptions(optimizer="muon", precision="bfloat16"), DeepSpeedOptions(), r"set deepspeed=zero0 and train\.precision"),
         (TrainOptions(), DeepSpeedOptions(offload_optimizer=True), r"offload_optimizer needs ZeRO stage 1, got 0"),
         (TrainOptions(), DeepSpeedOptions(2, offload_parameters=True), r"offload_parameters needs ZeRO stage 3, got 2"),
     ],

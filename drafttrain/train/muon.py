@@ -1,0 +1,121 @@
+"""Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") for matrices whose elements are divided among processes.
+
+Momentum is element-wise and stays with its elements. To be orthogonalised, a matrix comes together in one process, in bfloat16,
+which is what torch computes in; each process gets the update of its own elements back. N processes take N matrices at a time,
+those of like size together, so that none waits and each holds one whole matrix at most. A matrix that lies whole in one process
+gets the bits of torch.optim.Muon, whose functions these are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _adjust_lr, _zeropower_via_newtonschulz
+
+MOMENTUM = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """parts: the elements of the flattened matrix that each process steps, by rank; all processes all of them, or each its own.
+    This process's lie in `owner`, a tensor that the optimiser is given, from `offset` on; it may have none.
+    """
+
+    shape: tuple[int, ...]
+    owner: Tensor
+    offset: int
+    parts: tuple[range, ...]
+
+    @property
+    def replicated(self) -> bool:
+        return all(len(part) == math.prod(self.shape) for part in self.parts)
+
+
+class Muon(torch.optim.Optimizer):
+    """With Nesterov momentum, steps as large as AdamW's (arXiv 2502.16982, section 2.2), and decoupled weight decay."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, weight_decay: float) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        matrices = [p for group in self.param_groups for p in group["params"]]
+        self.spread([Matrix(tuple(p.shape), p, 0, (range(p.numel()),)) for p in matrices], 0)
+
+    def spread(self, matrices: Sequence[Matrix], rank: int, device: torch.device | None = None) -> None:
+        """Where the elements are, of the same matrices in the same order on all processes; called before the first step.
+
+        device: where matrices are orthogonalised and exchanged; None: where their elements are.
+        """
+        assert all(m.replicated or sum(map(len, m.parts)) == math.prod(m.shape) for m in matrices)
+        self._rank, self._device = rank, device
+        self._matrices = sorted(matrices, key=lambda m: (max(m.shape) * min(m.shape) ** 2, m.shape), reverse=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """On all processes together; `params` of the groups may be any of the matrices' owners, the same matrices on all."""
+        assert closure is None, "DeepSpeed steps without one"
+        for group in self.param_groups:
+            stepped = [p for p in group["params"] if p.grad is not None]
+            for p in stepped:
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                state["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+            own = {id(p) for p in stepped}
+            matrices = [m for m in self._matrices if id(m.owner) in own]
+            processes = len(matrices[0].parts) if matrices else 1
+            for first in range(0, len(matrices), processes):
+                self._step_together(matrices[first : first + processes], group["lr"])
+
+    def _step_together(self, matrices: Sequence[Matrix], lr: float) -> None:
+        """At most one for each process, which orthogonalises the one of its rank."""
+        mine = matrices[self._rank] if self._rank < len(matrices) else None
+        found = self._whole(matrices, mine)
+        parts: list[Tensor] = []
+        if mine is not None:
+            coefficients = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
+            flat = _zeropower_via_newtonschulz(found.view(mine.shape), coefficients, DEFAULT_NS_STEPS, EPS).reshape(-1)
+            parts = [flat[part.start : part.stop] for part in mine.parts]
+        updates = self._exchange(parts, [len(m.parts[self._rank]) for m in matrices], len(matrices[0].parts))
+        for matrix, update in zip(matrices, updates, strict=False):
+            elements = self._own(matrix, matrix.owner)
+            rate = _adjust_lr(lr, "match_rms_adamw", torch.Size(matrix.shape))
+            elements.add_(update.to(elements.device), alpha=-rate)
+
+    def _whole(self, matrices: Sequence[Matrix], mine: Matrix | None) -> Tensor:
+        """[elements] of this process's matrix of these, flattened; without one, none."""
+        if all(m.replicated for m in matrices):
+            return self._empty(0) if mine is None else self._direction(mine)
+        lengths = [] if mine is None else [len(part) for part in mine.parts]
+        parts = self._exchange([self._direction(m) for m in matrices], lengths, len(matrices[0].parts))
+        whole = self._empty(sum(lengths))
+        for where, part in zip(() if mine is None else mine.parts, parts, strict=False):
+            whole[where.start : where.stop] = part
+        return whole
+
+    def _direction(self, matrix: Matrix) -> Tensor:
+        """This process's elements of the gradient with Nesterov's momentum."""
+        assert matrix.owner.grad is not None
+        momentum = self.state[matrix.owner]["momentum_buffer"]
+        direction = self._own(matrix, matrix.owner.grad).lerp(self._own(matrix, momentum), MOMENTUM)
+        return direction.to(self._device, torch.bfloat16)
+
+    def _own(self, matrix: Matrix, tensor: Tensor) -> Tensor:
+        return tensor.view(-1)[matrix.offset : matrix.offset + len(matrix.parts[self._rank])]
+
+    def _exchange(self, parts: Sequence[Tensor], lengths: Sequence[int], processes: int) -> list[Tensor]:
+        """Part k goes to process k, and one of lengths[k] comes from it; none goes to or comes from those beyond the last."""
+        if processes == 1:
+            return list(parts)
+        sent = [len(part) for part in parts] + [0] * (processes - len(parts))
+        received = [*lengths, *[0] * (processes - len(lengths))]
+        found = self._empty(sum(received))
+        torch.distributed.all_to_all_single(found, torch.cat([self._empty(0), *parts]), received, sent)
+        return list(found.split(received))
+
+    def _empty(self, length: int) -> Tensor:
+        return torch.empty(length, dtype=torch.bfloat16, device=self._device)

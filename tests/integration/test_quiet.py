@@ -1,0 +1,87 @@
+"""Commands that do not train print none of the libraries' lines and do not import DeepSpeed, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drafttrain.commands.quiet import SETTINGS
+from tests.runs import report
+
+STRAY = re.compile(
+    r"accelerator|deepspeed|loading weights|writing model shards|\[(WARNING|INFO)\]|\bWarning\b|it/s\]", re.IGNORECASE
+)
+LOAD = """
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import load_target
+load_target(TargetOptions())
+"""
+RUN = """
+import sys
+from drafttrain import cli
+code = cli.run(sys.argv[1:])
+assert "deepspeed" not in sys.modules, "DeepSpeed was imported"
+sys.exit(code)
+"""
+SMALL = ("decode.max_new_tokens=6", "measure.limit=2", "measure.minutes=0.05", "measure.repeats=1", "tune.minutes=0.05")
+
+
+def bare() -> dict[str, str]:
+    """The environment as a user has it: without what `quiet` sets in this process."""
+    return {name: value for name, value in os.environ.items() if name not in (*SETTINGS, "DS_ACCELERATOR")}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from dataclasses import asdict
+
+    from drafttrain.checkpoint import CheckpointMeta, TargetRecord, save_drafter
+    from drafttrain.drafters.medusa import Medusa, MedusaOptions
+    from drafttrain.targets import TargetOptions
+    from drafttrain.targets.load import load_target
+
+    loaded, folder = load_target(TargetOptions()), tmp_path_factory.mktemp("run") / "step-00001"
+    options = MedusaOptions(heads=2)
+    drafter = Medusa(options, loaded.target)
+    folder.mkdir()
+    meta = CheckpointMeta("medusa", asdict(options), drafter.decode_settings(), TargetRecord.of(loaded), 1)
+    save_drafter(folder, drafter.state_dict(), meta)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["generate", "measure", "export", "tune", "inspect", "compare", "simulate"],
+)
+def test_a_command_says_nothing_that_is_not_its_own(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "report.json").write_text(json.dumps(report()))
+    drafts = {
+        "generate": (f"checkpoint={checkpoint}", "prompt=hi", *SMALL),
+        "measure": (f"checkpoint={checkpoint}", *SMALL),
+        "export": (f"checkpoint={checkpoint}", "format=vllm", f"out={tmp_path / 'out'}"),
+        "tune": (f"checkpoint={checkpoint}", *SMALL),
+        "inspect": ("data.limit=20",),
+        "compare": (str(tmp_path / "a"), str(tmp_path / "b")),
+        "simulate": (),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, name, *drafts[name]], capture_output=True, text=True, cwd=tmp_path, env=bare(), timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    stray = [line for line in (done.stdout + done.stderr).splitlines() if STRAY.search(line)]
+    assert not stray, stray
+
+
+@pytest.mark.slow
+def test_a_target_loaded_from_python_draws_no_bar(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, cwd=tmp_path, env=bare(), timeout=300)
+    assert done.returncode == 0 and done.stdout + done.stderr == ""

@@ -1,0 +1,36 @@
+"""Training's console and log show a running mean beside what a single batch says."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console as RichConsole
+
+from drafttrain.train.progress import WINDOW, Console, Running
+
+
+def figures(tau: float) -> dict[str, Any]:
+    shares = dict.fromkeys(("mfu", "target_share", "data_share"))
+    return {"loss": 2 * tau, "expected_tau": tau, "agreement": [0.5], "lr": 1e-3, **shares}
+
+
+def test_the_mean_covers_the_last_steps() -> None:
+    running = Running()
+    means = [running.step(figures(tau)) for tau in (1.34, 3.81, 2.28)]
+    assert [m[f"expected_tau_mean{WINDOW}"] for m in means] == pytest.approx([1.34, 2.575, 7.43 / 3])
+    assert means[-1][f"loss_mean{WINDOW}"] == pytest.approx(2 * 7.43 / 3)
+    for _ in range(WINDOW):
+        last = running.step(figures(2.0))
+    assert last[f"expected_tau_mean{WINDOW}"] == 2.0, "earlier steps are forgotten"
+
+
+def test_the_console_names_it() -> None:
+    text = io.StringIO()
+    running = Running()
+    with Console(RichConsole(file=text, width=200)).bar(2, 0) as bar:
+        for step, tau in enumerate((1.0, 2.0), start=1):
+            values = figures(tau)
+            bar.step(step, 10, values | running.step(values), line=True)
+    assert "expected tau 2.00 (mean 1.50)" in text.getvalue() and "loss 4.000 (mean 3.000)" in text.getvalue()
