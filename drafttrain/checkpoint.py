@@ -207,10 +207,20 @@ def read_meta(directory: Path) -> CheckpointMeta:
     try:
         newer = content["schema_version"] > SCHEMA_VERSION
         if not newer:
-            return CheckpointMeta(**{**content, "target": TargetRecord(**content["target"])})
+            return _checked(CheckpointMeta(**{**content, "target": TargetRecord(**content["target"])}))
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file}: expected a drafter's description, got something else ({error}); {ANOTHER}") from error
     raise UserError(f"{file}: schema_version {content['schema_version']} is newer than {SCHEMA_VERSION}; update drafttrain")
+
+
+def _checked(meta: CheckpointMeta) -> CheckpointMeta:
+    """Raises TypeError for a field of another type than its own: a file changed by hand has no checksum."""
+    kinds = {"family": str, "options": dict, "decode": dict, "step": int, "sha256": str}
+    kinds |= {name: dict for name in ("adapter", "imported") if getattr(meta, name) is not None}
+    for name, kind in kinds.items():
+        if not isinstance(value := getattr(meta, name), kind):
+            raise TypeError(f"{name} is {value!r:.60}")
+    return meta
 
 
 def tuned_settings(directory: Path) -> dict[str, Any]:

@@ -206,6 +206,7 @@ def _become(
     except BaseException:
         traceback.print_exc()
     finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the command has ended
         with contextlib.suppress(BaseException):
             atexit._run_exitfuncs()
         with contextlib.suppress(BaseException):

@@ -195,6 +195,9 @@ def test_unusable_descriptions(saved: Path, tmp_path: Path) -> None:
         ({"schema_version": 99}, "schema_version 99 is newer than 1; update drafttrain"),
         ({"target": {}}, "expected a drafter's description, got something else"),
         ({"surplus": 1}, "expected a drafter's description"),
+        ({"options": "x"}, r"expected a drafter's description, got something else \(options is 'x'\)"),
+        ({"step": "x"}, "step is 'x'"),
+        ({"family": None}, "family is None"),
     ]:
         before = (saved / checkpoint.META).read_text()
         edit_meta(saved, **changes)
