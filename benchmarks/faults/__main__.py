@@ -17,6 +17,7 @@ def main() -> int:
     parser.add_argument("--kinds", default=None, help="of kill,files,data,hostile,storm; all by default")
     parser.add_argument("--kind", default=None, help="make the one try of this kind that --seed names")
     parser.add_argument("--again", type=Path, default=None, help="a result.json: make its failed tries again")
+    parser.add_argument("--table", type=Path, default=None, help="a result.json: print its counts in Markdown")
     parser.add_argument("--tries", type=int, default=None, help="of each kind at most")
     parser.add_argument("--out", type=Path, default=Path("outputs/faults"))
     asked = parser.parse_args()
@@ -29,6 +30,9 @@ def main() -> int:
     names = list(KINDS) if asked.kinds is None else asked.kinds.split(",")
     if unknown := [name for name in [*names, *filter(None, [asked.kind])] if name not in KINDS]:
         parser.error(f"unknown kind {unknown[0]}; choose of {', '.join(KINDS)}")
+    if asked.table:
+        print(campaign.markdown(asked.table))
+        return 0
     console, out = Console(width=None if sys.stdout.isatty() else 150), asked.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     load_all()

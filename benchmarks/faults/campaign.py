@@ -159,6 +159,17 @@ def table(counts: dict[str, Counts]) -> Table:
     return shown
 
 
+def markdown(record: Path) -> str:
+    """The counts of a record by kind, as rows for docs/reliability.md."""
+    rows = []
+    for name, kind in json.loads(record.read_text(encoding="utf-8"))["kinds"].items():
+        total = Counter[str]()
+        for results in kind["results"].values():
+            total.update(results)
+        rows.append(f"| `{name}` | {kind['tries']:,} | " + " | ".join(f"{total[result]:,}" for result in RESULTS) + " |")
+    return "\n".join(rows)
+
+
 def again(record: Path) -> Iterator[tuple[str, int]]:
     """(kind, seed) of each failure in a record."""
     for name, kind in json.loads(record.read_text(encoding="utf-8"))["kinds"].items():

@@ -107,7 +107,7 @@ def hostile_page(draw: random.Random, folder: Path) -> Outcome:
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     name = draw.choice(["measure", "inspect", "fit"])
-    own = draw.choice(["result", f"<script>{SEEN}()<", f'a"onload={SEEN}()', f"'{SEEN}"])
+    own = draw.choice(["result", f"<script>{SEEN}()<", f'a"onload={SEEN}()', f"x'{SEEN}"])
     fit = ("fit", *TARGET, "data.path=data.jsonl", *TRAINING, "data.held_out=2", "recipe=medusa", "train.steps=1")
     asked = {
         "measure": (*MEASURE, OURS, f"output={own}"),

@@ -221,7 +221,7 @@ def _unpacked(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # no JSON, or none that anything could be made of
         return value
 
 
