@@ -6,13 +6,14 @@ A directory without that file was made by somebody else, by an earlier version, 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from drafttrain.atomic import read_sealed_json, write_sealed_json
+from drafttrain.atomic import read_sealed_json, sealed
 from drafttrain.errors import UserError
 
 LISTED = "drafttrain-checksums.json"
@@ -41,14 +42,16 @@ def _fault(directory: Path, name: str, expected: Any, where: str) -> str | None:
 
 
 def list_files(directory: Path, without: Collection[str] = ()) -> None:
-    """Write down the sha256 of all files there and below; but for directories inside that have such a list themselves.
+    """Write down the sha256 of all files there and below, but for directories inside that have such a list themselves: the last
+    file of a directory that appears whole (`atomic_directory`).
 
     without: names of files that people edit.
     """
     own = [path.parent for path in directory.rglob(LISTED) if path.parent != directory]
     files = [path for path in directory.rglob("*") if path.is_file() and path.name not in (*without, LISTED)]
     sums = {path.relative_to(directory).as_posix(): file_sum(path) for path in files if not set(own) & {*path.parents}}
-    write_sealed_json(directory / LISTED, dict(sorted(sums.items())))
+    text = json.dumps(sealed(dict(sorted(sums.items()))), indent=2)
+    (directory / LISTED).write_text(f"{text}\n", encoding="utf-8")
 
 
 def listed(directory: Path, way_out: str) -> dict[str, Any] | None:

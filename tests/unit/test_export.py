@@ -81,7 +81,9 @@ def test_every_supported_pair_drafts_the_same(case: str, dtype: str, tmp_path: P
     stacks = [stack for stack in PAIRS[case] if dtype == "float32" or (case, stack) not in WIDE]
     assert list(exported.written) == stacks
     assert set(exported.written) | set(exported.refused) == set(STACKS)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted([*stacks, "drafttrain.json"])
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        [*stacks, "drafttrain.json", "drafttrain-checksums.json"]
+    )
     for stack, parity in exported.written.items():
         assert parity.drafts == golden.draft_PK.numel() and parity.gap < 0.5
         for file in (tmp_path / "out" / stack).glob("*.safetensors"):
