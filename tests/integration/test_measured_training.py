@@ -15,7 +15,8 @@ from tests.integration.test_training import digest, fit, losses
 STEPS = ("recipe=medusa", "train.steps=6", "train.checkpoint_every=4", "decode.max_new_tokens=12")
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(("launcher.nproc=2", "deepspeed=zero3"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("launcher.nproc=2", "deepspeed=zero3")])
 def test_a_look_changes_nothing(material: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"word {i}"]}) + "\n" for i in range(3)))

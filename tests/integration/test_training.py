@@ -89,9 +89,8 @@ def test_two_processes_have_the_losses_of_one(material: Path, tmp_path: Path) ->
         torch.testing.assert_close(b[name], tensor, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "recipe", ["medusa", pytest.param("eagle3", marks=pytest.mark.slow), pytest.param("draft_model", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
 def test_in_bfloat16_the_losses_are_nearly_those_of_float32(recipe: str, material: Path, tmp_path: Path) -> None:
     steps = (f"recipe={recipe}", "train.steps=6", "train.lr=1e-3")
     one = fit(material, tmp_path / "one", *steps)

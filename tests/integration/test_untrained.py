@@ -19,6 +19,7 @@ Command = Callable[..., int]
 SMALL = ("measure.limit=3", "measure.minutes=0.05", "measure.transformers=false", "decode.max_new_tokens=24")
 
 
+@pytest.mark.slow
 def test_it_goes_straight_to_the_measurement(
     command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

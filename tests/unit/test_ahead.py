@@ -54,7 +54,7 @@ def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, how:
     assert texts(ahead, asked, 3) == texts(decoder, asked, 3)
 
 
-@pytest.mark.parametrize("name", some(NAMES, 3))
+@pytest.mark.parametrize("name", some(NAMES, 6))
 def test_transformers_forward_runs_ahead_too(name: str) -> None:
     target, asked = tiny_target(), prompts(4, seed=5)
     drafter = build(name, target, 0.3)

@@ -25,8 +25,15 @@ from drafttrain.targets.load import load_target, load_tokenizer
 from tests.damage import refused
 from tests.exports import loaded, opened, written
 
-EXPORTS = [("medusa", "vllm", {}), ("draft_model", "transformers", {}), ("draft_model-lora", "transformers", {"adapter": True})]
-GGUFS = [("dflash", "llamacpp", {}), ("draft_model", "llamacpp", {"with_target": True})]
+EXPORTS = [
+    ("medusa", "vllm", {}),
+    pytest.param("draft_model", "transformers", {}, marks=pytest.mark.slow),
+    pytest.param("draft_model-lora", "transformers", {"adapter": True}, marks=pytest.mark.slow),
+]
+GGUFS = [
+    ("dflash", "llamacpp", {}),
+    pytest.param("draft_model", "llamacpp", {"with_target": True}, marks=pytest.mark.slow),
+]
 FEW = 120  # bytes of each file
 
 
