@@ -60,7 +60,8 @@ def of_run(folder: Path) -> Digests:
     for state in runs:
         run = state.parent
         found["finished"] = str(json.loads(state.read_text())["finished"])
-        found |= {f"{path.name}": digest(path / "drafter.safetensors") for path in run.glob("checkpoints/step-*")}
+        whole = (path for path in run.glob("checkpoints/step-*") if ".tmp-" not in path.name)
+        found |= {path.name: digest(path / "drafter.safetensors") for path in whole}
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         found["losses"] = repr([(line["step"], line["loss"]) for line in lines])
     return found

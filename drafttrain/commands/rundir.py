@@ -51,6 +51,8 @@ class RunDirectory:
         path = resumed = None
         if world.first:
             path = _find(options, config_hash(resolved)) or _make(options, resolved)
+            for folder in (path, path / "checkpoints"):
+                remove_abandoned(folder)  # of a run that was killed, which may have nothing left to save
             resumed = newest_valid(path / "checkpoints", say)
         return RunDirectory(*world.share((path, resumed)))
 
