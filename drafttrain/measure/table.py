@@ -41,9 +41,10 @@ def console_table(report: dict[str, Any]) -> Table:
 
 
 def _expected(entry: dict[str, Any]) -> str:
-    """The interval below it, as the speedup's range."""
+    """The interval below it, one end a line: the table is to be within 80 columns."""
     value, _, interval = cells.expected(entry).partition(" ")
-    return f"{value}\n[{interval.strip('()').replace(' to ', '-')}]" if interval else value
+    low, _, high = interval.strip("()").partition(" to ")
+    return f"{value}\n{low} to\n{high}" if interval else value
 
 
 def _rates(entry: dict[str, Any]) -> str:

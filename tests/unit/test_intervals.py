@@ -5,8 +5,11 @@ Shapes: C texts, F figures that are added up, M samples, K draft depth.
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Options
@@ -15,9 +18,11 @@ from drafttrain.intervals import accepted_length, added_by, jackknife, said, tau
 from drafttrain.losses import Hits
 from drafttrain.measure import cells
 from drafttrain.measure.expected import Prediction, counted_paths, expected_tau, predicted
+from drafttrain.measure.table import console_table
 from drafttrain.train.trainer import tuned_sums
 from drafttrain.tree import expected_nodes, tuned_paths
 from tests.helpers import tiny_target
+from tests.reports import entry_of
 
 CHAIN = [(0,), (0, 0), (0, 0, 0)]
 
@@ -129,3 +134,13 @@ def test_a_searched_tree_is_not_counted_on_the_texts_that_chose_it() -> None:
     own, others = (1.0 + expected_nodes(part, chosen) for part in (ranks[:8], ranks[8:]))
     assert float(accepted_length(sum_C2.sum(0))) == pytest.approx(others, abs=0.05) and own > others + 0.05
     assert chosen == tuned_paths(ranks[:8], 5)
+
+
+def test_the_console_table_shows_intervals_within_80_columns() -> None:
+    entry = entry_of(12400, 2.2, 1.25) | {"expected_tau": 2.22, "expected_tau_interval": [2.0612, 12.3849], "best": True}
+    entry |= {"alpha_by_position": [[0.74, 0.7, 0.8]] * 5, "prompts": 56, "exact_matches": 56}
+    report = {"drafter": {"family": "medusa"}, "checkpoints": [entry], "best": entry["name"]}
+    console = Console(width=80, file=io.StringIO())
+    console.print(console_table(report))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in said and "2.06 to" in said and " 12.38 " in said and "56/56" in said
