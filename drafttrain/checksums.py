@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from drafttrain.atomic import read_sealed_json, sealed
 from drafttrain.errors import UserError
 
 LISTED = "drafttrain-checksums.json"
+SUM = re.compile("[0-9a-f]{64}")
 
 
 def file_sum(file: Path, durable: bool = False) -> str:
@@ -55,9 +57,16 @@ def list_files(directory: Path, without: Collection[str] = ()) -> None:
 
 
 def listed(directory: Path, way_out: str) -> dict[str, Any] | None:
-    """sha256 by the files' names; None where the directory has no list. Raises UserError for a damaged list."""
+    """sha256 by the files' names; None where the directory has no list. Raises UserError for a damaged list, and for another
+    file under its name."""
     file = directory / LISTED
-    return read_sealed_json(file, "checksums", way_out) if file.is_file() else None
+    if not file.is_file():
+        return None
+    sums = read_sealed_json(file, "checksums", way_out)
+    strange = [name for name, value in sums.items() if not (isinstance(value, str) and SUM.fullmatch(value))]
+    if strange:
+        raise UserError(f"{file}: expected checksums, got something else ({strange[0]!r:.60}); {way_out}")
+    return sums
 
 
 def check_listed(directory: Path, way_out: str, wanted: Callable[[str], bool] = lambda name: True) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from drafttrain.atomic import read_sealed_json, sealed, unsealed, write_sealed_json
+from drafttrain.atomic import read_sealed_json, remove_abandoned, sealed, unsealed, write_sealed_json
 from drafttrain.errors import UserError
 
 FILES = "rank-*.jsonl"
@@ -131,6 +131,8 @@ def check_settings(folder: Path, settings: dict[str, Any], write: bool) -> None:
     Raises UserError where the folder was begun with other settings: its texts would not go together with the new ones.
     """
     path = folder / SETTINGS
+    if write:
+        remove_abandoned(folder)
     if not path.exists():
         if write:
             write_sealed_json(path, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from drafttrain.atomic import HOST
 from drafttrain.data import DataOptions, PrepareOptions
 from drafttrain.data.asks import TOO_LONG, Asks, Dialogue, Job, jobs_of, read_asks
-from drafttrain.data.journal import Journal, answered, read
+from drafttrain.data.journal import Journal, answered, check_settings, read
 from drafttrain.data.regenerate import Engine
 from drafttrain.data.sources import Conversation, read_conversations
 from drafttrain.errors import UserError
@@ -292,3 +294,14 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(
     assert line in err and err.count("\n") == 1 and "secret" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
     assert (tmp_path / "taken" / "mine.txt").read_text() == "keep"
+
+
+def test_a_journal_keeps_nothing_that_a_killed_process_left_aside(tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    (tmp_path / f"settings.json.tmp-{HOST}-{child}").touch()
+    check_settings(tmp_path, {"a": 1}, write=True)
+    check_settings(tmp_path, {"a": 1}, write=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
