@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,9 @@ def test_leftovers_of_killed_processes_go(tmp_path: Path) -> None:
 
 
 def test_what_ended_processes_left_aside_goes(tmp_path: Path) -> None:
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitpid(child, 0)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    child = ended.pid
     gone = [f"a.tmp-{HOST}-{child}", f"b.tmp-old-{HOST}-{child}"]
     kept = [f"a.tmp-{HOST}-{os.getpid()}", f"a.tmp-elsewhere-{child}", "a", "tmp-1"]
     for name in (*gone, *kept):
