@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 
 Record = dict[str, Any]
 FEW = 80  # prompts of a set of many thousands, where no limit is given

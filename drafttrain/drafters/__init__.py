@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from drafttrain.drafter import Drafter
-from drafttrain.target import Target
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import Target
 
 
 @dataclass(frozen=True, slots=True)

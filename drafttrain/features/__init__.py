@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 
 FORMATS = ("float32", "bfloat16", "float8")
 LAWS = ("hidden", "top_k")

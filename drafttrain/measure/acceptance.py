@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from drafttrain.request import Result
+from drafttrain.decoding.request import Result
 
 Interval = tuple[float, float, float]  # value, low, high
 

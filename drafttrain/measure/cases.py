@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import Prompt, encode_prompt
-from drafttrain.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from drafttrain.intervals import said
+from drafttrain.core.intervals import said
 
 Entry = dict[str, Any]
 

@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 import torch
 
-from drafttrain.target import Taps, Target
+from drafttrain.model.target import Taps, Target
 
 _NARROW = (torch.bfloat16, torch.float16)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.measure import cells
-from drafttrain.verify import POLICIES
 
 LOOPING = 0.2  # share of outputs that end in a loop, above which acceptance figures flatter
 FEW = 200  # verifications that a gap needs to mean something

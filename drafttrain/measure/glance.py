@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from drafttrain.data.prompts import load_prompts
-from drafttrain.drafter import Drafter
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import encode_cases
 from drafttrain.measure.entry import race_keys
 from drafttrain.measure.plan import Budget
+from drafttrain.model.drafter import Drafter
 from drafttrain.targets.load import LoadedTarget
 
 NOW, HOURS = "now", 1e9

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from drafttrain.target import Taps, Target
+from drafttrain.model.target import Taps, Target
 
 
 @torch.no_grad()

@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.atomic import atomic_write_text
+from drafttrain.core.files import atomic_write_text
 from drafttrain.measure import cells
 from drafttrain.measure.entry import Evidence
-from drafttrain.page import render
+from drafttrain.measure.html import render
 
 TEXTS = 50  # of a sheet at most: what a person reads in an hour
 PLAIN, SPECULATIVE = "plain", "speculative"

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drafttrain.data.documents import long_prompts, read_documents
-from drafttrain.drafter import Drafter
+from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Case
 from drafttrain.measure.entry import Keys, race_keys
-from drafttrain.verify import POLICIES
+from drafttrain.model.drafter import Drafter
 
 LONG = 4  # prompts of each context length: their prefill is what takes the time
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
 
-from drafttrain.request import Result
-from drafttrain.session import Costs
-from drafttrain.speculate import Decoded
+from drafttrain.decoding.decoder import Decoded
+from drafttrain.decoding.request import Result
+from drafttrain.decoding.scheduler import Costs
 
 Contender = Callable[[list[int]], Decoded]  # case numbers of one wave -> its decoding
 Repeats = list[list[Decoded]]  # [repeat][wave]

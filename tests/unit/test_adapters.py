@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from drafttrain.errors import ParityError, UserError
+from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export import parity
 from drafttrain.export.golden import Golden, made
 from drafttrain.export.importers import convert
@@ -22,7 +22,7 @@ from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.opened import Opened
 from drafttrain.export.readers import causal_lm
 from drafttrain.export.readers.parts import MismatchError
-from drafttrain.target import LoraSpec
+from drafttrain.model.target import LoraSpec
 from tests.exports import TEXTS, loaded, opened, put_model, written
 from tests.helpers import tiny_model
 

@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.drafter import Commit, Drafter
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Request, Result, StopText
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.model.attention import Step
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.target import Taps
 from drafttrain.ops import library
-from drafttrain.ops.attend import Step
 from drafttrain.ops.build_tree import build_tree
 from drafttrain.ops.tree_attention import ancestors_of
-from drafttrain.request import Request, Result, StopText
-from drafttrain.sampling import Sampling
-from drafttrain.session import Session
-from drafttrain.speculate import Controls, Decoder
-from drafttrain.target import Taps
 from drafttrain.targets.fast import FastTarget
-from drafttrain.tree import DraftTree
 from tests.contract.test_families import NAMES, build
 from tests.helpers import crossed, prompts, some, tiny_model, tiny_target
 from tests.recorder import Graph, cpu_graphs, recorded

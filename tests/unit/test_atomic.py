@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from drafttrain.atomic import HOST, atomic_directory, atomic_write_json, atomic_write_text, remove_abandoned, remove_leftovers
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import (
+    HOST,
+    atomic_directory,
+    atomic_write_json,
+    atomic_write_text,
+    remove_abandoned,
+    remove_leftovers,
+)
 
 
 def test_a_directory_appears_when_it_is_complete(tmp_path: Path) -> None:

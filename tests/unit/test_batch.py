@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.batch import TrainBatch
+from drafttrain.model.batch import TrainBatch
 
 
 def batch_of(documents: list[list[int]], mask: list[list[bool]]) -> TrainBatch:

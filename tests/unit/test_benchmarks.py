@@ -16,12 +16,12 @@ from benchmarks.common import DiffersError, interleaved, peak, ratio
 from benchmarks.contest import Entrant
 from benchmarks.objective import Problem
 from benchmarks.section import Found, Settings
-from drafttrain import losses
-from drafttrain.batch import TrainBatch
-from drafttrain.drafter import trainable
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import trainable
+from drafttrain.objective import losses
+from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.ops import divergence
 from drafttrain.train.flops import Flops
 from tests.helpers import tiny_target

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.best_first import BestFirst
+from drafttrain.core.errors import UserError
+from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import families
-from drafttrain.dynamic import DynamicTree, grown_from_slots
-from drafttrain.errors import UserError
-from drafttrain.proposal import Proposal, Proposing, TreeOptions
-from drafttrain.tree import DraftTree
+from drafttrain.drafters.common.best_first import BestFirst
+from drafttrain.drafters.common.dynamic_tree import DynamicTree, grown_from_slots
+from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
 from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_target
 from tests.unit import test_dynamic as dynamic

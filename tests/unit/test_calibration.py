@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.calibration import Calibration, expected_error
+from drafttrain.drafters.common.calibration import Calibration, expected_error
 
 LINES = [(0.4, 1.0), (2.0, -0.5), (1.0, 0.0)]
 

@@ -11,17 +11,18 @@ from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from drafttrain.config import register
-from drafttrain.drafter import Drafter
+from drafttrain.cli.config import register
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling, law
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Request
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.cascade import FAMILY, Cascade, CascadeOptions
 from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions
-from drafttrain.errors import UserError
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective
-from drafttrain.request import Request
-from drafttrain.sampling import Sampling, law
-from drafttrain.session import Session
-from drafttrain.speculate import Controls, Decoder
+from drafttrain.model.drafter import Drafter
+from drafttrain.objective.losses import LossOptions, Objective
 from tests.helpers import prompts, tiny_target
 from tests.unit.test_losses import one_document
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.kv import Documents
-from drafttrain.ops import causal as op
+from drafttrain.model import causal_attention as op
+from drafttrain.model.masks import Documents
 
 DOCUMENTS = Documents(torch.tensor([[0] * 9 + [1] * 12 + [-1] * 2, [0] * 23]))
 

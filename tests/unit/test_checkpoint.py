@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save
 from torch import nn
 
-from drafttrain import checkpoint
-from drafttrain.atomic import atomic_directory, write_sealed_json
-from drafttrain.checkpoint import (
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_directory, write_sealed_json
+from drafttrain.drafters import Family, checkpoint
+from drafttrain.drafters.checkpoint import (
     CheckpointMeta,
     TargetRecord,
     load_drafter,
@@ -26,9 +27,7 @@ from drafttrain.checkpoint import (
     save_drafter,
     tuned_settings,
 )
-from drafttrain.drafters import Family
-from drafttrain.errors import UserError
-from drafttrain.target import TargetShape
+from drafttrain.model.target import TargetShape
 
 
 @dataclass

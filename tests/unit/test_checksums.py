@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from drafttrain.checksums import LISTED, check_listed, list_files
-from drafttrain.errors import UserError
+from drafttrain.core.checksums import LISTED, check_listed, list_files
+from drafttrain.core.errors import UserError
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from drafttrain import cli
-from drafttrain.commands import environment, fit
-from drafttrain.commands.run import RunOptions
-from drafttrain.errors import UserError
+from drafttrain.cli import main as cli
+from drafttrain.commands import fit
+from drafttrain.core.errors import UserError
+from drafttrain.runs import environment
+from drafttrain.runs.options import RunOptions
 
 Command = Callable[..., int]
 

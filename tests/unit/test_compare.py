@@ -18,7 +18,7 @@ import pytest
 import wandb
 import wandb_workspaces.reports.v2 as wr
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.columns import cell_rows, figure_rows, header
 from drafttrain.measure.compare.ranking import frontier, ranked

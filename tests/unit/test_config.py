@@ -11,9 +11,9 @@ from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from drafttrain.commands.run import RunOptions
-from drafttrain.config import known_keys, register
+from drafttrain.cli.config import known_keys, register
 from drafttrain.drafters import families
+from drafttrain.runs.options import RunOptions
 
 CONF = Path(__file__).parents[2] / "conf"
 CHOICES = [(path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml"))]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.fallback import WHOLE_EVERY, Cut, worthwhile
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.draft_length import WHOLE_EVERY, Cut, worthwhile
+from drafttrain.decoding.settings import Controls
 from tests.contract.test_families import build, pair_law
 from tests.helpers import prompts, tiny_target
 

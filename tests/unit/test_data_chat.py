@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.chat import encode
 from drafttrain.data.sources import Conversation
-from drafttrain.errors import UserError
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 MARKED = (

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from drafttrain.checksums import LISTED
+from drafttrain.core.checksums import LISTED
+from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
 from drafttrain.data.files import read_records
 from drafttrain.data.journal import SETTINGS, Journal, check_settings, look, read
@@ -19,7 +20,6 @@ from drafttrain.data.provenance import FILE, find_provenance
 from drafttrain.data.records import open_records
 from drafttrain.data.sources import open_sources, read_conversations
 from drafttrain.data.store import Block, Store, encode_block, key_of
-from drafttrain.errors import UserError
 from tests.damage import harmed, refused
 from tests.unit.test_data_preparation import Encoder, word_tokenizer
 
@@ -29,7 +29,7 @@ SHORT = ["prepare.max_new_tokens=12", "prepare.drop=[]", "prepare.shard=3"]
 
 @pytest.fixture(scope="module", params=["jsonl", "parquet"])
 def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from drafttrain import cli
+    from drafttrain.cli import main as cli
 
     folder = tmp_path_factory.mktemp("prepared")
     lines = [json.dumps({"turns": [f"Complete this code.\n\ndef f{i}("]}) + "\n" for i in range(5)]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, check_supervised, collate, load_dataset, shard
-from drafttrain.errors import UserError
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' end ' }}{% endfor %}"

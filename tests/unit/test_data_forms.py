@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.forms import FORMS, Conversation, conversation
-from drafttrain.errors import UserError
 
 HI, YES = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import csv, ipc
 
+from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
 from drafttrain.data.sources import read_conversations
-from drafttrain.errors import UserError
 
 SEEDS = 120  # mutations of each kind of file
 SECONDS = 9.0  # of processor time for one

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import csv, parquet
 
+from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions, SourceOptions
 from drafttrain.data.dataset import Dataset, load_dataset
 from drafttrain.data.order import Mixture
 from drafttrain.data.sources import read_conversations
-from drafttrain.errors import UserError
 from tests.unit.test_data_dataset import WORDS, word_tokenizer
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from drafttrain.core.errors import UserError, WorkerError
 from drafttrain.data import DataOptions, SourceOptions
 from drafttrain.data import dataset as datasets_module
 from drafttrain.data.chat import Encoder
@@ -24,7 +25,6 @@ from drafttrain.data.records import open_records
 from drafttrain.data.sources import open_sources
 from drafttrain.data.store import Store
 from drafttrain.data.workers import Follower, Pool
-from drafttrain.errors import UserError, WorkerError
 from tests.unit.test_data_dataset import word_tokenizer
 
 COUNT = 1200

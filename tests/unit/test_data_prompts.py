@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import Prompt, encode_prompt, load_prompts
-from drafttrain.errors import UserError
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] == 'no' %}{{ raise_exception('refused') }}{% endif %}"

@@ -11,10 +11,10 @@ import pytest
 from datasets import Dataset
 from pyarrow import csv, ipc, parquet
 
+from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
 from drafttrain.data import files as data_files
 from drafttrain.data.sources import Conversation, read_conversations
-from drafttrain.errors import UserError
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
 EXPECTED = tuple(MESSAGES["messages"])

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.forms import Conversation
 from drafttrain.data.templates import Template, TemplateOptions, read_template
-from drafttrain.errors import UserError
 from tests.unit.templates import CHATML, STYLES
 
 MODELS = Path(__file__).parents[3] / "shared" / "data" / "models"

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from drafttrain.commands.data import data_report, forms, say_counts, say_vocabulary, write_rejected
 from drafttrain.data import DataOptions, SourceOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import load_dataset, token_counts
 from drafttrain.data.vocabulary import coverage
 from drafttrain.measure.data import data_section
 from drafttrain.measure.plots import data_plot
+from drafttrain.runs.data import data_report, forms, say_counts, say_vocabulary, write_rejected
 from tests.unit.test_data_dataset import WORDS, word_tokenizer, write
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.targets.devices import bind, device_of
 
 VARIABLES = ("WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain import block_drafter
-from drafttrain.batch import Context, TrainBatch
-from drafttrain.block_options import spread_taps
-from drafttrain.drafter import Commit
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.settings import Controls
+from drafttrain.drafters.common import block_drafter
+from drafttrain.drafters.common.block_options import spread_taps
 from drafttrain.drafters.dflash import DFlash, DFlashOptions
-from drafttrain.errors import UserError
 from drafttrain.features.online import Online
-from drafttrain.layers import rotary, rotate
-from drafttrain.losses import LossOptions, Objective, teacher_forced
-from drafttrain.ops import blockwise
-from drafttrain.ops.blockwise import blockwise_attention
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder
-from drafttrain.target import FINAL
+from drafttrain.model import blockwise_attention as blockwise
+from drafttrain.model.batch import Context, TrainBatch
+from drafttrain.model.blockwise_attention import blockwise_attention
+from drafttrain.model.drafter import Commit
+from drafttrain.model.layers import rotary, rotate
+from drafttrain.model.target import FINAL
+from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import prompts, tiny_target
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.convolution import Convolved
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
 from drafttrain.drafters.dflash import DFlash, DFlashOptions
 from drafttrain.drafters.dflash2 import DFlash2, DFlash2Options
-from drafttrain.errors import UserError
-from drafttrain.sampling import Sampling
+from drafttrain.model.convolution import Convolved
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 from tests.unit.test_dspark import proposed, read

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from drafttrain.batch import TrainBatch
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
 from drafttrain.data.chat import Encoded
-from drafttrain.drafter import Drafter, trainable
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
 from drafttrain.drafters.draft_model import DraftModelOptions, build
-from drafttrain.errors import UserError
 from drafttrain.measure.flags import best, distillation
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Drafter, trainable
 from drafttrain.targets.companion import resize
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.batch import TrainBatch
-from drafttrain.drafter import Commit
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling, law
+from drafttrain.core.tree import DraftTree
 from drafttrain.drafters.dspark import DSpark, DSparkOptions
-from drafttrain.errors import UserError
 from drafttrain.features.online import Online
-from drafttrain.sampling import Sampling, law
-from drafttrain.target import Target
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Commit
+from drafttrain.model.target import Target
 from drafttrain.targets.hf import HFTarget
-from drafttrain.tree import DraftTree
 from tests.helpers import tiny_target
 from tests.unit.test_dflash import slot_states
 

@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.drafter import Commit
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import families
+from drafttrain.drafters.common.dynamic_tree import DynamicTree
+from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
+from drafttrain.drafters.common.recurrent import Recurrent
 from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.draft_model import DraftModel
 from drafttrain.drafters.hydra import Heads
 from drafttrain.drafters.medusa import Medusa
-from drafttrain.dynamic import DynamicTree
-from drafttrain.errors import UserError
-from drafttrain.kv import KVCache
-from drafttrain.proposal import Proposal, Proposing, TreeOptions
-from drafttrain.recurrent import Recurrent
-from drafttrain.sampling import Sampling
-from drafttrain.target import FINAL, Taps
+from drafttrain.model.drafter import Commit
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
-from drafttrain.tree import DraftTree
 from tests.helpers import tiny_target
 
 LENGTHS = (7, 3, 5)
@@ -200,7 +200,7 @@ def test_a_limited_dynamic_tree_spends_its_nodes_above(target: HFTarget) -> None
 
 def test_a_candidate_is_never_kept_without_its_parent() -> None:
     """Drafters so sure that a child's path is as likely as its parent's, to the last bit."""
-    from drafttrain.dynamic import Generation, Scored
+    from drafttrain.drafters.common.dynamic_tree import Generation, Scored
 
     sure = torch.zeros(2, 1, 8)
     sure[..., 3] = 200.0

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from drafttrain.core.errors import UserError
 from drafttrain.drafters.eagle import Eagle, EagleOptions
-from drafttrain.errors import UserError
-from drafttrain.losses import LossOptions, Objective
-from drafttrain.target import FINAL
+from drafttrain.model.target import FINAL
+from drafttrain.objective.losses import LossOptions, Objective
 from tests.contract import test_families as contract
 from tests.helpers import tiny_target
 from tests.unrolled import labels, packed_batch, shaken, states

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from drafttrain.core.errors import UserError
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Options
-from drafttrain.errors import UserError
-from drafttrain.losses import LossOptions, Objective, teacher_forced
-from drafttrain.outcome import restricted
-from drafttrain.target import FINAL
+from drafttrain.model.target import FINAL
+from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from drafttrain.objective.scores import restricted
 from tests.contract import test_families as contract
 from tests.helpers import tiny_target
 from tests.unrolled import labels, packed_batch, shaken, states

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import families
 from drafttrain.drafters.early_exit import EarlyExit, EarlyExitOptions
-from drafttrain.sampling import Sampling
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
-from drafttrain.tree import DraftTree
 from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_model, tiny_target
 

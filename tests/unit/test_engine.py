@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.train import TrainOptions
 from drafttrain.train.engine import World, accumulation, divided
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from drafttrain.export.engine import ENGINES, Outcome
-from drafttrain.export.engines import llamacpp
+from drafttrain.engines.process import ENGINES, Outcome
+from drafttrain.engines.scripts import llamacpp
 
 # Its answer to a prompt [n, ...] is n's text; of each verification it says in its log what was accepted.
 SERVER = """

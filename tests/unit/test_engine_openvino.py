@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from drafttrain.export.engine import Outcome
-from drafttrain.export.engines import openvino
+from drafttrain.engines.process import Outcome
+from drafttrain.engines.scripts import openvino
 
 
 class Anything:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drafttrain.errors import UserError, one_line, printable
+from drafttrain.core.errors import UserError, one_line, printable
 
 
 def test_control_characters_are_shown_and_not_sent() -> None:

@@ -15,10 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.atomic import write_sealed_json
-from drafttrain.checkpoint import META
+from drafttrain.core.errors import ParityError, UserError
+from drafttrain.core.files import write_sealed_json
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import families
-from drafttrain.errors import ParityError, UserError
+from drafttrain.drafters.checkpoint import META
 from drafttrain.export import golden as material
 from drafttrain.export import matrix
 from drafttrain.export.card import Measured
@@ -27,12 +30,9 @@ from drafttrain.export.golden import GOLDEN, TENSORS, store, stored
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import check_model
 from drafttrain.export.table import STACKS, TABLE, Layout, asked, loads
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
-from drafttrain.target import LoraSpec
+from drafttrain.model.target import LoraSpec
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
-from drafttrain.tree import DraftTree
 from tests.damage import refused
 from tests.exports import CASES, TEXTS, checkpoint, deep, loaded, opened, written
 from tests.helpers import tiny_model

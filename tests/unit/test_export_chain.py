@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.checkpoint import CheckpointMeta, save_drafter
+from drafttrain.core.errors import UserError
+from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import families
-from drafttrain.errors import UserError
+from drafttrain.drafters.checkpoint import CheckpointMeta, save_drafter
 from drafttrain.export.chain import GREEDY, Ending, Rounds, chain_drafter, decoded, plain
 from drafttrain.export.opened import Opened
-from drafttrain.speculate import Decoder
 from tests.contract.test_families import NAMES, SHAPES
 from tests.exports import TEXTS, drafter_of, loaded, opened, record_of
 from tests.helpers import prompts

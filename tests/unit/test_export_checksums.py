@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from drafttrain.checksums import LISTED, list_files
 from drafttrain.commands.verify import record_of
-from drafttrain.errors import UserError
+from drafttrain.core.checksums import LISTED, list_files
+from drafttrain.core.errors import UserError
 from drafttrain.export import hub
 from drafttrain.export.exporter import CARD, TARGET
 from drafttrain.export.hub import Repository, push
@@ -19,7 +19,7 @@ from drafttrain.export.importers import convert
 from drafttrain.export.importers.convert import converted
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.opened import Opened
-from drafttrain.target import LoraSpec
+from drafttrain.model.target import LoraSpec
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target, load_tokenizer
 from tests.damage import refused

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.errors import ParityError, UserError
+from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export import parity
 from drafttrain.export.exporter import Wanted, check_wanted, refusals
 from drafttrain.export.files import Source

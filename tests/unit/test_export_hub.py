@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from drafttrain.checksums import LISTED
-from drafttrain.errors import UserError
+from drafttrain.core.checksums import LISTED
+from drafttrain.core.errors import UserError
 from drafttrain.export import hub
 from drafttrain.export.hub import Repository, is_repository
-from drafttrain.target import LoraSpec
+from drafttrain.model.target import LoraSpec
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 from tests.exports import checkpoint, opened, written

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.errors import ParityError
+from drafttrain.core.errors import ParityError
 from drafttrain.export import exporter, parity
 from drafttrain.export.files import Files, Source
 from drafttrain.export.golden import Golden

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from drafttrain.fallback import Fallback
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.draft_length import Fallback
+from drafttrain.decoding.settings import Controls
 from tests.helpers import Scripted, never, oracle, prompts, random_guess, tiny_target
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from drafttrain.errors import UserError
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
-from drafttrain.target import FINAL, Taps
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget

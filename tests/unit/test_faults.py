@@ -18,7 +18,7 @@ from rich.console import Console
 from benchmarks.faults import attack, campaign, data, files, hostile_templates, kill, material
 from benchmarks.faults.campaign import ACCEPTED, FAILURE, REFUSED, UNCHANGED, Outcome, failed
 from benchmarks.faults.child import forked
-from drafttrain.atomic import atomic_write_text, remove_abandoned
+from drafttrain.core.files import atomic_write_text, remove_abandoned
 from drafttrain.data import forms, templates
 from drafttrain.targets.load import EMBEDDED
 

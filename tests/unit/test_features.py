@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.batch import Prediction, Top, TrainBatch
+from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
-from drafttrain.errors import UserError
 from drafttrain.features import layout as layouts
 from drafttrain.features.cached import Cached, documents
 from drafttrain.features.form import Form
@@ -22,9 +21,10 @@ from drafttrain.features.layout import Layout, key_of
 from drafttrain.features.online import Online
 from drafttrain.features.store import ABSENT, Store
 from drafttrain.features.writer import Writer
-from drafttrain.law import TopLaw
+from drafttrain.model.batch import Prediction, Top, TrainBatch
+from drafttrain.model.target import FINAL, Taps
+from drafttrain.objective.teacher import TopLaw
 from drafttrain.ops.divergence import NAMES, divergence
-from drafttrain.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
 from tests.damage import harmed
 from tests.helpers import prompts, tiny_target

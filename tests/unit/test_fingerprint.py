@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drafttrain.fingerprint import fingerprint_of
+from drafttrain.targets.fingerprint import fingerprint_of
 
 
 def model(seed: int = 0, scale: float = 1.0) -> nn.Module:

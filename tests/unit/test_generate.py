@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, save_drafter
 from drafttrain.commands import generate
 from drafttrain.commands.generate import DRAFTED, Stream, Writer
 from drafttrain.data.prompts import encode_prompt
+from drafttrain.decoding.request import Chunk, Result
 from drafttrain.drafters import families
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, save_drafter
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.decoding import decoder_of
-from drafttrain.request import Chunk, Result
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.sampling import Lane, Sampling, uniform
-from drafttrain.tree import DraftTree
-from drafttrain.verify import LEAST, policy_for
-from kernels.bench import draws, ladder
-from kernels.bench.draws import Parting, Watch
-from kernels.bench.machine import Machine
-from kernels.bench.suite import RedError
+from benchmarks.gpu import draws, ladder
+from benchmarks.gpu.draws import Parting, Watch
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.suite import RedError
+from drafttrain.core.sampling import Lane, Sampling, uniform
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.acceptance import LEAST, policy_for
 
 MACHINE = Machine(torch.device("cpu"), True, "rehearsal", {"torch": torch.__version__})
 PROMPTS = [[5, 6, 7], [8, 9]]

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain import ahead, speculate
-from drafttrain.drafter import Drafter
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding import decoder as speculate
+from drafttrain.decoding import graph_runner as ahead
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Request, Result
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.draft_model import DraftModel
-from drafttrain.kv import KVCache
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.kv_cache import KVCache
 from drafttrain.ops import library
-from drafttrain.request import Request, Result
-from drafttrain.sampling import Sampling
-from drafttrain.session import Session
-from drafttrain.speculate import Controls, Decoder
 from drafttrain.targets import fast
 from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import NAMES, build

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.fallback import Cut
-from drafttrain.guard import Act, Guard, Watch
-from drafttrain.request import Result
-from drafttrain.sampling import Sampling
-from drafttrain.session import Session
-from drafttrain.speculate import Controls, Decoder
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.draft_length import Cut
+from drafttrain.decoding.guards.guard import Act, Guard, Watch
+from drafttrain.decoding.request import Result
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
 from drafttrain.targets.fast import FastTarget
-from drafttrain.tree import DraftTree
 from tests.helpers import Scripted, prompts, random_guess, tiny_model
 
 TARGET = FastTarget(tiny_model())

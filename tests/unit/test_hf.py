@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from drafttrain.errors import UserError
-from drafttrain.target import FINAL, Taps
+from drafttrain.core.errors import UserError
+from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target
@@ -18,8 +18,8 @@ def test_the_probe_accepts_trees(name: str) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_plain_decoding_equals_generate(name: str) -> None:
-    from drafttrain.sampling import Sampling
-    from drafttrain.speculate import Decoder
+    from drafttrain.core.sampling import Sampling
+    from drafttrain.decoding.decoder import Decoder
 
     target, asked = tiny_target(name), prompts(3, seed=2)
     results = Decoder(target, None, "greedy", Sampling(), frozenset(), 24, prefill_chunk=5).run(asked, batch_size=3).results
@@ -73,9 +73,9 @@ def test_an_architecture_that_cannot_be_decoded_exactly_is_refused_in_one_line()
 def test_an_architecture_that_ignores_the_mask_decodes_chains_only() -> None:
     from transformers import AutoModelForCausalLM, MptConfig
 
+    from drafttrain.core.sampling import Sampling
+    from drafttrain.decoding.decoder import Decoder
     from drafttrain.drafters.medusa import Medusa, MedusaOptions
-    from drafttrain.sampling import Sampling
-    from drafttrain.speculate import Decoder
 
     model = AutoModelForCausalLM.from_config(MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_seq_len=64))
     target = HFTarget(model)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drafttrain.batch import TrainBatch
-from drafttrain.drafter import Commit, Drafter
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
 from drafttrain.drafters.hydra import Heads, HydraOptions, HydraPlus, build
-from drafttrain.errors import UserError
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective
-from drafttrain.sampling import Sampling
-from drafttrain.target import FINAL
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.target import FINAL
+from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.hf import HFTarget
 from tests.contract import test_families as contract
 from tests.helpers import tiny_target

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafttrain.checksums import LISTED
+from drafttrain.core.checksums import LISTED
 from drafttrain.export.exporter import RECORD
 from drafttrain.export.files import DTYPES, Source
 from drafttrain.export.golden import Golden, made

@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.commands.given import check_start
+from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
-from drafttrain.errors import UserError
 from drafttrain.export import parity
 from drafttrain.export.files import Files
 from drafttrain.export.golden import made
@@ -39,7 +38,8 @@ from drafttrain.export.readers import (
     peagle,
     redrafter,
 )
-from drafttrain.layers import LayerOptions
+from drafttrain.model.layers import LayerOptions
+from drafttrain.runs.given_checkpoint import check_start
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import LINEAR, TEXTS, deep, loaded
 from tests.official import IDS, LAYOUTS, LLAMA, D, H, Made, V, put

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from drafttrain.errors import Interrupted
+from drafttrain.core.errors import Interrupted
 from drafttrain.train.interrupt import SIGNALS, Interrupt
 
 

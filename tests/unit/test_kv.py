@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from drafttrain.kv import KVCache, visible
-from drafttrain.tree import ancestors
+from drafttrain.core.tree import ancestors
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.ops.tree_attention import visible
 
 
 def numbered(rows: int, nodes: int, start: int) -> torch.Tensor:

@@ -11,9 +11,9 @@ from hydra import compose, initialize_config_module
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from drafttrain.config import register
-from drafttrain.errors import UserError
-from drafttrain.layers import LayerOptions, rotary
+from drafttrain.cli.config import register
+from drafttrain.core.errors import UserError
+from drafttrain.model.layers import LayerOptions, rotary
 from tests.exports import LINEAR, LLAMA3
 from tests.helpers import tiny_target
 

@@ -15,7 +15,7 @@ import wandb
 from matplotlib.figure import Figure
 from wandb.proto import wandb_internal_pb2 as protocol
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.train import LoggerOptions
 from drafttrain.train.lineage import COLUMNS, Lineage, group_of, measurement_rows, run_of, summary_of
 from drafttrain.train.logger import Logger, check_logger, log_export

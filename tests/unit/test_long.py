@@ -12,11 +12,11 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafttrain.batch import TrainBatch
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective, teacher_forced
-from drafttrain.target import Taps
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.target import Taps
+from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from tests.contract.test_families import NAMES, SHAPES

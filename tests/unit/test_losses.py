@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Drafter
+from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
-from drafttrain.errors import UserError
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective, teacher_forced
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import FINAL
+from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.ops.divergence import AT_ONCE, NAMES, divergence, outcome, reference
-from drafttrain.target import FINAL
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import crossed, tiny_target
 

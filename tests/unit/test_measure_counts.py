@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.losses import Hits
+from drafttrain.decoding.request import Result
 from drafttrain.measure.acceptance import pooled, wilson
 from drafttrain.measure.expected import expected_tau, forced_batch, gap
-from drafttrain.request import Result
+from drafttrain.objective.losses import Hits
 
 
 def result(emitted: int, verifications: int, offered: list[int], accepted: list[int], nodes: int) -> Result:

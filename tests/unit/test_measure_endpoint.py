@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from drafttrain.errors import UserError
-from drafttrain.measure import endpoint as endpoint_file
-from drafttrain.measure.endpoint import Where, counters, endpoint, prometheus
+from drafttrain.core.errors import UserError
+from drafttrain.engines import http as endpoint_file
+from drafttrain.engines.answers import About
+from drafttrain.engines.http import Where, counters, endpoint, prometheus
 from drafttrain.measure.enginetext import section
-from drafttrain.served import About
 from tests.served import SMALL, Fake, untrained
 from tests.unit.test_measure_engines import report_in
 

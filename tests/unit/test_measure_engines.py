@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from drafttrain.commands import engines as command_file
-from drafttrain.commands.run import RunOptions
-from drafttrain.errors import UserError
-from drafttrain.export import engine
-from drafttrain.export.engine import ENGINES, Engine, Job
-from drafttrain.export.serving import serving
+from drafttrain.core.errors import UserError
+from drafttrain.engines import process as engine
+from drafttrain.engines.answers import About, Answer, Text
+from drafttrain.engines.measurement import SPECULATIVE, Here, Terms, measured
+from drafttrain.engines.process import ENGINES, Engine, Job
+from drafttrain.engines.timed_process import serving
 from drafttrain.measure.bench import BASELINE
-from drafttrain.measure.engines import SPECULATIVE, Here, Terms, measured
-from drafttrain.served import About, Answer, Text
+from drafttrain.runs.options import RunOptions
 from tests.served import SMALL, untrained
 from tests.unit.test_measure_runner import SCHEMA, check
 

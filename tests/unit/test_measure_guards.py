@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from drafttrain.commands.measure import measure_run
-from drafttrain.commands.run import RunOptions
 from drafttrain.data.prompts import encode_prompt
 from drafttrain.drafters import families
 from drafttrain.measure import DecodeOptions, GuardOptions, MeasureOptions, published
@@ -19,6 +18,7 @@ from drafttrain.measure.cases import Case, follow_ups, in_turn
 from drafttrain.measure.decoding import decoder_of, idle_guards
 from drafttrain.measure.flags import flags
 from drafttrain.measure.monitors import valid_json
+from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget
 from tests.reports import entry_of
 from tests.unit.test_measure_runner import SCHEMA, Letters, check, checkpoint, loaded

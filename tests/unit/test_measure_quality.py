@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.kv import KVCache
 from drafttrain.measure.distribution import chi_square_tail, p_value, two_sample
 from drafttrain.measure.exactness import Match, compare, first_difference
 from drafttrain.measure.monitors import counted, ends_in_loop, longest_repeat, missed_stop
 from drafttrain.measure.quality import mean_log_likelihood
-from drafttrain.target import Taps, TargetOut
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.target import Taps, TargetOut
 
 STOP = frozenset({0})
 

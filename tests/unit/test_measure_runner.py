@@ -14,17 +14,17 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, checkpoint_name, save_drafter
 from drafttrain.commands.measure import measure, measure_run
-from drafttrain.commands.run import RunOptions
+from drafttrain.core.errors import UserError
 from drafttrain.data.documents import long_prompts, read_documents
 from drafttrain.drafters import families
-from drafttrain.errors import UserError
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, checkpoint_name, save_drafter
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure import runner as runner_module
 from drafttrain.measure.flags import best
 from drafttrain.measure.report import rounded
 from drafttrain.measure.runner import CheckpointRef
+from drafttrain.runs.options import RunOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import QuantisedTarget

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from drafttrain.decoding.decoder import Decoded
+from drafttrain.decoding.request import Result
+from drafttrain.decoding.scheduler import Costs
 from drafttrain.measure.cases import Case, spread, waves
 from drafttrain.measure.plan import Budget, Plan, plan
 from drafttrain.measure.speed import Race, costs, race, speedup, throughput, tpot, ttft
-from drafttrain.request import Result
-from drafttrain.session import Costs
-from drafttrain.speculate import Decoded
 
 
 def lap(*times: tuple[int, float, float, float]) -> Decoded:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from drafttrain.core.sampling import Sampling
 from drafttrain.drafters.medusa import Medusa, MedusaOptions
-from drafttrain.sampling import Sampling
 from tests.helpers import tiny_target
 
 TREE = [[0], [1], [0, 0], [0, 0, 0], [0, 0, 1]]

@@ -10,26 +10,33 @@ import pytest
 import torch
 from rich.console import Console
 
-from drafttrain.adapted import AdaptedObjective, drafter_weight, rate_scale
-from drafttrain.atomic import atomic_directory
-from drafttrain.batch import TrainBatch
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, adapter_state, load_checkpoint, load_drafter, save_drafter
 from drafttrain.commands.measure import measure_run
-from drafttrain.commands.run import RunOptions
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_directory
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import cascade
 from drafttrain.drafters.cascade import CascadeOptions
+from drafttrain.drafters.checkpoint import (
+    CheckpointMeta,
+    TargetRecord,
+    adapter_state,
+    load_checkpoint,
+    load_drafter,
+    save_drafter,
+)
 from drafttrain.drafters.medusa import Medusa, MedusaOptions
-from drafttrain.errors import UserError
 from drafttrain.features.online import Online
-from drafttrain.fingerprint import fingerprint_of
-from drafttrain.losses import LossOptions, Objective
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.runner import CheckpointRef
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
-from drafttrain.target import FINAL, LoraSpec, Taps
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.target import FINAL, LoraSpec, Taps
+from drafttrain.objective.lora_target import AdaptedObjective, drafter_weight, rate_scale
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.runs.options import RunOptions
 from drafttrain.targets.adapt import Adapter, own_bytes
 from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.parallel import Part

@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
-from drafttrain.drafter import Commit, Drafter
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Request
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.cascade import FAMILY, CascadeOptions
-from drafttrain.errors import UserError
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
+from drafttrain.drafters.common.merged import Merged, pieces
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective, teacher_forced
-from drafttrain.merged import Merged, pieces
-from drafttrain.request import Request
-from drafttrain.sampling import Sampling
-from drafttrain.session import Session
-from drafttrain.speculate import Controls, Decoder
-from drafttrain.tree import DraftTree
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from tests.helpers import prompts, tiny_target
 from tests.unit.test_losses import one_document
 

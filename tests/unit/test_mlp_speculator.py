@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from drafttrain.core.errors import UserError
 from drafttrain.drafters.mlp_speculator import MLPSpeculator, MLPSpeculatorOptions
-from drafttrain.errors import UserError
-from drafttrain.losses import LossOptions, Objective
-from drafttrain.target import FINAL
+from drafttrain.model.target import FINAL
+from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 from tests.unit.test_hydra import packed_batch

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from drafttrain.core.errors import UserError
 from drafttrain.drafters.mtp import MTP, MTPOptions
-from drafttrain.errors import UserError
-from drafttrain.losses import LossOptions, Objective
-from drafttrain.target import FINAL
+from drafttrain.model.target import FINAL
+from drafttrain.objective.losses import LossOptions, Objective
 from tests.helpers import tiny_target
 from tests.unrolled import labels, packed_batch, shaken, states
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from drafttrain.commands.origin import origin_of
-from drafttrain.commands.run import RunOptions
+from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import Dataset, load_dataset
 from drafttrain.data.provenance import foreign, template_hash
-from drafttrain.errors import UserError
+from drafttrain.runs.options import RunOptions
+from drafttrain.runs.provenance import origin_of
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.batch import TrainBatch
 from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate, load_dataset, pack
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective
-from drafttrain.target import FINAL, Taps
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.target import FINAL, Taps
+from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from tests.contract.test_families import build

@@ -9,19 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TrainBatch
-from drafttrain.chains import Chains, Retention
-from drafttrain.drafter import Commit, Drafter
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
-from drafttrain.dynamic import Generation
-from drafttrain.errors import UserError
+from drafttrain.drafters.common.dynamic_tree import Generation
 from drafttrain.features.online import Online
-from drafttrain.kv import KVCache
-from drafttrain.losses import LossOptions, Objective, teacher_forced
-from drafttrain.ops import blockwise
-from drafttrain.ops.chained import attended, reference
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder
+from drafttrain.model import blockwise_attention as blockwise
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.mask_chain_attention import attended, reference
+from drafttrain.model.mask_chains import Chains, Retention
+from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import prompts, tiny_model, tiny_target

@@ -14,17 +14,17 @@ from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from drafttrain.batch import TrainBatch
-from drafttrain.commands import place as placing
-from drafttrain.config import register
-from drafttrain.drafter import trainable
-from drafttrain.errors import UserError
+from drafttrain.cli.config import register
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
 from drafttrain.features.online import Online
 from drafttrain.features.prefetch import Prefetch
-from drafttrain.losses import LossOptions, Objective
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
-from drafttrain.target import Taps
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import trainable
+from drafttrain.model.target import Taps
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.runs import placement as placing
 from drafttrain.targets import TargetOptions, estimate
 from drafttrain.targets.estimate import Need, Outline, choose, kept_bytes, need_of, outline
 from drafttrain.targets.load import load_target

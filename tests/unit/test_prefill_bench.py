@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.bench import prefill, report
-from kernels.bench.bench import jobs
-from kernels.bench.machine import Machine
-from kernels.bench.prefill import LLAMA, ORDERS, TINY, VARIABLE
-from kernels.bench.suite import RedError
+from benchmarks.gpu import prefill, report
+from benchmarks.gpu.bench import jobs
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.prefill import LLAMA, ORDERS, TINY, VARIABLE
+from benchmarks.gpu.suite import RedError
 
 REHEARSAL = Machine(torch.device("cpu"), True, "rehearsal", {"torch": torch.__version__})
 

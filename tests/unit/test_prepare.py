@@ -13,15 +13,15 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from drafttrain.atomic import HOST
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import HOST
+from drafttrain.core.sampling import Sampling
 from drafttrain.data import DataOptions, PrepareOptions
 from drafttrain.data.asks import TOO_LONG, Asks, Dialogue, Job, jobs_of, read_asks
 from drafttrain.data.journal import Journal, answered, check_settings, read
 from drafttrain.data.regenerate import Engine
 from drafttrain.data.sources import Conversation, read_conversations
-from drafttrain.errors import UserError
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
+from drafttrain.decoding.decoder import Decoder
 from tests.helpers import tiny_model, tiny_target
 
 STOP = 7

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.drafter import Commit
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
-from drafttrain.errors import UserError
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
+from drafttrain.model.drafter import Commit
 from tests.helpers import prompts, tiny_target
 
 TARGET = tiny_target()

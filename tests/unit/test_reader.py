@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from drafttrain.batch import TrainBatch
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.features import layout as layouts
@@ -23,7 +22,8 @@ from drafttrain.features.online import Online
 from drafttrain.features.reader import BUFFERS, HostBuffers, ReadAhead
 from drafttrain.features.store import Store
 from drafttrain.features.writer import Writer
-from drafttrain.target import FINAL, Taps
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.target import FINAL, Taps
 from tests.helpers import prompts, tiny_target
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from drafttrain.commands.run import RunOptions
-from drafttrain.config import register
+from drafttrain.cli.config import register
+from drafttrain.runs.options import RunOptions
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drafttrain.batch import TrainBatch
-from drafttrain.drafter import Commit
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters.redrafter import ReDrafter, ReDrafterOptions, Search, prefix_tree, survivors
-from drafttrain.errors import UserError
-from drafttrain.losses import LossOptions, Objective
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
-from drafttrain.target import FINAL
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Commit
+from drafttrain.model.target import FINAL
+from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.hf import HFTarget
-from drafttrain.tree import DraftTree
 from tests.contract import test_families as contract
 from tests.helpers import tiny_target
 from tests.recorder import cpu_graphs

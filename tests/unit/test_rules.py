@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.rules import Reply, check_rules, judge
-from drafttrain.errors import UserError
 
 PROSE = "The parser reads one line, then the next. It keeps what it has seen in a list, and gives that list back at the end."
 

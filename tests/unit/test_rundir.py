@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from drafttrain.atomic import HOST
-from drafttrain.commands import rundir
-from drafttrain.commands.run import RunOptions
-from drafttrain.commands.rundir import RunDirectory
+from drafttrain.core.files import HOST
+from drafttrain.runs import directory as rundir
+from drafttrain.runs.directory import RunDirectory
+from drafttrain.runs.options import RunOptions
 
 
 class Alone:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from drafttrain.sampling import Lane, Sampling, choose, law, per_node, pick, shaped, uniform
+from drafttrain.core.sampling import Lane, Sampling, choose, law, per_node, pick, shaped, uniform
 
 
 @pytest.mark.parametrize(

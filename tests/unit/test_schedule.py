@@ -2,7 +2,7 @@
 
 import pytest
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.train import TrainOptions
 from drafttrain.train.schedule import learning_rate
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from drafttrain.atomic import CHECKSUM, write_sealed_json
 from drafttrain.commands.measure import spent
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import CHECKSUM, write_sealed_json
 from drafttrain.train.keeper import PROGRESS, Progress
 from drafttrain.train.sealed import SUMS, damage, file_sums, newest_valid, seal
 from tests.damage import refused

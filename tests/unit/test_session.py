@@ -10,16 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.kv import PAGE
+from drafttrain.core.sampling import Sampling, law
+from drafttrain.core.tree import DraftTree, ancestors
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Request, Result, StopText
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
 from drafttrain.measure.exactness import Match, compare
+from drafttrain.model.kv_cache import PAGE
+from drafttrain.model.target import Taps
 from drafttrain.ops import greedy_accept, library, lossless_accept, sample
-from drafttrain.request import Request, Result, StopText
-from drafttrain.sampling import Sampling, law
-from drafttrain.session import Session
-from drafttrain.speculate import Controls, Decoder
-from drafttrain.target import Taps
 from drafttrain.targets.fast import FastTarget
-from drafttrain.tree import DraftTree, ancestors
 from tests.helpers import Scripted, never, oracle, prompts, random_guess, tiny_model, tiny_target
 
 NEW = 14

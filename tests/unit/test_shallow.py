@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.errors import UserError
-from drafttrain.target import FINAL, Taps
+from drafttrain.core.errors import UserError
+from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.estimate import Outline
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from drafttrain.core.tree import TreeShape, arrivals
 from drafttrain.measure.simulate import SimulateOptions
 from drafttrain.measure.simulate.formulas import (
     best_tree,
@@ -28,7 +29,6 @@ from drafttrain.measure.simulate.measured import Measured, token_cost
 from drafttrain.measure.simulate.outcome import alpha_of, simulated
 from drafttrain.measure.simulate.scenario import MOST_BATCH, Scenario, StepCosts
 from drafttrain.measure.simulate.toy import sampled_chain, tree_trial
-from drafttrain.tree import TreeShape, arrivals
 from tests.runs import report, version_1, write
 
 Command = Callable[..., int]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TrainBatch
+from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
-from drafttrain.errors import UserError
-from drafttrain.losses import LossOptions
+from drafttrain.model.batch import TrainBatch
+from drafttrain.objective.losses import LossOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.ulysses import check_sequence_parallel

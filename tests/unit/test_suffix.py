@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters.suffix import END, Node, Suffix, SuffixOptions, SuffixTree
-from drafttrain.errors import UserError
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
 from tests.helpers import prompts, tiny_target
 
 DEPTH = 5

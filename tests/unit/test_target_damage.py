@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import EMBEDDED, load_target, load_tokenizer
 

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.targets import TargetOptions
+from drafttrain.targets.companion import companion
 from drafttrain.targets.estimate import outline
 from drafttrain.targets.load import EMBEDDED, load_shape, load_target
 from tests.helpers import tiny_model, tiny_target
@@ -121,7 +122,7 @@ def test_a_configuration_of_wrong_values_is_one_line(name: str, value: object, d
     file = directory / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
     target = tiny_target()
-    for read in (load_target, load_shape, outline, lambda given: target.companion(given.path, None)):
+    for read in (load_target, load_shape, outline, lambda given: companion(target, given.path, None)):
         with pytest.raises(UserError) as error:
             read(options(directory))  # type: ignore[operator]
         assert "\n" not in str(error.value) and len(str(error.value)) < 600 and str(directory) in str(error.value)
@@ -130,14 +131,14 @@ def test_a_configuration_of_wrong_values_is_one_line(name: str, value: object, d
 def test_a_draft_model_is_looked_at_too(directory: Path) -> None:
     rewritten(directory, lambda tensors: without(tensors, "layers.2."))
     with pytest.raises(UserError, match=r"drafter\.path .* they lack model\.layers\.2"):
-        tiny_target().companion(str(directory), None)
+        companion(tiny_target(), str(directory), None)
 
 
 def test_a_draft_models_damaged_tokenizer_is_not_taken_for_none(directory: Path) -> None:
     file = directory / "tokenizer.json"
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"drafter\.path .* has a tokenizer\.json that cannot be read"):
-        tiny_target().companion(str(directory), None)
+        companion(tiny_target(), str(directory), None)
 
 
 def indexed(directory: Path, spelled: Callable[[str], str]) -> Path:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drafttrain.batch import TrainBatch
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.model.batch import TrainBatch
 from drafttrain.train.flops import Flops
 from drafttrain.train.peaks import named_peak
 from drafttrain.train.profile import Profile, window

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from drafttrain.core.errors import UserError
 from drafttrain.data import bounds
 from drafttrain.data.bounds import TooLongError, bounded
 from drafttrain.data.chat import Encoder
 from drafttrain.data.forms import Conversation
 from drafttrain.data.prompts import encode_messages
 from drafttrain.data.templates import TemplateOptions
-from drafttrain.errors import UserError
 from drafttrain.targets.load import EMBEDDED
 
 HOSTILE = {

@@ -11,14 +11,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from drafttrain.drafter import Commit
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.drafters.common.translation import TranslatedDraft, Translation, recent
 from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions, build
-from drafttrain.errors import UserError
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
+from drafttrain.model.drafter import Commit
 from drafttrain.targets import TargetOptions
+from drafttrain.targets.companion import companion
 from drafttrain.targets.load import load_target
-from drafttrain.translation import TranslatedDraft, Translation, recent
 
 WORDS = ["the cat sat on the mat", "a hat, a bat and the café", "naïve 🙂 cats chat at that", "he hello hell help"]
 
@@ -118,7 +119,7 @@ class Writer:
 def test_a_draft_model_that_knows_the_text_is_accepted_through_the_translation(places: dict[str, str]) -> None:
     """And reads each of its own tokens about once: what was accepted stays in its cache."""
     loaded = load_target(TargetOptions(name="hf", path=places["target"]))
-    found = loaded.target.companion(places["other"], None)
+    found = companion(loaded.target, places["other"], None)
     story = "the cat sat on the mat, a naïve 🙂 café cat"
     tokens = list(loaded.tokenizer(story)["input_ids"])
     mine = [*found.tokenizer(story)["input_ids"], 0]

@@ -5,7 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.tree import DraftTree, TreeShape, ancestors, arrivals, best_paths, depth, expected_nodes, tuned_paths, visits
+from drafttrain.core.tree import (
+    DraftTree,
+    TreeShape,
+    ancestors,
+    arrivals,
+    best_paths,
+    depth,
+    expected_nodes,
+    tuned_paths,
+    visits,
+)
 
 
 @st.composite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain import treesize
+from drafttrain.decoding import tree_size as treesize
 from drafttrain.drafters import families
 from drafttrain.ops import library
 from drafttrain.targets.fast import FastTarget

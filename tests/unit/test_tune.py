@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter, tuned_settings
 from drafttrain.commands import tune as tune_file
-from drafttrain.drafter import Drafter, Preferred
+from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
-from drafttrain.errors import UserError
+from drafttrain.drafters.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter, tuned_settings
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.cases import Case
 from drafttrain.measure.decoding import decoder_of, depth_limit
 from drafttrain.measure.tuning import shapes_of
+from drafttrain.model.drafter import Drafter, Preferred
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from tests.exports import record_of

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.kv import Documents
-from drafttrain.ops import unrolled as op
+from drafttrain.model import unrolled_attention as op
+from drafttrain.model.masks import Documents
 
 DOCUMENTS = Documents(torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2, [0] * 13]))
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafttrain.core.sampling import Lane, Sampling, law
+from drafttrain.core.tree import DraftTree, TreeShape, ancestors
+from drafttrain.decoding.acceptance import POLICIES, Verdict, coupled, greedy, lossless, policy_for
 from drafttrain.ops import lossless_accept as lossless_op
 from drafttrain.ops import sample as sample_op
-from drafttrain.sampling import Lane, Sampling, law
-from drafttrain.tree import DraftTree, TreeShape, ancestors
-from drafttrain.verify import POLICIES, Verdict, coupled, greedy, lossless, policy_for
 
 V = 5
 Law = dict[tuple[int, ...], float]

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from drafttrain.checkpoint import CheckpointMeta, save_drafter
-from drafttrain.checksums import LISTED
+from drafttrain.core.checksums import LISTED
+from drafttrain.core.errors import ParityError, UserError
 from drafttrain.drafters import families
-from drafttrain.errors import ParityError, UserError
-from drafttrain.export import engine
+from drafttrain.drafters.checkpoint import CheckpointMeta, save_drafter
+from drafttrain.engines import process as engine
+from drafttrain.engines.process import ENGINES, Engine, Job, Outcome, python_of, run
 from drafttrain.export.chain import Ending, Rounds
-from drafttrain.export.engine import ENGINES, Engine, Job, Outcome, python_of, run
 from drafttrain.export.verification import Verification, first_difference, verified
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from drafttrain import cli
+    from drafttrain.cli import main as cli
 
     out = tmp_path_factory.mktemp("exported") / "out"
     with pytest.MonkeyPatch.context() as patch:

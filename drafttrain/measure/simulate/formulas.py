@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-from drafttrain.tree import Path
+from drafttrain.core.tree import Path
 
 Ranks = Sequence[Sequence[float]]  # [depth][rank]: P(the true token is the choice of this rank | the path above is true)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from drafttrain.core.tree import Path
 from drafttrain.measure.simulate.formulas import Ranks, best_tree, expected_tokens, full_tree, speedup, tree_tokens
-from drafttrain.tree import Path
 
 MOST_BATCH = 4096  # up to which a break-even is looked for
 
