@@ -8,8 +8,8 @@ It is started as in `engine.py`, with the same job, whose `timed` is
 
 The script's `opened(job)`, a context manager, makes the engine ready and gives what it says of itself (the fields of
 `drafttrain.engines.answers.About`), and a function. `serve.py` writes the former to stdout as a line; for each line of
-prompts' numbers that it reads from stdin what the function answers; what else is printed goes to the log. Times are the script's
-own, so that neither the pipe nor its JSON is in them. An answer:
+prompts' numbers that it then reads from stdin it writes what the function answers. What else is printed goes to the log. Times
+are the script's own, so that neither the pipe nor its JSON is in them. An answer:
 
 - `texts`: of each prompt `{"tokens": [ids], "first": s, "ended": s, "ahead": n}`, as in `drafttrain.engines.answers.Text`
 - `verifications`, `drafted`, `accepted`: of all of them together; null where nothing is drafted, or the engine does not tell
