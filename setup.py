@@ -10,4 +10,5 @@ def packages() -> list[str]:
     return [*find_packages(include=["drafttrain", "drafttrain.*"]), *(f"drafttrain.{name}" for name in outside)]
 
 
-setup(packages=packages(), package_dir={f"drafttrain.{folder}": folder for folder in OUTSIDE})
+if __name__ == "__main__":  # as which setuptools runs it
+    setup(packages=packages(), package_dir={f"drafttrain.{folder}": folder for folder in OUTSIDE})

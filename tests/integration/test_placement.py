@@ -39,7 +39,7 @@ from drafttrain.train.trainer import Job, Trainer
 from tests.helpers import tiny_model
 from tests.integration import test_training as runs
 from tests.reports import counted
-from tests.unit.test_placement import packed_batch
+from tests.unit.targets.test_placement import packed_batch
 
 PLACEMENTS = ("replicated", "zero3", "tensor_parallel")
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {  # family, options, ZeRO stage of the drafter
