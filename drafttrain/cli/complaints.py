@@ -1,4 +1,4 @@
-"""Floor 6: which errors are the user's, and the one line that each of them gets."""
+"""Which errors are the user's, and the one line that each of them gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 6: what Hydra knows: the schema of a run, each family's own schema, and the recipes."""
+"""What Hydra knows: the schema of a run, each family's own schema, and the recipes."""
 
 from __future__ import annotations
 

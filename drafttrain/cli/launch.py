@@ -1,4 +1,4 @@
-"""Floor 5: run a command in this process, or in `launcher.nproc` processes on each of `launcher.nodes` machines."""
+"""Run a command in this process, or in `launcher.nproc` processes on each of `launcher.nodes` machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 6: `drafttrain COMMAND [overrides]`.
+"""`drafttrain COMMAND [overrides]`.
 
 Hydra composes the configuration; a user's mistake becomes one line on stderr and exit code 2.
 """

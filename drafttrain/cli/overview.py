@@ -1,4 +1,4 @@
-"""Floor 5: the help pages, read from the first comment line of each YAML file; nothing heavy is imported for them."""
+"""The help pages, read from the first comment line of each YAML file; nothing heavy is imported for them."""
 
 from __future__ import annotations
 

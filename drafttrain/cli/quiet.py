@@ -1,4 +1,4 @@
-"""Floor 5: keep the libraries' chatter off the console, and keep W&B from asking anything."""
+"""Keep the libraries' chatter off the console, and keep W&B from asking anything."""
 
 from __future__ import annotations
 

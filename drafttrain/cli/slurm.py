@@ -1,4 +1,4 @@
-"""Floor 5: `launcher=slurm`: the same command as a Slurm job, which saves before its time is up and is queued again.
+"""`launcher=slurm`: the same command as a Slurm job, which saves before its time is up and is queued again.
 
 The job runs one `drafttrain` on each node, which starts the processes there. submitit writes the script, submits it, and asks
 Slurm to queue the job again; what it pickles for that is a command line.

@@ -1,4 +1,4 @@
-"""Floor 5: what each process of a launch does around its command, and the notes it leaves to the one that started it."""
+"""What each process of a launch does around its command, and the notes it leaves to the one that started it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain compare RUN RUN ... [out=DIR]`: measured runs ranked, with what is more than chance between them."""
+"""`drafttrain compare RUN RUN ... [out=DIR]`: measured runs ranked, with what is more than chance between them."""
 
 from __future__ import annotations
 

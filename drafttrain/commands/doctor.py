@@ -1,4 +1,4 @@
-"""Floor 5: what this machine offers, for a bug report and for a first look."""
+"""What this machine offers, for a bug report and for a first look."""
 
 from __future__ import annotations
 

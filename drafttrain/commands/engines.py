@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain measure ... engine=NAME`: serving engines decode the prompts that our decoder was timed on."""
+"""`drafttrain measure ... engine=NAME`: serving engines decode the prompts that our decoder was timed on."""
 
 from __future__ import annotations
 

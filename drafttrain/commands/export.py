@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain export checkpoint=DIR format=STACK out=DIR`: for a serving stack, checked before it is there."""
+"""`drafttrain export checkpoint=DIR format=STACK out=DIR`: for a serving stack, checked before it is there."""
 
 from __future__ import annotations
 

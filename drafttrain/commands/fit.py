@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain fit`: distil a drafter from the frozen target, then measure every kept checkpoint."""
+"""`drafttrain fit`: distil a drafter from the frozen target, then measure every kept checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain generate [checkpoint=DIR] [prompt=TEXT]`: complete or chat, streaming."""
+"""`drafttrain generate [checkpoint=DIR] [prompt=TEXT]`: complete or chat, streaming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain inspect [target=...] [data.path=...]`: training data as the drafter will see it, and a page of it."""
+"""`drafttrain inspect [target=...] [data.path=...]`: training data as the drafter will see it, and a page of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain measure checkpoint=DIR [prompts=FILE]`, and the measurement that ends every `fit`."""
+"""`drafttrain measure checkpoint=DIR [prompts=FILE]`, and the measurement that ends every `fit`."""
 
 from __future__ import annotations
 

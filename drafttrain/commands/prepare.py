@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain prepare target=... data.path=... out=DIR`: the target answers a data set's prompts again."""
+"""`drafttrain prepare target=... data.path=... out=DIR`: the target answers a data set's prompts again."""
 
 from __future__ import annotations
 

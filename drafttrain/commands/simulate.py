@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain simulate [report=FILE | checkpoint=DIR] [out=FILE.png]`: what acceptance and costs are worth."""
+"""`drafttrain simulate [report=FILE | checkpoint=DIR] [out=FILE.png]`: what acceptance and costs are worth."""
 
 from __future__ import annotations
 

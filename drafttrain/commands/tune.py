@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain tune checkpoint=DIR`: the draft length or tree that is fastest here, kept with the checkpoint.
+"""`drafttrain tune checkpoint=DIR`: the draft length or tree that is fastest here, kept with the checkpoint.
 
 Half of the prompts choose, the other half decides whether the choice is faster than what was trained.
 """

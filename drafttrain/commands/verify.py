@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain verify engine=NAME out=DIR checkpoint=DIR`: does an engine accept as many drafts as our decoder?"""
+"""`drafttrain verify engine=NAME out=DIR checkpoint=DIR`: does an engine accept as many drafts as our decoder?"""
 
 from __future__ import annotations
 

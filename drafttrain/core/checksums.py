@@ -1,4 +1,4 @@
-"""Floor 0: the files of a directory by their sha256, in one more file there, for everything that reads them.
+"""The files of a directory by their sha256, in one more file there, for everything that reads them.
 
 A directory without that file was made by somebody else, by an earlier version, or was changed on purpose: it is taken as it is.
 """

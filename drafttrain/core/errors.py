@@ -1,4 +1,4 @@
-"""Floor 0: what a user did wrong, in one line."""
+"""What a user did wrong, in one line."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Floor 0: files and directories that appear whole or not at all (written aside, fsynced, renamed)."""
+"""Files and directories that appear whole or not at all (written aside, fsynced, renamed)."""
 
 from __future__ import annotations
 

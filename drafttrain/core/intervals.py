@@ -1,4 +1,4 @@
-"""Floor 0: 95 % intervals of pooled figures. What varies is the text, so each is left out once (delete-one jackknife).
+"""95 % intervals of pooled figures. What varies is the text, so each is left out once (delete-one jackknife).
 
 Shapes: C texts (prompts, conversations), F figures of a text that are added up.
 """

@@ -1,4 +1,4 @@
-"""Floor 0: how a token is chosen: the request's settings, the law they make of logits, and keyed noise.
+"""How a token is chosen: the request's settings, the law they make of logits, and keyed noise.
 
 Shapes: B rows, V vocabulary, `...` any leading dimensions.
 """

@@ -1,4 +1,4 @@
-"""Floor 0: sequences that several processes hold together, each its own positions (DeepSpeed Ulysses, arXiv 2309.14509).
+"""Sequences that several processes hold together, each its own positions (DeepSpeed Ulysses, arXiv 2309.14509).
 
 Shapes: B rows, T positions of whole sequences, N processes, O = T / N positions of each, W = O + halo columns of its batch,
 X anything along which processes hold parts, h heads, k = h / N of them, D head width.

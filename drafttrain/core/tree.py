@@ -1,4 +1,4 @@
-"""Floor 0: the draft tree. Everything a drafter proposes is one of these.
+"""The draft tree. Everything a drafter proposes is one of these.
 
 Shapes: B batch, N nodes (root included), V vocabulary, W children of a node.
 

@@ -1,4 +1,4 @@
-"""Floor 3: prompts of a given length, cut from long documents."""
+"""Prompts of a given length, cut from long documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 3: public prompt sets: where each is published, and how its records become prompts. A new set is one entry of `SETS`.
+"""Public prompt sets: where each is published, and how its records become prompts. A new set is one entry of `SETS`.
 
 The wording is Spec-Bench's (arXiv 2401.07851): GSM8K's questions as they stand, articles behind "Summarize: ". Of large sets
 the first 80 are taken, as many as Spec-Bench has of each task.

@@ -1,4 +1,4 @@
-"""Floor 2: acceptance policies: which path of a verified tree becomes text, and the token that follows it.
+"""Acceptance policies: which path of a verified tree becomes text, and the token that follows it.
 
 Shapes: B rows, N nodes (root included), A accepted nodes (root included), V vocabulary.
 """

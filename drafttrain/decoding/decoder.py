@@ -1,4 +1,4 @@
-"""Floor 2: the one decoder. It knows no drafter by name; without a drafter it is plain decoding, the baseline."""
+"""The one decoder. It knows no drafter by name; without a drafter it is plain decoding, the baseline."""
 
 from __future__ import annotations
 

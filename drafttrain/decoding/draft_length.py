@@ -1,4 +1,4 @@
-"""Floor 1: how deep to draft, or not at all, and how much of a draft to verify: from measured costs and what is accepted."""
+"""How deep to draft, or not at all, and how much of a draft to verify: from measured costs and what is accepted."""
 
 from __future__ import annotations
 

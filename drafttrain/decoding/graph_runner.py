@@ -1,4 +1,4 @@
-"""Floor 2: rounds run ahead of the host, which looks at their results later: as CUDA graphs, or as they are.
+"""Rounds run ahead of the host, which looks at their results later: as CUDA graphs, or as they are.
 
 Shapes: B rows, A new tokens of a round, M rounds.
 """

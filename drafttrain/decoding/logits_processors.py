@@ -1,4 +1,4 @@
-"""Floor 1: what changes logits by a request's own text, at every node of a tree: repetition penalty, minimum length.
+"""What changes logits by a request's own text, at every node of a tree: repetition penalty, minimum length.
 
 Shapes: S slots, B active rows, N nodes (root included), A new tokens, K stop tokens, V vocabulary.
 """

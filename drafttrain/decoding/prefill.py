@@ -1,4 +1,4 @@
-"""Floor 2: prompts enter the caches, in chunks, and every text gets its first token.
+"""Prompts enter the caches, in chunks, and every text gets its first token.
 
 Shapes: B prompts, S texts (a prompt may have several), T prompt positions, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Floor 1: what is asked of the decoder, and what comes back."""
+"""What is asked of the decoder, and what comes back."""
 
 from __future__ import annotations
 

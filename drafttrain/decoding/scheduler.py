@@ -1,4 +1,4 @@
-"""Floor 2: the one decode loop: requests queue, decode in slots and leave.
+"""The one decode loop: requests queue, decode in slots and leave.
 
 Shapes: S slots, B active rows.
 """

@@ -1,4 +1,4 @@
-"""Floor 2: one decode round, for every drafter: what a CUDA graph holds on a GPU, and what runs as it is elsewhere.
+"""One decode round, for every drafter: what a CUDA graph holds on a GPU, and what runs as it is elsewhere.
 
 Shapes: S slots, B rows, N tree nodes, A accepted nodes, K stop tokens, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Floor 2: how many nodes a static tree should have on this machine.
+"""How many nodes a static tree should have on this machine.
 
 Shapes: N nodes (root included), K draft depth.
 """

@@ -1,4 +1,4 @@
-"""Floor 3: the families, one file each. A file that defines `FAMILY` is a family; nothing else lists them."""
+"""The families, one file each. A file that defines `FAMILY` is a family; nothing else lists them."""
 
 from __future__ import annotations
 

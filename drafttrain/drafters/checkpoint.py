@@ -1,4 +1,4 @@
-"""Floor 3: a drafter on disk. `step-00400/` holds `drafter.safetensors` (its own tensors) and `drafter.json` (all else).
+"""A drafter on disk. `step-00400/` holds `drafter.safetensors` (its own tensors) and `drafter.json` (all else).
 
 Where the target was trained too, `drafter.safetensors` also holds the matrices of its adapter, under `adapter.`.
 """

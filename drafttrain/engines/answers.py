@@ -1,4 +1,4 @@
-"""Floor 0: what a serving engine answers while it is timed, whoever asks it."""
+"""What a serving engine answers while it is timed, whoever asks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: an OpenAI-compatible endpoint as an engine: streamed requests, clocked here, and what its server counts."""
+"""An OpenAI-compatible endpoint as an engine: streamed requests, clocked here, and what its server counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: serving engines beside our decoder: the same prompts, with and without speculation in turn, and what they accept."""
+"""Serving engines beside our decoder: the same prompts, with and without speculation in turn, and what they accept."""
 
 from __future__ import annotations
 

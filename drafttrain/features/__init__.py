@@ -1,4 +1,4 @@
-"""Floor 3: the target's states that a drafter is trained on: computed in every step, or once and kept on disk."""
+"""The target's states that a drafter is trained on: computed in every step, or once and kept on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: what the verifications yielded: counts pooled over all steps of all prompts, never means of means."""
+"""What the verifications yielded: counts pooled over all steps of all prompts, never means of means."""
 
 from __future__ import annotations
 

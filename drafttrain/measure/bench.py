@@ -1,4 +1,4 @@
-"""Floor 4: the passes of a measurement over its cases: plain, speculative, transformers, and the timed races."""
+"""The passes of a measurement over its cases: plain, speculative, transformers, and the timed races."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: the prompts of a measurement, encoded, and in an order whose every prefix is a fair sample."""
+"""The prompts of a measurement, encoded, and in an order whose every prefix is a fair sample."""
 
 from __future__ import annotations
 

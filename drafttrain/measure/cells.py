@@ -1,4 +1,4 @@
-"""Floor 4: figures as short text, the same on the console and in report.md."""
+"""Figures as short text, the same on the console and in report.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: what became of a target that was trained with its drafter, beside the original one.
+"""What became of a target that was trained with its drafter, beside the original one.
 
 Shapes: R logit rows, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Floor 4: a decoder as the options describe it; the baseline differs from it in the drafter alone."""
+"""A decoder as the options describe it; the baseline differs from it in the drafter alone."""
 
 from __future__ import annotations
 

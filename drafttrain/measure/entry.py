@@ -1,4 +1,4 @@
-"""Floor 4: one checkpoint's figures under the report's names (docs/report-schema.md), whole and by slice."""
+"""One checkpoint's figures under the report's names (docs/report-schema.md), whole and by slice."""
 
 from __future__ import annotations
 

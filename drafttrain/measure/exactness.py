@@ -1,4 +1,4 @@
-"""Floor 4: are greedy outputs token-identical, and if not, does the number format explain it?
+"""Are greedy outputs token-identical, and if not, does the number format explain it?
 
 Shapes: R logit rows, V vocabulary.
 """

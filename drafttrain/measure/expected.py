@@ -1,4 +1,4 @@
-"""Floor 4: expected tau: what teacher-forced agreement predicts for the decode settings that are measured.
+"""Expected tau: what teacher-forced agreement predicts for the decode settings that are measured.
 
 Shapes: B sequences (one here), T positions, M samples, K draft depth, D depth of the proposal.
 """

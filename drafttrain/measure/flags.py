@@ -1,4 +1,4 @@
-"""Floor 4: what a reader of the report must not miss, in one sentence each; and which checkpoint is best."""
+"""What a reader of the report must not miss, in one sentence each; and which checkpoint is best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: the memory floor of a decode step: bytes that must be read / measured copy bandwidth. On a GPU only."""
+"""The memory floor of a decode step: bytes that must be read / measured copy bandwidth. On a GPU only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: a small measurement while training goes on: some prompts, once, beside plain decoding."""
+"""A small measurement while training goes on: some prompts, once, beside plain decoding."""
 
 from __future__ import annotations
 

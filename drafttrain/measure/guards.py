@@ -1,4 +1,4 @@
-"""Floor 4: what guards did, and the outputs' quality with them and without."""
+"""What guards did, and the outputs' quality with them and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 0: pages of one HTML file each, which ask nothing of a network."""
+"""Pages of one HTML file each, which ask nothing of a network."""
 
 from __future__ import annotations
 

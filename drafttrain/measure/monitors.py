@@ -1,4 +1,4 @@
-"""Floor 4: failure monitors. They count, they never act."""
+"""Failure monitors. They count, they never act."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: report.html: the measurement as one page that needs no network."""
+"""Report.html: the measurement as one page that needs no network."""
 
 from __future__ import annotations
 

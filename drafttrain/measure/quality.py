@@ -1,4 +1,4 @@
-"""Floor 4: what a policy that is not lossless does to the text, in the target's own eyes.
+"""What a policy that is not lossless does to the text, in the target's own eyes.
 
 Shapes: R logit rows, V vocabulary.
 """

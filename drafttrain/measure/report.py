@@ -1,4 +1,4 @@
-"""Floor 4: report.json, report.md, report.html and the figures: one measurement, written whole or not at all."""
+"""Report.json, report.md, report.html and the figures: one measurement, written whole or not at all."""
 
 from __future__ import annotations
 

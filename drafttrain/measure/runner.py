@@ -1,4 +1,4 @@
-"""Floor 4: measure checkpoints of one target against its plain decoding, within a time budget."""
+"""Measure checkpoints of one target against its plain decoding, within a time budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: some outputs for the report, in runs: what one verification accepted of the drafts, and what the target added."""
+"""Some outputs for the report, in runs: what one verification accepted of the drafts, and what the target added."""
 
 from __future__ import annotations
 

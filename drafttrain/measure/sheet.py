@@ -1,4 +1,4 @@
-"""Floor 4: a blind side-by-side sheet for a policy that is not lossless: plain and speculative outputs in random order.
+"""A blind side-by-side sheet for a policy that is not lossless: plain and speculative outputs in random order.
 
 `sheet.html` and `sheet.csv` show them as A and B, `sheet-key.csv` says which is which.
 """

@@ -1,4 +1,4 @@
-"""Floor 4: slices beside category and batch size: other temperatures, and contexts of a given length; a race for each."""
+"""Slices beside category and batch size: other temperatures, and contexts of a given length; a race for each."""
 
 from __future__ import annotations
 

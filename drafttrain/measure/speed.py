@@ -1,4 +1,4 @@
-"""Floor 4: times. Contenders run the same waves of prompts in turn, so that a drifting clock rate hits all alike."""
+"""Times. Contenders run the same waves of prompts in turn, so that a drifting clock rate hits all alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: transformers' own `generate`, greedy: a second opinion on the tokens, and a second baseline for the speed.
+"""Transformers' own `generate`, greedy: a second opinion on the tokens, and a second baseline for the speed.
 
 Shapes: B prompts, T positions.
 """

@@ -1,4 +1,4 @@
-"""Floor 4: which proposal gives most tokens a second: predicted for every shape from acceptance and step costs, then raced.
+"""Which proposal gives most tokens a second: predicted for every shape from acceptance and step costs, then raced.
 
 Shapes: M samples, K draft depth, N nodes.
 """

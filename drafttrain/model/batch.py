@@ -1,4 +1,4 @@
-"""Floor 0: training batches, and the only code that shifts tokens against positions.
+"""Training batches, and the only code that shifts tokens against positions.
 
 Shapes: B sequences, T positions, A anchors of a sequence, H hidden, M (source, label) pairs, V vocabulary, k likeliest tokens.
 

@@ -1,4 +1,4 @@
-"""Floor 1: short convolutions around a part of a layer, whose taps each position chooses itself.
+"""Short convolutions around a part of a layer, whose taps each position chooses itself.
 
 Shapes: S positions of a block, G groups of channels, H hidden.
 

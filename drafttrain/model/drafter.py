@@ -1,4 +1,4 @@
-"""Floor 1: what every drafter family is.
+"""What every drafter family is.
 
 Shapes: B rows, A committed positions, N tree nodes, S slots, H hidden, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Floor 0: the paged KV cache of one model: a committed prefix per slot, then scratch positions of the open tree.
+"""The paged KV cache of one model: a committed prefix per slot, then scratch positions of the open tree.
 
 Shapes: L layers, S slots, B rows in use, h KV heads, Q pages, P positions, D head width, N tree nodes, A accepted nodes.
 

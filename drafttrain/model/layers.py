@@ -1,4 +1,4 @@
-"""Floor 1: the parts drafters share: RMS norm, residual block, rotary attention over a KV cache, gated MLP.
+"""The parts drafters share: RMS norm, residual block, rotary attention over a KV cache, gated MLP.
 
 Shapes: B rows, N positions, P key positions, h heads, D head width, F half of it, H hidden, I input width of a projection.
 """

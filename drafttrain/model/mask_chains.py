@@ -1,4 +1,4 @@
-"""Floor 0: texts with chains of mask slots behind them, on which parallel drafters are trained in one pass (arXiv 2504.18583,
+"""Texts with chains of mask slots behind them, on which parallel drafters are trained in one pass (arXiv 2504.18583,
 2602.01469).
 
 Shapes: B rows, T columns of text, A anchors of a row, S slots of a chain, X slots of all chains, N = T + X columns, M

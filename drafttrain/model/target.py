@@ -1,4 +1,4 @@
-"""Floor 1: the frozen target as drafters and the decoder see it.
+"""The frozen target as drafters and the decoder see it.
 
 Shapes: B rows, N nodes or positions, R logit rows, H hidden, V vocabulary, P cached positions.
 """

@@ -1,4 +1,4 @@
-"""Floor 3: the objective of a family that also trains the target: the drafter's loss, and what holds the target in place.
+"""The objective of a family that also trains the target: the drafter's loss, and what holds the target in place.
 
 Shapes: B sequences, T positions, M supervised tokens, C a chunk of them, H hidden, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Floor 3: the one objective of every family: a divergence between laws, chunk by chunk, with acceptance counted on the way.
+"""The one objective of every family: a divergence between laws, chunk by chunk, with acceptance counted on the way.
 
 Shapes: M predictions, C a chunk of them, K draft depth, H hidden, V vocabulary, D the drafter's own part of it.
 """

@@ -1,4 +1,4 @@
-"""Floor 3: what some predictions' logits are worth: their loss, and whether and how far they agree with the target's law.
+"""What some predictions' logits are worth: their loss, and whether and how far they agree with the target's law.
 
 Shapes: C predictions, V vocabulary, D tokens that the drafter knows or offers.
 """

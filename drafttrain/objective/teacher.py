@@ -1,4 +1,4 @@
-"""Floor 3: the target's law at chosen positions, from its post-norm states or from its k likeliest tokens.
+"""The target's law at chosen positions, from its post-norm states or from its k likeliest tokens.
 
 Shapes: P = B * T positions, C a chunk of them, H hidden, V vocabulary, D the drafter's own part of it, k kept tokens.
 """

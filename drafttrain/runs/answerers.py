@@ -1,4 +1,4 @@
-"""Floor 5: who answers the prompts of `prepare`, our own decoder or a server, and what decides the texts."""
+"""Who answers the prompts of `prepare`, our own decoder or a server, and what decides the texts."""
 
 from __future__ import annotations
 

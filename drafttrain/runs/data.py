@@ -1,4 +1,4 @@
-"""Floor 5: the training data of a run: loaded, and said what was recognised in it."""
+"""The training data of a run: loaded, and said what was recognised in it."""
 
 from __future__ import annotations
 

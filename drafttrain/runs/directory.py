@@ -1,4 +1,4 @@
-"""Floor 5: the directory of one run, and finding the one to go on with."""
+"""The directory of one run, and finding the one to go on with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5: the machine and the versions that a figure was made with."""
+"""The machine and the versions that a figure was made with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5: the checkpoint that a command was given: one of ours, or a drafter of other people, on disk or by hub id."""
+"""The checkpoint that a command was given: one of ours, or a drafter of other people, on disk or by hub id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5: one command run in lock step by the processes that share its target."""
+"""One command run in lock step by the processes that share its target."""
 
 from __future__ import annotations
 

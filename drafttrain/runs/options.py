@@ -1,4 +1,4 @@
-"""Floor 5: everything one run is made of, as plain data."""
+"""Everything one run is made of, as plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5: where the frozen target's weights lie while a drafter is trained, and afterwards, when it is measured."""
+"""Where the frozen target's weights lie while a drafter is trained, and afterwards, when it is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5: progress of a measurement on the console: one bar per stage, with tokens per second and time left."""
+"""Progress of a measurement on the console: one bar per stage, with tokens per second and time left."""
 
 from __future__ import annotations
 

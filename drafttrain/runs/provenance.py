@@ -1,4 +1,4 @@
-"""Floor 5: whose words `fit` trains on: what is known of it, and what the target makes of them."""
+"""Whose words `fit` trains on: what is known of it, and what the target makes of them."""
 
 from __future__ import annotations
 

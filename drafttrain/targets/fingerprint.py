@@ -1,4 +1,4 @@
-"""Floor 0: a name for a model's weights."""
+"""A name for a model's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1: guards watch a text as its tokens come to the host, and act where it begins to loop or breaks its format.
+"""Guards watch a text as its tokens come to the host, and act where it begins to loop or breaks its format.
 
 Monitors (`drafttrain.measure.monitors`) count the same faults in texts that are done; they never act.
 """

@@ -1,4 +1,4 @@
-"""Floor 0: JSON text as it grows, character by character (RFC 8259): can it still become one whole value?
+"""JSON text as it grows, character by character (RFC 8259): can it still become one whole value?
 
 Around the value there may be blanks, and a ``` fence with or without a language's name.
 """

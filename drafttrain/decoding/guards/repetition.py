@@ -1,4 +1,4 @@
-"""Floor 0: runs of one n-gram repeated back to back, in tokens or in characters; and what is called a loop."""
+"""Runs of one n-gram repeated back to back, in tokens or in characters; and what is called a loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1: drafters that are language models: a cache of their own, one token after another.
+"""Drafters that are language models: a cache of their own, one token after another.
 
 Shapes: B rows, N tokens fed, A staged positions, W nodes fed at once, M nodes fed so far, R logit rows, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Floor 1: the likeliest paths below drafts that do not know each other's tokens, found exactly, all on the device.
+"""The likeliest paths below drafts that do not know each other's tokens, found exactly, all on the device.
 
 Shapes: B rows, R ranks, P paths that one depth may add, W those kept, M candidates (root included), N nodes.
 

@@ -1,4 +1,4 @@
-"""Floor 1: the backbone of block drafters, which draft a whole block in one pass (arXiv 2602.06036).
+"""The backbone of block drafters, which draft a whole block in one pass (arXiv 2602.06036).
 
 Shapes: B rows, T positions, A anchors of a row or staged positions, C of them at once, S slots of a block, h heads, D head
 width, H hidden.

@@ -1,4 +1,4 @@
-"""Floor 1: what every block drafter is asked, and the shape of block that its options name (arXiv 2602.06036)."""
+"""What every block drafter is asked, and the shape of block that its options name (arXiv 2602.06036)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1: what a drafter's confidence in its drafts stands for, fitted to text that it was not trained on.
+"""What a drafter's confidence in its drafts stands for, fitted to text that it was not trained on.
 
 Shapes: B rows, M samples, K drafts.
 

@@ -1,4 +1,4 @@
-"""Floor 1: trees for drafters that score a node from its token and its parent's state: one shape, or grown by confidence.
+"""Trees for drafters that score a node from its token and its parent's state: one shape, or grown by confidence.
 
 Shapes: B rows, W nodes fed at once, M nodes fed so far, C candidates, N tree nodes, F nodes with children, R ranks,
 h heads, D head width, H state, I input width of a projection, V vocabulary (the drafter's).

@@ -1,4 +1,4 @@
-"""Floor 1: drafters that propose from the end of the text alone: the target's last state and the root. They cache nothing.
+"""Drafters that propose from the end of the text alone: the target's last state and the root. They cache nothing.
 
 Shapes: S slots, B rows, H hidden.
 """

@@ -1,4 +1,4 @@
-"""Floor 1: two drafters of one target, whose proposals are joined into one tree.
+"""Two drafters of one target, whose proposals are joined into one tree.
 
 Shapes: B rows, A committed positions, C columns of a piece.
 """

@@ -1,4 +1,4 @@
-"""Floor 1: what drafters with their own cache have seen accepted and not yet computed, and the part such drafters share.
+"""What drafters with their own cache have seen accepted and not yet computed, and the part such drafters share.
 
 Shapes: S slots, B rows, A staged positions, N tokens fed, H hidden, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Floor 1: what shape a drafter's proposals have (a chain, a static tree, or one grown by confidence); how it is chosen."""
+"""What shape a drafter's proposals have (a chain, a static tree, or one grown by confidence); how it is chosen."""
 
 from __future__ import annotations
 

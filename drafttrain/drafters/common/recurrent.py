@@ -1,4 +1,4 @@
-"""Floor 1: drafters of one attention layer that read a token and the state before it, and feed their own state back.
+"""Drafters of one attention layer that read a token and the state before it, and feed their own state back.
 
 Shapes: B rows, T positions, A staged positions, W nodes, M predictions, h heads, D head width, H hidden, I what attention
 reads, V the drafter's vocabulary.

@@ -1,4 +1,4 @@
-"""Floor 1: a draft model with another tokenizer than the target's: what it writes is text, and goes over as text.
+"""A draft model with another tokenizer than the target's: what it writes is text, and goes over as text.
 
 As universal assisted decoding does it (transformers; arXiv 2502.05202, string-level exact match): the drafts are deterministic,
 so that a lossless policy stays lossless whatever the translation gives.

@@ -1,4 +1,4 @@
-"""Floor 4: what two measurements must share before one may be called ahead of the other."""
+"""What two measurements must share before one may be called ahead of the other."""
 
 from __future__ import annotations
 

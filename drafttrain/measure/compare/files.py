@@ -1,4 +1,4 @@
-"""Floor 4: the comparison as compare.csv, pairs.csv, compare.md and compare.html."""
+"""The comparison as compare.csv, pairs.csv, compare.md and compare.html."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: the comparison as one HTML file that asks nothing of a network."""
+"""The comparison as one HTML file that asks nothing of a network."""
 
 from __future__ import annotations
 

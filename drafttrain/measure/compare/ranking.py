@@ -1,4 +1,4 @@
-"""Floor 4: rows in order, tested against each other, and which of them no other beats at lower cost."""
+"""Rows in order, tested against each other, and which of them no other beats at lower cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: from what the user names to reports: run directories, checkpoints, report files, globs, and runs at W&B."""
+"""From what the user names to reports: run directories, checkpoints, report files, globs, and runs at W&B."""
 
 from __future__ import annotations
 

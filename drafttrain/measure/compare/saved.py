@@ -1,4 +1,4 @@
-"""Floor 4: the comparison as a saved report at W&B: the table in words, and plots of the runs that are there."""
+"""The comparison as a saved report at W&B: the table in words, and plots of the runs that are there."""
 
 from __future__ import annotations
 

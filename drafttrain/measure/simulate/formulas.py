@@ -1,4 +1,4 @@
-"""Floor 4: expected tokens of a decode step, and what they are worth.
+"""Expected tokens of a decode step, and what they are worth.
 
 alpha: P(a draft is accepted | those before it are). E: expected tokens of a step, the target's own token included. All laws
 are taken as independent from step to step, which is Leviathan et al.'s assumption (arXiv 2211.17192).

@@ -1,4 +1,4 @@
-"""Floor 4: a measured checkpoint as a scenario's starting point."""
+"""A measured checkpoint as a scenario's starting point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: everything a simulation finds, from the options and, where there is one, a report."""
+"""Everything a simulation finds, from the options and, where there is one, a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: one scenario: how often drafts are accepted, and what passes cost; its best settings and its break-even points."""
+"""One scenario: how often drafts are accepted, and what passes cost; its best settings and its break-even points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: the formulas against our own verifiers: drafts of toy laws, accepted or refused as in decoding.
+"""The formulas against our own verifiers: drafts of toy laws, accepted or refused as in decoding.
 
 Shapes: B trials, N nodes (root included), V vocabulary, K depth.
 """
