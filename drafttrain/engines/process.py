@@ -2,7 +2,7 @@
 
 An engine lives in a Python of its own (3.11 or later). `engines/<engine>.py` is a script for that Python; it imports the engine
 and nothing of this package. Its `decoded(job)` decodes every prompt by itself (batch 1), greedily and in float32, with a chain
-of `draft_length` drafts, and gives the result. `python -P engines/serve.py engines/<engine>.py JOB RESULT` calls it (-P: a
+of `draft_length` drafts, and gives the result. `python -P scripts/serve.py scripts/<engine>.py JOB RESULT` calls it (-P: a
 script that is called as the package it imports must not be found in its place). What it prints goes to a log. What it cannot do
 becomes one line, `{"error": "..."}`, in the place of the result.
 
@@ -18,7 +18,7 @@ Job:
 - `facts`: what the serving command says beyond the directory. `layer_inputs`: the tapped blocks' outputs as k, the number of
   the block that reads them (empty for families that tap none)
 - `scratch`: an empty directory for what the engine needs converted; it is removed afterwards
-- `timed`: null here; `serving.py` explains what it is where the engine is timed
+- `timed`: null here; `timed_process.py` explains what it is where the engine is timed
 
 Result:
 
