@@ -1,6 +1,6 @@
 """Run a serving engine on an exported directory: a job goes in as JSON, what the engine did comes out as JSON.
 
-An engine lives in a Python of its own (3.11 or later). `engines/<engine>.py` is a script for that Python; it imports the engine
+An engine lives in a Python of its own (3.11 or later). `scripts/<engine>.py` is for that Python; it imports the engine
 and nothing of this package. Its `decoded(job)` decodes every prompt by itself (batch 1), greedily and in float32, with a chain
 of `draft_length` drafts, and gives the result. `python -P scripts/serve.py scripts/<engine>.py JOB RESULT` calls it (-P: a
 script that is called as the package it imports must not be found in its place). What it prints goes to a log. What it cannot do
