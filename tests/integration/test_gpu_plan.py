@@ -162,7 +162,7 @@ def test_about_thirty_texts_come_first() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Iterator[Path]:
-    for name in ("drafttrain", "kernels"):
+    for name in ("drafttrain", "kernels", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "assets", "results"))
     (tmp_path / "README.md").write_text("read me")
     yield tmp_path
