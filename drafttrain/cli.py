@@ -9,6 +9,7 @@ import argparse
 import glob
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,8 +65,14 @@ class Stop(BaseException):
 def main() -> NoReturn:
     """The `drafttrain` command: sys.argv in, exit code out (0 done, 1 bug, 2 user's mistake, 3 an export that
     drafts otherwise than its checkpoint, here or in an engine, 4 output of a lossless policy that is not the target's, 75 to be
-    resumed, 130 Ctrl-C)."""
-    sys.exit(run(sys.argv[1:]))
+    resumed, 130 Ctrl-C). A Ctrl-C while Python shuts down ends it by the signal, which shells show as 130 too."""
+    try:
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # while it said how the command had ended
+        code = 130
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # which leaves tracebacks in what runs at exit
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:

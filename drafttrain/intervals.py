@@ -6,6 +6,8 @@ Shapes: C texts (prompts, conversations), F figures of a text that are added up.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -15,21 +17,35 @@ Interval = tuple[float, float]  # low, high
 LEVEL = 0.95
 
 
+@lru_cache(1024)
+def t_quantile(degrees: int) -> float:
+    """What |t| stays below with probability `LEVEL`: 12.706 for 1 degree of freedom, 1.960 for many.
+
+    P(|t| > x) is the regularised incomplete beta function of n / (n + x^2) at (n / 2, 1 / 2) (Abramowitz and Stegun 26.7.1).
+    """
+    from mpmath import betainc, findroot
+
+    def missed(x: float) -> float:
+        return betainc(degrees / 2, 0.5, 0, degrees / (degrees + x * x), regularized=True) - (1 - LEVEL)
+
+    normal = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+    near = normal + (normal**3 + normal) / (4 * degrees)  # the first term of its expansion, 26.7.5
+    return float(findroot(missed, (near, 1.01 * near)))
+
+
 def jackknife(figure: Callable[[Tensor], Tensor], sum_CF: Tensor) -> Interval | None:
     """The interval of `figure` of the sums over texts, by Student's t with C - 1 degrees of freedom; None below two texts.
 
     figure: [..., F] sums -> [...] the pooled figure, a ratio of sums as a rule. Positions of one text are not independent, so
     a text is what is left out.
     """
-    from scipy.special import stdtrit  # slow to import
-
     C = len(sum_CF)
     if C < 2:
         return None
     total_F = sum_CF.sum(0)
     value, without_C = float(figure(total_F)), figure(total_F - sum_CF)
     variance = (C - 1) / C * float(((without_C - without_C.mean()) ** 2).sum())
-    half = float(stdtrit(C - 1, 0.5 + LEVEL / 2)) * variance**0.5
+    half = t_quantile(C - 1) * variance**0.5
     return value - half, value + half
 
 

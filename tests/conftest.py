@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ ROOT = Path(__file__).parent.parent
 def root() -> Path:
     """The checkout."""
     return ROOT
+
+
+@pytest.fixture
+def ctrl_c_is_heard() -> Iterator[None]:
+    """By this process and those that it starts: a shell starts what it runs in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def artifacts() -> list[Artifact]:
     for family, stack in (("eagle3", "vllm"), ("medusa", "vllm"), ("draft_model", "transformers"), ("medusa2", "vllm")):
         checkpoint = f"{family}/step-00006"
         tune = ("tune", *TARGET, f"checkpoint={checkpoint}", PROMPTS, "tune.minutes=0.02", "tune.repeats=1", "tune.finalists=2",
-                "decode.max_new_tokens=8", "measure.limit=4", "output=result")  # fmt: skip
+                "decode.max_new_tokens=16", "measure.limit=4", "output=result")  # fmt: skip
         readers: tuple[Reader, ...] = (
             measure(checkpoint), generate(checkpoint), export(checkpoint, stack),
             Reader("tune", tune, None, 0.4),

@@ -171,8 +171,9 @@ def hostile_escapes(draw: random.Random, folder: Path) -> Outcome:
         file.write_text(json.dumps(made))
         asked = (*MEASURE, OURS)
     elif how == 9:
-        (folder / f"t{escape}").symlink_to("target")
-        asked = tuple(word.replace("target.path=target", f"target.path=t{escape}") for word in asked)
+        name = f"t{escape}".replace("/", "")  # a name holds no slash
+        (folder / name).symlink_to("target")
+        asked = tuple(word.replace("target.path=target", f"target.path={name}") for word in asked)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     ended = run(asked, folder)

@@ -58,7 +58,7 @@ def companion(target: HFTarget, path: str, revision: str | None) -> Companion:
     where = readable(path)
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # libraries end in errors of every kind where it is damaged
         raise UserError(
             f"drafter.path {path!r} has no usable config.json, which checkpoints need too: {_short(error)}"
         ) from error
@@ -151,7 +151,9 @@ def _check(lm: HFTarget, path: str) -> None:
 def _tokenizer(where: str, revision: str | None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, ImportError):
+    except Exception as error:  # tokenizers raises plain ones
+        if (Path(where) / "tokenizer.json").is_file():
+            raise UserError(f"drafter.path {where!r} has a tokenizer.json that cannot be read: {_short(error)}") from error
         return None
 
 

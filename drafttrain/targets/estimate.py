@@ -21,7 +21,7 @@ from drafttrain.ops.quantised import BITS, stored_bytes
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.companion import Companion, readable
 from drafttrain.targets.hf import HFTarget, find_blocks
-from drafttrain.targets.load import DTYPES, path_of
+from drafttrain.targets.load import DTYPES, path_of, reason
 
 PLACEMENTS = ("replicated", "zero3", "tensor_parallel")
 LIVE = 10**9  # parameters of a sharded target that are whole at once at most: DeepSpeed's stage3_max_live_parameters
@@ -52,9 +52,8 @@ def outline(options: TargetOptions) -> Outline:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **more), dtype=DTYPES[options.dtype])
-    except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason}") from error
+    except Exception as error:  # as in `load_target`
+        raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason(error)}") from error
     return Outline(model)
 
 

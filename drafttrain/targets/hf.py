@@ -305,12 +305,13 @@ def shape_of(config: Any) -> TargetShape:
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
     norm_eps = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", None) or 1e-5
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return TargetShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         blocks=config.num_hidden_layers,
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=heads if heads % kv_heads else kv_heads,  # latent attention reads no such field, and may have any number there
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         max_positions=getattr(config, "max_position_embeddings", None) or 2048,

@@ -70,7 +70,7 @@ def load_target(
                 f"target.attention={options.attention}: {path!r} is of an architecture that transformers does not run so; "
                 "set target.attention=eager, or leave it out"
             ) from error
-        raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {_reason(error)}") from error
+        raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason(error)}") from error
     runner, stop_ids = _runner(options.runner, model, part), _stop_ids(model, tokenizer)
     if device.type == "cpu":
         keep_freed_memory()
@@ -97,10 +97,11 @@ def load_shape(options: TargetOptions) -> TargetShape:
     path = path_of(options)
     try:
         config = AutoConfig.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"target.path {path!r} has no configuration that transformers can load: {reason}") from error
-    return shape_of(config.get_text_config())
+        return shape_of(config.get_text_config())
+    except UserError:
+        raise
+    except Exception as error:  # as in `load_target`
+        raise UserError(f"target.path {path!r} has no configuration that transformers can load: {reason(error)}") from error
 
 
 def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
@@ -110,12 +111,13 @@ def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # as in `load_target`; tokenizers raises plain ones
-        raise UserError(f"target.path {path!r} has no tokenizer that transformers can load: {_reason(error)}") from error
+        raise UserError(f"target.path {path!r} has no tokenizer that transformers can load: {reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
-    reason = " ".join(str(error).split())[:200]
-    return reason if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: {reason}"
+def reason(error: Exception) -> str:
+    """A library's error as a part of one line; its kind too, where the text alone says little."""
+    text = " ".join(str(error).split())[:200]
+    return text if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: {text}"
 
 
 def check_options(options: TargetOptions, shared: bool = False) -> None:

@@ -21,7 +21,8 @@ REMINDER = 0.5  # seconds
 class Interrupt:
     """While this context is open, a signal raises `Interrupted`; inside `held` it only sets `asked`, for the loop to look at.
 
-    Python drops what is raised in a finaliser, where a signal may find it, so it is raised again until it is on its way out.
+    Python drops what is raised in a finaliser, where a signal may find it, so it is raised again until it is on its way out; so
+    is the second Ctrl-C.
     What else fails once a signal was there fails because other processes heard it first, and leaves as `Interrupted` too.
     A second Ctrl-C raises KeyboardInterrupt, whatever is held. Where Ctrl-C is ignored it stays so: processes leave it to their
     launcher.
@@ -66,7 +67,9 @@ class Interrupt:
             raise Interrupted("when training had ended")
 
     def _drop(self, dropped: Any) -> None:
-        if not isinstance(dropped.exc_value, Interrupted):
+        if isinstance(dropped.exc_value, KeyboardInterrupt):
+            self._remind(signal.SIGINT)
+        elif not isinstance(dropped.exc_value, Interrupted):
             self._unraisable(dropped)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -79,11 +82,16 @@ class Interrupt:
             self._keyed = True
         if self._held or _leaving(sys.exception()):
             return
-        again = signal.SIGTERM if number == signal.SIGINT else number  # a second SIGINT would be a second Ctrl-C
-        self._reminder = threading.Timer(REMINDER, signal.pthread_kill, (threading.main_thread().ident, again))
+        self._remind(signal.SIGTERM if number == signal.SIGINT else number)  # a second SIGINT would be a second Ctrl-C
+        raise Interrupted(f"by {signal.Signals(number).name}")
+
+    def _remind(self, number: int) -> None:
+        """Send this process the signal again, a while later."""
+        if self._reminder is not None:
+            self._reminder.cancel()
+        self._reminder = threading.Timer(REMINDER, signal.pthread_kill, (threading.main_thread().ident, number))
         self._reminder.daemon = True
         self._reminder.start()
-        raise Interrupted(f"by {signal.Signals(number).name}")
 
 
 def _leaving(error: BaseException | None) -> bool:

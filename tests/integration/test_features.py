@@ -33,7 +33,7 @@ from drafttrain.train.engine import World, join_world
 from drafttrain.train.progress import Console
 from drafttrain.train.trainer import Job, Trainer
 from tests.contract.test_families import SHAPES, build
-from tests.integration.test_training import arguments, fit, last_weights, losses
+from tests.integration.test_training import arguments, by_adamw, fit, last_weights, losses
 
 OPTIONS = TrainOptions(steps=4, global_batch=4, micro_batch=2, warmup=0.0, checkpoint_every=4)
 FAMILIES = ("medusa", "eagle3", "draft_model")
@@ -221,7 +221,7 @@ def test_what_cannot_be_cached(loaded: LoadedTarget) -> None:
 def test_two_processes_on_cached_features_are_one_on_the_target(
     recipe: str, stage: int, material: Path, tmp_path: Path
 ) -> None:
-    steps = (f"recipe={recipe}", "train.steps=20", "train.checkpoint_every=20")
+    steps = (*by_adamw(recipe), "train.steps=20", "train.checkpoint_every=20")
     one = fit(material, tmp_path / "one", *steps)
     both = (*steps, "features=cached", "features.format=float32", "launcher.nproc=2", f"deepspeed=zero{stage}")
     two = fit(material, tmp_path / "two", *both)

@@ -252,7 +252,7 @@ def test_a_run_is_measured_whole_where_that_fits_and_else_together(
     assert counted(shared["checkpoints"][0]) == counted(alone["checkpoints"][0])
 
 
-STEPS = ("recipe=eagle3", "train.steps=12", "train.checkpoint_every=4", "launcher.nproc=2", "train.log_every=4")
+STEPS = (*runs.by_adamw("eagle3"), "train.steps=12", "train.checkpoint_every=4", "launcher.nproc=2", "train.log_every=4")
 
 
 @pytest.fixture(scope="module")

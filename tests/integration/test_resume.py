@@ -28,8 +28,10 @@ KILLS = 20
 
 
 def interrupt_by_force(material: Path, output: Path, *more: str) -> Path:
-    """A run of 12 steps whose last checkpoint is of step 8, as if it had been killed thereafter."""
-    run = fit(material, output, *STEPS, *more)
+    """A run of 12 steps with the checkpoints of steps 4 and 8, as if it had been killed thereafter: that of step 12, which is
+    then removed, has pushed none out.
+    """
+    run = fit(material, output, *STEPS, "train.keep_last=3", *more)
     shutil.rmtree(run / "checkpoints" / "step-00012")
     state = run / "run.json"
     state.write_text(state.read_text().replace('"finished": true', '"finished": false'))

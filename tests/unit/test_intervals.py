@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Options
 from drafttrain.drafters.medusa import Medusa, MedusaOptions
-from drafttrain.intervals import accepted_length, added_by, jackknife, said, tau_interval
+from drafttrain.intervals import accepted_length, added_by, jackknife, said, t_quantile, tau_interval
 from drafttrain.losses import Hits
 from drafttrain.measure import cells
 from drafttrain.measure.expected import Prediction, counted_paths, expected_tau, predicted
@@ -25,6 +25,12 @@ from tests.helpers import tiny_target
 from tests.reports import entry_of
 
 CHAIN = [(0,), (0, 0), (0, 0, 0)]
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 7, 8, 39, 200, 4096])
+def test_quantile(degrees: int) -> None:
+    special = pytest.importorskip("scipy.special", reason="scipy is what it is compared with")
+    assert t_quantile(degrees) == pytest.approx(float(special.stdtrit(degrees, 0.975)), rel=1e-9)
 
 
 def texts(count: int, generator: torch.Generator, positions: int = 60, spread: float = 4.0) -> list[Hits]:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_module
-from transformers import LlamaConfig
+from transformers import DeepseekV3Config, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.config import register
 from drafttrain.errors import UserError
 from drafttrain.layers import LayerOptions, rotary
+from drafttrain.targets.hf import shape_of
 from tests.exports import LINEAR, LLAMA3
 from tests.helpers import tiny_target
 
@@ -39,6 +40,15 @@ def test_only_what_differs_from_the_target_is_an_option() -> None:
     assert LayerOptions.between(own.shape(of), of) == own == LayerOptions.of(asdict(own))
     assert LayerOptions(heads=of.heads).shape(of) == LayerOptions().shape(of)
     assert LayerOptions.between(LayerOptions(heads=of.heads).shape(of), of) == LayerOptions.between(None, of) == LayerOptions()
+
+
+def test_a_target_whose_attention_is_latent_has_as_many_kv_heads_as_heads() -> None:
+    """Its configuration has a number of KV heads that nothing reads: 128, unless it is given."""
+    latent = {"num_attention_heads": 4, "qk_rope_head_dim": 4}
+    for kv_heads, wanted in ((None, 4), (3, 4), (2, 2)):
+        config = DeepseekV3Config(**latent, **({} if kv_heads is None else {"num_key_value_heads": kv_heads}))
+        layer = LayerOptions().shape(shape_of(config))
+        assert (layer.heads, layer.kv_heads, layer.head_dim) == (4, wanted, 4)
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_the_command(command: Command, tmp_path: Path, capsys: Any) -> None:
         (["report=nowhere"], "no run 'nowhere'"),
         (["report=runs"], "runs holds 2 reports; name one of them, such as report=runs/a"),
         (["report=runs/a", "checkpoint=x"], "report is 'runs/a' and checkpoint 'x'; leave one of them out"),
-        (["report=runs/b"], "runs/b step-00400 has no speedup, verify_cost; name a report of a drafter"),
+        (["report=runs/b"], "runs/b step-00400: report.json has no speedup, verify_cost; name a report of a drafter"),
     ],
 )
 def test_mistakes_get_one_line(words: list[str], message: str, command: Command, tmp_path: Path, capfd: Any) -> None:

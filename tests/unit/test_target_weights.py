@@ -16,7 +16,8 @@ from torch import Tensor
 
 from drafttrain.errors import UserError
 from drafttrain.targets import TargetOptions
-from drafttrain.targets.load import EMBEDDED, load_target
+from drafttrain.targets.estimate import outline
+from drafttrain.targets.load import EMBEDDED, load_shape, load_target
 from tests.helpers import tiny_model, tiny_target
 
 FILE = "model.safetensors"
@@ -111,9 +112,31 @@ def test_damaged_files_are_named(damage: Callable[[bytes], bytes], directory: Pa
     refused(directory, rf"{FILE} is damaged or cut off")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rope_scaling", "x"), ("hidden_size", "many"), ("num_attention_heads", 0), ("layer_types", 3), ("model_type", "x\x07")],
+)
+def test_a_configuration_of_wrong_values_is_one_line(name: str, value: object, directory: Path) -> None:
+    """Whoever reads it: transformers raises errors of many kinds."""
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    target = tiny_target()
+    for read in (load_target, load_shape, outline, lambda given: target.companion(given.path, None)):
+        with pytest.raises(UserError) as error:
+            read(options(directory))  # type: ignore[operator]
+        assert "\n" not in str(error.value) and len(str(error.value)) < 600 and str(directory) in str(error.value)
+
+
 def test_a_draft_model_is_looked_at_too(directory: Path) -> None:
     rewritten(directory, lambda tensors: without(tensors, "layers.2."))
     with pytest.raises(UserError, match=r"drafter\.path .* they lack model\.layers\.2"):
+        tiny_target().companion(str(directory), None)
+
+
+def test_a_draft_models_damaged_tokenizer_is_not_taken_for_none(directory: Path) -> None:
+    file = directory / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"drafter\.path .* has a tokenizer\.json that cannot be read"):
         tiny_target().companion(str(directory), None)
 
 

@@ -54,7 +54,7 @@ def check_alike(rows: Sequence[Row], mixed: bool) -> list[str]:
     if different and not mixed:
         raise UserError(
             f"the runs were not measured alike, so no rank would mean anything; they differ in {said(different)}; "
-            "measure them alike, or set compare.mixed=true"
+            "each run's report.json holds its own; measure them alike, or set compare.mixed=true"
         )
     notes = [f"measured under different conditions, ranks mean little: {said(different)}"] if different else []
     versions = {name: list(dict.fromkeys(str(r.found.report["environment"].get(name)) for r in rows)) for name in SOFTWARE}

@@ -35,7 +35,9 @@ class Measured:
         """Raises UserError where nothing was drafted or timed."""
         wanted = ("alpha_by_position", "tau", "speedup", "draft_cost", "verify_cost")
         if missing := [key for key in wanted if entry.get(key) in (None, [])]:
-            raise UserError(f"{name} has no {', '.join(missing)}; name a report of a drafter that drafted and was timed")
+            raise UserError(
+                f"{name}: report.json has no {', '.join(missing)}; name a report of a drafter that drafted and was timed"
+            )
         plain = entry["plain_step_ms"]
         return Measured(
             name=name,
