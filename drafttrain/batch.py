@@ -155,7 +155,7 @@ class TrainBatch:
         known, most = int(open_BT.sum()), int(open_BT.sum(1).max())
         if limit is None or most <= limit:
             return self._standing(open_BT, most, 1.0)
-        chosen_BT = self._lot(open_BT) < limit
+        chosen_BT = open_BT & (self._lot(open_BT) < limit)
         return self._standing(chosen_BT, limit, int(chosen_BT.sum()) / known)
 
     def nested(self, shares: Sequence[float]) -> list[tuple[int, Anchors]]:

@@ -43,6 +43,7 @@ from drafttrain.target import Taps, Target, TargetShape
 from drafttrain.tree import DraftTree
 
 EVALUATED = 8192  # slots that go through a layer at once where no gradient is kept
+STD = 0.02  # of matrices at the start, as the published modules' initializer_range
 CHUNK = 1024  # logits in memory at once where D-PACE asks for the drafter's confidence
 
 
@@ -128,6 +129,9 @@ class BlockDrafter(CachedDrafter, Proposing):
         self.hidden_norm = RMSNorm(of.hidden_size, of.norm_eps)
         self.layers = nn.ModuleList(BlockLayer(of, group) for _ in range(shape.layers))
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
+        parts = [self.fc, *(part for layer in self._layers() for part in (layer.self_attn, layer.mlp))]
+        for linear in (m for part in parts for m in part.modules() if isinstance(m, nn.Linear)):
+            nn.init.normal_(linear.weight, std=STD)
         self._target = [target]  # in a list: read, never trained or saved with the drafter
 
     def settled(self) -> dict[str, Any]:

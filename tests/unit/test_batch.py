@@ -27,6 +27,15 @@ def test_worked_example() -> None:
     assert batch.context(anchors).seen(5).int().tolist() == [[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]]
 
 
+def test_a_sequence_with_few_places_gives_no_others() -> None:
+    """Beside one whose places are drawn from: what is not supervised is no anchor, and the share is of what is."""
+    batch = batch_of([[0] * 9, [0] * 9], [[True] * 9, [False] * 6 + [True] * 3])
+    every, drawn = batch.anchors(), batch.anchors(4)
+    assert every.real_BA.sum(1).tolist() == [7, 2]
+    assert drawn.real_BA.sum(1).tolist() == [4, 2] and drawn.share == 6 / 9
+    assert drawn.source_BA[1][drawn.real_BA[1]].tolist() == every.source_BA[1][every.real_BA[1]].tolist()
+
+
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(0, 10), st.randoms(use_true_random=False))
 @settings(max_examples=80, deadline=None)
 def test_future_stays_in_its_document_and_mask(rows: int, width: int, k: int, random: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from benchmarks import attention, contest, projection, projection_check, quality, train
+from benchmarks import attention, contest, projection, projection_check, quality, rivals, train
 from benchmarks.common import DiffersError, interleaved, peak, ratio
 from benchmarks.contest import Entrant
 from benchmarks.objective import Problem
@@ -202,3 +203,54 @@ def test_settings_are_trained_once_each(tmp_path: Path) -> None:
     rows = quality.rows_of(tmp_path / quality.ROWS)
     assert [row.get("expected_tau", 0.0) >= 1.0 for row in rows] == [True, False, False]
     assert "train.lr" in rows[1]["error"]
+
+
+def beside(recipe: str, who: str, chain: float, tree: float) -> dict[str, object]:
+    figures = {"tau_chain": chain, "tau_tree": tree, "expected_tau": 2.0, "tokens_per_s": 1234.5}
+    return {"target": "embedded", "recipe": recipe, "who": who, "steps": 600, "seed": 0} | figures
+
+
+def test_ours_stands_before_its_rivals_and_goals_are_told() -> None:
+    rows = [
+        beside("eagle3", "speculators", 2.0, 2.5),
+        beside("eagle3", "speculators lr 0.005", 2.2, 2.9),
+        beside("eagle3", "ours", 2.2, 2.8),
+        beside("dflash", "ours", 1.5, 2.0),
+    ]
+    assert rivals.table(rows).splitlines()[2:4] == [
+        "| embedded | `dflash` | ours | 600 | 1.50 | 2.00 | 2.00 | 1,234 |",
+        "| embedded | `eagle3` | ours | 600 | 2.20 | 2.80 | 2.00 | 1,234 |",
+    ]
+    assert rivals.goals(rows) == [
+        "eagle3, embedded, 600 steps: over the default and the best rate +10% and +0% (chain), +12% and -3% (tree): "
+        "reached, MISSED"
+    ]
+
+
+def test_a_rivals_rate_is_its_own_unless_one_is_named() -> None:
+    given = argparse.Namespace(target="models/small", recipes=["dflash"], rates=[5e-3], steps=300, seed=0)
+    asked = list(rivals.settings(given))
+    assert [(s.target, s.who, s.rate) for s in asked] == [
+        ("small", "ours", None),
+        ("small", "speculators", None),
+        ("small", "speculators lr 0.005", 0.005),
+    ]
+    assert rivals.recipe_options("dflash").block_size == 6
+
+
+def test_without_the_rival_one_line_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rivals, "find_spec", lambda name: None)
+    assert rivals.main(["--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"speculators is not installed; {rivals.INSTALL}\n"
+    assert rivals.main(["--out", str(tmp_path), "--table"]) == 0
+
+
+def test_a_norm_before_a_map_and_a_mask_made_at_once() -> None:
+    inner = torch.nn.Linear(4, 2, bias=False)
+    normed = rivals.Normed(inner, 1e-6)
+    x = torch.tensor([[3.0, 3.0, -3.0, 3.0]])
+    torch.testing.assert_close(normed(x), torch.nn.functional.linear(x / 3.0, normed.weight))
+    mask = rivals.dense_mask(lambda b, h, q, k: q >= k, Q_LEN=2, KV_LEN=3)
+    assert mask.tolist() == [[[[True, False, False], [True, True, False]]]]

@@ -1,0 +1,554 @@
+"""Our recipes beside speculators' own training: tau after equal steps on the same batches.
+
+    python -m benchmarks.rivals --recipes eagle3 dflash --steps 600 [--rates 5e-3 1e-2] [--prompts 40]
+                                [--target DIR --data DIR --template FILE --prompts-file FILE] [--out DIR] [--table]
+
+Each recipe is trained as it is, and the rival's module of the same kind on the same batches with the states of the same
+frozen target: its own initialisation, loss, optimizer, schedule and other defaults, once at its own rate and once at each of
+--rates. What makes a step's cost is the recipe's: layers, draft length, block size, anchors. The rival's weights then go into
+our drafter, where they must give the rival's logits, and both are measured by our decoder: greedy, as a chain and as a tree of
+18 nodes, and by expected tau on the held-out conversations. Rows are kept and not run again; --table prints them.
+
+The rival is installed beside the project's packages, without what it would bring along:
+
+    pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru openai python-dotenv pydantic-settings
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from time import process_time
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from benchmarks.common import DiffersError
+from benchmarks.quality import ROWS, rows_of
+from drafttrain import cli
+from drafttrain.batch import TrainBatch
+from drafttrain.checkpoint import read_meta, read_weights
+from drafttrain.commands import fit
+from drafttrain.commands.overview import recipe_files
+from drafttrain.data import DataOptions
+from drafttrain.data.chat import Encoded
+from drafttrain.data.dataset import Dataset, collate, load_dataset
+from drafttrain.data.prompts import load_prompts
+from drafttrain.drafter import Drafter
+from drafttrain.drafters import families
+from drafttrain.errors import UserError
+from drafttrain.export.layouts import dflash2, eagle3, peagle
+from drafttrain.export.layouts.renames import SAME
+from drafttrain.features.online import Online
+from drafttrain.intervals import accepted_length
+from drafttrain.layers import Attention, RMSNorm
+from drafttrain.losses import teacher_forced
+from drafttrain.measure.acceptance import pooled
+from drafttrain.measure.cases import encode_cases
+from drafttrain.sampling import Sampling
+from drafttrain.speculate import Decoder
+from drafttrain.target import FINAL, Taps
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.train.trainer import Trainer, tuned_sums
+
+INSTALL = "pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru openai python-dotenv pydantic-settings"
+RIVAL, OURS = "speculators", "ours"
+NAMES = {"eagle3": eagle3.SPECULATORS, "peagle": peagle.RENAMES, "dflash": SAME, "dspark": SAME, "dflash2": dflash2.RENAMES}
+SHIFTED = ("eagle3", "peagle")  # rivals that read the token beside the state before it
+FROM_TARGET = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+BATCH, NODES, LENGTH = 4, 18, 128  # conversations of a step, nodes of a tree, new tokens of an answer
+CLOSE = 1e-4  # of logits, relative to their spread
+GOAL = 0.05  # ours over the rival's default
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training. who: ours, the rival, or the rival at another rate than its own."""
+
+    target: str
+    recipe: str
+    steps: int
+    who: str
+    seed: int
+
+    @property
+    def rate(self) -> float | None:
+        words = self.who.split()
+        return float(words[-1]) if len(words) > 1 else None
+
+
+def settings(given: Namespace) -> Iterator[Setting]:
+    """Those that were asked for, ours before its rivals."""
+    name = Path(given.target).name if given.target else "embedded"
+    for recipe in given.recipes:
+        for who in (OURS, RIVAL, *(f"{RIVAL} lr {rate:g}" for rate in given.rates)):
+            yield Setting(name, recipe, given.steps, who, given.seed)
+
+
+def check_installed() -> None:
+    """Raises UserError unless the rival can be imported."""
+    if find_spec("speculators") is None:
+        raise UserError(f"speculators is not installed; {INSTALL}")
+
+
+class Ground:
+    """What both train and are measured on. The conversations, their order and what is held out are `drafttrain fit`'s."""
+
+    def __init__(self, given: Namespace) -> None:
+        asked = TargetOptions(name="hf", path=given.target) if given.target else TargetOptions()
+        self.loaded: LoadedTarget = load_target(asked)
+        self.given, self.target = given, self.loaded.target
+
+    @cached_property
+    def data(self) -> Dataset:
+        length = min(DataOptions.max_length, self.target.shape.max_positions)
+        path = self.given.data or DataOptions.path
+        options = DataOptions(path=path, template=self.given.template, max_length=length)
+        return load_dataset(options, self.loaded.tokenizer, progress=False)
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        asked = load_prompts(self.given.prompts_file or "embedded", None)
+        cases, _ = encode_cases(asked, self.loaded.tokenizer, self.target.shape.max_positions - LENGTH)
+        return [case.tokens for case in cases[: self.given.prompts]]
+
+    def batch(self, rows: Sequence[Encoded], taps: Taps) -> TrainBatch:
+        return Online(self.target, taps).fill(collate(rows, 0))
+
+    def expected_tau(self, drafter: Drafter) -> float:
+        """As a training run reports it at its end: of the recipe's own chain or tree."""
+        rows, texts = self.data.held_out, list[Tensor]()
+        for start in range(0, len(rows), BATCH):
+            hits = teacher_forced(drafter, self.target, self.batch(rows[start : start + BATCH], drafter.taps))
+            texts += hits.rank_MK.split(hits.length_D)
+        return float(accepted_length(tuned_sums(drafter, texts, NODES if drafter.tunable else 0).sum(0)))
+
+    def tau(self, drafter: Drafter) -> float:
+        decoder = Decoder(self.target, drafter, "greedy", Sampling(), self.target.stop_ids, LENGTH)
+        found = pooled(decoder.run(self.prompts).results).tau
+        assert found is not None
+        return found
+
+
+def recipe_options(recipe: str) -> Any:
+    """The drafter's options as the recipe has them."""
+    body = yaml.safe_load(recipe_files(None)[recipe].read_text(encoding="utf-8"))
+    return families()[recipe].options(**body.get("drafter", {}))
+
+
+@torch.no_grad()
+def measured(ground: Ground, make: Any, options: Any) -> dict[str, float]:
+    """make: (options) -> the drafter with its weights."""
+    chain, tree = replace(options, tree="chain", nodes=None), replace(options, tree="dynamic", nodes=NODES)
+    return {
+        "tau_chain": ground.tau(make(chain)),
+        "tau_tree": ground.tau(make(tree)),
+        "expected_tau": ground.expected_tau(make(options)),
+    }
+
+
+# ours
+
+
+class Clocked(Trainer):
+    """Adds up the processor time of its steps, the target's part included."""
+
+    spent = 0.0
+
+    def _step(self, *given: Any) -> Any:
+        began = process_time()
+        found = super()._step(*given)
+        Clocked.spent += process_time() - began
+        return found
+
+
+def ours(setting: Setting, ground: Ground) -> dict[str, Any]:
+    given = ground.given
+    folder, said = given.out / "run", given.out / "run.log"
+    command = ["fit", f"recipe={setting.recipe}", f"output={folder}", "measure=off", "logger=none", "train.keep_last=1"]
+    command += [f"train.steps={setting.steps}", f"train.checkpoint_every={setting.steps}", f"train.seed={setting.seed}"]
+    if given.target:
+        command += ["target=hf", f"target.path={given.target}", f"data.path={given.data}"]
+        command += [f"data.template={given.template}"] if given.template else []
+    process = multiprocessing.get_context("spawn").Process(target=_fit, args=(command, said))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise UserError(f"{setting.recipe}: {said.read_text(encoding='utf-8').strip()[-300:]}")
+    run = max((folder / setting.recipe).iterdir(), key=lambda path: path.name)
+    checkpoint = next(path for path in run.glob("checkpoints/step-*") if int(path.name.split("-")[1]) == setting.steps)
+    progress = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
+    seconds = float(said.read_text(encoding="utf-8").split()[-1])
+    weights, options = read_weights(checkpoint), families()[setting.recipe].options(**read_meta(checkpoint).options)
+
+    def make(options: Any) -> Drafter:
+        drafter = families()[setting.recipe].build(options, ground.target)
+        drafter.load_state_dict(weights)
+        return drafter.to(ground.target.device).eval()
+
+    figures = {"tokens": progress["tokens"], "tokens_per_s": progress["tokens"] / seconds, "checkpoint": str(checkpoint)}
+    return measured(ground, make, options) | figures
+
+
+def _fit(command: list[str], said: Path) -> None:
+    """In a process of its own, whose output goes to this file, the seconds of its steps last."""
+    with said.open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    with patch.object(fit, "Trainer", Clocked):
+        code = cli.run(command)
+    print(f"\n{Clocked.spent}", flush=True)
+    sys.exit(code)
+
+
+# the rival's
+
+
+def flags(recipe: str, options: Any, ground: Ground, steps: int, rate: float | None) -> dict[str, Any]:
+    """What the rival's command line would be given; all else is its default.
+
+    Attention and losses have a compiled and a plain form there, of the same mathematics; a CPU has the plain ones. It would
+    compute in bfloat16, and does in float32, which rounds less. Slots of its block drafters see no later slot of their block
+    unless layers are asked to have full attention, as DFlash was published; its window of 2,048 is longer than any text here.
+    Its MTP needs a target that comes with a module of its own, and is left out.
+    """
+    layers = getattr(options, "layers", 1)
+    asked = {"speculator_type": recipe, "verifier_name_or_path": ground.loaded.path, "data_path": "-", "num_layers": layers}
+    asked |= {"draft_attn_impl": "sdpa", "loss_implementation": "eager", "hidden_states_dtype": "float32", "max_steps": steps}
+    asked |= {"lr": rate} if rate is not None else {}
+    if recipe == "peagle":
+        asked |= {"num_depths": options.draft_length}
+    if hasattr(options, "block_size"):
+        asked |= {"block_size": options.block_size, "max_anchors": options.anchors * BATCH}
+        asked |= {"full_attention_indices": list(range(layers))}
+    blocks = ground.target.shape.blocks
+    if len({2, blocks // 2, blocks - 3}) < 3:  # its default needs a deeper target: it reads what the recipe's drafter reads
+        asked |= {"target_layer_ids": [b + 1 for b in families()[recipe].build(options, ground.target).taps.blocks]}
+    return asked
+
+
+class Rival:
+    """The rival's module with its own loss, optimizers and schedule."""
+
+    def __init__(self, recipe: str, options: Any, ground: Ground, steps: int, rate: float | None, seed: int) -> None:
+        from loguru import logger
+        from speculators import SpeculatorModel
+        from speculators.train.cli import build_draft_model
+        from speculators.train.config.schema import TrainConfig
+        from speculators.train.optimizers import build_optimizers
+        from speculators.train.trainer import TrainerConfig, _resolve_scheduler_steps
+        from transformers import get_linear_schedule_with_warmup
+
+        logger.disable("speculators")
+        asked = flags(recipe, options, ground, steps, rate)
+        args = Namespace(**TrainConfig.from_sources(cli=asked, argv=[]).flatten())
+        torch.manual_seed(seed)
+        self.recipe, self.ground = recipe, ground
+        kind = SpeculatorModel.registry[recipe]
+        self.model: Any = build_draft_model(args, kind, None, None, ground.target.shape.vocab_size).float()
+        self.model._create_mask_fn = dense_mask
+        self.asked, _ = kind.get_trainer_kwargs(**vars(args))
+        known = TrainerConfig._fields
+        config = TrainerConfig(num_epochs=1, **{k: v for k, v in vars(args).items() if k in known})
+        self.optimizers = build_optimizers(self.model, config)
+        assert args.scheduler_type == "linear"
+        warmup, total = _resolve_scheduler_steps(config, steps)
+        self.schedulers = [get_linear_schedule_with_warmup(o, warmup, total) for o in self.optimizers]
+
+    @property
+    def blocks(self) -> list[int]:
+        """The target's blocks whose outputs it reads."""
+        return [k - 1 for k in self.model.target_layer_ids]
+
+    def batch(self, rows: Sequence[Encoded]) -> dict[str, Any]:
+        """As its own loader makes them: all texts of a step one behind the other, without padding."""
+        from speculators.models.eagle3.data import shift_batch
+        from speculators.train.data import CollateFn
+
+        last = self.ground.target.shape.blocks - 1
+        texts, filled = list[dict[str, Tensor]](), self.ground.batch(rows, Taps((*self.blocks, last)))
+        for row, (tokens, mask) in enumerate(zip(filled.token_BT, filled.mask_BT, strict=True)):
+            for document in range(int(filled.document_BT[row].max()) + 1):
+                own = filled.document_BT[row] == document
+                texts.append(
+                    {
+                        "hidden_states": torch.cat([filled.hidden[b][row][own] for b in self.blocks], -1),
+                        "input_ids": tokens[own],
+                        "verifier_last_hidden_states": filled.hidden[last][row][own],
+                        "loss_mask": mask[own].long(),
+                        "lengths": own.sum()[None],
+                        "position_ids": torch.arange(int(own.sum())),
+                    }
+                )
+        shift = shift_batch if self.recipe in SHIFTED else None
+        room = sum(len(text["input_ids"]) - (shift is not None) for text in texts)
+        made = CollateFn(room, self.ground.target.shape.hidden_size, len(self.blocks), torch.float32, shift)(texts)
+        del made["error_records"]
+        return dict(made)
+
+    def loss(self, batch: dict[str, Any], **changed: Any) -> Tensor:
+        """changed: of what its training gives to its forward pass."""
+        _, loss, _ = self.model(**batch, **self.asked | changed)
+        found: Tensor = loss
+        return found
+
+    def step(self, rows: Sequence[Encoded]) -> float:
+        loss = self.loss(self.batch(rows))
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for part in (*self.optimizers, *self.schedulers):
+            part.step()
+        return float(loss.detach())
+
+    def options(self, options: Any) -> Any:
+        """The recipe's, with what the rival's drafter is."""
+        config = self.model.config
+        changed = {"taps": self.blocks}
+        if self.recipe in SHIFTED:
+            changed |= {"fc_norm": config.fc_norm, "norm_before_residual": config.norm_before_residual}
+        if self.recipe == "eagle3":
+            changed |= {"norm_output": config.norm_output}
+        else:
+            changed |= {"mask_token": config.mask_token_id}
+        return replace(options, **changed)
+
+    def drafter(self, options: Any) -> Drafter:
+        """Ours, with its weights. Raises DiffersError for a weight that has no place there."""
+        drafter = families()[self.recipe].build(options, self.ground.target)
+        theirs: dict[str, Tensor] = self.model.state_dict()
+        self._complete(drafter, theirs)
+        names = {name: NAMES[self.recipe].theirs(name) for name in drafter.state_dict()}
+        names |= {name: "input_norm.weight" for name in names if name == "fc.norm.weight"}
+        if left := set(theirs) - set(names.values()) - FROM_TARGET:
+            raise DiffersError(f"{self.recipe}: our drafter has no {', '.join(sorted(left))}")
+        drafter.load_state_dict({name: theirs[str(other)] for name, other in names.items()})
+        return drafter.to(self.ground.target.device).eval()
+
+    def _complete(self, drafter: Any, theirs: dict[str, Tensor]) -> None:
+        """Give it what our drafters of this family do without: one norm of all tapped states, norms of queries and keys."""
+        eps = self.ground.target.shape.norm_eps
+        if "input_norm.weight" in theirs:
+            drafter.fc = Normed(drafter.fc, eps)
+        for part in drafter.modules():
+            if isinstance(part, Attention) and part.shape.qk_eps is None and "layers.0.self_attn.q_norm.weight" in theirs:
+                part.q_norm, part.k_norm = RMSNorm(part.shape.head_dim, eps), RMSNorm(part.shape.head_dim, eps)
+
+
+def dense_mask(seen: Any, Q_LEN: int, KV_LEN: int, **_: Any) -> Tensor:
+    """[1, 1, Q, KV] of the rival's rule, all at once: its own way, place by place, takes a third of a step on a CPU."""
+    zero, query_Q1, key_1K = torch.zeros((), dtype=torch.long), torch.arange(Q_LEN)[:, None], torch.arange(KV_LEN)[None]
+    found: Tensor = seen(zero, zero, query_Q1, key_1K)
+    return found.expand(1, 1, Q_LEN, KV_LEN)
+
+
+class Normed(nn.Linear):
+    """A linear map of what was normed."""
+
+    def __init__(self, of: nn.Linear, eps: float) -> None:
+        super().__init__(of.in_features, of.out_features, bias=False)
+        self.norm = RMSNorm(of.in_features, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+def rivals(setting: Setting, ground: Ground) -> dict[str, Any]:
+    options = recipe_options(setting.recipe)
+    rival = Rival(setting.recipe, options, ground, setting.steps, setting.rate, setting.seed)
+    tokens, loss, began = 0, 0.0, process_time()
+    rival.model.train()
+    for step in range(setting.steps):
+        rows = ground.data.global_batch(step, BATCH)
+        tokens += sum(len(row.token_ids) for row in rows)
+        loss = rival.step(rows)
+    seconds = process_time() - began
+    own = rival.options(options)
+    apart = logits_apart(rival, rival.drafter(own))
+    if not apart <= CLOSE:
+        raise DiffersError(f"{setting.recipe}: logits of the rival and of its weights in our drafter are {apart:.1e} apart")
+    return measured(ground, rival.drafter, own) | {
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        "apart": apart,
+        "loss": loss,
+    }
+
+
+@torch.no_grad()
+def logits_apart(rival: Rival, drafter: Drafter) -> float:
+    """The greatest difference of a logit between the rival's forward pass and ours over one batch, relative to their spread.
+
+    The rival draws anchors, so that each place is looked up. The target's logits, which it makes of the last block's states by
+    itself, are compared too.
+    """
+    ground, kind = rival.ground, f"speculators.models.{rival.recipe}"
+    rows = ground.data.global_batch(0, BATCH)
+    core, seen = import_module(f"{kind}.core"), list[dict[str, Any]]()
+    anchored: Any = import_module("speculators.models.dflash.core")
+    anchors = list[Tensor]()
+
+    def noted(*given: Any, **named: Any) -> Any:
+        seen.append({"logits": given[0]} | named if given else named)
+        return compute(*given, **named)
+
+    def drawn(*given: Any) -> Any:
+        anchors.append((found := select(*given))[0][found[1]])
+        return found
+
+    compute, select = core.compute_metrics, anchored.select_anchors
+    rival.model.eval()
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(core, "compute_metrics", noted))
+        stack.enter_context(patch.object(anchored, "select_anchors", drawn))
+        rival.loss(rival.batch(rows), **({"ttt_steps": drafter.draft_length} if rival.recipe == "eagle3" else {}))
+    batch = ground.batch(rows, drafter.taps)
+    T, shift = batch.token_BT.shape[1], int(rival.recipe in SHIFTED)
+    lengths = [len(row.token_ids) - shift for row in rows]
+    assert all(len(row.starts) == 1 for row in rows)
+    # where each of the rival's positions lies in our padded rows
+    place_P = torch.cat([torch.arange(length) + b * T for b, length in enumerate(lengths)])
+    last = ground.target.shape.blocks - 1
+    states = ground.batch(rows, Taps((last,))).hidden
+    law_BTV, theirs_BTV = (
+        ground.target.head(states[FINAL]),
+        rival.model.verifier_lm_head(rival.model.verifier_norm(states[last])),
+    )
+    worst, spread, compared = float((law_BTV - theirs_BTV).abs().max()), 0.0, 0
+    for prediction in drafter.predict(batch):
+        if not prediction.counted:
+            continue
+        ours_MV = prediction.head(prediction.hidden_MH)
+        at_P = torch.full((batch.token_BT.numel(),), -1).index_put((prediction.source_M,), torch.arange(len(ours_MV)))
+        theirs_NV, source_N = _theirs(rival.recipe, seen, anchors, place_P, prediction.step, drafter)
+        has_N = at_P[source_N] >= 0
+        theirs_MV, ours_MV = theirs_NV[has_N], ours_MV[at_P[source_N[has_N]]]
+        real_MV = ours_MV.isfinite() & theirs_MV.isfinite()
+        worst = max(worst, float((ours_MV - theirs_MV)[real_MV].abs().max()))
+        spread = max(spread, float(theirs_MV[real_MV].std()))
+        compared += int(has_N.sum())
+    assert compared > 100, f"{compared} places have logits in both"
+    return worst / spread
+
+
+def _theirs(
+    recipe: str, seen: list[dict[str, Any]], anchors: list[Tensor], place_P: Tensor, step: int, drafter: Any
+) -> tuple[Tensor, Tensor]:
+    """(logits, our sources) of the rival's predictions of one draft."""
+    if recipe == "eagle3":
+        return seen[step]["logits"][0], place_P
+    if recipe == "peagle":
+        own_N = seen[0]["depth"] == step
+        return seen[0]["logits"][0][own_N], place_P[seen[0]["anchor_pos"][own_N]]
+    logits = seen[0]["unary_logits" if recipe == "dflash2" else "logits"]
+    if recipe == "dflash2":
+        ids, chosen = seen[0]["training_candidate_ids"], seen[0]["candidate_logits"]
+        logits = torch.full_like(logits, torch.inf).scatter(-1, ids, chosen)
+    blocks_NSV = logits[0].unflatten(0, (-1, drafter.shape.size))[: len(anchors[0])]
+    return blocks_NSV[:, drafter.shape.first + step], place_P[anchors[0]] - 1
+
+
+# rows
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("target", "recipe", "steps", "who", "seed"))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each row, ours before the rivals of each target and recipe."""
+    header = ["target", "recipe", "who", "steps", "tau chain", "tau tree", "expected tau", "tokens / CPU second"]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for row in sorted(rows, key=lambda row: (row["target"], row["recipe"], row["steps"], row["who"] != OURS)):
+        cells = [row["target"], f"`{row['recipe']}`", row["who"], str(row["steps"])]
+        cells += [f"{row[name]:.2f}" for name in ("tau_chain", "tau_tree", "expected_tau")] + [f"{row['tokens_per_s']:,.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def goals(rows: list[dict[str, Any]]) -> list[str]:
+    """Of each target, recipe and number of steps: what ours has over the rival's default, and over its best rate."""
+    said = []
+    for case in sorted({(row["target"], row["recipe"], row["steps"]) for row in rows}):
+        own, default, others = {}, {}, list[dict[str, Any]]()
+        for row in (row for row in rows if (row["target"], row["recipe"], row["steps"]) == case):
+            own = row if row["who"] == OURS else own
+            default = row if row["who"] == RIVAL else default
+            others += [row] if row["who"] != OURS else []
+        if not own or not default:
+            continue
+        over = []
+        for name in ("tau_chain", "tau_tree"):
+            best = max(row[name] for row in others)
+            over.append((own[name] / default[name] - 1, own[name] / best - 1))
+        first, second = all(a >= GOAL for a, _ in over), all(b >= 0.0 for _, b in over)
+        figures = ", ".join(f"{a:+.0%} and {b:+.0%} ({name})" for (a, b), name in zip(over, ("chain", "tree"), strict=True))
+        reached = f"{'reached' if first else 'MISSED'}, {'reached' if second else 'MISSED'}"
+        said.append(f"{case[1]}, {case[0]}, {case[2]} steps: over the default and the best rate {figures}: {reached}")
+    return said
+
+
+def run(setting: Setting, ground: Ground, known: list[dict[str, Any]]) -> dict[str, Any]:
+    """Raises DiffersError where ours did not train on the same tokens."""
+    row = asdict(setting) | (ours if setting.who == OURS else rivals)(setting, ground)
+    for other in known:
+        if key(other)[:3] == key(row)[:3] and other["seed"] == row["seed"] and other["tokens"] != row["tokens"]:
+            raise DiffersError(f"{setting.who} read {row['tokens']:,} tokens, {other['who']} {other['tokens']:,}")
+    return row
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", default=["eagle3"], choices=list(NAMES))
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rates", type=float, nargs="*", default=[5e-3, 1e-2], help="beside the rival's own")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--prompts-file")
+    parser.add_argument("--target")
+    parser.add_argument("--data")
+    parser.add_argument("--template")
+    parser.add_argument("--out", type=Path, default=Path("outputs/rivals"))
+    parser.add_argument("--table", action="store_true")
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    file = given.out / ROWS
+    if not given.table:
+        try:
+            check_installed()
+        except UserError as error:
+            print(error, file=sys.stderr)
+            return 2
+        ground = Ground(given)
+        for setting in settings(given):
+            known = rows_of(file)
+            if key(asdict(setting)) in {key(row) for row in known}:
+                continue
+            row = run(setting, ground, known)
+            with file.open("a", encoding="utf-8") as opened:
+                opened.write(json.dumps(row) + "\n")
+            figures = " ".join(f"{row[name]:.3f}" for name in ("tau_chain", "tau_tree", "expected_tau"))
+            print(f"{setting.target} {setting.recipe} {setting.steps} {setting.who}: {figures}", flush=True)
+    rows = rows_of(file)
+    print("\n".join([table(rows), "", *goals(rows)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
