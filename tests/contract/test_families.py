@@ -168,7 +168,7 @@ def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
 def test_texts_that_a_guard_turns_go_on_as_the_targets_own(name: str, every: int | None) -> None:
     """Under a lossy policy, cut back at different times in one batch; later requests take their slots."""
     target, asked, sampling = tiny_target(), prompts(6, seed=8), Sampling(1.0, repetition_penalty=1.1, seed=3)
-    guard = Guard(json="plain", decode=lambda ids: "".join("x" if i % 11 == 5 else " " for i in ids))
+    guard = Guard(json="plain", decode=lambda ids: "".join("x" if i % 7 == 5 else " " for i in ids))
     controls = Controls(threshold=1e-4, read_every=every)
     decoder = Decoder(
         target, build(name, target, 0.5), "threshold", sampling, max_new_tokens=30, controls=controls, guard=guard

@@ -105,8 +105,8 @@ class Eager(Cut):
 def decoded(sampling: Sampling, policy: str, asked: list[list[int]], batch: int, tokens: int) -> tuple[list[Any], list[int]]:
     """With a confident drafter whose confidences differ, every draft cut by them."""
     target, seen = tiny_target(), list[int]()
-    drafter: Any = build("dspark", target, 0.3)
-    drafter.confidence_head.proj.weight.data.mul_(8.0)
+    drafter: Any = build("dspark", target, 5.0)
+    drafter.confidence_head.proj.weight.data.mul_(2.0)
     decoder = Decoder(target, drafter, policy, sampling, max_new_tokens=tokens, controls=Controls(fallback=True))
     decoder.cut = Eager(seen)
     monkey: Any = decoder.fallback
