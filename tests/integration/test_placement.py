@@ -71,7 +71,7 @@ def loaded_as(placement: str, path: str) -> LoadedTarget:
 
 def watch_blocks(loaded: LoadedTarget, found: Found) -> None:
     """Of the blocks' weights, how many are there while each of them computes."""
-    blocks = loaded.target.backbone[0].layers
+    blocks = loaded.target.backbone.module.layers
 
     def note(*_: Any) -> None:
         found["blocks"] = max(found.get("blocks", 0), sum(p.numel() for p in blocks.parameters()))
@@ -146,7 +146,9 @@ def train_everywhere(options: RunOptions, resolved: dict[str, Any]) -> None:
                 copied = loaded.target.pruned(2)
                 here["copied"] = sum(p.numel() for p in copied.parameters())
                 loaded.target.free()
-                here["left"] = sum(getattr(p, "ds_tensor", p).numel() for p in loaded.target.backbone[0].layers.parameters())
+                here["left"] = sum(
+                    getattr(p, "ds_tensor", p).numel() for p in loaded.target.backbone.module.layers.parameters()
+                )
             if placement == "replicated":
                 filled = Online(loaded.target, Taps(final=True)).fill(packed_batch())
                 here["reductions"] = [reductions(loaded.target, filled, stage, world) for stage in range(3)]

@@ -97,7 +97,7 @@ def naive_logits(drafter: Proposing, row: int, path: list[int]) -> Tensor:
         logits = drafter.heads[len(path)].output(drafter.heads[len(path)](base))
         return logits.float()
     assert isinstance(drafter, Heads)
-    joined = torch.cat([base, *(drafter._target[0].embed(torch.tensor(token)) for token in known)])
+    joined = torch.cat([base, *(drafter._target.module.embed(torch.tensor(token)) for token in known)])
     logits = drafter.hydra_lm_head[len(path)](drafter.hydra_mlp[len(path)](joined))
     return logits.float()
 

@@ -283,7 +283,7 @@ def test_a_placement_is_chosen_from_what_is_free_and_said(monkeypatch: pytest.Mo
     assert (roomy.placement, roomy.sharing, roomy.shared) == ("replicated", 1, False)
     assert line.startswith("placement: replicated, about ") and line.endswith("of 1.0 GB free in each process")
     blocks, whole = roomy.need.blocks, roomy.need.total("replicated", 2)
-    assert blocks == 4 * sum(p.numel() for p in load_target(TargetOptions()).target.backbone[0].layers.parameters())
+    assert blocks == 4 * sum(p.numel() for p in load_target(TargetOptions()).target.backbone.module.layers.parameters())
     with pytest.raises(UserError, match=r"lower train\.micro_batch"):  # its blocks are whole at once: sharding saves nothing
         placed(monkeypatch, whole - 1)
     monkeypatch.setattr(estimate, "LIVE", 10)
