@@ -87,28 +87,28 @@ kernels: install  ## compile the operators now rather than at their first use
 	$(BIN)/python -m drafttrain.ops.build
 
 gpu:  ## all the suites below in one command, the most important first; ends with the goals (BUDGET=45: minutes; REHEARSE=1; FORCE=1)
-	$(GPU_PYTHON) -m kernels.bench.gpu $(GPU_FLAGS) $(if $(BUDGET),--minutes $(BUDGET))
+	$(GPU_PYTHON) -m benchmarks.gpu.gpu $(GPU_FLAGS) $(if $(BUDGET),--minutes $(BUDGET))
 
 gpu-wheels:  ## collect what such a machine may lack into wheels/, at most 64 MiB (PYTHON_VERSION=3.12 PLATFORM=... THERE=pyarrow,...)
-	$(GPU_PYTHON) -m kernels.bench.wheels --python $(PYTHON_VERSION) $(if $(PLATFORM),--platform $(PLATFORM)) $(if $(THERE),--there $(THERE))
+	$(GPU_PYTHON) -m benchmarks.gpu.wheels --python $(PYTHON_VERSION) $(if $(PLATFORM),--platform $(PLATFORM)) $(if $(THERE),--there $(THERE))
 
 gpu-check:  ## are all kernels and captured steps right on this GPU? (REHEARSE=1: tiny, on the CPU; FORCE=1; RESULTS=DIR)
-	$(GPU_PYTHON) -m kernels.bench.check $(GPU_FLAGS)
+	$(GPU_PYTHON) -m benchmarks.gpu.check $(GPU_FLAGS)
 
 gpu-bench:  ## how fast they are there, against what its memory allows; their checks come first
-	$(GPU_PYTHON) -m kernels.bench.bench $(GPU_FLAGS)
+	$(GPU_PYTHON) -m benchmarks.gpu.bench $(GPU_FLAGS)
 
 gpu-train:  ## how fast training steps are there for a target of 8B, what the fused loss saves, whether drafters learn
-	$(GPU_PYTHON) -m kernels.bench.train $(GPU_FLAGS)
+	$(GPU_PYTHON) -m benchmarks.gpu.train $(GPU_FLAGS)
 
 gpu-real-1:  ## pretrain a target of 300M parameters there, and let it write data to distil from (REAL=DIR: where; default outputs/real)
-	$(GPU_PYTHON) -m kernels.bench.real_1 $(GPU_FLAGS)
+	$(GPU_PYTHON) -m benchmarks.gpu.real_1 $(GPU_FLAGS)
 
 gpu-real-2:  ## distil drafters from it and measure them: real acceptance, real speedup; after gpu-real-1
-	$(GPU_PYTHON) -m kernels.bench.real_2 $(GPU_FLAGS)
+	$(GPU_PYTHON) -m benchmarks.gpu.real_2 $(GPU_FLAGS)
 
 gpu-real:  ## both in one command
-	$(GPU_PYTHON) -m kernels.bench.gpu $(GPU_FLAGS) --stages "real target" $(if $(BUDGET),--minutes $(BUDGET))
+	$(GPU_PYTHON) -m benchmarks.gpu.gpu $(GPU_FLAGS) --stages "real target" $(if $(BUDGET),--minutes $(BUDGET))
 
 clean:  ## remove the environment and everything built, but no run in outputs/
 	rm -rf $(VENV) .venv-engines build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Attention of drafters in training against torch's own with a dense mask, forward and backward.
 
-unrolled: that of drafters trained on their own outputs (`drafttrain/ops/unrolled.py`), at the last of k steps: queries of T
-positions, keys of k T. The other way joins the keys of all steps under a mask of [T, k T].
+unrolled: that of drafters trained on their own outputs (`drafttrain/model/unrolled_attention.py`), at the last of k steps:
+queries of T positions, keys of k T. The other way joins the keys of all steps under a mask of [T, k T].
 
 blocks: that of block drafters (`ops.blockwise.blockwise_attention`): A blocks of S slots, each with its own part of a context
 of T positions. The other way takes all A S slots at once under a mask of [A S, T + A S].
@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from benchmarks.common import DiffersError, Work
 from benchmarks.contest import Cell, Entrant, cells_table, contest, draw, record
 from benchmarks.section import Found, Settings
-from drafttrain.batch import Context
-from drafttrain.ops.blockwise import blockwise_attention
-from drafttrain.ops.unrolled import unrolled
+from drafttrain.model.batch import Context
+from drafttrain.model.blockwise_attention import blockwise_attention
+from drafttrain.model.unrolled_attention import unrolled
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 STEPS = 4

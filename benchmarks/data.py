@@ -30,7 +30,7 @@ if __name__ != "__mp_main__":  # worker processes begin with this file, and need
     from rich.table import Table
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-    from drafttrain.commands.quiet import quiet
+    from drafttrain.cli.quiet import quiet
     from drafttrain.data import DataOptions
     from drafttrain.data.chat import Encoder
     from drafttrain.data.dataset import Dataset, load_dataset

@@ -23,24 +23,25 @@ from rich.console import Console
 from transformers import GenerationConfig
 
 from benchmarks.common import WIDTH, Line, Run, interleaved, lines_table, plain, ratio, write_record
-from drafttrain.checkpoint import load_drafter
-from drafttrain.commands.quiet import quiet
+from drafttrain.cli.quiet import quiet
+from drafttrain.core.sampling import Sampling
 from drafttrain.data.prompts import load_prompts
-from drafttrain.drafter import Drafter
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Request
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.decoding.tree_size import best_nodes
 from drafttrain.drafters import families
+from drafttrain.drafters.checkpoint import load_drafter
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.cases import encode_cases, spread
 from drafttrain.measure.expected import forced_hits
 from drafttrain.measure.transformers_baseline import generate
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import Taps
 from drafttrain.ops import library
-from drafttrain.request import Request
-from drafttrain.sampling import Sampling
-from drafttrain.session import Session
-from drafttrain.speculate import Controls, Decoder
-from drafttrain.target import Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
-from drafttrain.treesize import best_nodes
 
 NEW, CONTEXT = 128, 128
 

@@ -22,16 +22,16 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from drafttrain.checkpoint import load_checkpoint
-from drafttrain.commands.quiet import quiet
+from drafttrain.cli.quiet import quiet
+from drafttrain.core.sampling import Sampling
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import collate, load_dataset
 from drafttrain.data.prompts import load_prompts
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.drafters.checkpoint import load_checkpoint
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective
 from drafttrain.measure.cases import encode_cases
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
+from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 

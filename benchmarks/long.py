@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafttrain.batch import TrainBatch
-from drafttrain.commands.launch import launch
-from drafttrain.commands.quiet import quiet
-from drafttrain.commands.run import LauncherOptions, RunOptions
+from drafttrain.cli.launch import launch
+from drafttrain.cli.quiet import quiet
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective
+from drafttrain.model.batch import TrainBatch
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.load import EMBEDDED
 from drafttrain.train import TrainOptions

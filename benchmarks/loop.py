@@ -8,13 +8,13 @@ from time import perf_counter
 import torch
 
 from benchmarks.common import Run, wait
-from drafttrain.batch import TrainBatch
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.features.prefetch import Prefetch
-from drafttrain.losses import LossOptions, Objective
+from drafttrain.model.batch import TrainBatch
+from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.load import LoadedTarget
 
 Rows = Sequence[Encoded]

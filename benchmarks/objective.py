@@ -1,4 +1,4 @@
-"""The objective, chunk by chunk and recomputed (`drafttrain/losses.py`), against the one that keeps all logits.
+"""The objective, chunk by chunk and recomputed (`drafttrain/objective/losses.py`), against the one that keeps all logits.
 
 Head, divergence KL(p || q) and all gradients, of one drafter whose only weights are its output matrix. The other way is what
 one would write first: both models' logits of all positions as [T, V] tensors, autograd keeping what it needs of them. It gives
@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from benchmarks.common import DiffersError, Work
 from benchmarks.contest import Cell, Entrant, cells_table, contest, draw, record
 from benchmarks.section import Found, Settings
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.losses import LossOptions, Objective
-from drafttrain.target import FINAL
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.target import FINAL
+from drafttrain.objective.losses import LossOptions, Objective
 
 VOCABULARIES = (32_768, 65_536, 131_072, 262_144)
 LENGTHS = (2048, 8192, 32_768)

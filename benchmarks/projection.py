@@ -31,12 +31,13 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.common import WIDTH
-from drafttrain.commands.quiet import quiet
-from drafttrain.drafter import trainable
+from drafttrain.cli.quiet import quiet
 from drafttrain.drafters import families
-from drafttrain.losses import LossOptions
+from drafttrain.model.drafter import trainable
+from drafttrain.objective.losses import LossOptions
 from drafttrain.targets.estimate import Outline, activation_bytes, need_of, said
-from drafttrain.targets.hf import HFTarget, find_blocks
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.structure import find_blocks
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.memory import state_bytes
 from drafttrain.train.peaks import named_peak

@@ -22,8 +22,8 @@ from rich.table import Table
 from torch import distributed, multiprocessing
 
 from benchmarks.common import WIDTH
-from drafttrain.drafter import trainable
 from drafttrain.drafters import families
+from drafttrain.model.drafter import trainable
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain import cli
+from drafttrain.cli import main as cli
 from drafttrain.commands import fit
 
 assert fit  # loaded once, before processes are forked

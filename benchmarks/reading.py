@@ -17,14 +17,14 @@ import torch
 
 from benchmarks.common import DiffersError, interleaved, lines_table, plain, ratio
 from benchmarks.section import Found, Settings
-from drafttrain.batch import TrainBatch
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.features.cached import Cached
 from drafttrain.features.form import Form
 from drafttrain.features.layout import Layout
 from drafttrain.features.store import Store
-from drafttrain.target import FINAL
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.target import FINAL
 
 TEXTS, LENGTH, HIDDEN, ROWS = 64, 1024, 1024, 4
 

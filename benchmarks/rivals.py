@@ -39,29 +39,29 @@ from torch import Tensor, nn
 
 from benchmarks.common import DiffersError
 from benchmarks.quality import ROWS, rows_of
-from drafttrain import cli
-from drafttrain.batch import TrainBatch
-from drafttrain.checkpoint import read_meta, read_weights
+from drafttrain.cli import main as cli
+from drafttrain.cli.overview import recipe_files
 from drafttrain.commands import fit
-from drafttrain.commands.overview import recipe_files
+from drafttrain.core.errors import UserError
+from drafttrain.core.intervals import accepted_length
+from drafttrain.core.sampling import Sampling
 from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate, load_dataset
 from drafttrain.data.prompts import load_prompts
-from drafttrain.drafter import Drafter
+from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import families
-from drafttrain.errors import UserError
+from drafttrain.drafters.checkpoint import read_meta, read_weights
 from drafttrain.export.layouts import dflash2, eagle3, peagle
 from drafttrain.export.layouts.renames import SAME
 from drafttrain.features.online import Online
-from drafttrain.intervals import accepted_length
-from drafttrain.layers import Attention, RMSNorm
-from drafttrain.losses import teacher_forced
 from drafttrain.measure.acceptance import pooled
 from drafttrain.measure.cases import encode_cases
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
-from drafttrain.target import FINAL, Taps
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.layers import Attention, RMSNorm
+from drafttrain.model.target import FINAL, Taps
+from drafttrain.objective.losses import teacher_forced
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.train.trainer import Trainer, tuned_sums

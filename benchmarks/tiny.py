@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
+from drafttrain.model.drafter import Drafter
 from drafttrain.targets.hf import HFTarget
 
 NAMES = sorted(families())

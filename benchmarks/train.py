@@ -28,8 +28,8 @@ from benchmarks.overlap import overlap
 from benchmarks.packing import packing
 from benchmarks.reading import reading
 from benchmarks.section import Found, Settings
-from drafttrain.commands.quiet import quiet
-from drafttrain.errors import UserError
+from drafttrain.cli.quiet import quiet
+from drafttrain.core.errors import UserError
 from drafttrain.targets.devices import device_of
 
 SECTIONS: dict[str, Callable[[Settings], Found]] = {

@@ -1,6 +1,6 @@
 """`python -m drafttrain` is the `drafttrain` command; torchrun needs it."""
 
-from drafttrain.cli import main
+from drafttrain.cli.main import main
 
 if __name__ == "__main__":
     main()

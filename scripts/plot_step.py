@@ -20,17 +20,18 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from drafttrain import rounds
-from drafttrain.checkpoint import load_checkpoint
-from drafttrain.commands.quiet import quiet
+from drafttrain.cli.quiet import quiet
+from drafttrain.core.sampling import Sampling
 from drafttrain.data.prompts import load_prompts
-from drafttrain.drafter import Drafter
-from drafttrain.kv import KVCache
+from drafttrain.decoding import step as rounds
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Session
+from drafttrain.drafters.checkpoint import load_checkpoint
 from drafttrain.measure.cases import encode_cases, spread
 from drafttrain.measure.plots import COLOURS
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder, Session
-from drafttrain.target import Target
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.target import Target
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 

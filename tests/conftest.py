@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafttrain import cli
-from drafttrain.commands.quiet import quiet
+from drafttrain.cli import main as cli
+from drafttrain.cli.quiet import quiet
 
 quiet()
 os.environ["WANDB_MODE"] = "offline"

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 
 MASKS = (1, 32, 4, 128)  # 32 is another case of a letter
 

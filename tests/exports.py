@@ -11,14 +11,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, adapter_state, save_drafter
-from drafttrain.drafter import Drafter
 from drafttrain.drafters import families
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, adapter_state, save_drafter
 from drafttrain.export.exporter import Exported, Wanted, export
 from drafttrain.export.golden import Golden, made, store
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import asked
-from drafttrain.target import LoraSpec
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import LoraSpec
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget

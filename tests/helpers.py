@@ -23,12 +23,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Commit, Drafter
-from drafttrain.sampling import Sampling
-from drafttrain.target import Taps
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree, TreeShape
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.target import Taps
 from drafttrain.targets.hf import HFTarget
-from drafttrain.tree import DraftTree, TreeShape
 
 COMMON = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512}
 GATED = COMMON | {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}

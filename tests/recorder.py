@@ -26,7 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from drafttrain import ahead, treesize
+from drafttrain.decoding import graph_runner as ahead
+from drafttrain.decoding import tree_size as treesize
 
 FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
 ASKING = ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu", "numpy")

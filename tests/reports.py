@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from drafttrain.decoding.request import Result
 from drafttrain.measure.cases import Case
 from drafttrain.measure.entry import Evidence
-from drafttrain.request import Result
 
 
 def slice_of(by: str, value: Any, tau: float, speedup: float | None, **more: Any) -> dict[str, Any]:

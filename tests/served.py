@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from drafttrain.checkpoint import CheckpointMeta, save_drafter
 from drafttrain.drafters import families
+from drafttrain.drafters.checkpoint import CheckpointMeta, save_drafter
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 from tests.exports import record_of

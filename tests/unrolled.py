@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TrainBatch
+from drafttrain.drafters.common.recurrent import Recurrent
 from drafttrain.features.online import Online
-from drafttrain.recurrent import Recurrent
-from drafttrain.target import FINAL
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.target import FINAL
 from drafttrain.targets.hf import HFTarget
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from drafttrain.config import Run
+from drafttrain.cli.config import Run
 
 
 class _ComposedError(BaseException):
@@ -22,7 +22,8 @@ class _ComposedError(BaseException):
 @cache
 def composed(arguments: tuple[str, ...]) -> Run | None:
     """What Hydra makes of these arguments; None where it, or the check of the words, refuses them."""
-    from drafttrain import cli, config
+    from drafttrain.cli import config
+    from drafttrain.cli import main as cli
 
     to_run, argv = config.to_run, sys.argv
     sys.argv = ["drafttrain"]
@@ -50,7 +51,8 @@ def cli(arguments: Sequence[str]) -> Callable[[], int]:
     def work() -> int:
         import hydra
 
-        from drafttrain import cli, config
+        from drafttrain.cli import config
+        from drafttrain.cli import main as cli
 
         sys.argv = ["drafttrain"]
         if run is not None:

@@ -237,8 +237,8 @@ def reader(target: Path) -> Callable[[Path], int]:
 
 def one(read: Callable[[Path], int], path: Path, content: bytes) -> tuple[str, str]:
     """How reading this file ends: (result, what was got)."""
-    from drafttrain.complaints import explain
-    from drafttrain.errors import UserError
+    from drafttrain.cli.complaints import explain
+    from drafttrain.core.errors import UserError
 
     path.write_bytes(content)
     began = time.monotonic()

@@ -23,13 +23,14 @@ def load_all() -> None:
     import drafttrain.commands
 
     torch.set_num_threads(1)
-    from drafttrain.commands.quiet import quiet
+    from drafttrain.cli.quiet import quiet
 
     quiet()
     for module in iter_modules(drafttrain.commands.__path__):
         import_module(f"drafttrain.commands.{module.name}")
     for name in (
-        "drafttrain.cli", "drafttrain.config", "drafttrain.targets.load", "drafttrain.export.table", "drafttrain.train.trainer",
+        "drafttrain.cli.main", "drafttrain.cli.config", "drafttrain.targets.load", "drafttrain.export.table",
+        "drafttrain.train.trainer",
         "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "deepspeed", "datasets",
         "pyarrow.parquet", "pyarrow.csv", "pyarrow.ipc", "matplotlib.pyplot", "safetensors.torch", "hydra", "peft",
     ):  # fmt: skip

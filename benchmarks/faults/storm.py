@@ -11,9 +11,9 @@ from benchmarks.faults.campaign import UNCHANGED, Outcome, broken, failed
 from benchmarks.faults.child import forked
 
 if TYPE_CHECKING:
-    from drafttrain.drafter import Drafter
-    from drafttrain.request import Request, Result
-    from drafttrain.session import Session
+    from drafttrain.decoding.request import Request, Result
+    from drafttrain.decoding.scheduler import Session
+    from drafttrain.model.drafter import Drafter
     from drafttrain.targets.hf import HFTarget
 
 SLOTS, LONGEST = 5, 96  # of a prompt with its new tokens
@@ -73,7 +73,7 @@ def tiny_target(kind: str) -> HFTarget:
 
 def requests(count: int, seed: int) -> list[Request]:
     """Prompts from one token to the limit, one to four samples, many that end at once or by a stop token."""
-    from drafttrain.request import Request
+    from drafttrain.decoding.request import Request
 
     draw, found = random.Random(seed), []
     for number in range(count):
@@ -100,10 +100,11 @@ def served(session: Session, asked: Sequence[Request], draw: random.Random) -> l
 
 def storm(target: HFTarget, drafter: Drafter | None, count: int, seed: int, every: int | None) -> None:
     """With as few pages as the largest request needs, with some more, and with enough. every: as `Controls.read_every`."""
-    from drafttrain.kv import PAGE, pages_for
-    from drafttrain.sampling import Sampling
-    from drafttrain.session import Session
-    from drafttrain.speculate import Controls, Decoder
+    from drafttrain.core.sampling import Sampling
+    from drafttrain.decoding.decoder import Decoder
+    from drafttrain.decoding.scheduler import Session
+    from drafttrain.decoding.settings import Controls
+    from drafttrain.model.kv_cache import PAGE, pages_for
 
     asked, draw, sampling = requests(count, seed), random.Random(seed), Sampling(0.9, seed=5)
     plain = Session(Decoder(target, None, "coupled", sampling), SLOTS, LONGEST + 1)

@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain compare RUN RUN ... [out=DIR]`: measured runs ranked, with what is more than chance between them."""
+"""`drafttrain compare RUN RUN ... [out=DIR]`: measured runs ranked, with what is more than chance between them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from drafttrain.commands.run import RunOptions
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.measure.compare.files import write_comparison
 from drafttrain.measure.compare.ranking import check_options, ranked
 from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import find_runs
 from drafttrain.measure.compare.saved import check_place, save
 from drafttrain.measure.compare.table import console_table
+from drafttrain.runs.options import RunOptions
 from drafttrain.train.lineage import noted
 
 

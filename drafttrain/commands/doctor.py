@@ -1,4 +1,4 @@
-"""Floor 5: what this machine offers, for a bug report and for a first look."""
+"""What this machine offers, for a bug report and for a first look."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from huggingface_hub.constants import HF_HOME
 from rich.console import Console
 from rich.table import Table
 
-from drafttrain.commands.environment import versions
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.ops import build, jit, library
+from drafttrain.runs.environment import versions
 from drafttrain.train.logger import logged_in
 
 

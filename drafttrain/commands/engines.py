@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain measure ... engine=NAME`: serving engines decode the prompts that our decoder was timed on."""
+"""`drafttrain measure ... engine=NAME`: serving engines decode the prompts that our decoder was timed on."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from drafttrain.commands.run import RunOptions
 from drafttrain.commands.verify import target_place
-from drafttrain.commands.watch import watching
+from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import Prompt, encode_prompt, load_prompts
 from drafttrain.data.server import base_of
-from drafttrain.errors import UserError
+from drafttrain.engines.answers import Side
+from drafttrain.engines.http import CHAT, TOKENS, Where, endpoint
+from drafttrain.engines.measurement import FIGURES, SPECULATIVE, Here, Terms, measured
+from drafttrain.engines.process import ENGINES, Job, python_of
+from drafttrain.engines.timed_process import serving
 from drafttrain.export import golden
 from drafttrain.export.chain import Ending, chain_drafter, decoded
-from drafttrain.export.engine import ENGINES, Job, python_of
 from drafttrain.export.exporter import GGUF, Wanted, refusals
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.opened import Opened
-from drafttrain.export.serving import serving
 from drafttrain.export.table import asked as stacks_asked
 from drafttrain.export.table import loads
 from drafttrain.measure.bench import BASELINE, Watch
 from drafttrain.measure.cases import encode_cases
-from drafttrain.measure.endpoint import CHAT, TOKENS, Where, endpoint
-from drafttrain.measure.engines import FIGURES, SPECULATIVE, Here, Terms, measured
 from drafttrain.measure.entry import prompt_digest
 from drafttrain.measure.report import Report
-from drafttrain.served import Side
+from drafttrain.runs.options import RunOptions
+from drafttrain.runs.progress import watching
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import weights_of
 

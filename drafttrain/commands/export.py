@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain export checkpoint=DIR format=STACK out=DIR`: for a serving stack, checked before it is there."""
+"""`drafttrain export checkpoint=DIR format=STACK out=DIR`: for a serving stack, checked before it is there."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from rich.console import Console
 
 from drafttrain import __version__
-from drafttrain.commands.given import Given, say_plainly
-from drafttrain.commands.run import RunOptions
-from drafttrain.commands.together import together
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.export import golden
 from drafttrain.export.exporter import Exported, Wanted, check_wanted, refusals
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.hub import Repository, push
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import STACKS, asked
+from drafttrain.runs.given_checkpoint import Given, say_plainly
+from drafttrain.runs.lock_step import together
+from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import load_target
 from drafttrain.train.logger import log_export
 

@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain fit`: distil a drafter from the frozen target, then measure every kept checkpoint."""
+"""`drafttrain fit`: distil a drafter from the frozen target, then measure every kept checkpoint."""
 
 from __future__ import annotations
 
@@ -12,19 +12,12 @@ import torch
 from rich.console import Console as RichConsole
 from torch import Tensor
 
-from drafttrain.checkpoint import list_checkpoints, read_meta, start_weights
-from drafttrain.commands.data import data_report, say_counts, say_vocabulary, training_data, write_rejected
-from drafttrain.commands.given import Given, check_start
 from drafttrain.commands.measure import measure_run
-from drafttrain.commands.origin import origin_of
-from drafttrain.commands.place import Place, built, check_placement, load_placed, measurable, place
-from drafttrain.commands.run import RunOptions
-from drafttrain.commands.rundir import RunDirectory
+from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.data.contamination import contamination
 from drafttrain.data.dataset import Dataset
 from drafttrain.data.prompts import load_prompts
-from drafttrain.drafter import Drafter, trainable
-from drafttrain.errors import Interrupted, UserError
+from drafttrain.drafters.checkpoint import list_checkpoints, read_meta, start_weights
 from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
@@ -32,7 +25,14 @@ from drafttrain.measure.cases import encode_cases
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.glance import glance
 from drafttrain.measure.runner import CheckpointRef, check_measurement
+from drafttrain.model.drafter import Drafter, trainable
 from drafttrain.ops import library
+from drafttrain.runs.data import data_report, say_counts, say_vocabulary, training_data, write_rejected
+from drafttrain.runs.directory import RunDirectory
+from drafttrain.runs.given_checkpoint import Given, check_start
+from drafttrain.runs.options import RunOptions
+from drafttrain.runs.placement import Place, built, check_placement, load_placed, measurable, place
+from drafttrain.runs.provenance import origin_of
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.devices import device_of
 from drafttrain.targets.estimate import said

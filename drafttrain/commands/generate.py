@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain generate [checkpoint=DIR] [prompt=TEXT]`: complete or chat, streaming."""
+"""`drafttrain generate [checkpoint=DIR] [prompt=TEXT]`: complete or chat, streaming."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from drafttrain.checkpoint import load_checkpoint
-from drafttrain.commands.given import Given
-from drafttrain.commands.run import RunOptions
-from drafttrain.commands.together import together
+from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import encode_prompt
-from drafttrain.errors import UserError
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Chunk, Result
+from drafttrain.decoding.scheduler import Session
+from drafttrain.drafters.checkpoint import load_checkpoint
 from drafttrain.measure.decoding import decoder_of, idle_guards
-from drafttrain.request import Chunk, Result
-from drafttrain.session import Session
-from drafttrain.speculate import Decoder
+from drafttrain.runs.given_checkpoint import Given
+from drafttrain.runs.lock_step import together
+from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.parallel import Part
 

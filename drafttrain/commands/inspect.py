@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain inspect [target=...] [data.path=...]`: training data as the drafter will see it, and a page of it."""
+"""`drafttrain inspect [target=...] [data.path=...]`: training data as the drafter will see it, and a page of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 import drafttrain
-from drafttrain.atomic import atomic_write_text
-from drafttrain.commands.run import RunOptions
+from drafttrain.core.errors import UserError, printable
+from drafttrain.core.files import atomic_write_text
 from drafttrain.data import InspectOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.contamination import Copy, copies
@@ -27,8 +27,8 @@ from drafttrain.data.prompts import load_prompts, named_prompts
 from drafttrain.data.provenance import find_provenance
 from drafttrain.data.sources import Conversation, read_conversations
 from drafttrain.data.templates import read_template
-from drafttrain.errors import UserError, printable
-from drafttrain.page import render
+from drafttrain.measure.html import render
+from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import load_tokenizer, path_of
 
 SUPERVISED, REST, BAR = "black on green", "dim", "green"

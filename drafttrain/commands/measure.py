@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain measure checkpoint=DIR [prompts=FILE]`, and the measurement that ends every `fit`."""
+"""`drafttrain measure checkpoint=DIR [prompts=FILE]`, and the measurement that ends every `fit`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 from rich.console import Console
 
-from drafttrain.atomic import remove_abandoned
-from drafttrain.checkpoint import read_meta
 from drafttrain.commands.engines import Asked, Exported, beside, exports
-from drafttrain.commands.environment import environment
-from drafttrain.commands.given import Given, say_plainly
-from drafttrain.commands.run import RunOptions
-from drafttrain.commands.together import together
-from drafttrain.commands.watch import watching
+from drafttrain.core.errors import OutputError, UserError
+from drafttrain.core.files import remove_abandoned
 from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import load_prompts, named_prompts
-from drafttrain.errors import OutputError, UserError
+from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.measure.enginetext import engines_table
 from drafttrain.measure.flags import broken_promises
 from drafttrain.measure.published import published_for, published_lines
 from drafttrain.measure.report import Report, report_of, write_report
 from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
 from drafttrain.measure.table import console_table
+from drafttrain.runs.environment import environment
+from drafttrain.runs.given_checkpoint import Given, say_plainly
+from drafttrain.runs.lock_step import together
+from drafttrain.runs.options import RunOptions
+from drafttrain.runs.progress import watching
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.train.keeper import PROGRESS, Progress
 

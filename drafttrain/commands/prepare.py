@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain prepare target=... data.path=... out=DIR`: the target answers a data set's prompts again."""
+"""`drafttrain prepare target=... data.path=... out=DIR`: the target answers a data set's prompts again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from rich.console import Console
 from torch import distributed
 
 import drafttrain
-from drafttrain.commands.answerers import own_engine, sampling_at, served
-from drafttrain.commands.run import RunOptions
-from drafttrain.commands.together import together
-from drafttrain.commands.watch import watching
+from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.data import PrepareOptions
 from drafttrain.data.asks import TOO_LONG, Asks, Dialogue, jobs_of, read_asks
 from drafttrain.data.journal import Journal, check_settings, look
@@ -26,7 +23,10 @@ from drafttrain.data.provenance import FORMAT
 from drafttrain.data.publish import FORMATS, check_out, publish
 from drafttrain.data.rules import check_rules
 from drafttrain.data.sources import read_conversations
-from drafttrain.errors import Interrupted, UserError
+from drafttrain.runs.answerers import own_engine, sampling_at, served
+from drafttrain.runs.lock_step import together
+from drafttrain.runs.options import RunOptions
+from drafttrain.runs.progress import watching
 from drafttrain.targets.parallel import Part, end_at_exit
 from drafttrain.train.interrupt import Interrupt
 

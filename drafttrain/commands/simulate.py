@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain simulate [report=FILE | checkpoint=DIR] [out=FILE.png]`: what acceptance and costs are worth."""
+"""`drafttrain simulate [report=FILE | checkpoint=DIR] [out=FILE.png]`: what acceptance and costs are worth."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from drafttrain.atomic import atomic_write_json
-from drafttrain.commands.run import RunOptions
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_write_json
 from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import find_runs
 from drafttrain.measure.report import rounded
@@ -18,6 +17,7 @@ from drafttrain.measure.simulate.measured import Measured
 from drafttrain.measure.simulate.outcome import simulated
 from drafttrain.measure.simulate.plot import simulation_plot
 from drafttrain.measure.simulate.tables import assumptions, chain_table, findings, shape_table
+from drafttrain.runs.options import RunOptions
 
 
 def simulate(options: RunOptions, resolved: dict[str, Any]) -> Path:

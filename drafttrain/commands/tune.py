@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain tune checkpoint=DIR`: the draft length or tree that is fastest here, kept with the checkpoint.
+"""`drafttrain tune checkpoint=DIR`: the draft length or tree that is fastest here, kept with the checkpoint.
 
 Half of the prompts choose, the other half decides whether the choice is faster than what was trained.
 """
@@ -16,16 +16,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from drafttrain.atomic import atomic_write_json
-from drafttrain.checkpoint import TUNED, keep_tuned, load_checkpoint, read_meta
-from drafttrain.commands.environment import environment
-from drafttrain.commands.given import Given, say_plainly
-from drafttrain.commands.run import RunOptions
-from drafttrain.commands.together import together
-from drafttrain.commands.watch import watching
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_write_json
 from drafttrain.data.prompts import load_prompts
-from drafttrain.drafter import Drafter
-from drafttrain.errors import UserError
+from drafttrain.decoding.decoder import Decoded
+from drafttrain.drafters.checkpoint import TUNED, keep_tuned, load_checkpoint, read_meta
 from drafttrain.measure import MeasureOptions, TuneOptions
 from drafttrain.measure.acceptance import pooled
 from drafttrain.measure.bench import Bench
@@ -37,7 +32,12 @@ from drafttrain.measure.plots import tuning_plot
 from drafttrain.measure.report import rounded
 from drafttrain.measure.speed import Contender, race, throughput, tpot
 from drafttrain.measure.tuning import OBJECTIVES, Predicted, Shape, shapes_of, surface, temperatures
-from drafttrain.speculate import Decoded
+from drafttrain.model.drafter import Drafter
+from drafttrain.runs.environment import environment
+from drafttrain.runs.given_checkpoint import Given, say_plainly
+from drafttrain.runs.lock_step import together
+from drafttrain.runs.options import RunOptions
+from drafttrain.runs.progress import watching
 from drafttrain.targets.load import load_target
 
 DEFAULT = "as trained"

@@ -1,4 +1,4 @@
-"""Floor 5: `drafttrain verify engine=NAME out=DIR checkpoint=DIR`: does an engine accept as many drafts as our decoder?"""
+"""`drafttrain verify engine=NAME out=DIR checkpoint=DIR`: does an engine accept as many drafts as our decoder?"""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from drafttrain.atomic import atomic_write_json
-from drafttrain.checkpoint import read_meta
-from drafttrain.checksums import check_listed
-from drafttrain.commands.given import Given
-from drafttrain.commands.run import RunOptions
-from drafttrain.commands.together import together
+from drafttrain.core.checksums import check_listed
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_write_json
 from drafttrain.data.prompts import encode_prompt, load_prompts
-from drafttrain.errors import UserError
+from drafttrain.drafters.checkpoint import read_meta
+from drafttrain.engines.process import ENGINES, Job, Outcome, python_of, run
 from drafttrain.export.chain import Ending, Rounds, chain_drafter, decoded, plain
-from drafttrain.export.engine import ENGINES, Job, Outcome, python_of, run
 from drafttrain.export.exporter import RECORD, TARGET
 from drafttrain.export.opened import Opened
 from drafttrain.export.verification import Verification, verified
+from drafttrain.runs.given_checkpoint import Given
+from drafttrain.runs.lock_step import together
+from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 
 NOTED = ("family", "stack", "layout", "dtype", "checkpoint")  # by `export`, of a directory

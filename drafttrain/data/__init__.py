@@ -1,4 +1,4 @@
-"""Floor 3: conversations in, supervised token batches out."""
+"""Conversations in, supervised token batches out."""
 
 from __future__ import annotations
 

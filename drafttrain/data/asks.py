@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from drafttrain.core.errors import UserError
 from drafttrain.data import PrepareOptions
 from drafttrain.data.rules import Reply
 from drafttrain.data.sources import ASSISTANT, Conversation
-from drafttrain.errors import UserError
 
 ASKED = ("system", "developer", "user")
 TOO_LONG = "too_long"  # why a turn was not asked: it leaves no room for a reply

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.sources import Conversation, Source
-from drafttrain.errors import UserError
 
 EAST = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without blanks: each character counts as a word
 WORD = re.compile(rf"[{EAST}]|[^\W{EAST}]+")

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.batch import TrainBatch
+from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.order import Alone, Mixture, Order, generator
@@ -26,7 +26,7 @@ from drafttrain.data.sources import Source, cache_folder, open_sources
 from drafttrain.data.summary import summarise
 from drafttrain.data.templates import TemplateOptions, read_template
 from drafttrain.data.workers import spare_cores
-from drafttrain.errors import UserError
+from drafttrain.model.batch import TrainBatch
 
 __all__ = ["Dataset", "Encoded", "check_supervised", "collate", "encoder_of", "load_dataset", "pack", "shard", "token_counts"]
 

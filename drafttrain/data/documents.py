@@ -1,4 +1,4 @@
-"""Floor 3: prompts of a given length, cut from long documents."""
+"""Prompts of a given length, cut from long documents."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import encode_messages
-from drafttrain.errors import UserError
 
 DOCUMENTS = 16
 ENDINGS = (".txt", ".md", ".rst", ".py", ".html", ".tex")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import drafttrain
-from drafttrain.atomic import disk_full
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import disk_full
 from drafttrain.data.provenance import check_shard
-from drafttrain.errors import UserError
 
 ASSETS = Path(drafttrain.__file__).parent / "assets"
 LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")

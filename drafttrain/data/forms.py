@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.files import keys_of
-from drafttrain.errors import UserError
 
 ASSISTANT = "assistant"
 SPEAKERS = {  # names that published ShareGPT-style sets use

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from drafttrain.atomic import read_sealed_json, remove_abandoned, sealed, unsealed, write_sealed_json
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import read_sealed_json, remove_abandoned, sealed, unsealed, write_sealed_json
 
 FILES = "rank-*.jsonl"
 SETTINGS = "settings.json"

@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
-from drafttrain.errors import UserError
 
 WINDOW = 16  # batches that are sorted by length together
 MIX = 0x6D6978  # apart from the seeds of epochs

@@ -11,11 +11,11 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.sources import Source
 from drafttrain.data.store import Store, blocks_in, key_of
 from drafttrain.data.workers import Done, Follower, Here, Pool, Task, Team
-from drafttrain.errors import UserError
 
 CHUNK = 256  # records of a task
 UNKNOWN = -1

@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from drafttrain.core.errors import UserError, printable
 from drafttrain.data.files import ASSETS, keys_of, path_of, read_records
 from drafttrain.data.sets import SETS, field_of, hub_records
 from drafttrain.data.templates import template_errors, whose
-from drafttrain.errors import UserError, printable
 
 SINGLE = ("prompt", "question")  # HumanEval, GSM8K
 

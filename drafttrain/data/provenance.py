@@ -8,8 +8,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from drafttrain.checksums import LISTED, changed, check_listed, first_fault, listed
-from drafttrain.errors import UserError
+from drafttrain.core.checksums import LISTED, changed, check_listed, first_fault, listed
+from drafttrain.core.errors import UserError
 
 FILE = "provenance.json"
 SHARDS = "part-*.*"

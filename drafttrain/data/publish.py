@@ -14,14 +14,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from drafttrain.atomic import atomic_directory, atomic_write_json
-from drafttrain.checksums import list_files
+from drafttrain.core.checksums import list_files
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_directory, atomic_write_json
 from drafttrain.data.asks import TOO_LONG, Job
 from drafttrain.data.journal import read, record_of
 from drafttrain.data.provenance import FILE
 from drafttrain.data.rules import RULES, Reply, judge
 from drafttrain.data.sources import ASSISTANT
-from drafttrain.errors import UserError
 
 SUMMARY, REJECTS = "summary.json", "rejects.jsonl"
 FORMATS = ("jsonl", "parquet")

@@ -17,7 +17,8 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from drafttrain.atomic import atomic_file, atomic_write_bytes
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_file, atomic_write_bytes
 from drafttrain.data.files import (
     TABLES,
     as_object,
@@ -32,7 +33,6 @@ from drafttrain.data.files import (
     unreadable,
 )
 from drafttrain.data.provenance import check_shard
-from drafttrain.errors import UserError
 
 SMALL = 2**23  # bytes of a file that is kept in memory
 NO_ROOM = "free some space, or set data.cache to a folder on another disk"

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.asks import TOO_LONG, Dialogue, Job
 from drafttrain.data.prompts import encode_messages
 from drafttrain.data.rules import Reply
-from drafttrain.errors import UserError
-from drafttrain.request import Result
-from drafttrain.session import Session
-from drafttrain.speculate import Decoder
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Result
+from drafttrain.decoding.scheduler import Session
 
 Finished = Callable[[Dialogue], None]  # told of every text that has ended
 Tick = Callable[[int], None]  # told of tokens as they come

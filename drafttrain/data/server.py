@@ -18,10 +18,10 @@ from email.utils import parsedate_to_datetime
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.asks import Dialogue, Job, Message
 from drafttrain.data.regenerate import Finished, Tick
 from drafttrain.data.rules import Reply
-from drafttrain.errors import UserError
 
 if TYPE_CHECKING:
     import httpx

@@ -1,4 +1,4 @@
-"""Floor 3: public prompt sets: where each is published, and how its records become prompts. A new set is one entry of `SETS`.
+"""Public prompt sets: where each is published, and how its records become prompts. A new set is one entry of `SETS`.
 
 The wording is Spec-Bench's (arXiv 2401.07851): GSM8K's questions as they stand, articles behind "Summarize: ". Of large sets
 the first 80 are taken, as many as Spec-Bench has of each task.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 
 Record = dict[str, Any]
 FEW = 80  # prompts of a set of many thousands, where no limit is given

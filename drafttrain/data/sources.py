@@ -11,12 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions, SourceOptions
 from drafttrain.data.files import ASSETS, LINES, TABLES, check_file, path_of, reason_of
 from drafttrain.data.forms import ASSISTANT, Conversation, check_form, conversation
 from drafttrain.data.provenance import shards_of
 from drafttrain.data.records import Joined, Listed, Loaded, Records, open_records
-from drafttrain.errors import UserError
 
 __all__ = ["ASSISTANT", "Conversation", "Source", "cache_folder", "open_sources", "read_conversations"]
 

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from pyarrow import ipc
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.atomic import atomic_file
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_file
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.forms import Conversation
 from drafttrain.data.records import NO_ROOM
 from drafttrain.data.sources import Source
-from drafttrain.errors import UserError
 
 HEAD, BARE = b"drafttrain block", b"ARROW1"  # what a file begins with; an older one
 AT = 64  # bytes at which Arrow begins: a multiple of what it aligns to

@@ -25,9 +25,9 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.bounds import TooLongError, bounded
 from drafttrain.data.forms import ASSISTANT, Conversation
-from drafttrain.errors import UserError
 
 Messages = Sequence[dict[str, Any]]
 Marked = tuple[list[str], list[list[tuple[int, int]]]]  # texts, and the marked characters of each (transformers says str)

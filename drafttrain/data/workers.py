@@ -15,10 +15,10 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
+from drafttrain.core.errors import WorkerError
 from drafttrain.data.chat import Encoder
 from drafttrain.data.sources import Source
 from drafttrain.data.store import Block, Store, encode_block
-from drafttrain.errors import WorkerError
 
 POLL = 0.05  # seconds between looks at a folder that another process fills
 MOST = 16  # processes by default

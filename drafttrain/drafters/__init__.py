@@ -1,4 +1,4 @@
-"""Floor 3: the families, one file each. A file that defines `FAMILY` is a family; nothing else lists them."""
+"""The families, one file each. A file that defines `FAMILY` is a family; nothing else lists them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from drafttrain.drafter import Drafter
-from drafttrain.target import Target
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Commit, Drafter
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Lane, Sampling, law
+from drafttrain.core.tree import DraftTree, depth
+from drafttrain.decoding.acceptance import Policy, policy_for
+from drafttrain.decoding.step import commit_of
 from drafttrain.drafters import Family, families
-from drafttrain.errors import UserError
-from drafttrain.kv import KVCache
-from drafttrain.merged import Merged
+from drafttrain.drafters.common.merged import Merged
+from drafttrain.drafters.common.pending import CachedDrafter, OwnCache, Staged, with_root
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.target import Target, TargetOut
 from drafttrain.ops.sample import sample
-from drafttrain.rounds import commit_of
-from drafttrain.sampling import Lane, Sampling, law
-from drafttrain.staged import CachedDrafter, OwnCache, Staged, with_root
-from drafttrain.target import Target, TargetOut
-from drafttrain.tree import DraftTree, depth
-from drafttrain.verify import Policy, policy_for
 
 
 @dataclass

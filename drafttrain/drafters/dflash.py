@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from drafttrain.block_drafter import BlockDrafter, Choices
-from drafttrain.block_options import BlockOptions
 from drafttrain.drafters import Family
+from drafttrain.drafters.common.block_drafter import BlockDrafter, Choices
+from drafttrain.drafters.common.block_options import BlockOptions
 
 
 @dataclass

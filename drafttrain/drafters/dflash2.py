@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.block_drafter import BlockDrafter, Choices
-from drafttrain.block_options import BlockOptions
+from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.errors import UserError
-from drafttrain.target import Target
+from drafttrain.drafters.common.block_drafter import BlockDrafter, Choices
+from drafttrain.drafters.common.block_options import BlockOptions
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.target import Target
 
 STD = 0.02  # of A and P at the start
 

@@ -12,16 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from drafttrain.autoregressive import Autoregressive, AutoregressiveState
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Drafter
+from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.errors import UserError
-from drafttrain.kv import KVCache
+from drafttrain.drafters.common.autoregressive import Autoregressive, AutoregressiveState
+from drafttrain.drafters.common.proposal import Proposal, TreeOptions
+from drafttrain.drafters.common.translation import TranslatedDraft, Translation
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.ops.quantised import BITS, cost
-from drafttrain.proposal import Proposal, TreeOptions
-from drafttrain.target import FINAL, Taps, Target
-from drafttrain.translation import TranslatedDraft, Translation
+from drafttrain.targets.companion import companion, scratch
 
 
 @dataclass
@@ -66,8 +67,8 @@ def model_of(options: DraftModelOptions, target: Target, kind: str) -> Model:
     if options.source == "pruned":
         return Model(target.pruned(options.blocks))
     if options.source == "scratch":
-        return Model(target.scratch(options.blocks, options.hidden_size))
-    found = target.companion(str(options.path), options.revision)
+        return Model(scratch(target, options.blocks, options.hidden_size))
+    found = companion(target, str(options.path), options.revision)
     if kind != "chain" and not (found.same_tokens and found.model.trees):
         why = "architecture is exact for chains only" if found.same_tokens else "tokenizer is another one, its drafts are text"
         raise UserError(f"drafter.tree is {kind!r}, and the {why} of drafter.path {options.path!r}; set it to chain")

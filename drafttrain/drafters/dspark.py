@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.block_drafter import BlockDrafter, Choices
-from drafttrain.block_options import BlockOptions
-from drafttrain.calibration import Calibration
+from drafttrain.core.errors import UserError
+from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.errors import UserError
-from drafttrain.target import Target
-from drafttrain.tree import DraftTree
+from drafttrain.drafters.common.block_drafter import BlockDrafter, Choices
+from drafttrain.drafters.common.block_options import BlockOptions
+from drafttrain.drafters.common.calibration import Calibration
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.target import Target
 
 STD = 0.01  # of W1 at the start
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.errors import UserError
-from drafttrain.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm
-from drafttrain.proposal import Proposal, TreeOptions
-from drafttrain.recurrent import Recurrent
-from drafttrain.target import FINAL, Taps, Target, TargetShape
+from drafttrain.drafters.common.proposal import Proposal, TreeOptions
+from drafttrain.drafters.common.recurrent import Recurrent
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm
+from drafttrain.model.target import FINAL, Taps, Target, TargetShape
 
 CHUNK = 1024  # predictions whose logits the loss on the likeliest tokens holds at once
 

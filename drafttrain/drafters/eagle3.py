@@ -17,14 +17,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Drafter
+from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.errors import UserError
-from drafttrain.layers import Attention, DecoderLayer, LayerOptions, RMSNorm
-from drafttrain.proposal import Proposal, TreeOptions
-from drafttrain.recurrent import Recurrent
-from drafttrain.target import Taps, Target, TargetShape
+from drafttrain.drafters.common.proposal import Proposal, TreeOptions
+from drafttrain.drafters.common.recurrent import Recurrent
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.layers import Attention, DecoderLayer, LayerOptions, RMSNorm
+from drafttrain.model.target import Taps, Target, TargetShape
 
 
 @dataclass

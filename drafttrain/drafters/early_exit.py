@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafttrain.autoregressive import Autoregressive, AutoregressiveState
-from drafttrain.batch import Prediction, TrainBatch
 from drafttrain.drafters import Family
-from drafttrain.kv import KVCache
-from drafttrain.layers import Attention, AttentionShape, RMSNorm, recomputed
-from drafttrain.proposal import Proposal, TreeOptions
-from drafttrain.recurrent import UnrolledAttention
-from drafttrain.target import Taps, Target, TargetShape
+from drafttrain.drafters.common.autoregressive import Autoregressive, AutoregressiveState
+from drafttrain.drafters.common.proposal import Proposal, TreeOptions
+from drafttrain.drafters.common.recurrent import UnrolledAttention
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.layers import Attention, AttentionShape, RMSNorm, recomputed
+from drafttrain.model.target import Taps, Target, TargetShape
 
 
 @dataclass

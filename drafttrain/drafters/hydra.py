@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Commit, Drafter
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.dynamic import Generation, Grower, Scored
-from drafttrain.errors import UserError
-from drafttrain.kv import KVCache
-from drafttrain.layers import DecoderLayer, ResidualBlock, RMSNorm, recomputed
-from drafttrain.ops.causal import causal
-from drafttrain.proposal import Proposal, Proposing, TreeOptions
-from drafttrain.sampling import Sampling
-from drafttrain.staged import CachedDrafter, OwnCache, Staged
-from drafttrain.target import FINAL, Taps, Target, TargetShape
-from drafttrain.tip import Tip, TipDrafter, blank
-from drafttrain.tree import DraftTree
+from drafttrain.drafters.common.dynamic_tree import Generation, Grower, Scored
+from drafttrain.drafters.common.last_state import Tip, TipDrafter, blank
+from drafttrain.drafters.common.pending import CachedDrafter, OwnCache, Staged
+from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.causal_attention import causal
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.layers import DecoderLayer, ResidualBlock, RMSNorm, recomputed
+from drafttrain.model.target import FINAL, Taps, Target, TargetShape
 
 
 @dataclass

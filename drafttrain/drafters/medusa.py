@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree, TreeShape
 from drafttrain.drafters import Family
-from drafttrain.dynamic import Grower, StaticTree, grown_from_slots
-from drafttrain.errors import UserError
-from drafttrain.layers import ResidualBlock, recomputed
+from drafttrain.drafters.common.dynamic_tree import Grower, StaticTree, grown_from_slots
+from drafttrain.drafters.common.last_state import Tip, TipDrafter, blank
+from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.layers import ResidualBlock, recomputed
+from drafttrain.model.target import FINAL, LoraSpec, Taps, Target
 from drafttrain.ops.residual_heads import ResidualHeads, ranked, residual
-from drafttrain.proposal import Proposal, Proposing, TreeOptions
-from drafttrain.sampling import Sampling
-from drafttrain.target import FINAL, LoraSpec, Taps, Target
-from drafttrain.tip import Tip, TipDrafter, blank
-from drafttrain.tree import DraftTree, TreeShape
 
 
 @dataclass

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.dynamic import Generation, Grower, Scored
-from drafttrain.errors import UserError
-from drafttrain.layers import recomputed
-from drafttrain.proposal import Proposal, Proposing, TreeOptions
-from drafttrain.sampling import Sampling
-from drafttrain.target import FINAL, Taps, Target
-from drafttrain.tip import Tip, TipDrafter, blank
-from drafttrain.tree import DraftTree
+from drafttrain.drafters.common.dynamic_tree import Generation, Grower, Scored
+from drafttrain.drafters.common.last_state import Tip, TipDrafter, blank
+from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.layers import recomputed
+from drafttrain.model.target import FINAL, Taps, Target
 
 EPS = 1e-6
 

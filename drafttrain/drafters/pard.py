@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.autoregressive import AutoregressiveState
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.chains import Chains, Retention
-from drafttrain.drafter import Drafter
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
+from drafttrain.drafters.common.autoregressive import AutoregressiveState
+from drafttrain.drafters.common.dynamic_tree import grown_from_slots
+from drafttrain.drafters.common.pending import Staged, with_root
+from drafttrain.drafters.common.proposal import Proposal
 from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions, Model, check, model_of
-from drafttrain.dynamic import grown_from_slots
-from drafttrain.errors import UserError
-from drafttrain.proposal import Proposal
-from drafttrain.sampling import Sampling
-from drafttrain.staged import Staged, with_root
-from drafttrain.target import FINAL, Taps, Target
-from drafttrain.tree import DraftTree
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.mask_chains import Chains, Retention
+from drafttrain.model.target import FINAL, Taps, Target
 
 
 @dataclass

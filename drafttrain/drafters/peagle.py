@@ -17,21 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.chains import Chains, Retention
-from drafttrain.drafter import Commit
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
+from drafttrain.drafters.common.dynamic_tree import Grower, grown_from_slots
+from drafttrain.drafters.common.pending import CachedDrafter, OwnCache, Staged
+from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
 from drafttrain.drafters.eagle3 import Eagle3Layer, Spoken, taps_of
-from drafttrain.dynamic import Grower, grown_from_slots
-from drafttrain.errors import UserError
-from drafttrain.kv import KVCache
-from drafttrain.layers import Attention, DecoderLayer, LayerOptions, RMSNorm, recomputed
-from drafttrain.ops.chained import attended
-from drafttrain.proposal import Proposal, Proposing, TreeOptions
-from drafttrain.sampling import Sampling
-from drafttrain.staged import CachedDrafter, OwnCache, Staged
-from drafttrain.target import Target
-from drafttrain.tree import DraftTree
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Commit
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.layers import Attention, DecoderLayer, LayerOptions, RMSNorm, recomputed
+from drafttrain.model.mask_chain_attention import attended
+from drafttrain.model.mask_chains import Chains, Retention
+from drafttrain.model.target import Target
 
 Attend = Callable[[int, Attention, Tensor], Tensor]
 

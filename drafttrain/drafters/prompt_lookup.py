@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Commit, Drafter
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.errors import UserError
-from drafttrain.sampling import Sampling
-from drafttrain.target import Taps, Target
-from drafttrain.tree import DraftTree
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.target import Taps, Target
 
 
 @dataclass

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafttrain.batch import Prediction, TrainBatch
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree, Path, TreeShape, tuned_paths
 from drafttrain.drafters import Family
-from drafttrain.errors import UserError
-from drafttrain.layers import ResidualBlock, recomputed
+from drafttrain.drafters.common.last_state import Tip, TipDrafter, blank
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.layers import ResidualBlock, recomputed
+from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top
 from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of
-from drafttrain.sampling import Sampling
-from drafttrain.target import FINAL, Taps, Target
-from drafttrain.tip import Tip, TipDrafter, blank
-from drafttrain.tree import DraftTree, Path, TreeShape, tuned_paths
 
 
 @dataclass

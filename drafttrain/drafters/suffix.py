@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drafttrain.batch import Prediction, TrainBatch
-from drafttrain.drafter import Commit, Drafter
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.errors import UserError
-from drafttrain.sampling import Sampling
-from drafttrain.target import Taps, Target
-from drafttrain.tree import DraftTree
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.target import Taps, Target
 
 END = -1  # stands between two texts of one tree
 UNDONE = 512  # tokens that can be taken back without building a tree anew

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
-from drafttrain.checkpoint import filled
-from drafttrain.drafter import Drafter
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.drafters.checkpoint import filled
 from drafttrain.export.files import DTYPES
 from drafttrain.export.opened import Opened
-from drafttrain.sampling import Sampling
-from drafttrain.session import Session
-from drafttrain.speculate import Controls, Decoder
-from drafttrain.target import Target, TargetOut
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import Target, TargetOut
 
 GREEDY = Sampling(0.0)
 
@@ -48,7 +49,7 @@ class Rounds:
 
     def counted(self, ending: Ending, ends: str) -> list[int]:
         """Accepted drafts of each round that belongs to the text; `ends` says what the last one counts, as an engine does
-        (`drafttrain.export.engine`).
+        (`drafttrain.engines.process`).
 
         A text of 5 tokens, its first from the prefill: rounds that accept 2 and 3 drafts yield 3 and 4 tokens, of which 3 and 1
         are kept. The last counts 3 as `whole`, 1 as `cut`, 0 as `capped`, and 0 as `none`, whatever it is.

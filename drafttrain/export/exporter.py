@@ -11,9 +11,9 @@ from typing import Any
 from peft.tuners.lora import LoraLayer
 
 from drafttrain import __version__
-from drafttrain.atomic import atomic_directory, remove_abandoned
-from drafttrain.checksums import list_files
-from drafttrain.errors import UserError
+from drafttrain.core.checksums import list_files
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_directory, remove_abandoned
 from drafttrain.export.card import card
 from drafttrain.export.files import DTYPES, Source, write
 from drafttrain.export.golden import Golden

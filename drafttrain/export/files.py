@@ -12,12 +12,12 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafttrain.drafter import Drafter
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.export.ggufs import SUFFIX, cast, write_gguf
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.opened import Opened
-from drafttrain.target import TargetShape
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import TargetShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = "model.safetensors"

@@ -11,7 +11,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 
 SUFFIX = ".gguf"
 ARCHITECTURE = "general.architecture"

@@ -23,15 +23,15 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.atomic import atomic_write_bytes, sealed, unsealed
-from drafttrain.batch import TrainBatch
-from drafttrain.checkpoint import read_meta
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_write_bytes, sealed, unsealed
 from drafttrain.data.prompts import load_prompts
-from drafttrain.drafter import Drafter
-from drafttrain.errors import UserError
+from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.export.opened import Opened
-from drafttrain.layers import LayerShape
-from drafttrain.target import FINAL, Taps, TargetShape
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.layers import LayerShape
+from drafttrain.model.target import FINAL, Taps, TargetShape
 from drafttrain.targets.load import LoadedTarget
 
 GOLDEN = "golden.safetensors"

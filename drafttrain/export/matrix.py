@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from drafttrain.export.engine import ENGINES
+from drafttrain.engines.process import ENGINES
 from drafttrain.export.table import STACKS, TABLE, Layout, loads
 
 BEGIN, END = "<!-- matrix: written by `make export-matrix` -->", "<!-- /matrix -->"

@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.checkpoint import ADAPTER, CheckpointMeta, check_target, filled, load_checkpoint, read_meta, read_weights
-from drafttrain.drafter import Drafter
-from drafttrain.errors import UserError
-from drafttrain.target import TargetOut, TargetShape
+from drafttrain.core.errors import UserError
+from drafttrain.drafters.checkpoint import (
+    ADAPTER,
+    CheckpointMeta,
+    check_target,
+    filled,
+    load_checkpoint,
+    read_meta,
+    read_weights,
+)
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import TargetOut, TargetShape
 from drafttrain.targets.load import LoadedTarget
 
 

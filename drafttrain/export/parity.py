@@ -15,8 +15,8 @@ from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch import Tensor
 
-from drafttrain.checkpoint import filled
-from drafttrain.errors import ParityError
+from drafttrain.core.errors import ParityError
+from drafttrain.drafters.checkpoint import filled
 from drafttrain.export.files import DTYPES, Files, Source
 from drafttrain.export.ggufs import cast
 from drafttrain.export.golden import Golden, drafted
@@ -24,7 +24,7 @@ from drafttrain.export.layouts.draft_model import merged
 from drafttrain.export.opened import Opened
 from drafttrain.export.readers import gguf
 from drafttrain.export.readers.parts import Engine, MismatchError, Point, Reading
-from drafttrain.target import FINAL
+from drafttrain.model.target import FINAL
 
 TOLERANCE = 5e-5  # of a draft's largest logit (1 at least): float32, its sums in another order
 SHOWN = 60  # characters of a value in a message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts import (
     dflash,

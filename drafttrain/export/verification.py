@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from drafttrain.errors import ParityError
+from drafttrain.core.errors import ParityError
+from drafttrain.engines.process import Counts, Outcome
 from drafttrain.export.chain import Ending, Rounds
-from drafttrain.export.engine import Counts, Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""Floor 3: the target's states that a drafter is trained on: computed in every step, or once and kept on disk."""
+"""The target's states that a drafter is trained on: computed in every step, or once and kept on disk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 
 FORMATS = ("float32", "bfloat16", "float8")
 LAWS = ("hidden", "top_k")

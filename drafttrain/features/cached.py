@@ -12,11 +12,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TrainBatch
 from drafttrain.features.form import Column
 from drafttrain.features.layout import key_of
 from drafttrain.features.reader import HostBuffers, ReadAhead
 from drafttrain.features.store import Store
+from drafttrain.model.batch import TrainBatch
 
 ALIGNED = 64  # bytes at whose multiples a column begins in a buffer
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafttrain.batch import Top
-from drafttrain.target import FINAL, Target
+from drafttrain.model.batch import Top
+from drafttrain.model.target import FINAL, Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 LARGEST = torch.finfo(torch.float8_e4m3fn).max

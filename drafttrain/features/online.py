@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from drafttrain.batch import TrainBatch
-from drafttrain.target import Taps, Target
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.target import Taps, Target
 
 
 class Online:

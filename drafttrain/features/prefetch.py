@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TrainBatch
+from drafttrain.model.batch import TrainBatch
 
 
 class Prefetch:

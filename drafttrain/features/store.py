@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from drafttrain.atomic import atomic_write_bytes, atomic_write_json, remove_leftovers
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_write_bytes, atomic_write_json, remove_leftovers
 from drafttrain.features.form import Form
 from drafttrain.features.layout import Layout, Place
 

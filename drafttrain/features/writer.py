@@ -12,11 +12,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TrainBatch
 from drafttrain.features.form import LOG_REST
 from drafttrain.features.layout import Ids
 from drafttrain.features.online import Online
 from drafttrain.features.store import Store
+from drafttrain.model.batch import TrainBatch
 
 Batch = Callable[[Sequence[Ids]], TrainBatch]
 

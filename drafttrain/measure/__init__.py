@@ -1,4 +1,4 @@
-"""Floor 4: acceptance, speed, exactness, monitors, and the report."""
+"""Acceptance, speed, exactness, monitors, and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: what the verifications yielded: counts pooled over all steps of all prompts, never means of means."""
+"""What the verifications yielded: counts pooled over all steps of all prompts, never means of means."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from drafttrain.request import Result
+from drafttrain.decoding.request import Result
 
 Interval = tuple[float, float, float]  # value, low, high
 

@@ -1,4 +1,4 @@
-"""Floor 4: the passes of a measurement over its cases: plain, speculative, transformers, and the timed races."""
+"""The passes of a measurement over its cases: plain, speculative, transformers, and the timed races."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from drafttrain.drafter import Drafter
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoded, Decoder
+from drafttrain.decoding.request import Result
 from drafttrain.measure import DecodeOptions, MeasureOptions, distribution
 from drafttrain.measure.cases import Case, in_turn, waves
 from drafttrain.measure.decoding import decoder_of, guard_of, sampling_of, stop_text_of
@@ -14,9 +16,7 @@ from drafttrain.measure.exactness import Match, compare, first_difference
 from drafttrain.measure.plan import Budget, plan
 from drafttrain.measure.speed import Contender, Race, Repeats, race
 from drafttrain.measure.transformers_baseline import generate
-from drafttrain.request import Result
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoded, Decoder
+from drafttrain.model.drafter import Drafter
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.parallel import Part
 

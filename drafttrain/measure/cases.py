@@ -1,4 +1,4 @@
-"""Floor 4: the prompts of a measurement, encoded, and in an order whose every prefix is a fair sample."""
+"""The prompts of a measurement, encoded, and in an order whose every prefix is a fair sample."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
+from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import Prompt, encode_prompt
-from drafttrain.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Floor 4: figures as short text, the same on the console and in report.md."""
+"""Figures as short text, the same on the console and in report.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from drafttrain.intervals import said
+from drafttrain.core.intervals import said
 
 Entry = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Floor 4: what became of a target that was trained with its drafter, beside the original one.
+"""What became of a target that was trained with its drafter, beside the original one.
 
 Shapes: R logit rows, V vocabulary.
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from drafttrain.checkpoint import Restored
 from drafttrain.data.chat import Encoded
+from drafttrain.drafters.checkpoint import Restored
 from drafttrain.measure.quality import mean_log_likelihood
-from drafttrain.target import Taps, Target
+from drafttrain.model.target import Taps, Target
 from drafttrain.targets.adapt import own_bytes
 from drafttrain.targets.load import LoadedTarget
 

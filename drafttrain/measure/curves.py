@@ -1,4 +1,4 @@
-"""Floor 4: what training logged, over its steps."""
+"""What training logged, over its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: the report's section on the training data."""
+"""The report's section on the training data."""
 
 from __future__ import annotations
 

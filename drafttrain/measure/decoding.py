@@ -1,18 +1,19 @@
-"""Floor 4: a decoder as the options describe it; the baseline differs from it in the drafter alone."""
+"""A decoder as the options describe it; the baseline differs from it in the drafter alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from drafttrain.drafter import Drafter
-from drafttrain.errors import UserError
-from drafttrain.guard import Guard
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.acceptance import POLICIES
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.guards.guard import Guard
+from drafttrain.decoding.request import StopText
+from drafttrain.decoding.settings import Controls
 from drafttrain.measure import DecodeOptions
-from drafttrain.request import StopText
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder
+from drafttrain.model.drafter import Drafter
 from drafttrain.targets.load import LoadedTarget
-from drafttrain.verify import POLICIES
 
 
 def sampling_of(decode: DecodeOptions) -> Sampling:

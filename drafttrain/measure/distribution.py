@@ -1,4 +1,4 @@
-"""Floor 4: do sampled tokens follow plain sampling's law? A two-sample chi-square test over many seeds."""
+"""Do sampled tokens follow plain sampling's law? A two-sample chi-square test over many seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: the engines of a report beside our decoder, for the console, report.md and report.html."""
+"""The engines of a report beside our decoder, for the console, report.md and report.html."""
 
 from __future__ import annotations
 

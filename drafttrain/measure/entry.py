@@ -1,4 +1,4 @@
-"""Floor 4: one checkpoint's figures under the report's names (docs/report-schema.md), whole and by slice."""
+"""One checkpoint's figures under the report's names (docs/report-schema.md), whole and by slice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from drafttrain.losses import Hits
+from drafttrain.core.tree import Path
+from drafttrain.decoding.request import Result
 from drafttrain.measure.acceptance import Acceptance, pooled
 from drafttrain.measure.bench import BASELINE, REFERENCE
 from drafttrain.measure.cases import Case
@@ -17,8 +18,7 @@ from drafttrain.measure.exactness import Match
 from drafttrain.measure.expected import FLAGGED_GAP, Prediction, expected_tau, gap, predicted, rank_shares
 from drafttrain.measure.monitors import counted, ends_in_loop, missed_stop
 from drafttrain.measure.speed import Race, Repeats, by_prompt, costs, over_repeats, seconds, speedup, throughput, tpot, ttft
-from drafttrain.request import Result
-from drafttrain.tree import Path
+from drafttrain.objective.losses import Hits
 
 Keys = dict[str, Any]
 

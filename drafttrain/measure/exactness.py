@@ -1,4 +1,4 @@
-"""Floor 4: are greedy outputs token-identical, and if not, does the number format explain it?
+"""Are greedy outputs token-identical, and if not, does the number format explain it?
 
 Shapes: R logit rows, V vocabulary.
 """
@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 import torch
 
-from drafttrain.target import Taps, Target
+from drafttrain.model.target import Taps, Target
 
 _NARROW = (torch.bfloat16, torch.float16)
 

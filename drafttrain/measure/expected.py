@@ -1,4 +1,4 @@
-"""Floor 4: expected tau: what teacher-forced agreement predicts for the decode settings that are measured.
+"""Expected tau: what teacher-forced agreement predicts for the decode settings that are measured.
 
 Shapes: B sequences (one here), T positions, M samples, K draft depth, D depth of the proposal.
 """
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TrainBatch
-from drafttrain.calibration import expected_error
-from drafttrain.drafter import Drafter
+from drafttrain.core.intervals import Interval, accepted_length, added_by, jackknife, tau_interval
+from drafttrain.core.tree import Path, arrivals, step_sums, tuned_paths, visits
+from drafttrain.drafters.common.calibration import expected_error
+from drafttrain.drafters.common.proposal import Proposing
 from drafttrain.features.online import Online
-from drafttrain.intervals import Interval, accepted_length, added_by, jackknife, tau_interval
-from drafttrain.losses import Hits, teacher_forced
-from drafttrain.proposal import Proposing
-from drafttrain.target import Target
-from drafttrain.tree import Path, arrivals, step_sums, tuned_paths, visits
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import Target
+from drafttrain.objective.losses import Hits, teacher_forced
 
 FLAGGED_GAP = 0.10  # relative difference of expected and measured tau above which a report flags it
 

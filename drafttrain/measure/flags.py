@@ -1,12 +1,12 @@
-"""Floor 4: what a reader of the report must not miss, in one sentence each; and which checkpoint is best."""
+"""What a reader of the report must not miss, in one sentence each; and which checkpoint is best."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.measure import cells
-from drafttrain.verify import POLICIES
 
 LOOPING = 0.2  # share of outputs that end in a loop, above which acceptance figures flatter
 FEW = 200  # verifications that a gap needs to mean something

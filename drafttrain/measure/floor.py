@@ -1,4 +1,4 @@
-"""Floor 4: the memory floor of a decode step: bytes that must be read / measured copy bandwidth. On a GPU only."""
+"""The memory floor of a decode step: bytes that must be read / measured copy bandwidth. On a GPU only."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
+from drafttrain.decoding.decoder import Decoded
+from drafttrain.model.target import TargetShape
 from drafttrain.ops.quantised import stored_bytes
-from drafttrain.speculate import Decoded
-from drafttrain.target import TargetShape
 
 
 def step_floor(

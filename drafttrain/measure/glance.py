@@ -1,4 +1,4 @@
-"""Floor 4: a small measurement while training goes on: some prompts, once, beside plain decoding."""
+"""A small measurement while training goes on: some prompts, once, beside plain decoding."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from drafttrain.data.prompts import load_prompts
-from drafttrain.drafter import Drafter
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import encode_cases
 from drafttrain.measure.entry import race_keys
 from drafttrain.measure.plan import Budget
+from drafttrain.model.drafter import Drafter
 from drafttrain.targets.load import LoadedTarget
 
 NOW, HOURS = "now", 1e9

@@ -1,4 +1,4 @@
-"""Floor 4: what guards did, and the outputs' quality with them and without."""
+"""What guards did, and the outputs' quality with them and without."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from drafttrain.guard import JSON, LOOP
+from drafttrain.decoding.guards.guard import JSON, LOOP
+from drafttrain.decoding.request import Result
 from drafttrain.measure import GuardOptions, cells
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.entry import Evidence, Keys, monitor_keys
 from drafttrain.measure.monitors import valid_json
 from drafttrain.measure.quality import mean_log_likelihood
-from drafttrain.request import Result
 
 QUALITY = ("loops", "stop_misses", "longest_repeat", "json_valid")
 

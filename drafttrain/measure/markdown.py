@@ -1,4 +1,4 @@
-"""Floor 4: report.md: the measurement as a person reads it."""
+"""Report.md: the measurement as a person reads it."""
 
 from __future__ import annotations
 

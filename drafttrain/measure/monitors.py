@@ -1,12 +1,12 @@
-"""Floor 4: failure monitors. They count, they never act."""
+"""Failure monitors. They count, they never act."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 
-from drafttrain.jsontext import JsonText
-from drafttrain.repetition import LONGEST_PERIOD, loops, whole_run
+from drafttrain.decoding.guards.json_text import JsonText
+from drafttrain.decoding.guards.repetition import LONGEST_PERIOD, loops, whole_run
 
 
 def longest_repeat(tokens: Sequence[int]) -> int:
@@ -18,7 +18,7 @@ def longest_repeat(tokens: Sequence[int]) -> int:
 
 
 def ends_in_loop(tokens: Sequence[int], stop_ids: frozenset[int] = frozenset()) -> bool:
-    """The output's tail is a loop (`drafttrain.repetition.loops`). A stopped output never does."""
+    """The output's tail is a loop (`drafttrain.decoding.guards.repetition.loops`). A stopped output never does."""
     return bool(tokens) and tokens[-1] not in stop_ids and loops(tokens)
 
 

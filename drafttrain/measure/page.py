@@ -1,4 +1,4 @@
-"""Floor 4: report.html: the measurement as one page that needs no network."""
+"""Report.html: the measurement as one page that needs no network."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from markdown_it import MarkdownIt
 import drafttrain
 from drafttrain.measure import cells, enginetext
 from drafttrain.measure.curves import CURVES, read_curves
+from drafttrain.measure.html import render, script_json
 from drafttrain.measure.markdown import headline, markdown
-from drafttrain.page import render, script_json
 
 CHARTS = (
     ("acceptance", "Acceptance by position", "Of the drafts whose predecessors were all accepted; with 95 % intervals."),

@@ -1,4 +1,4 @@
-"""Floor 4: the time budget: what is measured in full, what is cut, and the sentence that says so."""
+"""The time budget: what is measured in full, what is cut, and the sentence that says so."""
 
 from __future__ import annotations
 

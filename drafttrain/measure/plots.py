@@ -1,4 +1,4 @@
-"""Floor 4: the report's figures, drawn without a display."""
+"""The report's figures, drawn without a display."""
 
 from __future__ import annotations
 

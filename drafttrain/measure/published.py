@@ -1,4 +1,4 @@
-"""Floor 4: figures that others have published for a public prompt set and the same family, beside those measured here."""
+"""Figures that others have published for a public prompt set and the same family, beside those measured here."""
 
 from __future__ import annotations
 

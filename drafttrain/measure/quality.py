@@ -1,4 +1,4 @@
-"""Floor 4: what a policy that is not lossless does to the text, in the target's own eyes.
+"""What a policy that is not lossless does to the text, in the target's own eyes.
 
 Shapes: R logit rows, V vocabulary.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from drafttrain.target import Taps, Target
+from drafttrain.model.target import Taps, Target
 
 
 @torch.no_grad()

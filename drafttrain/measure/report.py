@@ -1,4 +1,4 @@
-"""Floor 4: report.json, report.md, report.html and the figures: one measurement, written whole or not at all."""
+"""Report.json, report.md, report.html and the figures: one measurement, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from drafttrain.atomic import atomic_write_json, atomic_write_text
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_write_json, atomic_write_text
 from drafttrain.measure.flags import best
 from drafttrain.measure.markdown import markdown
 from drafttrain.measure.page import page

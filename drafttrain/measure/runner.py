@@ -1,4 +1,4 @@
-"""Floor 4: measure checkpoints of one target against its plain decoding, within a time budget."""
+"""Measure checkpoints of one target against its plain decoding, within a time budget."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from drafttrain.checkpoint import check_target, load_checkpoint, read_meta
+from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.data.documents import read_documents
 from drafttrain.data.prompts import Prompt
-from drafttrain.drafter import Drafter, trainable
-from drafttrain.errors import UserError
-from drafttrain.losses import Hits
+from drafttrain.decoding.acceptance import POLICIES
+from drafttrain.decoding.request import Result
+from drafttrain.drafters.checkpoint import check_target, load_checkpoint, read_meta
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench, Watch
 from drafttrain.measure.cases import Case, encode_cases, follow_ups
@@ -31,11 +31,11 @@ from drafttrain.measure.samples import samples
 from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import at_temperature, conditions, other_slices
 from drafttrain.measure.speed import Race
-from drafttrain.request import Result
+from drafttrain.model.drafter import Drafter, trainable
+from drafttrain.objective.losses import Hits
 from drafttrain.targets.adapt import check_whole
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import weights_of
-from drafttrain.verify import POLICIES
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Floor 4: some outputs for the report, in runs: what one verification accepted of the drafts, and what the target added."""
+"""Some outputs for the report, in runs: what one verification accepted of the drafts, and what the target added."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from drafttrain.decoding.request import Result
 from drafttrain.measure.entry import Evidence
 from drafttrain.measure.exactness import Match
-from drafttrain.request import Result
 
 TEXTS = 8  # of a checkpoint; prompts are spread over the categories, so that the first ones are a fair choice
 PROMPT = 400  # characters of a prompt's end that are shown

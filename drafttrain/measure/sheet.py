@@ -1,4 +1,4 @@
-"""Floor 4: a blind side-by-side sheet for a policy that is not lossless: plain and speculative outputs in random order.
+"""A blind side-by-side sheet for a policy that is not lossless: plain and speculative outputs in random order.
 
 `sheet.html` and `sheet.csv` show them as A and B, `sheet-key.csv` says which is which.
 """
@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.atomic import atomic_write_text
+from drafttrain.core.files import atomic_write_text
 from drafttrain.measure import cells
 from drafttrain.measure.entry import Evidence
-from drafttrain.page import render
+from drafttrain.measure.html import render
 
 TEXTS = 50  # of a sheet at most: what a person reads in an hour
 PLAIN, SPECULATIVE = "plain", "speculative"

@@ -1,4 +1,4 @@
-"""Floor 4: slices beside category and batch size: other temperatures, and contexts of a given length; a race for each."""
+"""Slices beside category and batch size: other temperatures, and contexts of a given length; a race for each."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drafttrain.data.documents import long_prompts, read_documents
-from drafttrain.drafter import Drafter
+from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Case
 from drafttrain.measure.entry import Keys, race_keys
-from drafttrain.verify import POLICIES
+from drafttrain.model.drafter import Drafter
 
 LONG = 4  # prompts of each context length: their prefill is what takes the time
 

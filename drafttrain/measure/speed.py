@@ -1,4 +1,4 @@
-"""Floor 4: times. Contenders run the same waves of prompts in turn, so that a drifting clock rate hits all alike."""
+"""Times. Contenders run the same waves of prompts in turn, so that a drifting clock rate hits all alike."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
 
-from drafttrain.request import Result
-from drafttrain.session import Costs
-from drafttrain.speculate import Decoded
+from drafttrain.decoding.decoder import Decoded
+from drafttrain.decoding.request import Result
+from drafttrain.decoding.scheduler import Costs
 
 Contender = Callable[[list[int]], Decoded]  # case numbers of one wave -> its decoding
 Repeats = list[list[Decoded]]  # [repeat][wave]

@@ -1,4 +1,4 @@
-"""Floor 4: the table that ends a run on the console."""
+"""The table that ends a run on the console."""
 
 from __future__ import annotations
 

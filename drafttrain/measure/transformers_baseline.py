@@ -1,4 +1,4 @@
-"""Floor 4: transformers' own `generate`, greedy: a second opinion on the tokens, and a second baseline for the speed.
+"""Transformers' own `generate`, greedy: a second opinion on the tokens, and a second baseline for the speed.
 
 Shapes: B prompts, T positions.
 """
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from drafttrain.guard import Guard, Watch
+from drafttrain.decoding.decoder import Decoded
+from drafttrain.decoding.guards.guard import Guard, Watch
+from drafttrain.decoding.request import Result, StopText
+from drafttrain.decoding.scheduler import Costs
 from drafttrain.measure import DecodeOptions
-from drafttrain.request import Result, StopText
-from drafttrain.session import Costs
-from drafttrain.speculate import Decoded
 
 
 class _Stopwatch(StoppingCriteria):

@@ -1,4 +1,4 @@
-"""Floor 4: which proposal gives most tokens a second: predicted for every shape from acceptance and step costs, then raced.
+"""Which proposal gives most tokens a second: predicted for every shape from acceptance and step costs, then raced.
 
 Shapes: M samples, K draft depth, N nodes.
 """
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.drafter import Drafter
-from drafttrain.losses import Hits
+from drafttrain.core.tree import Path, tuned_paths
+from drafttrain.decoding.tree_size import CANDIDATES, proposal_seconds, verification_seconds
+from drafttrain.drafters.common.proposal import Proposing
 from drafttrain.measure.expected import expected_tau
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import Target
+from drafttrain.objective.losses import Hits
 from drafttrain.ops.tree_attention import MOST_NODES
-from drafttrain.proposal import Proposing
-from drafttrain.target import Target
-from drafttrain.tree import Path, tuned_paths
-from drafttrain.treesize import CANDIDATES, proposal_seconds, verification_seconds
 
 OBJECTIVES = ("tpot", "throughput")
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)

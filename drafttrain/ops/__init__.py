@@ -1,1 +1,1 @@
-"""Floor 0: fused operations, one file each: a public function, its plain-torch twin, and the choice between them."""
+"""Fused operations, one file each: a public function, its plain-torch twin, and the choice between them."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from drafttrain.core.tree import DraftTree
 from drafttrain.ops import library
-from drafttrain.tree import DraftTree
 
 
 def choice_accept(tree: DraftTree, choice_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:

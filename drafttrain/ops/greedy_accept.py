@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from drafttrain.core.tree import DraftTree
 from drafttrain.ops import choice_accept, library
-from drafttrain.tree import DraftTree
 
 
 def greedy_accept(tree: DraftTree, logits_BNV: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from drafttrain.core.sampling import Lane, Sampling, law, pick, shaped, uniform
+from drafttrain.core.tree import DraftTree
 from drafttrain.ops import library
 from drafttrain.ops.choice_accept import blank, nodes, path_to
-from drafttrain.sampling import Lane, Sampling, law, pick, shaped, uniform
-from drafttrain.tree import DraftTree
 
 ROUNDING = 1e-6  # of a sum of logarithms: paths that differ by less are equally likely
 

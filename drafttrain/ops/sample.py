@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from drafttrain.core.sampling import Lane, Sampling, law, pick, shaped, uniform
 from drafttrain.ops import library
 from drafttrain.ops.top import top
-from drafttrain.sampling import Lane, Sampling, law, pick, shaped, uniform
 
 
 def sample(logits_MV: Tensor, sampling: Sampling, position_M: Tensor, lane: Lane, draw: int = 0) -> Tensor:

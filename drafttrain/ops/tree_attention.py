@@ -9,12 +9,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.kv import visible
 from drafttrain.ops import jit
 from drafttrain.ops.kv_keep import flat
 
 MOST_NODES = 64  # bits of an int64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def visible(length_B: Tensor, longest: int, ancestor_BNN: Tensor) -> Tensor:
+    """[B, N, longest + N] bool: what tree node i may attend to: its row's prefix, and its ancestors' scratch positions.
+
+    With a row of 5 positions in the cache (length 5, longest 5) node 3 sees positions 0-4, then 5 (node 0), 6 (node 1), 8
+    (itself).
+    """
+    B, N, _ = ancestor_BNN.shape
+    position_P = torch.arange(longest + N, device=length_B.device)
+    node_BP = position_P - length_B[:, None]
+    scratch_BNP = ancestor_BNN.gather(2, node_BP.clamp(0, N - 1)[:, None].expand(B, N, -1))
+    inside_BP = (node_BP >= 0) & (node_BP < N)
+    return (node_BP < 0)[:, None] | (scratch_BNP & inside_BP[:, None])
 
 
 def tree_attention(

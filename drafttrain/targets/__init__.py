@@ -1,4 +1,4 @@
-"""Floor 3: runners of frozen targets."""
+"""Runners of frozen targets."""
 
 from __future__ import annotations
 

@@ -16,11 +16,12 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from drafttrain.errors import UserError
-from drafttrain.target import LoraSpec
-from drafttrain.targets.hf import HFTarget, find_blocks
+from drafttrain.core.errors import UserError
+from drafttrain.model.target import LoraSpec
+from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.shallow import shadow
+from drafttrain.targets.structure import find_blocks
 
 NAME = "default"  # peft's own, of the one adapter
 

@@ -13,9 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from drafttrain.kv import Documents
-from drafttrain.ops.chained import attended
-from drafttrain.target import FINAL, Taps
+from drafttrain.model.mask_chain_attention import attended
+from drafttrain.model.masks import Documents
+from drafttrain.model.target import FINAL, Taps
 
 NAME = "drafttrain"
 KINDS = {"full_attention", "sliding_attention"}  # of layers: what each sees is told by documents and a window

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.model.target import Target
 from drafttrain.targets.fast import FastTarget, why_not
-from drafttrain.targets.hf import HFTarget, probe, shape_of
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.probe import probe
+from drafttrain.targets.structure import shape_of
 from drafttrain.targets.weights import check_settings, load_model
 
 SIZES = ("intermediate_size", "ffn_dim", "n_inner", "word_embed_proj_dim")  # that go with the width, where a config has them
@@ -32,11 +35,12 @@ class Companion:
     missing: str | None
 
 
-def scratch(target: HFTarget, blocks: int, width: int | None) -> HFTarget:
+def scratch(given: Target, blocks: int, width: int | None) -> HFTarget:
     """The target's architecture with so many blocks, freshly initialised. width: hidden size, heads and MLP in proportion.
 
     Raises UserError for a depth or width that the architecture cannot have.
     """
+    target = _hf(given)
     config = copy.deepcopy(target.model.config)
     if blocks < 1:
         raise UserError(f"drafter.blocks is {blocks}; set it to 1 or more")
@@ -49,7 +53,7 @@ def scratch(target: HFTarget, blocks: int, width: int | None) -> HFTarget:
     return _runner(type(target.model)(config), target)
 
 
-def companion(target: HFTarget, path: str, revision: str | None) -> Companion:
+def companion(given: Target, path: str, revision: str | None) -> Companion:
     """The causal LM at a directory or hub id, from safetensors only; code that comes with it is not run.
 
     Where its tokens are the target's, its vocabulary is brought to the target's size: models of one tokenizer are often
@@ -62,6 +66,9 @@ def companion(target: HFTarget, path: str, revision: str | None) -> Companion:
         raise UserError(
             f"drafter.path {path!r} has no usable config.json, which checkpoints need too: {_short(error)}"
         ) from error
+    target = _hf(given)
+    if target.outline:
+        return Companion(target.outline_of(AutoModelForCausalLM.from_config(config)), None, True, None)
     tokenizer = _tokenizer(where, revision)
     model, missing = _load(where, revision, config)
     if tokenizer is None or target.tokenizer is None:  # nothing to compare but the sizes
@@ -80,6 +87,11 @@ def companion(target: HFTarget, path: str, revision: str | None) -> Companion:
     if missing is None:
         _check(lm, path)
     return Companion(lm, tokenizer, same, missing)
+
+
+def _hf(target: Target) -> HFTarget:
+    """Every target that drafters are built for is a transformers model, or stands before one and has its attributes."""
+    return cast(HFTarget, target)
 
 
 def vocabulary(tokenizer: Any) -> dict[str, int]:

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 
 NUMBER = "DRAFTTRAIN_LOCAL_RANK"  # LOCAL_RANK as the launcher set it
 

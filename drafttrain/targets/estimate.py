@@ -15,13 +15,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from drafttrain.drafter import Drafter
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.model.drafter import Drafter
 from drafttrain.ops.quantised import BITS, stored_bytes
 from drafttrain.targets import TargetOptions
-from drafttrain.targets.companion import Companion, readable
-from drafttrain.targets.hf import HFTarget, find_blocks
+from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import DTYPES, path_of, reason
+from drafttrain.targets.structure import find_blocks
 
 PLACEMENTS = ("replicated", "zero3", "tensor_parallel")
 LIVE = 10**9  # parameters of a sharded target that are whole at once at most: DeepSpeed's stage3_max_live_parameters
@@ -32,18 +32,19 @@ CGROUP = Path("/sys/fs/cgroup")
 class Outline(HFTarget):
     """A target without weights: what drafters of the right shapes are built from, within `torch.device("meta")`."""
 
+    outline = True
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model, frozen=False)
+
+    def outline_of(self, model: PreTrainedModel) -> HFTarget:
+        return Outline(model)
 
     def _trainable(self, model: PreTrainedModel) -> HFTarget:
         return Outline(model)
 
     def _view(self, model: PreTrainedModel) -> HFTarget:
         return Outline(model)
-
-    def companion(self, path: str, revision: str | None) -> Companion:
-        config = AutoConfig.from_pretrained(readable(path), revision=revision, trust_remote_code=False)
-        return Companion(Outline(AutoModelForCausalLM.from_config(config)), None, True, None)
 
 
 def outline(options: TargetOptions) -> Outline:

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafttrain.kv import Documents, KVCache
-from drafttrain.layers import recomputed
+from drafttrain.model.attention import Heads, Step, attend
+from drafttrain.model.fused_blocks import Blocks, BlockWeights
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.layers import recomputed
+from drafttrain.model.masks import Documents
+from drafttrain.model.target import Taps, TargetOut
 from drafttrain.ops import library
-from drafttrain.ops.attend import Heads, Step, attend
-from drafttrain.ops.blocks import Blocks, BlockWeights
 from drafttrain.ops.gated import gated
 from drafttrain.ops.linear import linear, pack
 from drafttrain.ops.quantised import Quantised
 from drafttrain.ops.rms_norm import norm
-from drafttrain.target import Taps, TargetOut
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.parallel import Part
 from drafttrain.targets.shallow import check_first

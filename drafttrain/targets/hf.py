@@ -8,23 +8,24 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
-from drafttrain.errors import UserError
-from drafttrain.fingerprint import fingerprint_of
-from drafttrain.kv import Documents, KVCache, additive, seen
-from drafttrain.target import FINAL, PrunedTarget, Taps, TargetOut, TargetShape
+from drafttrain.core.errors import UserError
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.masks import Documents, additive, seen
+from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
 from drafttrain.targets.attention import take_over
+from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.parallel import WHOLE, Part
+from drafttrain.targets.probe import own_logits, probe
+from drafttrain.targets.shallow import check_first, cut, final_norm
+from drafttrain.targets.structure import find_blocks, lacking, shape_of
 from drafttrain.targets.substitute import restore, substitute
-
-if TYPE_CHECKING:
-    from drafttrain.targets.companion import Companion
 
 
 class SlotCache(Cache):
@@ -75,6 +76,7 @@ class HFTarget(PrunedTarget):
     captured = False  # transformers' own forward is not ours to vouch for
     bits: int | None = None  # of the weights that a trainable copy decodes with; None: as they are
     joins = False  # decodes with joined copies of its weights
+    outline = False  # it has no weights
     part: Part = WHOLE  # that this process holds
     tokenizer: Any = None  # the one the model was loaded with
 
@@ -122,7 +124,7 @@ class HFTarget(PrunedTarget):
     def _fingerprint(self) -> str:
         return fingerprint_of(self.model)
 
-    def _own_logits(self) -> dict[tuple[int, ...], Tensor]:
+    def own_logits_of_texts(self) -> dict[tuple[int, ...], Tensor]:
         return own_logits(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> TargetOut:
@@ -212,15 +214,11 @@ class HFTarget(PrunedTarget):
         return KVCache(self.shape.blocks, slots, max_len, self.device, pages)
 
     def norm(self, hidden_H: Tensor) -> Tensor:
-        from drafttrain.targets.shallow import final_norm
-
         if self._norm is None:
             self._norm = [final_norm(self.model, self.shape.blocks)]
         return self._norm[0](hidden_H)
 
     def shallow(self, blocks: int) -> HFTarget:
-        from drafttrain.targets.shallow import check_first, cut
-
         check_first(self.shape.blocks, blocks)
         return self._view(cut(self.model, self.shape.blocks, blocks))
 
@@ -241,20 +239,11 @@ class HFTarget(PrunedTarget):
         assert not missing, f"a pruned copy lacks {missing}"
         return self._trainable(model.to(self.device, torch.float32))
 
+    def outline_of(self, model: PreTrainedModel) -> HFTarget:
+        raise AssertionError("only a target without weights makes others of the kind")
+
     def _trainable(self, model: PreTrainedModel) -> HFTarget:
         return type(self)(model, self.stop_ids, frozen=False)
-
-    def scratch(self, blocks: int, width: int | None) -> HFTarget:
-        """A trainable model of this architecture, freshly initialised."""
-        from drafttrain.targets.companion import scratch
-
-        return scratch(self, blocks, width)
-
-    def companion(self, path: str, revision: str | None) -> Companion:
-        """Another causal LM, to draft for this one."""
-        from drafttrain.targets.companion import companion
-
-        return companion(self, path, revision)
 
     def adapt(self, rank: int, alpha: int) -> None:
         """Add low-rank adapters to all linear maps but the head; from here on they alone are trained (arXiv 2106.09685)."""
@@ -280,101 +269,3 @@ class HFTarget(PrunedTarget):
         if mode:
             restore(self.model)
         return self
-
-
-def lacking(model: Any) -> str | None:
-    """What an architecture that failed is known to lack for decoding with our cache and masks; None where that is not known."""
-    base, config = model.base_model, model.config.get_text_config()
-    if hasattr(base, "build_alibi_tensor") or getattr(config, "alibi", False):
-        return "its alibi biases count positions along a 2-D mask, which rows of several lengths and draft trees do not have"
-    return None
-
-
-def find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == blocks:
-            return module
-    raise UserError(f"{type(model).__name__} has no list of its {blocks} blocks to tap; choose a decoder-only causal LM")
-
-
-def shape_of(config: Any) -> TargetShape:
-    """The dimensions of a transformers text configuration. Raises UserError for a model without attention."""
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
-        raise UserError(f"{type(config).__name__} has no attention heads and so no KV cache; choose another target")
-    rope = getattr(config, "rope_parameters", None) or {}
-    theta = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
-    norm_eps = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", None) or 1e-5
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return TargetShape(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        blocks=config.num_hidden_layers,
-        heads=heads,
-        kv_heads=heads if heads % kv_heads else kv_heads,  # latent attention reads no such field, and may have any number there
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        max_positions=getattr(config, "max_position_embeddings", None) or 2048,
-        rope_theta=float(theta),
-        norm_eps=float(norm_eps),
-    )
-
-
-PROMPTS = (5, 3)  # tokens of the probe's rows
-CHAIN, TREE = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)), ((0,), (0, 1), (0, 2), (0, 1, 3))  # paths of its four nodes
-
-
-def _probed(vocab_size: int) -> tuple[Tensor, Tensor]:
-    """(prompt_BT, node_BN) of the probe."""
-    generator = torch.Generator().manual_seed(0)
-    prompt_BT = torch.randint(0, vocab_size, (2, max(PROMPTS)), generator=generator)
-    return prompt_BT, torch.randint(0, vocab_size, (2, 4), generator=generator)
-
-
-def _text(prompt_BT: Tensor, node_BN: Tensor, row: int, path: tuple[int, ...]) -> tuple[int, ...]:
-    return (*prompt_BT[row, : PROMPTS[row]].tolist(), *node_BN[row, list(path)].tolist())
-
-
-@torch.no_grad()
-def own_logits(model: Any) -> dict[tuple[int, ...], Tensor]:
-    """By text, the last logits [V] of the model's own plain forward, for every text that the probe looks at."""
-    material = _probed(model.config.get_text_config().vocab_size)
-    texts = {_text(*material, row, path) for row in range(len(PROMPTS)) for path in CHAIN + TREE}
-    return {text: model(torch.tensor([text], device=model.device)).logits[0, -1].float() for text in sorted(texts)}
-
-
-@torch.no_grad()
-def probe(target: HFTarget) -> bool:
-    """True when ragged trees are exact: each node's logits equal those of its path alone. Raises UserError when chains fail.
-
-    Rows of 5 and 3 committed tokens verify root, two children and a grandchild at once; the reference is the model's
-    own forward over the row's prefix and the node's path.
-    """
-    wanted = target._own_logits()
-    if _worst_gap(target, wanted, CHAIN) > 1.0:
-        raise UserError(
-            f"{type(target.model).__name__} gives other logits with a cache than without one; "
-            "this architecture cannot be decoded exactly, choose another target"
-        )
-    return _worst_gap(target, wanted, TREE) <= 1.0
-
-
-def _worst_gap(target: HFTarget, wanted: dict[tuple[int, ...], Tensor], paths: tuple[tuple[int, ...], ...]) -> float:
-    """Largest difference between cached and plain logits, in units of what the dtype's rounding allows."""
-    material, device = _probed(target.shape.vocab_size), target.device
-    prompt_BT, node_BN = (tokens.to(device) for tokens in material)
-    kv, arange_T, count_B = target.new_cache(2, 16), torch.arange(5, device=device), torch.tensor(PROMPTS, device=device)
-    target(prompt_BT, kv, None, arange_T.expand(2, 5), Taps(), count_B[:, None] - 1)
-    kv.keep(arange_T.expand(2, 5), count_B)
-    ancestor_BNN = torch.zeros(2, 4, 4, dtype=torch.bool, device=device)
-    for path in paths:
-        ancestor_BNN[:, path[-1], list(path)] = True
-    position_BN = count_B[:, None] + ancestor_BNN.sum(-1) - 1
-    logits_BNV = target(node_BN, kv, ancestor_BNN, position_BN, Taps()).logits_BRV
-    assert logits_BNV is not None
-    gaps = []
-    for row in range(len(PROMPTS)):
-        for path in paths:
-            wanted_V = wanted[_text(*material, row, path)].to(device)
-            gaps.append((logits_BNV[row, path[-1]].float() - wanted_V).abs().max() / wanted_V.abs().max().clamp_min(1.0))
-    return float(torch.stack(gaps).max()) / (200 * torch.finfo(target.dtype).eps)

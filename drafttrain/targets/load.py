@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.model.target import TargetShape
 from drafttrain.ops.quantised import BITS
-from drafttrain.target import TargetShape
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.fast import FastTarget, why_not
-from drafttrain.targets.hf import HFTarget, shape_of
+from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.quantised import QuantisedTarget
 from drafttrain.targets.sharded import ShardedTarget, Shards
 from drafttrain.targets.split import SplitTarget, check_divides, split_target
+from drafttrain.targets.structure import shape_of
 from drafttrain.targets.weights import check_settings, load_model
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from drafttrain.errors import UserError
-from drafttrain.fingerprint import fingerprint_of
+from drafttrain.core.errors import UserError
 from drafttrain.ops.quantised import BITS, Quantised
-from drafttrain.targets.hf import HFTarget, find_blocks, shape_of
+from drafttrain.targets.fingerprint import fingerprint_of
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.structure import find_blocks, shape_of
 
 
 class QuantisedLinear(nn.Module):

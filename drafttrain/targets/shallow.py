@@ -7,8 +7,8 @@ import copy
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafttrain.errors import UserError
-from drafttrain.targets.hf import find_blocks
+from drafttrain.core.errors import UserError
+from drafttrain.targets.structure import find_blocks
 
 
 def shadow(model: PreTrainedModel) -> PreTrainedModel:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafttrain.errors import UserError
-from drafttrain.fingerprint import fingerprint_of
+from drafttrain.core.errors import UserError
 from drafttrain.targets.fast import FastTarget, why_not
-from drafttrain.targets.hf import HFTarget, find_blocks, shape_of
+from drafttrain.targets.fingerprint import fingerprint_of
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.structure import find_blocks, shape_of
 
 
 class Shards(Protocol):

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from drafttrain.errors import UserError
-from drafttrain.fingerprint import fingerprint_of
-from drafttrain.target import TargetShape
+from drafttrain.core.errors import UserError
+from drafttrain.model.target import TargetShape
 from drafttrain.targets.fast import FastTarget
-from drafttrain.targets.hf import own_logits
+from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.parallel import Part
+from drafttrain.targets.probe import own_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class SplitTarget(FastTarget):
     def _fingerprint(self) -> str:
         return self.whole.fingerprint
 
-    def _own_logits(self) -> dict[tuple[int, ...], Tensor]:
+    def own_logits_of_texts(self) -> dict[tuple[int, ...], Tensor]:
         return self.whole.logits
 
     def pruned(self, blocks: int) -> NoReturn:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, distributed
 
-from drafttrain.kv import Documents, KVCache
-from drafttrain.target import Taps, TargetOut
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.masks import Documents
+from drafttrain.model.target import Taps, TargetOut
 from drafttrain.targets.parallel import Part
 from drafttrain.targets.split import SplitTarget
 

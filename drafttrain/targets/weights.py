@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from drafttrain.checksums import check_listed
-from drafttrain.errors import UserError
+from drafttrain.core.checksums import check_listed
+from drafttrain.core.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 AGAIN = "get its files again"

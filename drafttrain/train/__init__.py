@@ -1,4 +1,4 @@
-"""Floor 4: the training loop around one DeepSpeed engine."""
+"""The training loop around one DeepSpeed engine."""
 
 from __future__ import annotations
 

@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from rich.prompt import Confirm
 
-from drafttrain.batch import TrainBatch
+from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate
-from drafttrain.drafter import Drafter
-from drafttrain.errors import UserError
 from drafttrain.features import FeatureOptions
 from drafttrain.features.cached import Cached
 from drafttrain.features.form import Form
@@ -26,7 +24,9 @@ from drafttrain.features.layout import Ids, Layout
 from drafttrain.features.online import Online
 from drafttrain.features.store import ABSENT, Store
 from drafttrain.features.writer import Writer
-from drafttrain.target import Taps
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import Taps
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.engine import World

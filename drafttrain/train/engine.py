@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafttrain.errors import UserError
-from drafttrain.losses import Objective
+from drafttrain.core.errors import UserError
+from drafttrain.objective.losses import Objective
 from drafttrain.targets.devices import bind, number_by_gpu
 from drafttrain.targets.parallel import end_at_exit
 from drafttrain.train import DeepSpeedOptions, TrainOptions, shards

@@ -15,7 +15,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from drafttrain.batch import TrainBatch
+from drafttrain.model.batch import TrainBatch
 
 
 class Flops:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-from drafttrain.errors import Interrupted
+from drafttrain.core.errors import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAVING = b"\ndrafttrain: Ctrl-C: this step is finished and saved first; once more ends at once\n"

@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from drafttrain.atomic import atomic_directory, disk_full, read_sealed_json, remove_directory, write_sealed_json
-from drafttrain.checkpoint import (
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_directory, disk_full, read_sealed_json, remove_directory, write_sealed_json
+from drafttrain.drafters.checkpoint import (
     ANOTHER,
     META,
     WEIGHTS,
@@ -23,7 +24,6 @@ from drafttrain.checkpoint import (
     read_weights,
     save_drafter,
 )
-from drafttrain.errors import UserError
 from drafttrain.train.engine import Engine, World
 from drafttrain.train.sealed import file_sums, seal
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drafttrain.atomic import atomic_write_json
-from drafttrain.checkpoint import META, WEIGHTS
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_write_json
+from drafttrain.drafters.checkpoint import META, WEIGHTS
 
 RUN = "wandb.json"  # in a run directory: what its run is called at W&B
 WHAT_DRAFTS = (WEIGHTS, META)  # of a checkpoint; the rest is for training to go on

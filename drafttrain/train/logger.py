@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drafttrain.atomic import atomic_write_text
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_write_text
 from drafttrain.train import LoggerOptions
 from drafttrain.train.lineage import (
     COLUMNS,

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
 from drafttrain.data.chat import Encoded
-from drafttrain.drafter import Drafter
-from drafttrain.errors import UserError
-from drafttrain.request import Request
-from drafttrain.sampling import Sampling
-from drafttrain.session import Session
-from drafttrain.speculate import Controls, Decoder
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Request
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.model.drafter import Drafter
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import World
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafttrain.losses import Objective
+from drafttrain.objective.losses import Objective
 from drafttrain.train import TrainOptions
 from drafttrain.train.muon import Muon
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 
 AFTER, LENGTH = 5, 3  # steps: what is slow once is over by then, and a trace of three is read in a moment
 

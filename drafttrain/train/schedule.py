@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.train import TrainOptions
 
 SCHEDULES = ("cosine", "wsd", "constant")

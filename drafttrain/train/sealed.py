@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from drafttrain.atomic import read_sealed_json, write_sealed_json
-from drafttrain.checkpoint import WEIGHTS, list_checkpoints
-from drafttrain.checksums import file_sum, first_fault
-from drafttrain.errors import UserError
+from drafttrain.core.checksums import file_sum, first_fault
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import read_sealed_json, write_sealed_json
+from drafttrain.drafters.checkpoint import WEIGHTS, list_checkpoints
 from drafttrain.train.shards import PATTERN
 
 SUMS = "checksums.json"

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 
 PATTERN = "optimizer-*.safetensors"
 MASTER = "weight"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from drafttrain.batch import TrainBatch
+from drafttrain.model.batch import TrainBatch
 from drafttrain.train.flops import Flops
 from drafttrain.train.peaks import peak_of
 

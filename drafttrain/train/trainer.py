@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.adapted import AdaptedObjective, rate_scale
-from drafttrain.atomic import atomic_directory
-from drafttrain.batch import TrainBatch
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, adapter_state, checkpoint_name, filled
+from drafttrain.core.errors import Interrupted, UserError
+from drafttrain.core.files import atomic_directory
+from drafttrain.core.intervals import accepted_length, said, tau_interval
+from drafttrain.core.tree import arrivals, step_sums
 from drafttrain.data.dataset import Dataset, check_supervised, collate, shard, token_counts
-from drafttrain.drafter import Drafter
-from drafttrain.errors import Interrupted, UserError
+from drafttrain.decoding.tree_size import best_nodes
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, adapter_state, checkpoint_name, filled
 from drafttrain.features.cached import Cached
 from drafttrain.features.online import Online
 from drafttrain.features.prefetch import Prefetch
-from drafttrain.intervals import accepted_length, said, tau_interval
-from drafttrain.losses import LossOptions, Objective, StepCounts, teacher_forced
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Drafter
+from drafttrain.objective.lora_target import AdaptedObjective, rate_scale
+from drafttrain.objective.losses import LossOptions, Objective, StepCounts, teacher_forced
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
@@ -37,8 +39,6 @@ from drafttrain.train.schedule import learning_rate
 from drafttrain.train.telemetry import Cost, Meter
 from drafttrain.train.ulysses import sequence_group
 from drafttrain.train.watchdog import Watchdog
-from drafttrain.tree import arrivals, step_sums
-from drafttrain.treesize import best_nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Processes that hold the same sequences, each its own positions: DeepSpeed Ulysses (arXiv 2309.14509).
 
-Shapes: as in `drafttrain.span`. The decision 016 says what is exchanged where.
+Shapes: as in `drafttrain.core.sequence_shard`. The decision 016 says what is exchanged where.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.drafter import Drafter
-from drafttrain.errors import UserError
-from drafttrain.layers import Attention
-from drafttrain.losses import END_TO_END, LossOptions
+from drafttrain.core.errors import UserError
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.layers import Attention
+from drafttrain.objective.losses import END_TO_END, LossOptions
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.hf import HFTarget
 from drafttrain.train import TrainOptions
@@ -23,7 +23,7 @@ HEADS, POSITIONS = 2, 1  # dimensions of what is exchanged
 
 
 class Ulysses:
-    """`drafttrain.span.Group` by DeepSpeed's all-to-all, whose backward pass is its inverse."""
+    """`drafttrain.core.sequence_shard.Group` by DeepSpeed's all-to-all, whose backward pass is its inverse."""
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
         self.rank, self.size, self._group, self._exchange = rank, size, group, head_exchange()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from drafttrain.decoding.request import Result
 from drafttrain.measure.sheet import outputs, write_sheet
-from drafttrain.request import Result
 from tests.reports import evidence_of, report_of_figures
 
 Open = Callable[..., Any]

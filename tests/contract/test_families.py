@@ -11,21 +11,22 @@ import pytest
 import torch
 
 from benchmarks.tiny import NAMES, SHAPES, build
-from drafttrain.batch import TrainBatch
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
-from drafttrain.drafter import Commit, Drafter
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.guards.guard import Guard
+from drafttrain.decoding.request import Request
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
+from drafttrain.drafters.common.proposal import TreeOptions
 from drafttrain.features.online import Online
-from drafttrain.guard import Guard
-from drafttrain.kv import PAGE
-from drafttrain.proposal import TreeOptions
-from drafttrain.request import Request
-from drafttrain.sampling import Sampling
-from drafttrain.session import Session
-from drafttrain.speculate import Controls, Decoder
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.kv_cache import PAGE
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
-from drafttrain.tree import DraftTree
 from tests.helpers import crossed, prompts, some, tiny_model, tiny_target
 
 
@@ -266,7 +267,7 @@ def test_sampling_follows_the_targets_law_through_the_whole_loop(name: str) -> N
 
 def pair_law(target: HFTarget, prompt: list[int], sampling: Sampling) -> dict[tuple[int, int], float]:
     """Exact law of the second and third new token."""
-    from drafttrain.sampling import law
+    from drafttrain.core.sampling import law
 
     def after(rows: list[list[int]]) -> torch.Tensor:
         with torch.no_grad():
@@ -315,7 +316,7 @@ def reloaded(name: str, drafter: Drafter, target: HFTarget, tmp_path: Path) -> D
 
 @pytest.mark.parametrize("name", NAMES)
 def test_overfitted_on_one_text_it_is_accepted_in_full(name: str) -> None:
-    from drafttrain.losses import LossOptions, Objective
+    from drafttrain.objective.losses import LossOptions, Objective
 
     target, prompt = tiny_target(), prompts(1, seed=9)[0]
     reply = decode(target, None, [prompt], 1, tokens=24)[0].tokens

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.export.engine import ENGINES, VENVS
+from drafttrain.engines.process import ENGINES, VENVS
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "outputs" / "engines"  # kept, so that only the first time takes long

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 
-from drafttrain.export.engine import ENGINES, VENVS
+from drafttrain.engines.process import ENGINES, VENVS
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.checkpoint import read_meta
-from drafttrain.checksums import LISTED
+from drafttrain.core.checksums import LISTED
+from drafttrain.drafters.checkpoint import read_meta
 from tests.engines.conftest import note, python_for, trained
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]

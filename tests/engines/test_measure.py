@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engines.conftest import python_for, trained
-from tests.unit.test_measure_runner import SCHEMA, check
+from tests.unit.measure.test_runner import SCHEMA, check
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 

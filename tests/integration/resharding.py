@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafttrain.commands.quiet import quiet
+from drafttrain.cli.quiet import quiet
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import Engine, World, join_world, leave_world
 

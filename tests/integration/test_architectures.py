@@ -19,9 +19,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from drafttrain.errors import UserError
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, save_drafter
 from drafttrain.drafters import families
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, save_drafter
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 from tests import devices

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters.draft_model import DraftModelOptions, build
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 from tests.helpers import tiny_model

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafttrain.commands.launch import launch
-from drafttrain.commands.run import LauncherOptions, RunOptions
+from drafttrain.cli.launch import launch
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import load_dataset
 from drafttrain.drafters import families
-from drafttrain.losses import LossOptions
+from drafttrain.objective.losses import LossOptions
+from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 from drafttrain.train import DeepSpeedOptions, TrainOptions

@@ -17,14 +17,14 @@ import torch
 from rich.console import Console as RichConsole
 from safetensors.torch import load_file
 
-from drafttrain.batch import TrainBatch
+from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import Dataset, load_dataset
 from drafttrain.drafters import families
-from drafttrain.errors import Interrupted, UserError
 from drafttrain.features import FeatureOptions, layout
 from drafttrain.features.cached import Cached
-from drafttrain.losses import LossOptions
+from drafttrain.model.batch import TrainBatch
+from drafttrain.objective.losses import LossOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.train import DeepSpeedOptions, TrainOptions

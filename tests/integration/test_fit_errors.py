@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from drafttrain import atomic
+from drafttrain.core import files as atomic
 from tests.helpers import tiny_model
 
 Command = Callable[..., int]

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from benchmarks.gpu import gpu, real_2, wheels
+from benchmarks.gpu.results import PASSED, SKIPPED
+from benchmarks.gpu.wheels import HEAVY, SOURCES, WHEELS, Request, WheelError, normal
 from drafttrain.drafters import families
-from kernels.bench import gpu, real_2, wheels
-from kernels.bench.results import PASSED, SKIPPED
-from kernels.bench.wheels import HEAVY, SOURCES, WHEELS, Request, WheelError, normal
 
 ROOT = Path(__file__).parents[2]
 GIVEN = ("torch", "transformers", "triton", "setuptools")
@@ -190,7 +190,7 @@ def test_a_case_that_ends_its_process_is_red_and_the_rest_goes_on(tmp_path: Path
         "os.abort()\n"
     )
     watched = (
-        "import sys; from unittest import mock; from kernels.bench import gpu; import subprocess\n"
+        "import sys; from unittest import mock; from benchmarks.gpu import gpu; import subprocess\n"
         "popen = subprocess.Popen\n"
         f"with mock.patch.object(subprocess, 'Popen', lambda c: popen([c[0], {str(script)!r}, *c[3:]])):\n"
         "    sys.exit(gpu.watch(['--rehearse', '--force'], 1.0))\n"
@@ -204,9 +204,9 @@ def test_a_case_that_ends_its_process_is_red_and_the_rest_goes_on(tmp_path: Path
 def planned() -> list[gpu.Stage]:
     import torch
 
-    from kernels.bench import real_1
-    from kernels.bench.machine import Machine
-    from kernels.bench.real import Folder
+    from benchmarks.gpu import real_1
+    from benchmarks.gpu.machine import Machine
+    from benchmarks.gpu.real import Folder
 
     machine = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})
     return gpu.stages(machine, real_1.Maker(Folder(Path("nowhere"), machine), machine, False), real_2.Worker())

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.bench import goals, report
-from kernels.bench.goals import GOALS
-from kernels.bench.job import Job, RedError
-from kernels.bench.machine import Machine
-from kernels.bench.report import BEGIN, END
-from kernels.bench.results import FAILED, PASSED, Entry, Results
-from kernels.bench.suite import Suite
+from benchmarks.gpu import goals, report
+from benchmarks.gpu.goals import GOALS
+from benchmarks.gpu.job import Job, RedError
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.report import BEGIN, END
+from benchmarks.gpu.results import FAILED, PASSED, Entry, Results
+from benchmarks.gpu.suite import Suite
 
 GPU = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})  # its cases, not its work
 NORM = ("drafttrain.ops.rms_norm",)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import bench, check, goals, gpu, ladder, report, sources, train
+from benchmarks.gpu.cases import checked
+from benchmarks.gpu.job import Job, RedError
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.plan import DeadError, Limits, Runner, Stage, ordered
+from benchmarks.gpu.results import BLOCKED, CHECK, FAILED, PASSED, Entry, Results
+from benchmarks.gpu.suite import Arguments
 from drafttrain.drafters import families
-from kernels.bench import bench, check, goals, gpu, ladder, report, sources, train
-from kernels.bench.cases import checked
-from kernels.bench.job import Job, RedError
-from kernels.bench.machine import Machine
-from kernels.bench.plan import DeadError, Limits, Runner, Stage, ordered
-from kernels.bench.results import BLOCKED, CHECK, FAILED, PASSED, Entry, Results
-from kernels.bench.suite import Arguments
 
 ROOT = Path(__file__).parents[2]
 GPU = Machine(torch.device("cpu"), False, "A GPU 80GB", {"torch": torch.__version__})
@@ -162,7 +162,7 @@ def test_about_thirty_texts_come_first() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Iterator[Path]:
-    for name in ("drafttrain", "kernels"):
+    for name in ("drafttrain", "kernels", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "assets", "results"))
     (tmp_path / "README.md").write_text("read me")
     yield tmp_path
@@ -186,7 +186,7 @@ def forget() -> None:
     ("file", "reset"),
     [
         ("README.md", set()),
-        ("kernels/bench/check.py", set()),
+        ("benchmarks/gpu/check.py", set()),
         ("drafttrain/drafters/medusa.py", {"medusa"}),
         ("drafttrain/ops/divergence.py", {"divergence", "training"}),
         ("kernels/triton/divergence.py", {"divergence", "training"}),
@@ -194,8 +194,8 @@ def forget() -> None:
         ("kernels/csrc/cuda/trees.cu", {"tree_links", "eagle3", "medusa"}),
         ("kernels/include/drafttrain/rows.cuh", {"rms_norm", "plain", "medusa", "eagle3", "training"}),
         ("kernels/csrc/schema.h", {"rms_norm", "tree_links", "tree_attention", "plain", "medusa", "eagle3", "training"}),
-        ("drafttrain/rounds.py", {"plain", "medusa", "eagle3", "training"}),
-        ("drafttrain/proposal.py", {"medusa", "eagle3"}),
+        ("drafttrain/decoding/step.py", {"plain", "medusa", "eagle3", "training"}),
+        ("drafttrain/drafters/common/proposal.py", {"medusa", "eagle3"}),
         ("drafttrain/train/flops.py", {"training"}),
     ],
 )
@@ -217,4 +217,4 @@ def test_a_family_that_holds_others_depends_on_them() -> None:
     }
     reached = {str(path.relative_to(ROOT)) for path in sources.files((*sources.DECODER, *sources.of_family("medusa")))}
     assert "drafttrain/drafters/medusa.py" in reached and "drafttrain/drafters/eagle.py" not in reached
-    assert "kernels/include/drafttrain/accept.cuh" in reached and "drafttrain/rounds.py" in reached
+    assert "kernels/include/drafttrain/accept.cuh" in reached and "drafttrain/decoding/step.py" in reached

@@ -15,20 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import bench, case, check, corpus, ladder, pretrain, real_2, straight, throughput, train
+from benchmarks.gpu.cases import SMALL, checked, timed
+from benchmarks.gpu.distil import Asked
+from benchmarks.gpu.goals import GOALS
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.real import FULL, Folder, Part, there
+from benchmarks.gpu.results import PASSED
+from benchmarks.gpu.steps import binary
+from benchmarks.gpu.suite import RedError
 from drafttrain.drafters import families
+from drafttrain.drafters.common.proposal import KINDS
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective
-from drafttrain.proposal import KINDS
+from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets import TargetOptions
-from kernels.bench import bench, case, check, corpus, ladder, pretrain, real_2, straight, throughput, train
-from kernels.bench.cases import SMALL, checked, timed
-from kernels.bench.distil import Asked
-from kernels.bench.goals import GOALS
-from kernels.bench.machine import Machine
-from kernels.bench.real import FULL, Folder, Part, there
-from kernels.bench.results import PASSED
-from kernels.bench.steps import binary
-from kernels.bench.suite import RedError
 from tests.helpers import tiny_target
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ import runpy, sys
 sys.meta_path = [f for f in sys.meta_path if "drafttrain" not in getattr(f, "__module__", "") + getattr(f, "__name__", "")]
 sys.modules.update(dict.fromkeys({FOREIGN!r}))
 sys.argv = sys.argv[1:]
-runpy.run_module("kernels.bench." + sys.argv[0], run_name="__main__")
+runpy.run_module("benchmarks.gpu." + sys.argv[0], run_name="__main__")
 """
 
 
@@ -71,7 +71,7 @@ def uninstalled(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[
     """As on a machine that has everything but this checkout installed: what packages ask to be run at start-up is not."""
     packages = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": packages}
-    command = [getattr(sys, "_base_executable", sys.executable), "-m", f"kernels.bench.{arguments[0]}", *arguments[1:]]
+    command = [getattr(sys, "_base_executable", sys.executable), "-m", f"benchmarks.gpu.{arguments[0]}", *arguments[1:]]
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -180,14 +180,14 @@ def test_make_takes_the_python_that_is_named() -> None:
         return subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=True).stdout
 
     asked = said("gpu-bench", "PYTHON=python3", "REHEARSE=1", "RESULTS=here", "FORCE=1")
-    assert " ".join(asked.split()) == "python3 -m kernels.bench.bench --rehearse --force --results here"
+    assert " ".join(asked.split()) == "python3 -m benchmarks.gpu.bench --rehearse --force --results here"
     asked = said("gpu", "PYTHON=python3", "BUDGET=9", "REAL=there")
-    assert " ".join(asked.split()) == "python3 -m kernels.bench.gpu --real there --minutes 9"
-    assert " ".join(said("gpu-real", "PYTHON=python3").split()) == 'python3 -m kernels.bench.gpu --stages "real target"'
+    assert " ".join(asked.split()) == "python3 -m benchmarks.gpu.gpu --real there --minutes 9"
+    assert " ".join(said("gpu-real", "PYTHON=python3").split()) == 'python3 -m benchmarks.gpu.gpu --stages "real target"'
     asked = said("gpu-wheels", "PYTHON=python3", "PYTHON_VERSION=3.11", "THERE=pyarrow,pandas")
-    assert " ".join(asked.split()) == "python3 -m kernels.bench.wheels --python 3.11 --there pyarrow,pandas"
+    assert " ".join(asked.split()) == "python3 -m benchmarks.gpu.wheels --python 3.11 --there pyarrow,pandas"
     for name in ("check", "bench", "train", "real_1", "real_2"):
-        assert f"-m kernels.bench.{name}" in said(f"gpu-{name.replace('_', '-')}", "REAL=there") and "--real there" in said(
+        assert f"-m benchmarks.gpu.{name}" in said(f"gpu-{name.replace('_', '-')}", "REAL=there") and "--real there" in said(
             "gpu-real-2", "REAL=there"
         )
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import distributed
 
-from drafttrain.commands.launch import launch
-from drafttrain.commands.run import LauncherOptions, RunOptions
-from drafttrain.errors import UserError, WorkerError
+from drafttrain.cli.launch import launch
+from drafttrain.core.errors import UserError, WorkerError
+from drafttrain.runs.options import LauncherOptions, RunOptions
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.atomic import atomic_write_json
+from drafttrain.core.files import atomic_write_json
 from drafttrain.train.keeper import PROGRESS, Progress, best_checkpoint
 from tests.integration.test_training import digest, fit, losses
 

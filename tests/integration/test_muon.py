@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafttrain.commands.launch import launch
-from drafttrain.commands.run import LauncherOptions, RunOptions
+from drafttrain.cli.launch import launch
+from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import Engine, join_world, leave_world
 

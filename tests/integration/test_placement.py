@@ -14,18 +14,18 @@ import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
-from drafttrain.batch import TrainBatch
-from drafttrain.commands import place as placing
+from drafttrain.cli.launch import launch
 from drafttrain.commands.fit import fit
-from drafttrain.commands.launch import launch
-from drafttrain.commands.run import LauncherOptions, RunOptions
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import load_dataset
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective
 from drafttrain.measure import DecodeOptions, MeasureOptions
-from drafttrain.target import Taps
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.target import Taps
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.runs import placement as placing
+from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget, load_target
@@ -39,7 +39,7 @@ from drafttrain.train.trainer import Job, Trainer
 from tests.helpers import tiny_model
 from tests.integration import test_training as runs
 from tests.reports import counted
-from tests.unit.test_placement import packed_batch
+from tests.unit.targets.test_placement import packed_batch
 
 PLACEMENTS = ("replicated", "zero3", "tensor_parallel")
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {  # family, options, ZeRO stage of the drafter

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import families
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.transformers_baseline import generate
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Decoder
-from drafttrain.target import FINAL, Taps
+from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.load import LoadedTarget, load_target

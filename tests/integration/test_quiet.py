@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.commands.quiet import SETTINGS
+from drafttrain.cli.quiet import SETTINGS
 from tests.runs import report
 
 STRAY = re.compile(
@@ -24,7 +24,7 @@ load_target(TargetOptions())
 """
 RUN = """
 import sys
-from drafttrain import cli
+from drafttrain.cli import main as cli
 code = cli.run(sys.argv[1:])
 assert "deepspeed" not in sys.modules, "DeepSpeed was imported"
 sys.exit(code)
@@ -41,7 +41,7 @@ def bare() -> dict[str, str]:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from dataclasses import asdict
 
-    from drafttrain.checkpoint import CheckpointMeta, TargetRecord, save_drafter
+    from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, save_drafter
     from drafttrain.drafters.medusa import Medusa, MedusaOptions
     from drafttrain.targets import TargetOptions
     from drafttrain.targets.load import load_target

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.train.engine import join_world
 from tests.integration.resharding import END, KINDS, STAGES, engine, resume, source, whole, write
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafttrain.errors import Interrupted
+from drafttrain.core.errors import Interrupted
 from drafttrain.train import shards
 from drafttrain.train.logger import Logger
 from drafttrain.train.sealed import SUMS

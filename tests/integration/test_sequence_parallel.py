@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafttrain.adapted import AdaptedObjective
-from drafttrain.batch import TrainBatch
-from drafttrain.commands.launch import launch
-from drafttrain.commands.run import LauncherOptions, RunOptions
-from drafttrain.drafter import Drafter
+from drafttrain.cli.launch import launch
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
-from drafttrain.losses import LossOptions, Objective
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Drafter
+from drafttrain.objective.lora_target import AdaptedObjective
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.commands import slurm
-from drafttrain.commands.run import LauncherOptions
-from drafttrain.errors import UserError
+from drafttrain.cli import slurm
+from drafttrain.core.errors import UserError
+from drafttrain.runs.options import LauncherOptions
 from tests.integration.test_interrupt import checkpoints, lines_of
 from tests.integration.test_training import arguments, fit, losses
 

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, distributed
 from transformers import LlamaConfig
 
-from drafttrain.checkpoint import CheckpointMeta, TargetRecord, save_drafter
-from drafttrain.commands.launch import launch
-from drafttrain.commands.run import LauncherOptions, RunOptions
-from drafttrain.drafter import Drafter
+from drafttrain.cli.launch import launch
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
-from drafttrain.errors import UserError
-from drafttrain.sampling import Sampling
-from drafttrain.speculate import Controls, Decoder
-from drafttrain.target import FINAL, Taps
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, save_drafter
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import FINAL, Taps
+from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.load import load_target

@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.acceptance import POLICIES, Policy, Verdict, greedy
 from drafttrain.train import trainer
-from drafttrain.tree import DraftTree
-from drafttrain.verify import POLICIES, Policy, Verdict, greedy
 
 Command = Callable[..., int]
 SMALL = ("measure.limit=3", "measure.minutes=0.05", "measure.transformers=false", "decode.max_new_tokens=24")

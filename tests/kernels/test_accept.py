@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafttrain.core.sampling import Lane, Sampling, uniform
+from drafttrain.core.tree import DraftTree
 from drafttrain.ops import build, choice_accept, greedy_accept, library, likely_accept, lossless_accept, sample
-from drafttrain.sampling import Lane, Sampling, uniform
-from drafttrain.tree import DraftTree
 from tests.kernels import emulated
 
 Verdict = tuple[Tensor, Tensor, Tensor]

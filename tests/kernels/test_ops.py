@@ -16,17 +16,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.kv import PAGE, KVCache
-from drafttrain.ops import attend as attend_op
+from drafttrain.core.tree import DraftTree, ancestors
+from drafttrain.model import attention as attend_op
+from drafttrain.model.kv_cache import PAGE, KVCache
+from drafttrain.model.target import Taps
 from drafttrain.ops import divergence, library
 from drafttrain.ops import gated as gated_op
 from drafttrain.ops import greedy_accept as accept_op
 from drafttrain.ops import kv_keep as keep_op
 from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops.residual_heads import ResidualHeads
-from drafttrain.target import Taps
 from drafttrain.targets.fast import FastTarget
-from drafttrain.tree import DraftTree, ancestors
 from tests.helpers import tiny_model
 
 compiled = pytest.mark.skipif(not library.state().loaded, reason=library.state().text)

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from drafttrain.core.tree import ancestors, depth
 from drafttrain.ops import library
 from drafttrain.ops import top as top_op
 from drafttrain.ops.build_tree import Built, build_tree
@@ -16,7 +17,6 @@ from drafttrain.ops.remap import remap_law, remap_token
 from drafttrain.ops.tree_attention import bits_of
 from drafttrain.ops.tree_links import reference as links_reference
 from drafttrain.ops.tree_links import tree_links
-from drafttrain.tree import ancestors, depth
 
 compiled = pytest.mark.skipif(not library.state().loaded, reason=library.state().text)
 STEPS = (0.0, 0.0, 0.25, 0.5, 1.0, math.inf, math.nan)  # how far a child's score may lie below its parent's

@@ -19,11 +19,12 @@ from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.kv import KVCache, additive, seen
+from drafttrain.core.tree import ancestors
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.masks import additive, seen
 from drafttrain.ops import divergence as divergence_op
 from drafttrain.ops import library
 from drafttrain.ops import tree_attention as attention_op
-from drafttrain.tree import ancestors
 
 CASES = Path(__file__).with_name("triton_cases.py")
 CAPABILITIES = (80, 90)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.kv import PAGE
+from drafttrain.core.tree import ancestors
+from drafttrain.model.kv_cache import PAGE
 from drafttrain.ops import divergence as divergence_op
 from drafttrain.ops import jit
 from drafttrain.ops import tree_attention as attention_op
-from drafttrain.tree import ancestors
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

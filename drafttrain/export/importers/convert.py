@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from drafttrain import __version__
-from drafttrain.atomic import atomic_directory, remove_directory
-from drafttrain.checkpoint import META, CheckpointMeta, TargetRecord, build, read_meta, save_drafter
-from drafttrain.drafter import Drafter
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_directory, remove_directory
 from drafttrain.drafters import families
-from drafttrain.errors import UserError
+from drafttrain.drafters.checkpoint import META, CheckpointMeta, TargetRecord, build, read_meta, save_drafter
 from drafttrain.export.importers.directory import Foreign, listed
 from drafttrain.export.importers.row import TRAINED_FOR, Draft, Importer, check_shared
 from drafttrain.export.importers.table import recognised
+from drafttrain.model.drafter import Drafter
 from drafttrain.ops.build import cache_folder
 from drafttrain.targets.load import LoadedTarget
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import TRAINED_FOR, Importer, layer_options, same_size
 from drafttrain.export.layouts.dflash import TRANSFORMERS
 from drafttrain.export.layouts.renames import Renames
-from drafttrain.target import Target
+from drafttrain.model.target import Target
 
 SHIFTED = "sample_from_anchor"
 INNER, TYPE = "transformer_layer_config", "speculators_model_type"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.convolution import TAPS
 from drafttrain.export.importers.dflash import TYPE, speculators_options
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer
 from drafttrain.export.layouts.dflash2 import RENAMES
 from drafttrain.export.layouts.renames import Renames
-from drafttrain.target import Target
+from drafttrain.model.convolution import TAPS
+from drafttrain.model.target import Target
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafttrain.checksums import check_listed
-from drafttrain.errors import UserError
+from drafttrain.core.checksums import check_listed
+from drafttrain.core.errors import UserError
 from drafttrain.targets.weights import listed_files
 
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", "adapter_model.safetensors")

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign, listed
 from drafttrain.export.importers.row import Draft, Importer
 from drafttrain.export.layouts.draft_model import ADAPTED, RENAMES
 from drafttrain.export.layouts.peagle import MASK
 from drafttrain.export.layouts.renames import Renames
-from drafttrain.target import Target
+from drafttrain.model.target import Target
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 MODELS = ("ForCausalLM", "LMHeadModel")

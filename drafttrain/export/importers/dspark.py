@@ -7,7 +7,7 @@ from typing import Any
 from drafttrain.export.importers.dflash import TYPE, speculators_options
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer
-from drafttrain.target import Target
+from drafttrain.model.target import Target
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import EMBEDDING, HEAD, Draft, Importer, layer_options
-from drafttrain.target import Target
+from drafttrain.model.target import Target
 
 ATTENTION = "layers.0.self_attn.q_proj.weight"
 

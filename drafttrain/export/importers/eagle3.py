@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import EMBEDDING, TRAINED_FOR, Draft, Importer, layer_options, same_size
 from drafttrain.export.layouts.eagle3 import IDS, SPECULATORS
 from drafttrain.export.layouts.renames import Renames
-from drafttrain.target import Target
+from drafttrain.model.target import Target
 
 INNER = "transformer_layer_config"
 TYPE = "speculators_model_type"

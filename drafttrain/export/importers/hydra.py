@@ -6,7 +6,7 @@ from typing import Any
 
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer, same_size
-from drafttrain.target import Target
+from drafttrain.model.target import Target
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:

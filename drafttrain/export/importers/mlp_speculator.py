@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Draft, Importer, same_size
 from drafttrain.export.layouts.mlp_speculator import RENAMES
 from drafttrain.export.layouts.renames import Renames
-from drafttrain.target import Target
+from drafttrain.model.target import Target
 
 
 def _renames(found: Foreign) -> Renames:

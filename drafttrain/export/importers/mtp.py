@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import NORM, Draft, Importer, check_shared, layer_options, same_size
 from drafttrain.export.layouts import mtp
 from drafttrain.export.layouts.renames import Renames
-from drafttrain.target import Target
+from drafttrain.model.target import Target
 
 INNER, TYPE = "transformer_layer_config", "speculators_model_type"
 MODULES = "num_nextn_predict_layers"

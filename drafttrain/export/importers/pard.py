@@ -8,7 +8,7 @@ from drafttrain.export.importers import draft_model
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer
 from drafttrain.export.layouts.peagle import MASK
-from drafttrain.target import Target
+from drafttrain.model.target import Target
 
 
 def _knows(found: Foreign) -> bool:

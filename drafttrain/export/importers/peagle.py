@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.export.importers import eagle3
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Draft, Importer, layer_options, same_size
 from drafttrain.export.layouts.peagle import MASK, RENAMES
 from drafttrain.export.layouts.renames import Renames
-from drafttrain.target import Target
+from drafttrain.model.target import Target
 
 EMBEDDING = "embed_tokens.weight"
 MASKS = (MASK, "ptd_token_id", "mask_token_id")  # where stacks look for it

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.layouts.renames import SAME, Renames
-from drafttrain.layers import SCALINGS, LayerOptions, LayerShape, check_scaling
-from drafttrain.target import Target
-from drafttrain.targets.hf import shape_of
+from drafttrain.model.layers import SCALINGS, LayerOptions, LayerShape, check_scaling
+from drafttrain.model.target import Target
 from drafttrain.targets.shallow import final_norm
+from drafttrain.targets.structure import shape_of
 
 EMBEDDING, HEAD, NORM = "embedding", "output matrix", "last norm"
 TRAINED_FOR = "give the target it was trained for with target=hf target.path=DIR"

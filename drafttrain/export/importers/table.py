@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.export.importers import (
     dflash,
     dflash2,

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.errors import ParityError
+from drafttrain.core.errors import ParityError
 from drafttrain.export.files import write_config
 from drafttrain.export.layouts.renames import Renames
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from drafttrain.convolution import TAPS
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts.dflash import facts, speculators_config
 from drafttrain.export.layouts.renames import Renames
+from drafttrain.model.convolution import TAPS
 
 BOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 RENAMES = Renames({f"{book}.weight": book for book in BOOKS} | {"{rest}": "{rest}"})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.layers import LayerShape
-from drafttrain.target import TargetShape
+from drafttrain.model.layers import LayerShape
+from drafttrain.model.target import TargetShape
 
 
 def llama_fields(shape: TargetShape, layers: int, dtype: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Floor 4: measured runs side by side: who is ahead, by how much, and whether the difference is more than chance."""
+"""Measured runs side by side: who is ahead, by how much, and whether the difference is more than chance."""
 
 from __future__ import annotations
 

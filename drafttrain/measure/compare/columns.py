@@ -1,4 +1,4 @@
-"""Floor 4: the comparison's columns: as text for people, as figures for files."""
+"""The comparison's columns: as text for people, as figures for files."""
 
 from __future__ import annotations
 

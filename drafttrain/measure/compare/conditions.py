@@ -1,4 +1,4 @@
-"""Floor 4: what two measurements must share before one may be called ahead of the other."""
+"""What two measurements must share before one may be called ahead of the other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.measure.compare.rows import Row
 
 SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "stop")

@@ -1,11 +1,11 @@
-"""Floor 4: the comparison as compare.csv, pairs.csv, compare.md and compare.html."""
+"""The comparison as compare.csv, pairs.csv, compare.md and compare.html."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from drafttrain.atomic import atomic_write_text
+from drafttrain.core.files import atomic_write_text
 from drafttrain.measure import cells
 from drafttrain.measure.compare.columns import cell_rows, figure_rows, header, pair_cells, varied_text
 from drafttrain.measure.compare.page import page

@@ -1,4 +1,4 @@
-"""Floor 4: the comparison as one HTML file that asks nothing of a network."""
+"""The comparison as one HTML file that asks nothing of a network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drafttrain.measure import cells
 from drafttrain.measure.compare.columns import cell_rows, cost_text, header, pair_cells, varied_text
 from drafttrain.measure.compare.ranking import UNITS, Comparison
 from drafttrain.measure.compare.scatter import Scatter, scatter
-from drafttrain.page import render
+from drafttrain.measure.html import render
 
 SIZES = {"wide": (720, 400), "narrow": (340, 340)}
 

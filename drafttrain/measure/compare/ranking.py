@@ -1,11 +1,11 @@
-"""Floor 4: rows in order, tested against each other, and which of them no other beats at lower cost."""
+"""Rows in order, tested against each other, and which of them no other beats at lower cost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.conditions import check_alike
 from drafttrain.measure.compare.rows import FLOPS, HOURS, TOKENS, Row

@@ -1,4 +1,4 @@
-"""Floor 4: one measured checkpoint as a line of the comparison."""
+"""One measured checkpoint as a line of the comparison."""
 
 from __future__ import annotations
 

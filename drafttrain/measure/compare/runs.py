@@ -1,4 +1,4 @@
-"""Floor 4: from what the user names to reports: run directories, checkpoints, report files, globs, and runs at W&B."""
+"""From what the user names to reports: run directories, checkpoints, report files, globs, and runs at W&B."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from drafttrain.checkpoint import META
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
+from drafttrain.drafters.checkpoint import META
 from drafttrain.measure.report import FILE, Report, read_report
 
 WANDB = re.compile(r"(?:https?://[^/]+/)?([\w.-]+)/([\w.-]+)/(?:runs/)?([\w-]+)")

@@ -1,4 +1,4 @@
-"""Floor 4: the comparison as a saved report at W&B: the table in words, and plots of the runs that are there."""
+"""The comparison as a saved report at W&B: the table in words, and plots of the runs that are there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.measure.compare.files import markdown
 from drafttrain.measure.compare.ranking import Comparison
 

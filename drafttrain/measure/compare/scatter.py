@@ -1,4 +1,4 @@
-"""Floor 4: where the marks of a scatter plot go, in pixels; the page draws them."""
+"""Where the marks of a scatter plot go, in pixels; the page draws them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: is a difference more than chance? Paired over prompts: permutation tests, bootstrap intervals, Holm's correction.
+"""Is a difference more than chance? Paired over prompts: permutation tests, bootstrap intervals, Holm's correction.
 
 Shapes: P prompts, C figures of a prompt that are added up, R resamplings.
 """

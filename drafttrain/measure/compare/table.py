@@ -1,4 +1,4 @@
-"""Floor 4: the comparison on the console."""
+"""The comparison on the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: what acceptance, costs and batch size are worth, by formula, before anything is trained or bought."""
+"""What acceptance, costs and batch size are worth, by formula, before anything is trained or bought."""
 
 from __future__ import annotations
 

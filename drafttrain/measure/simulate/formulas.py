@@ -1,4 +1,4 @@
-"""Floor 4: expected tokens of a decode step, and what they are worth.
+"""Expected tokens of a decode step, and what they are worth.
 
 alpha: P(a draft is accepted | those before it are). E: expected tokens of a step, the target's own token included. All laws
 are taken as independent from step to step, which is Leviathan et al.'s assumption (arXiv 2211.17192).
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-from drafttrain.tree import Path
+from drafttrain.core.tree import Path
 
 Ranks = Sequence[Sequence[float]]  # [depth][rank]: P(the true token is the choice of this rank | the path above is true)
 

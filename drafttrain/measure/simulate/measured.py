@@ -1,4 +1,4 @@
-"""Floor 4: a measured checkpoint as a scenario's starting point."""
+"""A measured checkpoint as a scenario's starting point."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.measure.simulate.formulas import expected_tokens, speedup
 
 

@@ -1,4 +1,4 @@
-"""Floor 4: everything a simulation finds, from the options and, where there is one, a report."""
+"""Everything a simulation finds, from the options and, where there is one, a report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from drafttrain.errors import UserError
+from drafttrain.core.errors import UserError
 from drafttrain.measure.simulate import SimulateOptions
 from drafttrain.measure.simulate.formulas import Ranks, best_tree, full_tree, geometric_ranks, shifted
 from drafttrain.measure.simulate.measured import Measured

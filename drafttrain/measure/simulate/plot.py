@@ -1,4 +1,4 @@
-"""Floor 4: the four pictures of a simulation in one PNG file."""
+"""The four pictures of a simulation in one PNG file."""
 
 from __future__ import annotations
 

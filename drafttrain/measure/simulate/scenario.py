@@ -1,12 +1,12 @@
-"""Floor 4: one scenario: how often drafts are accepted, and what passes cost; its best settings and its break-even points."""
+"""One scenario: how often drafts are accepted, and what passes cost; its best settings and its break-even points."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from drafttrain.core.tree import Path
 from drafttrain.measure.simulate.formulas import Ranks, best_tree, expected_tokens, full_tree, speedup, tree_tokens
-from drafttrain.tree import Path
 
 MOST_BATCH = 4096  # up to which a break-even is looked for
 

@@ -1,4 +1,4 @@
-"""Floor 4: a simulation on the console."""
+"""A simulation on the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: the formulas against our own verifiers: drafts of toy laws, accepted or refused as in decoding.
+"""The formulas against our own verifiers: drafts of toy laws, accepted or refused as in decoding.
 
 Shapes: B trials, N nodes (root included), V vocabulary, K depth.
 """
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree, Path, TreeShape
+from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.measure.simulate.formulas import Ranks, expected_tokens, tree_tokens
-from drafttrain.sampling import Sampling
-from drafttrain.tree import DraftTree, Path, TreeShape
-from drafttrain.verify import POLICIES
 
 SIGMAS = 4.0  # standard errors within which both must lie
 ROWS = 4096  # trials at a time

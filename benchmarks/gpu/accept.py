@@ -1,0 +1,220 @@
+"""Acceptance: the walk along the target's choices, speculative sampling, typical acceptance.
+
+Shapes: B rows, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.case import Case, Draw, Tensors, generator, random_parents
+from benchmarks.gpu.rows import noise, sampling
+from drafttrain.core.sampling import Lane, uniform
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.acceptance import DELTA, EPSILON
+from drafttrain.ops import choice_accept as choice_op
+from drafttrain.ops import greedy_accept as greedy_op
+from drafttrain.ops import likely_accept as likely_op
+from drafttrain.ops import lossless_accept as lossless_op
+
+SHARPNESS = 4.0  # of the logits: drafts are accepted and refused
+RANKS = 3  # a node's token is one of so many likeliest after its parent
+
+
+class Verified(Case):
+    """A tree of likely drafts with the target's logits at its nodes. Subclasses have rows, nodes and vocab."""
+
+    rows: int
+    nodes: int
+    vocab: int
+    chain: ClassVar[bool] = False
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        draw, B, N = generator(device, seed), self.rows, self.nodes
+        logits_BNV = (torch.randn(B, N, self.vocab, device=device, generator=draw) * SHARPNESS).to(dtype)
+        parent_BN = self._parents(device, seed)
+        likely_BNR = logits_BNV.topk(min(RANKS, self.vocab), -1).indices
+        rank_BN1 = torch.randint(0, likely_BNR.shape[-1], (B, N, 1), device=device, generator=draw)
+        above_BN1 = parent_BN.clamp_min(0)[..., None]
+        token_BN = likely_BNR.gather(1, above_BN1.expand_as(likely_BNR)).gather(2, rank_BN1)[..., 0]
+        count_B = torch.randint(max(1, N // 2), N + 1, (B,), device=device, generator=draw)
+        count_B[0] = N
+        given = {"logits": logits_BNV, "token": token_BN, "parent": parent_BN, "count": count_B} | noise(B, device, seed)
+        start_B1 = given["position"][:, None]
+        return given | {"position": start_B1 + (ancestor_counts(parent_BN) - 1)}
+
+    def _parents(self, device: torch.device, seed: int) -> Tensor:
+        return random_parents(self.rows, self.nodes, device, seed)
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """The logits of every node: any may be visited, and the walk cannot wait for what it visits."""
+        return self.rows * self.nodes * self.vocab * dtype.itemsize
+
+
+def ancestor_counts(parent_BN: Tensor) -> Tensor:
+    """[B, N]: nodes of the path from the root to each node."""
+    counts = torch.ones_like(parent_BN)
+    for i in range(1, parent_BN.shape[1]):
+        counts[:, i] = counts.gather(1, parent_BN[:, i : i + 1])[:, 0] + 1
+    return counts
+
+
+def tree_of(given: Tensors) -> DraftTree:
+    drawn = {"q_BNV": given["q"], "sampled_BN": given["sampled"]} if "q" in given else {}
+    return DraftTree(given["token"], given["parent"], given["count"], **drawn)
+
+
+def verdict(found: tuple[Tensor, Tensor, Tensor]) -> Tensors:
+    return dict(zip(("path", "count", "bonus"), found, strict=True))
+
+
+def walked(wide: Tensors, choice_BN: Tensor) -> Tensors:
+    """The accept walk written out, on the host."""
+    paths, counts, bonuses = [], [], []
+    tokens, parents, chosen = (x.tolist() for x in (wide["token"], wide["parent"], choice_BN))
+    for token, parent, choice, count in zip(tokens, parents, chosen, wide["count"].tolist(), strict=True):
+        path, at = [0], 0
+        while hit := [i for i in range(1, count) if parent[i] == at and token[i] == choice[at]]:
+            at = hit[0]
+            path.append(at)
+        paths.append(path + [0] * (len(token) - len(path)))
+        counts.append(len(path))
+        bonuses.append(choice[at])
+    return {name: torch.tensor(x, device=choice_BN.device) for name, x in verdict((paths, counts, bonuses)).items()}  # type: ignore[arg-type]
+
+
+def lowest_of_greatest(logits_V: Tensor) -> Tensor:
+    """[...]: the argmax, the lowest index among equals."""
+    V = logits_V.shape[-1]
+    greatest_V = logits_V == logits_V.amax(-1, keepdim=True)
+    return torch.where(greatest_V, torch.arange(V, device=logits_V.device), V).amin(-1)
+
+
+@dataclass(frozen=True)
+class GreedyAccept(Verified):
+    op: ClassVar = "greedy_accept"
+    twins: ClassVar = (greedy_op, choice_op)
+    rows: int
+    nodes: int
+    vocab: int
+
+    def run(self, given: Tensors) -> Tensors:
+        return verdict(greedy_op.greedy_accept(tree_of(given), given["logits"]))
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        return walked(wide, lowest_of_greatest(wide["logits"]))
+
+
+@dataclass(frozen=True)
+class ChoiceAccept(Verified):
+    """The walk alone; the choices are a small vocabulary's, so that paths are long."""
+
+    op: ClassVar = "choice_accept"
+    twins: ClassVar = (choice_op,)
+    dtypes: ClassVar = (torch.float32,)
+    goal: ClassVar = 5.0
+    rows: int
+    nodes: int
+    vocab: int = 16
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        given = super().inputs(torch.float32, device, seed)
+        return {name: given[name] for name in ("token", "parent", "count")} | {"choice": given["logits"].argmax(-1)}
+
+    def run(self, given: Tensors) -> Tensors:
+        return verdict(choice_op.choice_accept(tree_of(given), given["choice"]))
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        return walked(wide, wide["choice"])
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """Tokens, parents, choices and the path, eight bytes each."""
+        return 32 * self.rows * self.nodes
+
+
+@dataclass(frozen=True)
+class LosslessAccept(Verified):
+    """drawn: a chain whose tokens were drawn from a law q of their own; else a tree of deterministic drafts."""
+
+    op: ClassVar = "lossless_accept"
+    twins: ClassVar = (lossless_op, greedy_op)
+    goal: ClassVar = 15.0
+    rows: int
+    nodes: int
+    vocab: int
+    drawn: bool = False
+
+    def _parents(self, device: torch.device, seed: int) -> Tensor:
+        if self.drawn:
+            return torch.arange(-1, self.nodes - 1, device=device).repeat(self.rows, 1)
+        return super()._parents(device, seed)
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        given = super().inputs(dtype, device, seed)
+        if not self.drawn:
+            return given
+        draw, temperature_B11 = generator(device, seed + 1), given["temperature"][:, None, None]
+        shaken_BNV = given["logits"].float() + 0.5 * torch.randn(given["logits"].shape, device=device, generator=draw)
+        q_BNV = (shaken_BNV / temperature_B11).softmax(-1)
+        drafts_BM = torch.multinomial(q_BNV[:, :-1].flatten(0, 1), 1, generator=draw).view(self.rows, -1)
+        token_BN = torch.cat([given["token"][:, :1], drafts_BM], 1)
+        return given | {"token": token_BN, "q": q_BNV, "sampled": torch.ones_like(token_BN, dtype=torch.bool)}
+
+    def run(self, given: Tensors) -> Tensors:
+        found = lossless_op.lossless_accept(tree_of(given), given["logits"], given["position"], sampling(given))
+        return verdict(found)
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        path_BN, count_B, _ = lossless_op.reference(tree_of(wide), wide["logits"], wide["position"], sampling(wide))
+        last_B = path_BN.gather(1, count_B[:, None] - 1)[:, 0]
+        left_BV = torch.stack([self._left(wide, row, int(last)) for row, last in enumerate(last_B.tolist())])
+        return {"path": path_BN, "count": count_B, "bonus": bonus(wide, left_BV, last_B)}
+
+    def _left(self, wide: Tensors, row: int, last: int) -> Tensor:
+        """[V]: what all refused children of the last accepted node have left of its law."""
+        p_V = (wide["logits"][row, last] / wide["temperature"][row]).softmax(-1)
+        q_V = wide["q"][row, last] if self.drawn else None
+        for child in range(last + 1, int(wide["count"][row])):
+            if int(wide["parent"][row, child]) != last:
+                continue
+            token = int(wide["token"][row, child])
+            left_V = p_V.index_fill(0, torch.tensor([token], device=p_V.device), 0.0)
+            if q_V is not None:
+                left_V = (p_V - q_V).clamp_min(0.0)
+            p_V = left_V / left_V.sum() if float(left_V.sum()) > 0 else p_V
+        return p_V
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """The logits of every node, whose sums are all needed at once; where q is known, that of the node that refuses."""
+        return super().moved(dtype) + (4 * self.rows * self.vocab if self.drawn else 0)
+
+
+@dataclass(frozen=True)
+class LikelyAccept(Verified):
+    op: ClassVar = "likely_accept"
+    twins: ClassVar = (likely_op,)
+    rows: int
+    nodes: int
+    vocab: int
+
+    def run(self, given: Tensors) -> Tensors:
+        at = (given["position"], sampling(given), EPSILON, DELTA)
+        return verdict(likely_op.likely_accept(tree_of(given), given["logits"], *at))
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        at = (wide["position"], sampling(wide), EPSILON, DELTA)
+        path_BN, count_B, _ = likely_op.reference(tree_of(wide), wide["logits"], *at)
+        last_B = path_BN.gather(1, count_B[:, None] - 1)[:, 0]
+        row_B = torch.arange(self.rows, device=last_B.device)
+        law_BV = (wide["logits"][row_B, last_B] / wide["temperature"][:, None]).softmax(-1)
+        return {"path": path_BN, "count": count_B, "bonus": bonus(wide, law_BV, last_B)}
+
+
+def bonus(wide: Tensors, law_BV: Tensor, last_B: Tensor) -> Draw:
+    """The token after the last accepted node, drawn with the number of the position that follows it."""
+    position_B = wide["position"].gather(1, last_B[:, None])[:, 0] + 1
+    return Draw(law_BV, uniform(sampling(wide), position_B, Lane.TARGET))

@@ -1,0 +1,192 @@
+"""Operators on the paged KV cache: append, tree attention, compaction.
+
+Shapes: B rows, N nodes, P positions, h query heads, k KV heads, g query heads per KV head, D head width, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.case import Case, Tensors, generator, paged, ragged, random_parents
+from drafttrain.core.tree import ancestors
+from drafttrain.model.kv_cache import PAGE
+from drafttrain.ops import append as append_op
+from drafttrain.ops import kv_keep as keep_op
+from drafttrain.ops import tree_attention as attention_op
+from drafttrain.ops.tree_attention import bits_of
+
+EPS = 1e-6
+FARTHEST = 64  # rotary positions beyond the longest prefix
+
+
+@dataclass(frozen=True)
+class Append(Case):
+    op: ClassVar = "append"
+    twins: ClassVar = (append_op,)
+    rows: int
+    nodes: int
+    heads: int
+    kv_heads: int
+    width: int
+    context: int = 100
+    normed: bool = False
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        draw, D = generator(device, seed), self.width
+        pages, table_BQ = paged(self.rows, self.context + self.nodes, PAGE, device, seed)
+        angle = torch.arange(self.context + FARTHEST, device=device)[:, None] * 1e4 ** -(
+            torch.arange(0, D, 2, device=device) / D
+        )
+        length_B = ragged(self.rows, self.context, device, seed)
+        given = {
+            "qkv": torch.randn(self.rows, self.nodes, (self.heads + 2 * self.kv_heads) * D, device=device, generator=draw),
+            "cos": torch.cat([angle.cos()] * 2, -1),
+            "sin": torch.cat([-angle.sin(), angle.sin()], -1),
+            "q_weight": torch.randn(D, device=device, generator=draw),
+            "k_weight": torch.randn(D, device=device, generator=draw),
+            "keys": torch.randn(pages, PAGE, self.kv_heads, D, device=device, generator=draw),
+            "values": torch.randn(pages, PAGE, self.kv_heads, D, device=device, generator=draw),
+        }
+        depth_BN = torch.randint(0, FARTHEST, (self.rows, self.nodes), device=device, generator=draw)
+        whole = {"table": table_BQ, "length": length_B, "position": length_B[:, None] + depth_BN}
+        return {name: x.to(dtype) for name, x in given.items()} | whole
+
+    def run(self, given: Tensors) -> Tensors:
+        q_weight, k_weight = (given["q_weight"], given["k_weight"]) if self.normed else (None, None)
+        at = (given["position"], given["table"], given["length"], given["keys"], given["values"])
+        query = append_op.append(given["qkv"], given["cos"], given["sin"], q_weight, k_weight, EPS, *at, self.heads)
+        return {"query": query, "keys": given["keys"], "values": given["values"]}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        B, N, D = self.rows, self.nodes, self.width
+        q, k, v = wide["qkv"].view(B, N, -1, D).split([self.heads, self.kv_heads, self.kv_heads], 2)
+        cos, sin = (wide[name][wide["position"]][:, :, None] for name in ("cos", "sin"))
+
+        def turned(x: Tensor, weight: Tensor) -> Tensor:
+            if self.normed:
+                x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+            return x * cos + torch.cat([x[..., D // 2 :], x[..., : D // 2]], -1) * sin
+
+        at = wide["length"][:, None] + torch.arange(N, device=q.device)
+        page, place = wide["table"].gather(1, at // PAGE), at % PAGE
+        wide["keys"][page, place], wide["values"][page, place] = turned(k, wide["k_weight"]), v
+        return {"query": turned(q, wide["q_weight"]), "keys": wide["keys"], "values": wide["values"]}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """What was projected, read and written once; a cosine and a sine for each node."""
+        return dtype.itemsize * self.rows * self.nodes * self.width * (2 * (self.heads + 2 * self.kv_heads) + 2)
+
+
+@dataclass(frozen=True)
+class TreeAttention(Case):
+    op: ClassVar = "tree_attention"
+    twins: ClassVar = (attention_op,)
+    rows: int
+    nodes: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    width: int = 128
+    window: int | None = None
+    uneven: bool = False  # rows of all lengths up to the context
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        draw, pages_for = generator(device, seed), self.context + self.nodes
+        pages, table_BQ = paged(self.rows, pages_for, PAGE, device, seed)
+        length_B = torch.full((self.rows,), self.context, device=device)
+        if self.uneven:
+            length_B = ragged(self.rows, self.context, device, seed)
+        ancestor_BNN = ancestors(random_parents(self.rows, self.nodes, device, seed))
+        pool = (pages, PAGE, self.kv_heads, self.width)
+        return {
+            "q": torch.randn(self.rows, self.nodes, self.heads, self.width, device=device, generator=draw).to(dtype),
+            "keys": torch.randn(*pool, device=device, generator=draw, dtype=dtype),
+            "values": torch.randn(*pool, device=device, generator=draw, dtype=dtype),
+            "table": table_BQ,
+            "length": length_B,
+            "bits": bits_of(ancestor_BNN),
+            "position": length_B[:, None] + ancestor_BNN.sum(-1) - 1,
+        }
+
+    def run(self, given: Tensors) -> Tensors:
+        cache = (given["keys"], given["values"], given["table"], given["length"])
+        tree, bound = (given["bits"], given["position"]), self.context + self.nodes
+        out = attention_op.tree_attention(given["q"], *cache, *tree, self.width**-0.5, self.window, bound)
+        return {"out": out}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        return {"out": torch.stack([self._row(wide, row) for row in range(self.rows)])}
+
+    def _row(self, wide: Tensors, row: int) -> Tensor:
+        """[N, h D]: one row's attention as it stands on paper."""
+        N, length, groups = self.nodes, int(wide["length"][row]), self.heads // self.kv_heads
+        keys, values = (wide[name][wide["table"][row]].flatten(0, 1)[: length + N] for name in ("keys", "values"))
+        position_N = wide["position"][row]
+        place_P = torch.cat([torch.arange(length, device=position_N.device), position_N])
+        node_NN = (wide["bits"][row][:, None] >> torch.arange(N, device=position_N.device)) & 1
+        seen_NP = torch.cat([torch.ones_like(place_P[:length]).expand(N, -1), node_NN], 1).bool()
+        if self.window is not None:
+            seen_NP = seen_NP & (position_N[:, None] - place_P < self.window)
+        keys, values = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (keys, values))
+        score_hNP = wide["q"][row].transpose(0, 1) @ keys.transpose(1, 2) * self.width**-0.5
+        law_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf).softmax(-1)
+        return (law_hNP @ values).transpose(0, 1).flatten(1)
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """Keys and values that some node sees, the queries, the output."""
+        seen = min(self.context, self.window or self.context) + self.nodes
+        per_row = 2 * seen * self.kv_heads + 2 * self.nodes * self.heads
+        return dtype.itemsize * self.rows * self.width * per_row
+
+
+@dataclass(frozen=True)
+class KvKeep(Case):
+    op: ClassVar = "kv_keep"
+    twins: ClassVar = (keep_op,)
+    goal: ClassVar = 5.0
+    rows: int
+    layers: int
+    context: int
+    nodes: int
+    accepted: int
+    kv_heads: int = 8
+    width: int = 128
+    uneven: bool = False  # rows that accept anything from nothing on
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        draw = generator(device, seed)
+        pages, table_BQ = paged(self.rows, self.context + self.nodes, PAGE, device, seed)
+        shape = (self.layers, 2, pages, PAGE, self.kv_heads, self.width)
+        count_B = torch.full((self.rows,), self.accepted, device=device)
+        if self.uneven:
+            count_B = torch.randint(0, self.accepted + 1, (self.rows,), device=device, generator=draw)
+        drafts_BN = torch.rand(self.rows, self.nodes - 1, device=device, generator=draw).argsort(-1) + 1
+        path_BA = torch.cat([torch.zeros_like(table_BQ[:, :1]), drafts_BN[:, : self.accepted - 1].sort(-1).values], 1)
+        place_A = torch.arange(self.accepted, device=device)
+        # the walk leaves zeros behind what is accepted
+        path_BN = torch.zeros(self.rows, self.nodes, dtype=torch.long, device=device)
+        path_BN[:, : self.accepted] = torch.where(place_A < count_B[:, None], path_BA, 0)
+        length_B = ragged(self.rows, self.context, device, seed)
+        store = torch.randn(*shape, device=device, generator=draw, dtype=dtype)
+        return {"store": store, "table": table_BQ, "length": length_B, "path": path_BN, "count": count_B}
+
+    def run(self, given: Tensors) -> Tensors:
+        keep_op.kv_keep(given["store"], given["table"], given["length"], given["path"], given["count"])
+        return {"store": given["store"]}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        store = wide["store"]
+        for row in range(self.rows):
+            length, count = int(wide["length"][row]), int(wide["count"][row])
+            source, target = length + wide["path"][row, :count], length + torch.arange(count, device=store.device)
+            pages = wide["table"][row]
+            store[:, :, pages[target // PAGE], target % PAGE] = store[:, :, pages[source // PAGE], source % PAGE].clone()
+        return {"store": store}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """Keys and values of the accepted drafts in all layers, read and written; the root lies where it belongs."""
+        return dtype.itemsize * self.rows * (self.accepted - 1) * self.layers * 2 * self.kv_heads * self.width * 2

@@ -1,0 +1,133 @@
+"""Every operator's cases: those that are checked, those that are timed, the most important first.
+
+Llama-3.1-8B's shapes unless a case says otherwise: 32 blocks, 32 query and 8 KV heads of 128, 128,256 tokens.
+"""
+
+from __future__ import annotations
+
+from benchmarks.gpu.accept import ChoiceAccept, GreedyAccept, LikelyAccept, LosslessAccept
+from benchmarks.gpu.cache import Append, KvKeep, TreeAttention
+from benchmarks.gpu.case import Case
+from benchmarks.gpu.loss import Divergence
+from benchmarks.gpu.rows import Gated, RmsNorm, Sample, Top
+from benchmarks.gpu.trees import BuildTree, Heads, TreeLinks
+
+V = 128_256
+NODES = (1, 8, 16, 32, 64)
+CONTEXTS = (1024, 4096, 16384)
+BATCHES = (4, 16, 32)
+LOSSES = ("kl", "ce", "tvd", "lk")
+
+SMALL: tuple[Case, ...] = (  # one of each: rehearsals, and tools that slow a kernel down a hundredfold
+    RmsNorm(3, 193),
+    Gated(5, 33),
+    Append(2, 5, 6, 2, 64, normed=True),
+    TreeAttention(2, 5, 70, 8, 2, 64, uneven=True),
+    KvKeep(3, 2, 60, 9, 5, 2, 16, uneven=True),
+    GreedyAccept(2, 9, 203),
+    ChoiceAccept(3, 17),
+    Sample(7, 203),
+    LosslessAccept(2, 9, 203),
+    LosslessAccept(2, 6, 203, drawn=True),
+    LikelyAccept(2, 9, 203),
+    Top(3, 203, 10, named=True),
+    TreeLinks(3, 33),
+    BuildTree(2, 65, 17),
+    Heads(2, 3, 24, 203, 5),
+    *(Divergence(name, 3, 203) for name in LOSSES),
+)
+
+LARGE: tuple[Case, ...] = (
+    RmsNorm(64, 4096),
+    RmsNorm(1, 4096, added=False),
+    RmsNorm(5, 8200),
+    RmsNorm(3, 1),
+    Gated(64, 14336),
+    Gated(1, 1),
+    Append(1, 64, 32, 8, 128, 4096),
+    Append(4, 1, 32, 8, 128, 1000, normed=True),
+    Append(3, 7, 3, 3, 80),
+    Append(2, 33, 2, 1, 256, normed=True),
+    *(TreeAttention(1, nodes, 1000) for nodes in NODES),
+    *(TreeAttention(3, nodes, 517, 16, 2, uneven=True) for nodes in NODES),
+    TreeAttention(4, 64, 4096, uneven=True),
+    TreeAttention(1, 33, 4096, 8, 8, 64),
+    TreeAttention(2, 13, 129, 6, 3, 80, uneven=True),
+    TreeAttention(2, 16, 2000, window=300, uneven=True),
+    TreeAttention(3, 64, 500, 16, 2, window=3, uneven=True),
+    TreeAttention(32, 8, 300, 8, 2, 64, uneven=True),
+    TreeAttention(2, 5, 0),
+    KvKeep(1, 32, 500, 64, 7),
+    KvKeep(4, 5, 300, 33, 33, 3, 80, uneven=True),
+    GreedyAccept(2, 64, V),
+    GreedyAccept(5, 33, 2051),
+    GreedyAccept(1, 1, 17),
+    ChoiceAccept(1, 64),
+    ChoiceAccept(32, 33),
+    Sample(64, V),
+    Sample(1, 17),
+    LosslessAccept(1, 64, V),
+    LosslessAccept(3, 33, 2051),
+    LosslessAccept(1, 1, 17),
+    LosslessAccept(2, 6, V, drawn=True),
+    LosslessAccept(8, 5, 2051, drawn=True),
+    LikelyAccept(1, 64, V),
+    LikelyAccept(3, 33, 2051),
+    *(Top(4, vocab, k) for vocab in (32_000, V) for k in (1, 10)),
+    Top(4, 32_000, 10, named=True),
+    Top(300, 301, 64),
+    TreeLinks(32, 64),
+    TreeLinks(2, 1),
+    BuildTree(4, 512, 64),
+    BuildTree(3, 1024, 64),
+    BuildTree(2, 7, 7),
+    Heads(1, 4, 1024, 32_000, 10),
+    *(Divergence(name, 17, V) for name in LOSSES),
+    *(Divergence(name, 130, 2049) for name in LOSSES),
+)
+
+GOALS: tuple[Case, ...] = (  # the operators that a goal names
+    LosslessAccept(1, 64, V),
+    BuildTree(1, 512, 64),
+    ChoiceAccept(1, 64),
+    KvKeep(1, 32, 4096, 64, 5),
+    TreeAttention(1, 64, 4096),
+    TreeAttention(1, 64, 16384),
+)
+
+OTHERS: tuple[Case, ...] = (
+    LosslessAccept(1, 8, V, drawn=True),
+    GreedyAccept(1, 64, V),
+    LikelyAccept(1, 64, V),
+    Sample(64, V),
+    *(Top(rows, vocab, k) for rows in (1, 64) for vocab in (32_000, V) for k in (1, 10)),
+    Top(64, 32_000, 10, named=True),
+    TreeLinks(1, 64),
+    Heads(1, 4, 4096, V, 10),
+    Heads(16, 4, 4096, V, 10),
+    *(Append(rows, nodes, 32, 8, 128, 4096, normed) for rows, nodes, normed in ((1, 1, False), (1, 64, False), (16, 64, True))),
+    *(RmsNorm(rows, 4096) for rows in (1, 64, 1024)),
+    *(Gated(rows, 14336) for rows in (1, 64, 1024)),
+    KvKeep(16, 32, 1024, 64, 5),
+    *(TreeAttention(1, nodes, context) for context in CONTEXTS for nodes in NODES[:-1]),
+    TreeAttention(1, 64, 1024),
+    *(TreeAttention(1, nodes, context, 32, 4) for context in CONTEXTS for nodes in (1, 64)),
+    *(TreeAttention(rows, nodes, 4096) for rows in BATCHES for nodes in (1, 16, 64)),
+    *(TreeAttention(rows, nodes, 16384) for rows in BATCHES for nodes in (1, 64)),
+    *(TreeAttention(1, nodes, 16384, window=4096) for nodes in (1, 64)),
+    *(Divergence(name, 1024, V) for name in LOSSES),
+)  # fmt: skip
+
+
+def checked(rehearsal: bool) -> tuple[Case, ...]:
+    return SMALL if rehearsal else SMALL + LARGE
+
+
+def first(rehearsal: bool) -> tuple[Case, ...]:
+    """Every operator at two sizes: the small cases, and of the others the one that moves most."""
+    largest = {case.op: case for case in sorted(checked(rehearsal), key=lambda c: c.moved(c.dtypes[-1]))}
+    return tuple(dict.fromkeys([*SMALL, *largest.values()]))
+
+
+def timed(rehearsal: bool) -> tuple[Case, ...]:
+    return SMALL if rehearsal else GOALS + OTHERS

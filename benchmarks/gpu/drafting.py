@@ -1,0 +1,184 @@
+"""Whole decode steps with drafters of published shapes: draft, verify, commit. With random weights hardly a draft is accepted.
+
+For a target of a real size, at batch 1 after a prompt of random tokens, next to plain decoding of the same target. What a step
+costs does not depend on what it accepts, so it tells which acceptance a drafter needs before it gains anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import check, sources, steps
+from benchmarks.gpu.ladder import PLAIN
+from benchmarks.gpu.machine import WARM, Copy, Machine, Race
+from benchmarks.gpu.models import REHEARSED, TIMED
+from benchmarks.gpu.steps import Setting, Shared, Station, target_of
+from benchmarks.gpu.suite import Job, SkipError
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.graph_runner import TIMED as TIMED_LAUNCHES
+from drafttrain.decoding.graph_runner import Launched
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.drafters import families
+from drafttrain.measure.floor import kv_bytes, weight_bytes
+from drafttrain.model.drafter import Drafter
+from drafttrain.targets.fast import FastTarget
+
+CONTEXT = 4096
+REPEATS = 5
+NODES = 59  # of a tree that grows by confidence, as published for EAGLE-2 and EAGLE-3
+STATIC = 63  # drafts of a static tree, as published for Medusa
+OPERATORS = (*steps.OPERATORS, "build_tree", "top", "residual_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A drafter as it was published, or as near as its options come."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    passes: int = 1  # one after the other through its weights, for one proposal
+    static: int = 0  # depth of a static tree of `STATIC` drafts; 0: none
+
+
+SHAPES: dict[str, Shape] = {
+    "eagle": Shape({"tree": "dynamic", "nodes": NODES, "draft_length": 6}, passes=6),
+    "eagle3": Shape({"tree": "dynamic", "nodes": NODES, "draft_length": 6, "draft_vocab": 32_000}, passes=6),
+    "medusa": Shape({"heads": 3}, static=3),
+    "hydra": Shape({"heads": 4, "layers": 4, "prefix_layer": True}, static=4),
+    "mlp_speculator": Shape({"n_predict": 4, "inner_dim": 3072, "scale_input": True, "tree": "chain"}),
+    "redrafter": Shape({"width": 10, "length": 5}),
+    "mtp": Shape({"draft_length": 3, "steps": 3}, passes=3),
+    "peagle": Shape({"draft_length": 8, "layers": 4, "draft_vocab": 32_000}),
+    "draft_model": Shape({"source": "scratch", "blocks": 16, "hidden_size": 2048, "draft_length": 5}, passes=5),
+    "pard": Shape({"source": "scratch", "blocks": 16, "hidden_size": 2048, "draft_length": 8}),
+    "early_exit": Shape({"draft_length": 4}, passes=4),
+}
+TINY = {"draft_vocab": 32, "inner_dim": 16, "blocks": 2, "hidden_size": 32, "nodes": 9}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    model: str
+    context: int
+    steps: int  # of one timed run
+    repeats: int
+
+
+def size_of(machine: Machine) -> Size:
+    if machine.rehearsal:
+        return Size(next(iter(REHEARSED)), 24, 2, 1)
+    return Size(next(iter(TIMED)), CONTEXT, steps.STEPS, REPEATS)
+
+
+def likely(depth: int, count: int) -> list[list[int]]:
+    """So many rank paths of a static tree, those of low ranks first: rank r at some depth is taken for 1 / (r + 1) as likely as
+    rank 0. Every path's beginnings are there, since they are likelier."""
+    ranks = [path for length in range(1, depth + 1) for path in product(range(10), repeat=length)]
+    ranks.sort(key=lambda path: (sum(rank + 1 for rank in path), len(path), path))
+    return [list(path) for path in ranks[:count]]
+
+
+def built(name: str, target: FastTarget, machine: Machine) -> Drafter:
+    """Raises SkipError for one that cannot be built for this target, or that no graph can hold."""
+    family, shape = families()[name], SHAPES.get(name, Shape())
+    options = dict(shape.options)
+    if machine.rehearsal:
+        options = {key: TINY.get(key, value) for key, value in options.items()}
+    if shape.static:
+        options |= {"tree": "static", "paths": likely(shape.static, STATIC)}
+    torch.manual_seed(0)
+    try:
+        with machine.device:
+            drafter = family.build(family.options(**options), target)
+    except (UserError, ValueError) as error:
+        raise SkipError(f"not for this target: {error}") from error
+    if not drafter.captured:
+        raise SkipError("no graph can hold its steps")
+    drafter = drafter.to(machine.device, target.dtype).eval().requires_grad_(False)
+    drafter.prepare(lambda: torch.arange(target.shape.vocab_size))
+    return drafter
+
+
+class Drafting:
+    """One request in decode steps that are launched ahead of the host. Each step goes on from the one before."""
+
+    def __init__(self, target: FastTarget, drafter: Drafter, size: Size, machine: Machine) -> None:
+        self.size, self.machine = size, machine
+        runs = TIMED_LAUNCHES + 1 + (WARM + size.repeats) * size.steps
+        room = (runs + 2) * (1 + drafter.draft_length)
+        decoder = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=room, controls=Controls(read_every=1))
+        draw = torch.Generator().manual_seed(0)
+        request = decoder.request(torch.randint(target.shape.vocab_size, (size.context,), generator=draw).tolist())
+        self.longest = decoder.positions(request)
+        if self.longest > target.shape.max_positions:
+            raise SkipError(f"{self.longest} positions exceed the target's {target.shape.max_positions}")
+        self.session = Session(decoder, 1, self.longest)
+        self.session.submit(request)
+        self.session.step()  # reads the prompt
+        assert self.session.ahead is not None
+        self.ahead = self.session.ahead
+        self.launched: Launched | None = None
+        for _ in range(TIMED_LAUNCHES + 1):  # captures, then times the parts; each of these waits
+            self._launch(1)
+
+    @torch.inference_mode()
+    def _launch(self, count: int) -> None:
+        self.launched = self.ahead.launch([0], self.longest, None, count)
+
+    def seconds(self) -> float:
+        """Of one step, of several in a row."""
+        self.machine.wait()
+        return self.machine.seconds(partial(self._launch, self.size.steps)) / self.size.steps
+
+    @property
+    def draft(self) -> float | None:
+        """Seconds of one step's draft; None where no graph told."""
+        parts = self.launched.parts() if self.launched else None
+        return parts.draft if parts else None
+
+    @property
+    def nodes(self) -> int:
+        """Of the last step's tree, the last accepted token included."""
+        assert self.launched is not None
+        return self.launched.rows()[-1][0].nodes
+
+
+def measure(name: str, machine: Machine) -> dict[str, Any]:
+    """Milliseconds of a whole step, of its draft and of a plain step; raises SkipError."""
+    size = size_of(machine)
+    target = target_of(size.model, machine)
+    drafter = built(name, target, machine)
+    drafting = Drafting(target, drafter, size, machine)
+    plain = Station(Shared(target), Setting(size.model, 1, size.context), 1, machine)
+    race = Race.run({"step": drafting.seconds, "plain": plain.seconds}, Copy(machine), size.repeats)
+    step, alone = race.seconds["step"], race.seconds["plain"]
+    moved = weight_bytes(target.model) + kv_bytes(target.shape, target.dtype, size.context)
+    moved += SHAPES.get(name, Shape()).passes * weight_bytes(drafter)
+    found = {"ms": 1e3 * step, "plain_ms": 1e3 * alone, "over_plain": step / alone, "nodes": drafting.nodes}
+    found |= {"draft_length": drafter.draft_length, "parameters": sum(p.numel() for p in drafter.parameters())}
+    found |= {"floor_share": moved / race.bandwidth / step, "copy_bandwidth": race.bandwidth}
+    return found if drafting.draft is None else found | {"draft_ms": 1e3 * drafting.draft}
+
+
+def jobs(machine: Machine) -> list[Job]:
+    return [job(name, machine) for name in ordered(families())]
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Those with a published shape first."""
+    return sorted(names, key=lambda name: [*SHAPES].index(name) if name in SHAPES else len(SHAPES))
+
+
+def job(name: str, machine: Machine) -> Job:
+    size, modules = size_of(machine), (*sources.DECODER, *sources.of_family(name))
+    needs = check.needed(OPERATORS, machine, texts=(PLAIN, name))
+    case = f"drafting {name} {size.model} context={size.context}"
+    return Job(case, "drafters' steps", modules, partial(measure, name, machine), **needs)

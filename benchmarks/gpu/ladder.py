@@ -1,0 +1,254 @@
+"""Exactness from the bottom up: plain decoding is transformers', captured rounds are eager ones', drafts change no text.
+
+On random models and on the embedded one. In float32 texts are equal; in bfloat16 they may part where the target's two choices
+are a rounding apart (`measure.exactness`, then `rounding.py`), which is judged for greedy texts alone. Sampled ones may part in
+float32 where the number that decided lies next to its boundary (`draws.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import sources
+from benchmarks.gpu.draws import NEAR, Parting, Watch, redrawn
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.models import LADDER, random_model
+from benchmarks.gpu.rounding import explains
+from benchmarks.gpu.suite import Job, RedError, SkipError
+from benchmarks.gpu.trace import busy
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoded, Decoder
+from drafttrain.decoding.settings import Controls
+from drafttrain.drafters import families
+from drafttrain.drafters.common.proposal import KINDS, TreeOptions
+from drafttrain.measure import DecodeOptions
+from drafttrain.measure.exactness import Match, compare
+from drafttrain.measure.transformers_baseline import generate
+from drafttrain.model.drafter import Drafter
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.load import load_target
+
+EMBEDDED = "embedded"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SAMPLED = {"lossless": 0.8, "coupled": 0.9, "typical": 0.7, "threshold": 0.9}  # policies and the temperatures they run at
+WATCHED = ("lossless", "typical", "threshold")  # policies that judge drafts by chance or by a threshold
+REHEARSED = 3  # drafters, plain decoding among them, that a rehearsal takes through more than greedy texts
+TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+BATCH = 4
+SHAKEN = 0.3  # of a weight's own spread: nothing about a drafter is special
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One drafter, or none, by one policy, on one target."""
+
+    model: str
+    dtype: str
+    drafter: str
+    policy: str
+
+    @property
+    def name(self) -> str:
+        return f"texts {self.model} {self.dtype} {self.drafter} {self.policy}"
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(SAMPLED.get(self.policy, 0.0), seed=4)
+
+
+@lru_cache(maxsize=1)
+def target_of(model: str, dtype: str, machine: Machine) -> HFTarget:
+    """The last one is kept: rungs come target by target."""
+    if model == EMBEDDED:
+        return load_target(TargetOptions(dtype=dtype, device=str(machine.device))).target
+    target = FastTarget(random_model(LADDER[model], DTYPES[dtype], machine.device, spread=1.2))
+    if not target.trees:
+        raise RedError("a node of a tree has other logits than its path alone")
+    return target
+
+
+def variants() -> dict[str, Callable[[HFTarget], Drafter]]:
+    """Every family, and again with each kind of tree that it has."""
+    return {
+        f"{name}{'-' if shape else ''}{shape}": partial(_built, name, settings)
+        for name, family in families().items()
+        for shape, settings in {"": {}, **shapes(family.options)}.items()
+    }
+
+
+def shapes(options: type) -> dict[str, dict[str, Any]]:
+    """Options of a family's trees beside its own choice, by kind; a static one has several paths at once."""
+    if not issubclass(options, TreeOptions):
+        return {}
+    found: dict[str, dict[str, Any]] = {kind: {"tree": kind} for kind in KINDS if kind != options().tree}
+    return found | {"static": {"tree": "static", "paths": TREE}}
+
+
+def _built(name: str, settings: dict[str, Any], target: HFTarget) -> Drafter:
+    family = families()[name]
+    try:
+        drafter = family.build(family.options(**settings), target)
+    except UserError as error:
+        raise SkipError(f"not for this target: {error}") from error
+    drafter = drafter.to(target.device).eval().requires_grad_(False)
+    draw = torch.Generator(target.device).manual_seed(1)
+    for weight in drafter.parameters():
+        noise = torch.randn(weight.shape, device=target.device, generator=draw).to(weight.dtype)
+        weight.data.add_(SHAKEN * noise * weight.data.std().nan_to_num(0.0).clamp_min(0.02))
+    return drafter
+
+
+def asked(target: HFTarget, machine: Machine) -> tuple[list[list[int]], int]:
+    """(prompts of uneven lengths, new tokens)."""
+    count, longest, new = (3, 12, 10) if machine.rehearsal else (6, 60, 48)
+    draw, vocab = torch.Generator().manual_seed(3), target.shape.vocab_size
+    lengths = torch.randint(1, longest, (count,), generator=draw).tolist()
+    return [torch.randint(6, vocab, (n,), generator=draw).tolist() for n in lengths], new
+
+
+def decoded(rung: Rung, drafter: Drafter | None, captured: bool, machine: Machine, watch: Watch | None = None) -> Decoded:
+    """captured: as graphs, where the drafter can be; in a rehearsal ahead of the host, without them. watch: of the policy."""
+    target = target_of(rung.model, rung.dtype, machine)
+    prompts, new = asked(target, machine)
+    captured = captured and (drafter is None or drafter.captured)
+    controls = Controls(read_every=2 if captured else None)
+    decoder = Decoder(target, drafter, rung.policy, rung.sampling, target.stop_ids, new, controls=controls)
+    if not captured:
+        decoder.captures, decoder.read_every = False, None
+    if watch is not None:
+        decoder.policy = watch.over(decoder.policy)
+    found = decoder.run(prompts, BATCH)
+    if captured and not machine.rehearsal and not found.costs.captures:
+        raise RedError("no graph was captured")
+    return found
+
+
+def check(rung: Rung, machine: Machine) -> dict[str, Any]:
+    """Raises RedError."""
+    target = target_of(rung.model, rung.dtype, machine)
+    drafter = None if rung.drafter == PLAIN else variants()[rung.drafter](target)
+    # where drafts are accepted by chance, the policy's own decisions tell whether rounding explains a difference
+    watch = Watch() if drafter is not None and rung.policy in WATCHED else None
+    captured, eager = texts(decoded(rung, drafter, True, machine)), texts(decoded(rung, drafter, False, machine, watch))
+    near = same("captured rounds and eager ones", rung, captured, eager, machine, watch)
+    if drafter is not None and rung.policy in ("greedy", "coupled"):
+        near += same("drafts and plain decoding", rung, captured, plain_texts(replace(rung, drafter=PLAIN), machine), machine)
+    if drafter is None and rung.policy == "greedy":
+        near += same("plain decoding and transformers", rung, captured, transformers(target, machine), machine)
+    found = {"near_ties": near.ties, "near_draws": near.draws}
+    return found | ({} if drafter is None or drafter.captured else gap(rung, drafter, machine))
+
+
+def gap(rung: Rung, drafter: Drafter, machine: Machine) -> dict[str, float]:
+    """What it costs that a drafter cannot be captured: milliseconds of a round, its prompts' share included, and those of
+    them in which the device waits for the host."""
+    work = partial(decoded, rung, drafter, False, machine)
+    began, rounds = perf_counter(), work().costs.steps
+    machine.wait()
+    spent = perf_counter() - began
+    return {"round_ms": 1e3 * spent / rounds, "host_gap_ms": 1e3 * max(0.0, spent - busy(work, machine)) / rounds}
+
+
+@lru_cache(maxsize=8)
+def plain_texts(rung: Rung, machine: Machine) -> list[list[int]]:
+    """Of eager rounds; the same for all drafters."""
+    return texts(decoded(rung, None, False, machine))
+
+
+def texts(found: Decoded) -> list[list[int]]:
+    return [result.tokens for result in found.results]
+
+
+def transformers(target: HFTarget, machine: Machine) -> list[list[int]]:
+    prompts, new = asked(target, machine)
+    options = DecodeOptions(max_new_tokens=new)
+    return [generate(target.model, [prompt], target.stop_ids, options).results[0].tokens for prompt in prompts]
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Sequences that part where rounding explains it. ties: at a greedy choice. draws: at a number next to its boundary."""
+
+    ties: int = 0
+    draws: int = 0
+
+    def __add__(self, other: Near) -> Near:
+        return Near(self.ties + other.ties, self.draws + other.draws)
+
+
+def same(
+    what: str, rung: Rung, ours: list[list[int]], theirs: list[list[int]], machine: Machine, watch: Watch | None = None
+) -> Near:
+    """How many sequences part with a reason. Raises RedError where one parts without."""
+    target, dtype = target_of(rung.model, rung.dtype, machine), DTYPES[rung.dtype]
+    prompts, _ = asked(target, machine)
+    found = compare(target, dtype, prompts, ours, theirs, machine.device)
+    parted = [Parting(i, *texts) for i, texts in enumerate(zip(prompts, ours, theirs, strict=True))]
+    left = [text for text, match in zip(parted, found, strict=True) if match is Match.UNEXPLAINED]
+    draws = [text for text in left if rung.policy in SAMPLED and drawn(rung, text, target, watch)]
+    wrong = [text for text in left if text not in draws]
+    if dtype != torch.float32:
+        wrong = [text for text in wrong if not explains(target, text.prompt, text.ours, text.theirs)]
+    if wrong:
+        raise RedError(f"{what}: {len(wrong)} of {len(found)} texts differ")
+    return Near(len(found) - found.count(Match.SAME) - len(draws), len(draws))
+
+
+def drawn(rung: Rung, text: Parting, target: HFTarget, watch: Watch | None) -> bool:
+    """Whether the number that decided was next to its boundary."""
+    return (redrawn(target, rung.sampling, text) if watch is None else watch.of(text)) <= NEAR
+
+
+def rungs(machine: Machine) -> list[Rung]:
+    models = [next(iter(LADDER))] if machine.rehearsal else [*LADDER, EMBEDDED]
+    drafters, found = [PLAIN, *variants()], []
+    for model in models:
+        for dtype in DTYPES:
+            # only greedy choices can be judged where rounding moves the laws; and one random model will do for the policies
+            sampled = list(SAMPLED) if dtype == "float32" and model == models[0] else []
+            for policy in ("greedy", *sampled):
+                few = machine.rehearsal and (policy, dtype) != ("greedy", "float32")
+                found += [Rung(model, dtype, drafter, policy) for drafter in drafters[: REHEARSED if few else None]]
+    return found
+
+
+def early(machine: Machine) -> list[Rung]:
+    """About thirty that come first: plain decoding by every policy and in every model, each family once, by the policies in
+    turn, and each kind of tree once.
+    """
+    there, model = set(rungs(machine)), next(iter(LADDER))
+    policies = ["greedy", *SAMPLED]
+    found = [Rung(model, "float32", PLAIN, policy) for policy in policies]
+    found += [Rung(other, "bfloat16", PLAIN, "greedy") for other in [*LADDER, EMBEDDED]]
+    found += [Rung(model, "float32", name, policies[i % len(policies)]) for i, name in enumerate(families())]
+    trees = {name.partition("-")[2]: name for name in variants()}  # of each kind, one drafter
+    found += [Rung(model, "float32", name, "greedy") for kind, name in trees.items() if kind]
+    greedy = [replace(rung, policy="greedy") for rung in found]  # in a rehearsal not every policy is there
+    return list(
+        dict.fromkeys(rung for rung in (r if r in there else g for r, g in zip(found, greedy, strict=True)) if rung in there)
+    )
+
+
+def simplest(drafter: str) -> str:
+    """The name of a drafter's first check."""
+    return Rung(next(iter(LADDER)), "float32", drafter, "greedy").name
+
+
+def job(rung: Rung, machine: Machine) -> Job:
+    family = rung.drafter.partition("-")[0]
+    modules = sources.DECODER if rung.drafter == PLAIN else (*sources.DECODER, *sources.of_family(family))
+    return Job(rung.name, f"texts {rung.dtype}", modules, partial(check, rung, machine))
+
+
+def jobs(machine: Machine) -> list[Job]:
+    return [job(rung, machine) for rung in rungs(machine)]

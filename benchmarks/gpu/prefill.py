@@ -1,0 +1,139 @@
+"""Causal attention of a prompt with each order of torch's attention kernels: torch's own, and cuDNN's after the others.
+
+torch decides on the order at a process's first attention, by the GPU and by TORCH_CUDNN_SDPA_DEPRIORITIZED, so each order has a
+process of its own. cuDNN builds a plan for every new shape: the first call of a length is timed beside its second.
+
+Shapes: T positions of a prompt, h query heads, g KV heads, D head width.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from benchmarks.gpu import check
+from benchmarks.gpu.ladder import PLAIN
+from benchmarks.gpu.machine import WARM, Machine
+from benchmarks.gpu.results import ROOT
+from benchmarks.gpu.suite import Job, RedError
+from drafttrain.model.causal_attention import causal
+
+ORDERS = {"torch's order": None, "cuDNN after the others": "1"}  # of TORCH_CUDNN_SDPA_DEPRIORITIZED
+VARIABLE = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+REPEATS = 20
+PATIENCE = 300  # seconds for one order's process
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """lengths: of prompts that are timed again and again. fresh: how many new lengths are tried, from `above` on."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    lengths: tuple[int, ...]
+    fresh: int
+    above: int
+
+
+LLAMA = Sizes(32, 8, 128, (512, 2048, 8192, 32768), 16, 1000)  # Llama-3.1-8B's
+TINY = Sizes(4, 2, 16, (16, 40), 3, 50)
+
+
+def inputs(sizes: Sizes, length: int, machine: Machine) -> tuple[Tensor, Tensor, Tensor]:
+    """q [1, h, T, D], k and v [1, g, T, D] as a projection gives them: heads side by side at each position."""
+    heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+    dtype = torch.float32 if machine.rehearsal else torch.bfloat16
+    mixed = torch.randn(1, length, sum(heads), sizes.width, device=machine.device, dtype=dtype)
+    q, k, v = (x.transpose(1, 2) for x in mixed.split(heads, 2))
+    return q, k, v
+
+
+@torch.inference_mode()
+def repeated(sizes: Sizes, length: int, machine: Machine) -> float:
+    """Milliseconds of one call at a length that has been seen: the median."""
+    given = inputs(sizes, length, machine)
+    return 1e3 * median([machine.seconds(lambda: causal(*given)) for _ in range(WARM + REPEATS)][WARM:])
+
+
+@torch.inference_mode()
+def fresh(sizes: Sizes, machine: Machine) -> dict[str, float]:
+    """Milliseconds of wall time of a call at a new length, and of the second one there: medians."""
+
+    def waited(given: tuple[Tensor, Tensor, Tensor]) -> float:
+        machine.wait()
+        began = perf_counter()
+        causal(*given)
+        machine.wait()
+        return 1e3 * (perf_counter() - began)
+
+    times = []
+    for length in range(sizes.above, sizes.above + sizes.fresh):
+        given = inputs(sizes, length, machine)
+        times.append((waited(given), waited(given)))
+    first, second = (median(column) for column in zip(*times, strict=True))
+    return {"first_ms": first, "second_ms": second}
+
+
+def kernel(sizes: Sizes, machine: Machine) -> str:
+    """Which of torch's kernels serves."""
+    q, k, v = inputs(sizes, sizes.lengths[0], machine)
+    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=None, enable_gqa=True)
+    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
+
+
+def of_this_process(sizes: Sizes, machine: Machine) -> dict[str, Any]:
+    """The figures of the order that this process has."""
+    found = {str(length): repeated(sizes, length, machine) for length in sizes.lengths}
+    return {"kernel": kernel(sizes, machine), "ms": found} | fresh(sizes, machine)
+
+
+def measure(machine: Machine) -> dict[str, Any]:
+    """By order: the kernel that serves, milliseconds by length, first and second call at new lengths. Raises RedError."""
+    return {order: _elsewhere(setting, machine) for order, setting in ORDERS.items()}
+
+
+def _elsewhere(setting: str | None, machine: Machine) -> dict[str, Any]:
+    """The figures of a process of its own with this value of the environment's variable."""
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment |= {} if setting is None else {VARIABLE: setting}
+    command = [sys.executable, "-m", "benchmarks.gpu.prefill", *(["--rehearse"] if machine.rehearsal else [])]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    if done.returncode != 0:
+        raise RedError(f"{VARIABLE}={setting or ''}: {done.stderr.strip().splitlines()[-1:] or 'no message'}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if found["setting"] != setting:
+        raise RedError(f"a process was to run with {VARIABLE}={setting}, and had {found['setting']}")
+    return found
+
+
+def jobs(machine: Machine) -> list[Job]:
+    needs = check.needed((), machine, texts=[PLAIN])
+    return [
+        Job(
+            "prefill attention", "prefill attention", ("drafttrain.model.causal_attention",), partial(measure, machine), **needs
+        )
+    ]
+
+
+def main() -> int:
+    """One order's figures as a line of JSON."""
+    machine = Machine.here("--rehearse" in sys.argv[1:])
+    sizes = TINY if machine.rehearsal else LLAMA
+    print(json.dumps(of_this_process(sizes, machine) | {"setting": os.environ.get(VARIABLE), "sizes": asdict(sizes)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

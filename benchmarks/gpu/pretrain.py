@@ -1,0 +1,141 @@
+"""A target of its own, trained on the spot: bfloat16 weights, float32 masters, until its time is used up.
+
+Shapes: B rows, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoTokenizer, LlamaConfig
+
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.models import random_model
+from benchmarks.gpu.real import Folder, Scale
+from benchmarks.gpu.suite import RedError
+
+WARM = 50  # steps of a rising rate at most
+ENDS = 5  # steps whose mean loss counts as the first, and the last
+SAID = 20.0  # seconds between two lines
+HELD = 32  # rows that the loss on text set apart is taken from
+LEAST_STEPS = 2 * ENDS
+
+
+def config_of(scale: Scale, vocab: int, end: int) -> LlamaConfig:
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": end}
+    sizes: dict[str, Any] = scale.model | {"vocab_size": vocab, "tie_word_embeddings": True}
+    return LlamaConfig(**sizes, **ids)
+
+
+class Masters:
+    """AdamW on float32 copies of a model's weights; the model has their rounded values."""
+
+    def __init__(self, model: nn.Module, rate: float) -> None:
+        self.weights: list[Tensor] = list(model.parameters())
+        self.masters: list[Tensor] = [nn.Parameter(weight.detach().float()) for weight in self.weights]
+        matrices, others = ([m for m in self.masters if (m.ndim > 1) is wide] for wide in (True, False))
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
+
+    def step(self, rate: float) -> None:
+        """With the gradients that lie at the model's weights, which go."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for master, weight in zip(self.masters, self.weights, strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.weights, self.masters)
+
+
+def batches(token_P: NDArray[np.uint16], scale: Scale, device: torch.device) -> Iterator[Tensor]:
+    """[B, T + 1] rows in random order, epoch after epoch; T + 1 so that every position has its label."""
+    count = (len(token_P) - 1) // scale.length
+    if count < scale.rows:
+        raise RedError(f"{len(token_P)} tokens of text make {count} rows of {scale.length}; a step needs {scale.rows}")
+    draw = np.random.default_rng(0)
+    while True:
+        order = draw.permutation(count)
+        for start in range(0, count - scale.rows + 1, scale.rows):
+            rows = [token_P[i * scale.length : (i + 1) * scale.length + 1] for i in order[start : start + scale.rows]]
+            yield torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
+
+
+def loss_of(model: Any, token_BT: Tensor) -> Tensor:
+    logits_BTV = model(input_ids=token_BT[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), token_BT[:, 1:].flatten())
+
+
+@torch.no_grad()
+def held_loss(model: Any, token_P: NDArray[np.uint16], scale: Scale, device: torch.device) -> float | None:
+    """On text that was set apart; None where there is too little of it."""
+    count = min(HELD, (len(token_P) - 1) // scale.length)
+    rows = [token_P[i * scale.length : (i + 1) * scale.length + 1] for i in range(count)]
+    losses = [loss_of(model, torch.from_numpy(row.astype(np.int64))[None].to(device)) for row in rows]
+    return float(torch.stack(losses).mean()) if losses else None
+
+
+def train(model: Any, token_P: NDArray[np.uint16], scale: Scale, seconds: float, machine: Machine) -> dict[str, Any]:
+    """The rate rises for some steps, then falls with the time that is left. Raises RedError where nothing is learnt."""
+    masters = Masters(model, scale.rate)
+    losses: list[Tensor] = []
+    began = said = perf_counter()
+    for step, token_BT in enumerate(batches(token_P, scale, machine.device)):
+        spent = perf_counter() - began
+        if spent >= seconds and step >= LEAST_STEPS:
+            break
+        parts = token_BT.split(scale.micro)
+        total = torch.zeros((), device=machine.device)
+        for part in parts:
+            loss = loss_of(model, part) / len(parts)
+            loss.backward()
+            total += loss.detach()
+        masters.step(scale.rate * min(1.0, (step + 1) / WARM) * max(0.02, 1.0 - spent / seconds))
+        losses.append(total)
+        known = float(losses[-2:][0])  # waits for the step before: one is always under way
+        if perf_counter() - said > SAID:
+            said = perf_counter()
+            say(len(losses), scale.rows * scale.length, known, said - began, seconds, machine)
+    machine.wait()
+    taken, read = perf_counter() - began, len(losses) * scale.rows * scale.length
+    first, last = (float(torch.stack(part).mean()) for part in (losses[:ENDS], losses[-ENDS:]))
+    if not last < first:
+        raise RedError(f"the loss went from {first:.3f} to {last:.3f} in {len(losses)} steps")
+    figures: dict[str, Any] = {"steps": len(losses), "trained_tokens": read, "seconds": taken, "tokens_per_s": read / taken}
+    return figures | {"first_loss": first, "last_loss": last}
+
+
+def say(steps: int, each: int, loss: float, spent: float, seconds: float, machine: Machine) -> None:
+    rate = "" if machine.rehearsal else f"{steps * each / spent:,.0f} tokens/s, "
+    left = max(0.0, seconds - spent)
+    print(f"pretraining: step {steps}, {steps * each:,} tokens, loss {loss:.3f}, {rate}{left:.0f} seconds left", flush=True)
+
+
+def pretrain(folder: Folder, scale: Scale, seconds: float, machine: Machine) -> dict[str, Any]:
+    """Write the target, a transformers directory. Raises RedError."""
+    tokenizer = AutoTokenizer.from_pretrained(folder.text.path)
+    model = random_model(config_of(scale, len(tokenizer), tokenizer.eos_token_id), torch.float32, machine.device)
+    model.to(torch.bfloat16).train()
+    figures: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
+    print(f"pretraining: {figures['parameters']:,} parameters, {seconds:.0f} seconds", flush=True)
+    figures |= train(model, load(folder.text.path / "tokens.npy"), scale, seconds, machine)
+    figures["held_loss"] = held_loss(model.eval(), load(folder.text.path / "held.npy"), scale, machine.device)
+    with folder.target.written(figures) as aside:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+    return figures
+
+
+def load(path: Path) -> NDArray[np.uint16]:
+    found: NDArray[np.uint16] = np.load(path, mmap_mode="r")
+    return found

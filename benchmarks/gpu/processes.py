@@ -1,0 +1,240 @@
+"""What several processes do, as far as one GPU can show it: collectives, a target that two processes share, ZeRO's stages.
+
+NCCL takes one process on each GPU and no more. So a group of one goes through NCCL, and two processes on one GPU go through
+gloo, with tensors on that GPU. Each piece runs in processes of its own, which end with it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from benchmarks.gpu import sources
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.models import LADDER, random_model
+from benchmarks.gpu.sources import ROOT
+from benchmarks.gpu.suite import Job, RedError, SkipError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.settings import Controls
+from drafttrain.drafters import families
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.load import load_target
+from drafttrain.targets.parallel import Part
+from drafttrain.targets.split import split_target
+
+PATIENCE = 120.0  # seconds of one piece
+DONE = "the piece ran"
+CPU = torch.device("cpu")
+AGREE = 1e-4  # of losses at other ZeRO stages, in float32
+STAGES = (0, 1, 2, 3)
+STEPS, RATE = 4, 1e-3
+MODULES = ("drafttrain.train.engine", "drafttrain.targets.split", *sources.TRAINING)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process: its rank among `size`, and its device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def join(self, backend: str) -> None:
+        bound = self.device if backend == "nccl" else None
+        distributed.init_process_group(backend, timeout=timedelta(seconds=PATIENCE / 2), device_id=bound)
+
+    def numbers(self) -> Tensor:
+        return torch.arange(6.0, device=self.device) + self.rank
+
+
+def hold(what: str, fact: bool) -> None:
+    """Raises RedError where it is not so."""
+    if not fact:
+        raise RedError(what)
+
+
+def alone(place: Place) -> None:
+    """A group of one through NCCL: every collective that a run makes, also within a captured graph."""
+    from drafttrain.train.engine import World
+
+    place.join("gloo" if place.device.type == "cpu" else "nccl")
+    several = 2  # a lone process asks nobody; these two ask the group, which has one member
+    world, part = World(0, several), Part(0, several)
+    hold("a sum over one process changes it", torch.equal(world.sum(place.numbers()), place.numbers()))
+    hold("an object is shared as another one", world.share({"steps": [1, 2]}) == {"steps": [1, 2]})
+    hold("an object is gathered as another one", world.gather(("a", 1))[0] == ("a", 1))
+    world.wait()
+    hold("a part's sum over one process changes it", torch.equal(part.sum(place.numbers()), place.numbers()))
+    part.check([1, 2, 3])
+    pieces = [torch.empty_like(place.numbers())]
+    distributed.all_gather(pieces, place.numbers())
+    hold("a tensor is gathered as another one", torch.equal(pieces[0], place.numbers()))
+    if place.device.type == "cuda":
+        captured(part, place)
+
+
+def captured(part: Part, place: Place) -> None:
+    """Decode steps of a shared target hold such sums in their graph."""
+    x, graph = place.numbers(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = part.sum(x * 2)
+    x.fill_(3.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    hold("a replayed sum is another one", bool((y == 6.0).all()))
+
+
+def shared(place: Place) -> None:
+    """Two processes on one device: sums and objects of a run, then a target of which each holds a half."""
+    from drafttrain.train.engine import World
+
+    place.join("gloo")
+    world = World(place.rank, place.size)
+    total = sum(torch.arange(6.0) + rank for rank in range(place.size))
+    hold("the sum over processes is wrong", torch.equal(world.sum(place.numbers()).cpu(), torch.as_tensor(total)))
+    hold("the first one's object does not arrive", world.share(f"of {place.rank}") == "of 0")
+    hold("objects are gathered in another order", world.gather(place.rank) == list(range(place.size)))
+    model = partial(random_model, LADDER["llama-tiny"], torch.float32, CPU, spread=1.2)
+    halves = split_target(model(), Part(place.rank, place.size), place.device)
+    found = texts(halves)
+    world.wait()
+    hold("texts of a shared target differ from the whole one's", found == texts(FastTarget(model().to(place.device))))
+
+
+def texts(target: FastTarget) -> list[list[int]]:
+    """Greedy ones with drafts, step by step: gloo's collectives are in no graph."""
+    family = families()["medusa"]
+    torch.manual_seed(1)
+    drafter = family.build(family.options(), target).to(target.device).eval().requires_grad_(False)
+    prompts = [torch.randint(6, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 11)]
+    decoder = Decoder(target, drafter, "greedy", Sampling(), frozenset(), 12, controls=Controls(capture=False))
+    return [result.tokens for result in decoder.run(prompts, 2).results]
+
+
+def zero(place: Place) -> None:
+    """Steps of DeepSpeed's engine at every ZeRO stage, in a group of one: the losses of all stages agree, and they fall."""
+    from benchmarks.gpu.throughput import random_batch
+    from drafttrain.train import DeepSpeedOptions, TrainOptions
+    from drafttrain.train.engine import Engine, join_world
+
+    world, found = join_world(place.device), {}
+    target = load_target(TargetOptions(dtype="float32", device=str(place.device))).target
+    batch = random_batch(2, 24, target.shape.vocab_size, place.device, seed=0)
+    for stage in STAGES:
+        torch.manual_seed(0)
+        family = families()["medusa"]
+        drafter = family.build(family.options(), target).to(place.device).train()
+        objective, options = Objective(drafter, target, LossOptions()), TrainOptions(global_batch=2, micro_batch=2)
+        engine, losses = Engine(objective, options, DeepSpeedOptions(zero_stage=stage), world), []
+        for _ in range(STEPS):
+            loss, _ = engine.forward(filled(batch, target, drafter), 1.0)
+            engine.backward(loss, 48.0)
+            engine.step(RATE)
+            losses.append(float(loss.detach()))
+        hold(f"the loss does not fall at ZeRO stage {stage}: {losses}", losses[-1] < losses[0])
+        found[stage] = torch.tensor(losses)
+    for stage, losses in found.items():
+        apart = float(((losses - found[0]) / found[0]).abs().max())
+        hold(f"losses at ZeRO stage {stage} are {apart:.1e} from those at stage 0", apart <= AGREE)
+
+
+def filled(batch: Any, target: Any, drafter: Any) -> Any:
+    from drafttrain.features.online import Online
+
+    return Online(target, drafter.taps).fill(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    name: str
+    processes: int
+    work: Callable[[Place], None]
+    package: str = "torch"  # without which it cannot run
+
+
+PIECES = {
+    piece.name: piece
+    for piece in (
+        Piece("one process: collectives", 1, alone),
+        Piece("two processes on one device: a shared target", 2, shared),
+        Piece("one process: ZeRO stages", 1, zero, "deepspeed"),
+    )
+}
+
+
+def run(piece: Piece, machine: Machine) -> dict[str, Any]:
+    """Raises RedError with what the first process said, SkipError where a package is missing."""
+    if find_spec(piece.package) is None:
+        raise SkipError(f"{piece.package} is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = range(piece.processes)
+    group = {"WORLD_SIZE": str(piece.processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
+    environment = os.environ | group | ({"CUDA_VISIBLE_DEVICES": ""} if machine.rehearsal else {})
+    command = [sys.executable, "-m", "benchmarks.gpu.processes", piece.name]
+    started = [start(command, environment | {"RANK": str(rank)}) for rank in ranks]
+    try:
+        said = [process.communicate(timeout=PATIENCE)[0] for process in started]
+    except subprocess.TimeoutExpired as error:
+        raise RedError(f"not done in {PATIENCE:.0f} s") from error
+    finally:
+        for process in started:
+            process.kill()
+    for process, text in zip(started, said, strict=True):
+        if process.returncode or DONE not in text:
+            raise RedError(last_line(text))
+    return {}
+
+
+def start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **streams)  # type: ignore[call-overload,no-any-return]
+
+
+def last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["it said nothing"])[-1][:200]
+
+
+def jobs(machine: Machine) -> list[Job]:
+    group = "several processes"
+    return [
+        Job(f"processes {piece.name}", group, MODULES, partial(run, piece, machine), able=partial(find_spec, piece.package))
+        for piece in PIECES.values()
+    ]
+
+
+def main() -> int:
+    """One process of one piece."""
+    place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), CPU)
+    if torch.cuda.is_available():
+        place = Place(place.rank, place.size, torch.device("cuda", 0))
+        torch.cuda.set_device(place.device)
+    else:
+        torch.set_num_threads(1)
+    PIECES[sys.argv[1]].work(place)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    print(DONE, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

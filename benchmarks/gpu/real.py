@@ -1,0 +1,166 @@
+"""What `make gpu-real-1` makes and `make gpu-real-2` takes over: a folder of files, and how large everything in it is.
+
+Each stage writes one part, whole or not at all, with a `record.json` that says what it was made from: its figures are known
+again, and what was made from another part than the one that lies there is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.machine import Machine
+from drafttrain.core.files import atomic_directory, atomic_write_json
+
+END = "<|endoftext|>"
+RECORD = "record.json"
+# that `drafttrain fit` needs beside torch, in this suite
+PACKAGES = ("deepspeed", "hydra", "jinja2", "markdown_it", "omegaconf", "peft", "psutil", "pyarrow", "rich")
+# the reply goes on where the prompt ends: records of both keep their boundary, and a prompt alone is plain text
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Lengths and batches in tokens and rows, times in seconds.
+
+    text, taught: characters of sources at most, and of those that the tokenizer learns from. length, rows, micro: of a
+    pretraining step. prompt: characters at least. asked, measured: prompts to distil from at most, and to measure by.
+    seconds: of gpu-real-1 in all; pretraining gets what the rest leaves. distilled: training of each drafter. distil: the
+    settings that all drafters share.
+    """
+
+    text: int
+    taught: int
+    vocab: int
+    model: dict[str, int]
+    length: int
+    rows: int
+    micro: int
+    rate: float
+    prompt: int
+    reply: int
+    batch: int
+    asked: int
+    measured: int
+    seconds: float
+    most_pretraining: float
+    answering: float
+    distilled: float
+    distil: tuple[str, ...]
+
+
+def shape(hidden: int, blocks: int, inner: int, heads: int, kv_heads: int) -> dict[str, int]:
+    sizes = {"hidden_size": hidden, "num_hidden_layers": blocks, "intermediate_size": inner, "head_dim": hidden // heads}
+    return sizes | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+
+
+FULL = Scale(
+    text=160_000_000, taught=40_000_000, vocab=24_576, model=shape(1024, 24, 2816, 16, 4) | {"max_position_embeddings": 2048},
+    length=1024, rows=32, micro=16, rate=6e-4, prompt=600, reply=256, batch=128, asked=10_240, measured=64,
+    seconds=440.0, most_pretraining=300.0, answering=75.0, distilled=45.0,
+    distil=(
+        "train.global_batch=16", "train.micro_batch=16", "data.held_out=64", "data.max_length=640", "decode.max_new_tokens=128",
+        "decode.tree_nodes=32", "loss.chunk=4096", "measure.minutes=0.35", "measure.batch_sizes=[1,8]",
+    ),
+)  # fmt: skip
+TINY = Scale(
+    text=1_500_000, taught=300_000, vocab=1024, model=shape(128, 4, 352, 4, 2) | {"max_position_embeddings": 256},
+    length=64, rows=4, micro=2, rate=3e-3, prompt=80, reply=24, batch=4, asked=24, measured=3,
+    seconds=0.0, most_pretraining=4.0, answering=3.0, distilled=1.0,
+    distil=(
+        "train.global_batch=2", "train.micro_batch=2", "data.held_out=4", "data.max_length=96", "decode.max_new_tokens=8",
+        "decode.tree_nodes=6", "measure.minutes=0.01", "measure.batch_sizes=[1,2]", "measure.timed_prompts=2",
+        "measure.repeats=1",
+    ),
+)  # fmt: skip
+
+
+def lacking() -> list[str]:
+    return [name for name in PACKAGES if find_spec(name) is None]
+
+
+def scale_of(machine: Machine) -> Scale:
+    return TINY if machine.rehearsal else FULL
+
+
+class MissingError(Exception):
+    """A part is not there, or was made from another; the message says which and what makes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One directory of the folder. source: the part that it is made from."""
+
+    path: Path
+    source: Part | None = None
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """What was recorded when it was made; None where it is not whole, or its source is another one by now."""
+        try:
+            found: dict[str, Any] = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        files = {self.path / name: size for name, size in found["files"].items()}
+        whole = all(path.is_file() and path.stat().st_size == size for path, size in files.items())
+        current = self.source is None or ((of := self.source.record) is not None and of["name"] == found["source"])
+        return found if whole and current else None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Raises MissingError."""
+        record = self.record
+        if record is None:
+            what = f"no {self.path.name} in {self.path.parent}, or none from what lies beside it"
+            raise MissingError(f"{what}; run make gpu-real-1 first, on the same machine with the same REAL")
+        found: dict[str, Any] = record["figures"]
+        return found
+
+    @contextmanager
+    def written(self, figures: dict[str, Any]) -> Iterator[Path]:
+        """An empty directory that takes this part's place on leaving, `figures`, which may fill meanwhile, in its record."""
+        source = None if self.source is None else (self.source.record or {}).get("name")
+        with atomic_directory(self.path) as aside:
+            yield aside
+            files = {str(path.relative_to(aside)): path.stat().st_size for path in sorted(aside.rglob("*")) if path.is_file()}
+            known = {"figures": figures, "files": files, "source": source}
+            name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+            atomic_write_json(aside / RECORD, known | {"name": name})
+
+
+def there(part: Part) -> bool:
+    return part.record is not None
+
+
+class Folder:
+    """text: tokens, tokenizer, prompts. target: a transformers directory. data: what the target wrote. A rehearsal's parts lie
+    apart.
+    """
+
+    def __init__(self, real: Path, machine: Machine) -> None:
+        self.path = real / ("rehearsal" if machine.rehearsal else "full")
+        self.text = Part(self.path / "text")
+        self.target = Part(self.path / "target", self.text)
+        self.data = Part(self.path / "data", self.target)
+
+    def row(self, recipe: str) -> Part:
+        """What a drafter of this recipe is worth, beside its run."""
+        return Part(self.path / "runs" / recipe / "row", self.data)
+
+    @property
+    def conversations(self) -> Path:
+        return self.data.path / "data.jsonl.gz"
+
+    @property
+    def prompts(self) -> Path:
+        return self.text.path / "measure.jsonl"

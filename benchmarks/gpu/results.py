@@ -1,0 +1,99 @@
+"""What is known of a machine, case by case: one JSON file a GPU, written after every case, so that a run can go on from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.job import Job
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.sources import ROOT, digest
+from drafttrain.core.files import atomic_write_json
+
+FOLDER = ROOT / "kernels" / "bench" / "results"
+PASSED, FAILED, SKIPPED, BLOCKED = "passed", "failed", "skipped", "blocked"
+CHECK = "check"  # the section that others depend on
+
+Section = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How a case ended."""
+
+    status: str
+    figures: dict[str, Any] = field(default_factory=dict)  # by name, plain numbers
+    note: str = ""  # why it failed, was skipped or is blocked
+
+
+class Results:
+    """folder None: nothing is read or written. A rehearsal's file is named so, and holds no figures."""
+
+    def __init__(self, folder: Path | None, machine: Machine) -> None:
+        self.machine = machine
+        self.path = None if folder is None else folder / f"{machine.slug}.json"
+        self.known: dict[str, Any] = {}
+        if self.path is not None and self.path.exists():
+            self.known = json.loads(self.path.read_text(encoding="utf-8"))
+
+    def of(self, job: Job) -> Entry | None:
+        """How the case ended with these sources and this torch, if it was run."""
+        found = self.known.get(job.section, {}).get(job.name)
+        if found is None or found["sources"] != digest(job.modules) or found["torch"] != self.machine.facts["torch"]:
+            return None
+        return Entry(found["status"], found["figures"], found["note"])
+
+    def put(self, job: Job, entry: Entry) -> None:
+        figures = {} if self.machine.rehearsal else entry.figures
+        record = {"status": entry.status, "figures": figures, "note": entry.note, "group": job.group}
+        record |= {"needs": list(job.needs), "heeds": list(job.heeds), "modules": list(job.modules)}
+        record |= {"sources": digest(job.modules), "torch": self.machine.facts["torch"]}
+        self.known["machine"] = self.machine.facts | {"name": self.machine.name}
+        self.known.setdefault(job.section, {})[job.name] = record
+        self.write()
+
+    def spent(self, of: str) -> dict[str, float]:
+        """Seconds that each stage of the plan named `of` has taken so far, by the stage's name; to be written into."""
+        found: dict[str, Any] = self.known.get("spent", {})
+        if found.get("of") != of:
+            self.known["spent"] = found = {"of": of, "seconds": {}}
+        seconds: dict[str, float] = found["seconds"]
+        return seconds
+
+    def write(self) -> None:
+        if self.path is not None:
+            atomic_write_json(self.path, self.known)
+
+
+def red(needs: Sequence[str], heeds: Sequence[str], checks: Section) -> str | None:
+    """The name of the first red check among those needed, and among those of the operators heeded; checks: by name."""
+    named = [name for name in needs if name in checks and checks[name]["status"] == FAILED]
+    found = [name for name, entry in checks.items() if entry.get("group") in heeds and entry["status"] == FAILED]
+    return next(iter(named + found), None)
+
+
+def visible(known: dict[str, Any]) -> dict[str, Any]:
+    """A machine's results without the figures of what depends on a check that is red by now."""
+    checks = {name: entry for name, entry in known.get(CHECK, {}).items() if not older(entry)}
+    found = dict(known)
+    for section, entries in known.items():
+        if section not in ("machine", "spent", CHECK):
+            found[section] = {name: _shown(entry, checks) for name, entry in entries.items()}
+    return found
+
+
+def _shown(entry: dict[str, Any], checks: Section) -> dict[str, Any]:
+    cause = red(entry.get("needs", ()), entry.get("heeds", ()), checks)
+    return entry if cause is None else entry | {"status": BLOCKED, "figures": {}, "note": why(cause)}
+
+
+def why(check: str) -> str:
+    return f"its check is red: {check}"
+
+
+def older(entry: dict[str, Any]) -> bool:
+    """Whether other sources than these gave it."""
+    return "modules" not in entry or entry["sources"] != digest(tuple(entry["modules"]))

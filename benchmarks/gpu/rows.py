@@ -1,0 +1,140 @@
+"""Operators on rows: norm, gated activation, choice of the greatest, drawing.
+
+Shapes: M rows, H width, I inner width, V vocabulary, k choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.gpu.case import Case, Draw, Tensors, generator
+from drafttrain.core.sampling import Lane, Sampling, uniform
+from drafttrain.ops import gated as gated_op
+from drafttrain.ops import rms_norm as norm_op
+from drafttrain.ops import sample as sample_op
+from drafttrain.ops import top as top_op
+
+EPS = 1e-5
+TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True)
+class RmsNorm(Case):
+    op: ClassVar = "rms_norm"
+    twins: ClassVar = (norm_op,)
+    rows: int
+    width: int
+    added: bool = True
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        draw = generator(device, seed)
+        shape = (self.rows, self.width)
+        x_MH, delta_MH = (torch.randn(*shape, device=device, generator=draw).to(dtype) for _ in range(2))
+        return {"x": x_MH, "delta": delta_MH, "weight": torch.randn(self.width, device=device, generator=draw).to(dtype)}
+
+    def run(self, given: Tensors) -> Tensors:
+        summed, out = norm_op.rms_norm(given["x"], given["delta"] if self.added else None, given["weight"], EPS)
+        return {"summed": summed, "out": out}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        summed = wide["x"] + wide["delta"] if self.added else wide["x"]
+        return {"summed": summed, "out": summed * (summed.square().mean(-1, keepdim=True) + EPS).rsqrt() * wide["weight"]}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """x, with an addition delta and the sum, the norm, the weight once."""
+        return dtype.itemsize * self.width * (self.rows * (4 if self.added else 2) + 1)
+
+
+@dataclass(frozen=True)
+class Gated(Case):
+    op: ClassVar = "gated"
+    twins: ClassVar = (gated_op,)
+    rows: int
+    width: int
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        both = torch.randn(self.rows, 2 * self.width, device=device, generator=generator(device, seed)) * 4
+        return {"both": both.to(dtype)}
+
+    def run(self, given: Tensors) -> Tensors:
+        return {"out": gated_op.gated(given["both"])}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        gate, up = wide["both"].chunk(2, -1)
+        return {"out": F.silu(gate) * up}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """Gate and up, their product."""
+        return dtype.itemsize * 3 * self.rows * self.width
+
+
+@dataclass(frozen=True)
+class Top(Case):
+    op: ClassVar = "top"
+    twins: ClassVar = (top_op,)
+    rows: int
+    vocab: int
+    k: int
+    named: bool = False
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        draw = generator(device, seed)
+        logits_MV = torch.randn(self.rows, self.vocab, device=device, generator=draw).to(dtype)
+        return {"logits": logits_MV, "ids": torch.randperm(4 * self.vocab, device=device, generator=draw)[: self.vocab]}
+
+    def run(self, given: Tensors) -> Tensors:
+        value, index = top_op.top(given["logits"], self.k, given["ids"] if self.named else None)
+        return {"value": value, "index": index}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        value, index = wide["logits"].sort(dim=-1, descending=True, stable=True)
+        index = index[:, : self.k]
+        return {"value": value[:, : self.k], "index": wide["ids"][index] if self.named else index}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """The logits; values and indices."""
+        return self.rows * (self.vocab * dtype.itemsize + self.k * 12)
+
+
+@dataclass(frozen=True)
+class Sample(Case):
+    op: ClassVar = "sample"
+    twins: ClassVar = (sample_op,)
+    rows: int
+    vocab: int
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        draw = generator(device, seed)
+        logits_MV = torch.randn(self.rows, self.vocab, device=device, generator=draw) * 3
+        return {"logits": logits_MV.to(dtype)} | noise(self.rows, device, seed)
+
+    def run(self, given: Tensors) -> Tensors:
+        return {"token": sample_op.sample(given["logits"], sampling(given), given["position"], Lane.TARGET)}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        law_MV = (wide["logits"] / wide["temperature"][:, None]).softmax(-1)
+        return {"token": Draw(law_MV, uniform(sampling(wide), wide["position"], Lane.TARGET))}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """The logits once; whoever draws by two passes reads them again."""
+        return self.rows * self.vocab * dtype.itemsize
+
+
+def noise(rows: int, device: torch.device, seed: int) -> Tensors:
+    """What names the numbers that are drawn with, and each row's temperature, on the device."""
+    draw = generator(device, seed + 1000)
+    return {
+        "position": torch.randint(0, 5000, (rows,), device=device, generator=draw),
+        "key": torch.randint(0, 1 << 40, (rows,), device=device, generator=draw),
+        "seed": torch.randint(0, 1 << 40, (1,), device=device, generator=draw),
+        "temperature": 0.5 + torch.rand(rows, device=device, generator=draw),
+    }
+
+
+def sampling(given: Tensors) -> Sampling:
+    """With everything that a captured graph may not hold read from tensors."""
+    return Sampling(TEMPERATURE, key_B=given["key"], temperature_B=given["temperature"], seed_1=given["seed"])

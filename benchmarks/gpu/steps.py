@@ -1,0 +1,209 @@
+"""Decode steps of models of real shapes with random weights: plain, and verifying trees, behind a given context.
+
+The rounds are the decoder's own, captured and replayed by it. Prompts are not read: the cache holds random numbers, and its
+lengths are set to the context before every timed run. Weights are far larger than any cache, so nothing is flushed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import check
+from benchmarks.gpu.cases import NODES
+from benchmarks.gpu.ladder import PLAIN
+from benchmarks.gpu.machine import Copy, Machine, Race
+from benchmarks.gpu.models import REHEARSED, TIMED, random_model
+from benchmarks.gpu.suite import Job, RedError, SkipError
+from benchmarks.gpu.trace import traced
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree, Path, TreeShape
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.graph_runner import TIMED as TIMED_LAUNCHES
+from drafttrain.decoding.graph_runner import Launched
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.measure.floor import kv_bytes, weight_bytes
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.kv_cache import PAGE, KVCache
+from drafttrain.model.target import Taps
+from drafttrain.targets.fast import FastTarget
+
+STEPS = 16  # of one timed run
+REPEATS = 10
+ROOM = 8 * PAGE  # positions beyond the context: a run's new tokens, and a tree
+MARGIN = 6 << 30  # bytes left to activations and graphs
+TRACED = (1, 64)
+OPERATORS = ("rms_norm", "gated", "append", "tree_attention", "kv_keep", "greedy_accept", "tree_links")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    model: str
+    rows: int
+    context: int
+    nodes: tuple[int, ...] = NODES  # 1 among them: plain decoding, which the others are compared with
+
+    @property
+    def name(self) -> str:
+        part = "" if self.nodes == NODES else f" nodes={','.join(map(str, self.nodes))}"
+        return f"step {self.model} rows={self.rows} context={self.context}{part}"
+
+
+class Offered(Drafter):
+    """Proposes the same drafts again and again, for nothing: what their verification costs is seen alone."""
+
+    def __init__(self, nodes: int, vocab: int, device: torch.device) -> None:
+        super().__init__()
+        self.taps, self.shape = Taps(), TreeShape.of(binary(nodes)).to(device)
+        self.draft_length = self.shape.max_depth
+        self.draft_1M = torch.randint(vocab, (1, nodes - 1), device=device)
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        raise AssertionError("it is not trained")
+
+    def open(self, slots: int, max_len: int) -> Tensor:
+        return torch.zeros(slots, dtype=torch.long, device=self.draft_1M.device)
+
+    def reset(self, state: Tensor, slot_R: Tensor) -> None:
+        state[slot_R] = 0
+
+    def observe(self, state: Tensor, commit: Commit, slot_B: Tensor) -> None:
+        last_B1 = (commit.count_B - 1).clamp_min(0)[:, None]
+        state[slot_B] = commit.next_BA.gather(1, last_B1)[:, 0]
+
+    def propose(self, state: Tensor, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        token_BN = torch.cat([state[slot_B][:, None], self.draft_1M.expand(len(slot_B), -1)], 1)
+        return DraftTree.static(token_BN, self.shape)
+
+    def paths(self) -> list[Path]:
+        return list(self.shape.paths)
+
+
+def binary(nodes: int) -> list[Path]:
+    """Rank paths of a complete binary tree with so many nodes, root included."""
+    found: list[Path] = [()]
+    for node in range(1, nodes):
+        found.append((*found[(node - 1) // 2], (node - 1) % 2))
+    return found[1:]
+
+
+class Shared:
+    """The target, whose sessions share one cache: they take turns."""
+
+    def __init__(self, target: FastTarget) -> None:
+        self._target = target
+        self._kv: KVCache | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._target(*arguments, **named)
+
+    def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
+        if self._kv is None:
+            self._kv = self._target.new_cache(slots, max_len, pages)
+            self._kv.store.normal_()
+        assert self._kv.slots == slots and self._kv.max_len >= max_len
+        return self._kv
+
+
+class Station:
+    """A session whose rows stand behind one context, as if their prompts had been read. nodes 1: plain decoding."""
+
+    def __init__(self, target: Shared, setting: Setting, nodes: int, machine: Machine) -> None:
+        self.setting, self.machine, self.nodes = setting, machine, nodes
+        drafter = None if nodes == 1 else Offered(nodes, target.shape.vocab_size, machine.device)
+        decoder = Decoder(target, drafter, "greedy", Sampling(), controls=Controls(read_every=1))
+        self.session = Session(decoder, setting.rows, setting.context + ROOM)
+        assert self.session.ahead is not None
+        self.ahead = self.session.ahead
+        self.longest = setting.context + STEPS * decoder.reach + (drafter.widest if drafter else 1)
+        assert self.longest <= setting.context + ROOM
+        self.launched: Launched | None = None
+        self._stand()
+        for _ in range(TIMED_LAUNCHES + 1):  # captures, then times the parts; each of these waits
+            self._launch(1)
+
+    @torch.inference_mode()
+    def _stand(self) -> None:
+        rows, slots = self.setting.rows, self.session.slots
+        self.session.kv.length_S[:rows] = self.setting.context
+        slots.done_S[:rows], slots.made_S[:rows], slots.limit_S[:rows] = False, 1, 1 << 40
+        slots.root_S[:rows] = torch.arange(rows, device=self.machine.device)
+
+    @torch.inference_mode()
+    def _launch(self, steps: int) -> None:
+        self.launched = self.ahead.launch(range(self.setting.rows), self.longest, None, steps)
+
+    def seconds(self) -> float:
+        """Of one step, of `STEPS` in a row."""
+        self._stand()
+        self.machine.wait()
+        return self.machine.seconds(partial(self._launch, STEPS)) / STEPS
+
+    def figures(self) -> dict[str, Any]:
+        """Beside the times. Raises RedError where the rounds did not go on with the texts as they should."""
+        self._stand()
+        seen = traced(partial(self._launch, STEPS), self.machine) if self.nodes in TRACED else None
+        if seen is None:
+            self._launch(STEPS)
+        assert self.launched is not None
+        made = [sum(row.count for row in rows) for rows in zip(*self.launched.rows(), strict=True)]
+        grown = (self.session.kv.length_S[: self.setting.rows] - self.setting.context).tolist()
+        if made != grown or min(grown) < STEPS:
+            raise RedError(f"{STEPS} rounds of {self.nodes} nodes made {made} tokens and kept {grown} positions")
+        found: dict[str, Any] = {"capture_seconds": self.ahead.made.seconds, "capture_bytes": self.ahead.made.bytes}
+        if seen is not None:
+            found |= {"waits": seen.waits, "replays": seen.replays, "products": seen.products, "attention": seen.attention}
+        return found
+
+    @property
+    def verify(self) -> float | None:
+        """Seconds of one round's forward of the target; None where no graph told."""
+        parts = self.launched.parts() if self.launched else None
+        return parts.verify if parts else None
+
+
+@lru_cache(maxsize=1)
+def target_of(model: str, machine: Machine) -> FastTarget:
+    """The last one is kept: settings come model by model."""
+    config = (REHEARSED if machine.rehearsal else TIMED)[model]
+    return FastTarget(random_model(config, torch.bfloat16, machine.device))
+
+
+def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
+    """By node count, as text: milliseconds, share of the floor, ratio to plain. Raises SkipError where it does not fit."""
+    target = target_of(setting.model, machine)
+    if (
+        not machine.rehearsal
+        and kv_bytes(target.shape, target.dtype, setting.rows * (setting.context + ROOM)) + MARGIN > machine.free
+    ):
+        raise SkipError("its cache does not fit the GPU's memory")
+    shared, copy = Shared(target), Copy(machine)
+    stations = {nodes: Station(shared, setting, nodes, machine) for nodes in setting.nodes}
+    race = Race.run({str(nodes): station.seconds for nodes, station in stations.items()}, copy, REPEATS)
+    kept = kv_bytes(target.shape, target.dtype, setting.rows * setting.context)
+    floor = (weight_bytes(target.model) + kept) / race.bandwidth
+    figures: dict[str, Any] = {"floor_ms": 1e3 * floor, "copy_bandwidth": race.bandwidth}
+    for nodes, station in stations.items():
+        step = race.seconds[str(nodes)]
+        found = {"ms": 1e3 * step, "floor_share": floor / step, "over_plain": step / race.seconds["1"]}
+        if station.verify is not None:
+            found["outside_target"] = max(0.0, 1.0 - station.verify / step)
+        figures[str(nodes)] = found | station.figures()
+    return figures
+
+
+def job(setting: Setting, machine: Machine) -> Job:
+    needs = check.needed(
+        OPERATORS, machine, texts=(PLAIN, "medusa")
+    )  # one that verifies a chain of one, one that verifies trees
+    return Job(setting.name, f"steps {setting.model}", "decoder", partial(measure, setting, machine), **needs)

@@ -1,0 +1,171 @@
+"""Training steps of drafters for a target of a real size with random weights: tokens a second, share of the GPU's peak, memory;
+beside the same step written straightforwardly (`straight.py`), in turn.
+
+A step: the frozen target's forward, the drafter's loss and gradients, AdamW; weights, gradients and moments in bfloat16. Both
+ways train one drafter by one optimiser. Where the straightforward one is out of memory, that is its result, and it is timed on
+fewer rows.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import check, sources, straight
+from benchmarks.gpu.ladder import PLAIN
+from benchmarks.gpu.machine import Copy, Machine, Race
+from benchmarks.gpu.models import REHEARSED
+from benchmarks.gpu.steps import target_of
+from benchmarks.gpu.suite import Job, RedError
+from drafttrain.drafters import families
+from drafttrain.features.online import Online
+from drafttrain.model.batch import TrainBatch
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.train.flops import Flops
+from drafttrain.train.peaks import named_peak
+
+MODEL = "Llama-3.1-8B"
+CONTEXTS = (2048, 8192)
+TOKENS = 8192  # of a step
+REPEATS = 5
+OPERATORS = ("rms_norm", "gated", "divergence")  # of the target's forward and of the loss
+AGREE = 0.03  # of both ways' losses, in bfloat16
+RATE = 1e-5
+OPTIONS: dict[str, dict[str, Any]] = {  # that training knows of `recipes/*_llama31_8b.yaml`
+    "eagle3": {"steps": 7, "draft_vocab": 32_000},
+    "medusa": {"heads": 3},
+}
+SMALL = {"eagle3": {"steps": 3, "draft_vocab": 32}, "medusa": {"heads": 2}}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    family: str
+    model: str
+    context: int
+
+    @property
+    def name(self) -> str:
+        return f"training {self.family} {self.model} context={self.context}"
+
+
+class Training:
+    """One drafter in training, its steps computed either way. flops: of one step's target forward and drafter."""
+
+    def __init__(self, setting: Setting, machine: Machine) -> None:
+        self.machine, self.target = machine, target_of(setting.model, machine)
+        of, vocab = families()[setting.family], self.target.shape.vocab_size
+        rows = 2 if machine.rehearsal else TOKENS // setting.context
+        torch.manual_seed(0)
+        with machine.device:
+            options = of.options(**(SMALL if machine.rehearsal else OPTIONS)[setting.family])
+            self.drafter = of.build(options, self.target).to(torch.bfloat16).train()
+        self.drafter.prepare(lambda: torch.arange(vocab))  # any tokens will do for its vocabulary
+        self.objective = Objective(self.drafter, self.target, LossOptions())
+        self.online, self.written = Online(self.target, self.drafter.taps), straight.LOSSES[setting.family]
+        trained = [p for p in self.drafter.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=RATE, fused=not machine.rehearsal)
+        self.batch = random_batch(rows, setting.context, vocab, machine.device, seed=0)
+        self.flops, self.loss = self._count(vocab * self.target.shape.hidden_size)
+        self.step(self.ours, rows)  # AdamW has its moments from here on
+
+    def ours(self, batch: TrainBatch) -> Tensor:
+        return self.objective(self.online.fill(batch))[0]
+
+    def eager(self, batch: TrainBatch) -> Tensor:
+        return self.written(self.drafter, self.target, batch)
+
+    def step(self, loss: Callable[[TrainBatch], Tensor], rows: int) -> None:
+        self.optimizer.zero_grad()  # first, since a step may have ended for want of memory
+        batch = self.rows(rows)
+        total = loss(batch)
+        (total / batch.token_BT.numel()).backward()
+        self.optimizer.step()
+
+    def rows(self, count: int) -> TrainBatch:
+        b = self.batch
+        return TrainBatch(b.token_BT[:count], b.position_BT[:count], b.document_BT[:count], b.mask_BT[:count])
+
+    def _count(self, head: int) -> tuple[float, float]:
+        """(operations of a step, its loss). As `drafttrain fit` counts them, but the target's head, which every prediction
+        asks for the law anew, only once for each position. head: weights of it."""
+        counter = Flops()
+        with counter.counting(self.batch):
+            loss, counts = self.objective(self.online.fill(self.batch))
+            (loss / self.batch.token_BT.numel()).backward()
+        law = 2.0 * head * self.batch.token_BT.numel()
+        return counter.of(self.batch) - (len(counts.total) - 1) * law, float(loss.detach())
+
+    def check(self, rows: int) -> None:
+        """Raises RedError where both ways' losses differ. They need no gradients for that."""
+        batch = self.rows(rows)
+        with torch.no_grad():
+            ours, theirs = float(self.ours(batch)), float(self.eager(batch))
+        if not abs(ours - theirs) <= AGREE * abs(theirs):
+            raise RedError(f"the loss is {ours:.4g}, written straightforwardly {theirs:.4g}")
+
+
+def random_batch(rows: int, length: int, vocab: int, device: torch.device, seed: int) -> TrainBatch:
+    token_BT = torch.randint(vocab, (rows, length), device=device, generator=torch.Generator(device).manual_seed(seed))
+    position_BT = torch.arange(length, device=device).expand(rows, length)
+    return TrainBatch(token_BT, position_BT, torch.zeros_like(token_BT), torch.ones_like(token_BT, dtype=torch.bool))
+
+
+def most(work: Callable[[], object], machine: Machine) -> int:
+    """Bytes on the device at most while it runs, models and optimiser included."""
+    if machine.rehearsal:
+        work()
+        return 0
+    machine.wait()
+    torch.cuda.reset_peak_memory_stats(machine.device)
+    work()
+    machine.wait()
+    return torch.cuda.max_memory_allocated(machine.device)
+
+
+def fitting(work: Callable[[int], object], rows: int, machine: Machine) -> tuple[int, int]:
+    """(rows, bytes) of the most rows that fit, halved until they do; 0 rows where one is too many."""
+    while rows:
+        try:
+            return rows, most(partial(work, rows), machine)
+        except torch.OutOfMemoryError:
+            rows //= 2
+        gc.collect()  # what the failed attempt left
+        torch.cuda.empty_cache()
+    return 0, 0
+
+
+def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
+    training = Training(setting, machine)
+    ours, eager = partial(training.step, training.ours), partial(training.step, training.eager)
+    rows, length = training.batch.token_BT.shape
+    found = {"rows": rows, "loss": training.loss, "flops": training.flops, "peak_bytes": most(partial(ours, rows), machine)}
+    found["eager_rows"], found["eager_bytes"] = fitting(eager, rows, machine)
+    contenders = {"ours": partial(machine.seconds, partial(ours, rows))}
+    if found["eager_rows"]:
+        training.check(found["eager_rows"])
+        contenders["eager"] = partial(machine.seconds, partial(eager, found["eager_rows"]))
+    race = Race.run(contenders, Copy(machine), REPEATS)
+    limit, found["tokens_per_s"] = named_peak(machine.name), rows * length / race.seconds["ours"]
+    found["mfu"] = None if limit is None else training.flops / race.seconds["ours"] / limit
+    if found["eager_rows"]:
+        found["eager_tokens_per_s"] = found["eager_rows"] * length / race.seconds["eager"]
+        found["times"] = found["tokens_per_s"] / found["eager_tokens_per_s"]
+    return found
+
+
+def jobs(machine: Machine) -> list[Job]:
+    model, contexts = (next(iter(REHEARSED)), (24,)) if machine.rehearsal else (MODEL, CONTEXTS)
+    settings = [Setting(family, model, context) for family in OPTIONS for context in contexts]
+    needs = check.needed(OPERATORS, machine, texts=[PLAIN])
+    return [Job(s.name, "training steps", modules_of(s.family), partial(measure, s, machine), **needs) for s in settings]
+
+
+def modules_of(family: str) -> tuple[str, ...]:
+    return (*sources.TRAINING, *sources.of_family(family))

@@ -1,0 +1,169 @@
+"""`make gpu-train`: how fast training steps are on this GPU, what the fused loss saves, and whether drafters learn.
+
+Steps for a target of a real size first (`throughput.py`). Then the loss alone: output matrix, divergence and both gradients by
+`losses.Objective`, its divergence fused or in plain torch. Then every family on the embedded target with a plain AdamW loop
+over random tokens. Checks come before as in `make gpu-bench`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu import check, throughput
+from benchmarks.gpu.cases import LOSSES, V
+from benchmarks.gpu.machine import Copy, Machine, Race
+from benchmarks.gpu.suite import Job, RedError, SkipError, Suite
+from benchmarks.gpu.throughput import random_batch
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.drafters import families
+from drafttrain.features.online import Online
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Commit, Drafter, trainable
+from drafttrain.model.target import FINAL, Taps
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.ops import divergence
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import load_target
+
+SECTION = "train"
+WIDTH = 4096
+REPEATS = 5
+AGREE = 1e-3  # of both ways' losses and gradients, as far as bfloat16 slopes agree
+RATE = 3e-4
+ENDS = 10  # steps whose mean loss counts as the first, and the last
+
+
+class Bare(Drafter):
+    """One prediction through one output matrix: the loss and nothing else."""
+
+    def __init__(self, vocab: int, width: int, device: torch.device) -> None:
+        super().__init__()
+        self.taps, self.draft_length = Taps(final=True), 1
+        self.output = nn.Linear(width, vocab, bias=False, device=device, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.ones(width, device=device, dtype=torch.bfloat16))  # a gradient goes on from the states
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        pairs = batch.future(2)
+        hidden_MH = batch.hidden[FINAL].flatten(0, 1)[pairs.source_M] * self.scale
+        yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.output)
+
+    def open(self, slots: int, max_len: int) -> Any:
+        raise AssertionError("it decodes nothing")
+
+    def reset(self, state: Any, slot_R: Tensor) -> None:
+        raise AssertionError("it decodes nothing")
+
+    def observe(self, state: Any, commit: Commit, slot_B: Tensor) -> None:
+        raise AssertionError("it decodes nothing")
+
+    def propose(self, state: Any, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        raise AssertionError("it decodes nothing")
+
+
+def loss(name: str, machine: Machine) -> dict[str, Any]:
+    """Seconds and peak memory of forward and backward, both ways. Raises RedError where their gradients differ."""
+    rows, length, width, vocab, chunk = (2, 9, 16, 61, 8) if machine.rehearsal else (4, 2048, WIDTH, V, 1024)
+    batch = random_batch(rows, length, vocab, machine.device, seed=0)
+    batch.hidden[FINAL] = torch.randn(rows, length, width, device=machine.device, dtype=torch.bfloat16)
+    drafter = Bare(vocab, width, machine.device)
+    head = nn.Linear(width, vocab, bias=False, device=machine.device, dtype=torch.bfloat16).requires_grad_(False)
+    target: Any = SimpleNamespace(head=head, shape=SimpleNamespace(vocab_size=vocab))
+    objective = Objective(drafter, target, LossOptions(name, chunk))
+
+    def step(way: Callable[[], Any]) -> None:
+        objective.zero_grad()
+        with way():
+            total, _ = objective(batch)
+            (total / (rows * length)).backward()
+
+    ways: dict[str, Callable[[], Any]] = {
+        "fused": nullcontext,
+        "plain": partial(mock.patch.object, divergence, "_serves", lambda *_: False),
+    }
+    found: dict[str, Any] = {}
+    gradients: dict[str, Tensor] = {}
+    for way, how in ways.items():
+        found[f"{way}_bytes"] = peak(partial(step, how), machine)
+        assert drafter.scale.grad is not None
+        gradients[way] = drafter.scale.grad.double()
+    apart = float((gradients["fused"] - gradients["plain"]).norm() / gradients["plain"].norm())
+    if not apart <= 10 * AGREE:
+        raise RedError(f"the gradients are {apart:.1e} apart")
+    race = Race.run({way: partial(machine.seconds, partial(step, how)) for way, how in ways.items()}, Copy(machine), REPEATS)
+    return found | {f"{way}_ms": 1e3 * taken for way, taken in race.seconds.items()} | {"tokens": rows * length}
+
+
+def peak(work: Callable[[], None], machine: Machine) -> int:
+    """Bytes of memory beyond what was held before."""
+    if machine.rehearsal:
+        work()
+        return 0
+    machine.wait()
+    torch.cuda.reset_peak_memory_stats(machine.device)
+    before = torch.cuda.memory_allocated(machine.device)
+    work()
+    machine.wait()
+    return torch.cuda.max_memory_allocated(machine.device) - before
+
+
+def family(name: str, machine: Machine) -> dict[str, Any]:
+    """Tokens a second, and the loss before and after. Raises RedError where it does not fall."""
+    rows, length, kept, steps = (2, 24, 2, 24) if machine.rehearsal else (16, 256, 8, 300)
+    dtype = "float32" if machine.rehearsal else "bfloat16"
+    target = load_target(TargetOptions(dtype=dtype, device=str(machine.device))).target
+    of, vocab = families()[name], target.shape.vocab_size
+    torch.manual_seed(0)
+    drafter = of.build(of.options(), target).to(machine.device).train()
+    if not trainable(drafter):
+        raise SkipError("it has nothing to train")
+    objective, online = Objective(drafter, target, LossOptions()), Online(target, drafter.taps)
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=RATE)
+    batches = [random_batch(rows, length, vocab, machine.device, seed) for seed in range(kept)]
+    losses: list[Tensor] = []
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            batch = online.fill(batches[len(losses) % kept])
+            total, _ = objective(batch)
+            mean = total / batch.supervised()
+            optimizer.zero_grad()
+            mean.backward()
+            optimizer.step()
+            losses.append(mean.detach())
+
+    run(ENDS)
+    taken = machine.seconds(partial(run, steps - ENDS))
+    first, last = (float(torch.stack(part).mean()) for part in (losses[:ENDS], losses[-ENDS:]))
+    if not last < first:
+        raise RedError(f"the loss went from {first:.3f} to {last:.3f} in {steps} steps")
+    return {"tokens_per_s": (steps - ENDS) * rows * length / taken, "first_loss": first, "last_loss": last, "steps": steps}
+
+
+def jobs(machine: Machine) -> list[Job]:
+    found = throughput.jobs(machine)  # goals come first
+    alone, needs = check.needed(["divergence"], machine), check.needed(throughput.OPERATORS, machine)
+    loss_modules = ("drafttrain.objective.losses", "drafttrain.model.batch")
+    found += [Job(f"loss {name}", "loss", loss_modules, partial(loss, name, machine), **alone) for name in LOSSES]
+    for name in families():
+        modules = throughput.modules_of(name)
+        found.append(Job(f"drafter {name}", "drafters", modules, partial(family, name, machine), **needs))
+    return found
+
+
+def main() -> int:
+    suite = Suite(SECTION, __doc__.splitlines()[0])
+    return suite.run(jobs(suite.machine), check.jobs(suite.machine))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

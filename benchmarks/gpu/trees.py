@@ -1,0 +1,137 @@
+"""What a draft is made of: links of a tree, the best nodes of many candidates, parallel heads.
+
+Shapes: B rows, N nodes, M candidates, K heads, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.case import Case, Ranks, Tensors, generator, random_parents
+from drafttrain.ops import build_tree as build_op
+from drafttrain.ops import residual_heads as heads_op
+from drafttrain.ops import top as top_op
+from drafttrain.ops import tree_links as links_op
+
+
+@dataclass(frozen=True)
+class TreeLinks(Case):
+    op: ClassVar = "tree_links"
+    twins: ClassVar = (links_op,)
+    dtypes: ClassVar = (torch.float32,)
+    rows: int
+    nodes: int
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        return {"parent": random_parents(self.rows, self.nodes, device, seed)}
+
+    def run(self, given: Tensors) -> Tensors:
+        return dict(zip(("depth", "bits"), links_op.tree_links(given["parent"]), strict=True))
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        found = [links(parent) for parent in wide["parent"].tolist()]
+        return {name: torch.tensor([row[i] for row in found], device=wide["parent"].device) for i, name in enumerate(_LINKS)}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """Parents; depths and bits."""
+        return 24 * self.rows * self.nodes
+
+
+_LINKS = ("depth", "bits")
+
+
+def links(parent: list[int]) -> tuple[list[int], list[int]]:
+    """(depth, ancestors as the bits of a signed integer), node by node."""
+    depth, bits = [0], [1]
+    for node, above in enumerate(parent[1:], 1):
+        depth.append(depth[above] + 1)
+        bits.append(bits[above] | 1 << node)
+    return depth, [b - (1 << 64) if b >> 63 else b for b in bits]
+
+
+@dataclass(frozen=True)
+class BuildTree(Case):
+    op: ClassVar = "build_tree"
+    twins: ClassVar = (build_op, links_op, top_op)
+    dtypes: ClassVar = (torch.float32,)
+    goal: ClassVar = 5.0
+    rows: int
+    candidates: int
+    nodes: int
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        parent_BM = random_parents(self.rows, self.candidates, device, seed)
+        # steps of a quarter: equal scores abound, and the lower index must win
+        step_BM = torch.rand(parent_BM.shape, device=device, generator=generator(device, seed)).mul_(8).floor_().div_(4)
+        score_BM = torch.zeros_like(step_BM)
+        for i in range(1, self.candidates):
+            score_BM[:, i] = score_BM.gather(1, parent_BM[:, i : i + 1])[:, 0] - step_BM[:, i]
+        return {"parent": parent_BM, "score": score_BM}
+
+    def run(self, given: Tensors) -> Tensors:
+        built = build_op.build_tree(given["parent"], given["score"], self.nodes)
+        names = (*_BUILT[:2], *_LINKS, *_BUILT[2:])
+        found = (built.kept_BN, built.parent_BN, built.depth_BN, built.bits_BN, built.child_BN, built.sibling_BN)
+        return dict(zip(names, found, strict=True))
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        rows = [self._row(*row) for row in zip(wide["parent"].tolist(), wide["score"].tolist(), strict=True)]
+        return {name: torch.tensor([row[name] for row in rows], device=wide["parent"].device) for name in rows[0]}
+
+    def _row(self, parent: list[int], score: list[float]) -> dict[str, list[int]]:
+        best = sorted(range(1, len(parent)), key=lambda i: (-score[i], i))[: self.nodes - 1]
+        kept = [0, *sorted(best)]
+        place = {candidate: node for node, candidate in enumerate(kept)}
+        above = [-1] + [place[parent[c]] for c in kept[1:]]
+        below = [[i for i, p in enumerate(above) if p == node] for node in range(self.nodes)]
+        after = {node: brothers[i + 1] for brothers in below for i, node in enumerate(brothers[:-1])}
+        found = {"kept": kept, "parent": above, "child": [children[0] if children else -1 for children in below]}
+        return found | dict(zip(_LINKS, links(above), strict=True)) | {"sibling": [after.get(i, -1) for i in range(self.nodes)]}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """Parents and scores; six numbers a node."""
+        return self.rows * (12 * self.candidates + 48 * self.nodes)
+
+
+_BUILT = ("kept", "parent", "child", "sibling")
+
+
+@dataclass(frozen=True)
+class Heads(Case):
+    """Parallel heads of one residual block each: batched products by cuBLAS, then `top`."""
+
+    op: ClassVar = "residual_heads"
+    twins: ClassVar = (top_op,)
+    modules: ClassVar = (heads_op.__name__,)  # type: ignore[assignment]
+    rows: int
+    heads: int
+    width: int
+    vocab: int
+    ranks: int
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        draw, K, H = generator(device, seed), self.heads, self.width
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device, generator=draw).to(dtype)
+
+        output_KVH = torch.stack([random(self.vocab, H) for _ in range(K)])  # one by one: float32 copies are large
+        return {"weight": random(K, H, H) / H**0.5, "bias": random(K, H), "output": output_KVH, "state": random(self.rows, H)}
+
+    def run(self, given: Tensors) -> Tensors:
+        stack = heads_op.ResidualHeads([(given["weight"], given["bias"])], given["output"], frozen=False)
+        return {"index": stack.top(given["state"], self.heads, self.ranks)}
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        inner_KBH = torch.einsum("khi,bi->kbh", wide["weight"], wide["state"]) + wide["bias"][:, None]
+        state_KBH = wide["state"] + inner_KBH * inner_KBH.sigmoid()
+        logits_KBV = torch.einsum("kbh,kvh->kbv", state_KBH, wide["output"])
+        return {"index": Ranks(logits_KBV.flatten(0, 1), 2e-2)}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """All weights once."""
+        return dtype.itemsize * self.heads * self.width * (self.width + 1 + self.vocab)

@@ -1,0 +1,1 @@
+"""The command line: configuration, help, error messages, and how commands are launched."""

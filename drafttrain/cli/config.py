@@ -1,0 +1,113 @@
+"""What Hydra knows: the schema of a run, each family's own schema, and the recipes."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from drafttrain.cli.overview import recipe_files
+from drafttrain.core.errors import UserError
+from drafttrain.drafters import families
+from drafttrain.runs.options import RunOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One composed configuration: as typed objects for the code, as plain data for the record, and the overrides that made it,
+    of a sweep's one job.
+    """
+
+    options: RunOptions
+    resolved: dict[str, Any]
+    overrides: list[str]
+
+
+def register(config_dir: Path | None = None) -> None:
+    """Make schemas and recipes known to Hydra.
+
+    config_dir: the user's own folder; the YAML files of its `recipes/` become recipes.
+    Raises UserError when a recipe is no YAML mapping.
+    """
+    store = ConfigStore.instance()
+    store.store(name="run_schema", node=RunOptions)
+    for family in families().values():
+        store.store(group="drafter", name=f"{family.name}_schema", node=family.options)
+    for name, file in recipe_files(config_dir).items():
+        store.store(group="recipe", name=name, node=_read_recipe(name, file.read_text(encoding="utf-8")), package="_global_")
+    OmegaConf.register_new_resolver("drafttrain_required", _required, replace=True)
+    OmegaConf.register_new_resolver("drafttrain_scratch", _scratch, use_cache=True, replace=True)
+
+
+def to_run(composed: DictConfig) -> Run:
+    """Leave OmegaConf behind.
+
+    Raises UserError for a key that no schema has (Hydra's `+key=value` lets one in) and omegaconf's errors for what cannot be
+    resolved.
+    """
+    with_choice = OmegaConf.merge(composed, {"recipe": HydraConfig.get().runtime.choices.get("recipe")})
+    options = OmegaConf.to_object(with_choice)
+    assert isinstance(options, RunOptions)
+    if strays := list(_strays(options)):
+        raise UserError(f"unknown key {strays[0]!r}; + adds keys to deepspeed.extra only")
+    resolved = OmegaConf.to_container(with_choice, resolve=True, throw_on_missing=True)
+    assert isinstance(resolved, dict)
+    return Run(options, {str(key): value for key, value in resolved.items()}, list(HydraConfig.get().overrides.task))
+
+
+def known_keys() -> list[str]:
+    """Every key that an override may name, `train.lr` and the families' `drafter.*` included."""
+    schemas = [OmegaConf.create({"drafter": OmegaConf.structured(family.options)}) for family in families().values()]
+    return sorted({key for node in [OmegaConf.structured(RunOptions), *schemas] for key in _flatten(node)})
+
+
+def _strays(node: Any, prefix: str = "") -> Iterator[str]:
+    """Attributes of the option objects that their dataclasses do not declare."""
+    if not is_dataclass(node):
+        return
+    declared = {field.name for field in fields(node)}
+    for name, value in vars(node).items():
+        if name not in declared:
+            yield f"{prefix}{name}"
+        yield from _strays(value, f"{prefix}{name}.")
+
+
+def _flatten(node: DictConfig, prefix: str = "") -> list[str]:
+    keys = []
+    for name in map(str, node):
+        keys.append(f"{prefix}{name}")
+        if isinstance(child := node._get_node(name), DictConfig) and not child._is_none():
+            keys += _flatten(child, f"{prefix}{name}.")
+    return keys
+
+
+def _read_recipe(name: str, text: str) -> dict[str, Any]:
+    try:
+        body = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise UserError(f"recipe {name}, line {line}: {error.problem}; mend the YAML") from error
+    if not isinstance(body, dict):
+        raise UserError(f"recipe {name} is {type(body).__name__}, not a mapping; write key: value lines")
+    return body
+
+
+def _required(key: str) -> str:
+    """The value of a key that has no default: asked for only where the user gave none."""
+    raise UserError(f"{key} is not set; add {key}=...")
+
+
+def _scratch() -> str:
+    """A folder for what Hydra writes about a sweep; every run keeps its own record in its run directory."""
+    folder = tempfile.mkdtemp(prefix="drafttrain-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -1,0 +1,232 @@
+"""`drafttrain COMMAND [overrides]`.
+
+Hydra composes the configuration; a user's mistake becomes one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from drafttrain import __version__
+from drafttrain.cli.complaints import explain, nearest
+from drafttrain.cli.overview import COMMANDS, command_help, general_help
+from drafttrain.cli.quiet import quiet
+from drafttrain.core.errors import Interrupted, OutputError, ParityError, UserError, WorkerError, one_line
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from drafttrain.cli.config import Run
+
+PATH_KEYS = (
+    "target.path",
+    "drafter.path",
+    "data.path",
+    "data.template",
+    "data.cache",
+    "checkpoint",
+    "train.init",
+    "prompts",
+    "measure.prompts",
+    "output",
+    "out",
+    "engine_python",
+    "engine_url",
+    "engine_plain_url",
+    "resume",
+    "report",
+    "simulate.alpha",  # whose plus sign says something
+)
+TEXT_KEYS = ("prompt",)
+POSITIONAL = {"compare": "runs"}  # by command: the key that takes its words without one
+
+
+class Stop(BaseException):
+    """A user's mistake, or a failed check, on its way out. No Exception: Hydra would print it, and a sweep would run its other
+    jobs first.
+    """
+
+    def __init__(self, line: str, code: int = 2) -> None:
+        super().__init__(line)
+        self.code = code
+
+
+def main() -> NoReturn:
+    """The `drafttrain` command: sys.argv in, exit code out (0 done, 1 bug, 2 user's mistake, 3 an export that
+    drafts otherwise than its checkpoint, here or in an engine, 4 output of a lossless policy that is not the target's, 75 to be
+    resumed, 130 Ctrl-C). A Ctrl-C while Python shuts down ends it by the signal, which shells show as 130 too."""
+    try:
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # while it said how the command had ended
+        code = 130
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # which leaves tracebacks in what runs at exit
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code. An error that is no user's mistake is raised as it is."""
+    try:
+        return _dispatch(list(arguments))
+    except Stop as stop:
+        print(f"drafttrain: {stop}", file=sys.stderr)
+        return stop.code
+    except Interrupted as interrupted:
+        print(f"drafttrain: interrupted {interrupted}", file=sys.stderr)
+        return Interrupted.CODE
+    except KeyboardInterrupt:
+        print("drafttrain: interrupted", file=sys.stderr)
+        return 130
+    except WorkerError:
+        return 1
+    except Exception as error:
+        line = explain(error)
+        if line is None:
+            raise
+        print(f"drafttrain: {line}", file=sys.stderr)
+        return 2
+
+
+def _dispatch(arguments: list[str]) -> int:
+    command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
+    if command is not None and command not in COMMANDS:
+        raise UserError(f"unknown command {command!r}; {nearest(command, COMMANDS)}")
+    if "--version" in arguments:
+        print(f"drafttrain {__version__}")
+        return 0
+    flags = _parser().parse_intermixed_args(arguments)
+    config_dir = Path(flags.config_dir) if flags.config_dir else None
+    if config_dir and not config_dir.is_dir():
+        raise UserError(f"--config-dir {config_dir} is no directory; give the folder that holds recipes/ or groups")
+    if flags.help:
+        print(command_help(command, config_dir) if command else general_help(config_dir))
+        return 0
+    if flags.shell_completion:
+        return _complete(arguments, config_dir)
+    if command is None:
+        raise UserError(f"no command given; use one of {', '.join(COMMANDS)}, or drafttrain --help")
+    words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]
+    overrides = [quote(word, sweep=flags.multirun) for word in flags.overrides if word not in words]
+    if words:
+        overrides.append(f"{POSITIONAL[command]}=[{','.join(map(_quoted, words))}]".replace("${", "\\${"))
+    _hydra(command, [word for word in arguments if word not in flags.overrides] + overrides, config_dir)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Hydra's own flags; it parses them again, but after this one no mistake is left for it to report."""
+    from hydra._internal.utils import get_args_parser
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UserError(f"{message}; drafttrain --help lists the flags")
+
+    return Parser(parents=[get_args_parser()], add_help=False)
+
+
+def _is_positional(word: str) -> bool:
+    """Whether a word names a run rather than a key's value; a path with `=` in it does where it is there."""
+    return "=" not in word or os.path.lexists(os.path.expanduser(word)) or (glob.has_magic(word) and bool(glob.glob(word)))
+
+
+def quote(override: str, sweep: bool = False) -> str:
+    """Quote the value of a key that holds a path or text, so that `=`, commas and spaces in it stay text to Hydra.
+
+    sweep: commas part the values of a sweep, each is quoted alone.
+    """
+    key, equals, value = override.partition("=")
+    if equals and key in TEXT_KEYS and not sweep:
+        return f"{key}={_quoted(value)}".replace("${", "\\${")  # no interpolation in a text
+    if not equals or key.lstrip("+") not in PATH_KEYS or value[:1] in ("'", '"') or "${" in value:
+        return override
+    return f"{key}=" + ",".join(map(_quote_path, value.split(",") if sweep else [value]))
+
+
+def _quote_path(value: str) -> str:
+    path = os.path.expanduser(value)
+    return path if re.fullmatch(r"[\w./-]*", path) else _quoted(path)
+
+
+def _quoted(text: str) -> str:
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+def _complete(arguments: list[str], config_dir: Path | None) -> int:
+    """Shell completion, by Hydra for everything after the command."""
+    typed = os.environ.get("COMP_LINE", "").split(" ")
+    if "query" in "".join(arguments) and len(typed) == 2:
+        print(" ".join(name for name in COMMANDS if name.startswith(typed[1])))
+        return 0
+    if len(typed) > 2 and typed[1] in COMMANDS:
+        os.environ["COMP_LINE"] = " ".join([typed[0], *typed[2:]])
+    _hydra("fit", arguments, config_dir)
+    return 0
+
+
+def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
+    """Let Hydra compose the configuration and run the command on it, once or for each value of a sweep."""
+    quiet()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing several lines: `run` turns the error into one
+    import hydra
+
+    from drafttrain.cli.config import register, to_run
+
+    register(config_dir)
+
+    def task(composed: DictConfig) -> None:
+        try:
+            with explained():
+                _execute(command, to_run(composed), config_dir)
+        except UserError as error:
+            raise Stop(str(error)) from error
+        except (ParityError, OutputError) as error:
+            raise Stop(one_line(str(error)), error.CODE) from error
+
+    sys.argv[1:] = arguments
+    hydra.main(version_base="1.3", config_path="pkg://drafttrain.conf", config_name="config")(task)()
+
+
+def _execute(command: str, run: Run, config_dir: Path | None) -> None:
+    function = getattr(import_module(f"drafttrain.commands.{command}"), command)
+    if command == "doctor":
+        function(Path(run.options.output))
+        return
+    launcher = run.options.launcher
+    if launcher.name == "slurm":
+        own = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
+        import_module("drafttrain.cli.slurm").submit(command, [*own, *run.overrides], launcher)
+        return
+    if launcher.name != "local":
+        raise UserError(f"launcher.name is {launcher.name!r}; choose local or slurm")
+    launch = import_module("drafttrain.cli.launch").launch
+    launch(partial(_run_explained, function), run.options, run.resolved)
+
+
+def _run_explained(function: Callable[[Any, dict[str, Any]], object], options: Any, resolved: dict[str, Any]) -> None:
+    """What each process of a launch runs: only it still has the error that is to be explained."""
+    with explained():
+        function(options, resolved)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """What is the user's to mend leaves as a UserError; a bug leaves as it is."""
+    try:
+        yield
+    except Exception as error:
+        if (line := explain(error)) is not None:
+            raise UserError(line) from error
+        raise

@@ -1,0 +1,81 @@
+"""The files of a directory by their sha256, in one more file there, for everything that reads them.
+
+A directory without that file was made by somebody else, by an earlier version, or was changed on purpose: it is taken as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import read_sealed_json, sealed
+
+LISTED = "drafttrain-checksums.json"
+SUM = re.compile("[0-9a-f]{64}")
+
+
+def file_sum(file: Path, durable: bool = False) -> str:
+    """The file's sha256. durable: it is on the disk when this returns."""
+    with file.open("rb") as opened:
+        if durable:
+            os.fsync(opened.fileno())
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def first_fault(directory: Path, sums: Mapping[str, Any], where: str) -> str | None:
+    """What is wrong with the first bad one of these files; None: nothing. where: the file that `sums` stand in."""
+    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+        return next(filter(None, pool.map(lambda name: _fault(directory, name, sums[name], where), sums)), None)
+
+
+def _fault(directory: Path, name: str, expected: Any, where: str) -> str | None:
+    try:
+        got = file_sum(directory / name)
+    except (OSError, ValueError) as error:
+        return f"{name}, which {where} lists, cannot be read ({getattr(error, 'strerror', error)})"
+    return None if got == expected else f"{name} is damaged or cut off: its sha256 is not that in {where}"
+
+
+def list_files(directory: Path, without: Collection[str] = ()) -> None:
+    """Write down the sha256 of all files there and below, but for directories inside that have such a list themselves: the last
+    file of a directory that appears whole (`atomic_directory`).
+
+    without: names of files that people edit.
+    """
+    own = [path.parent for path in directory.rglob(LISTED) if path.parent != directory]
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name not in (*without, LISTED)]
+    sums = {path.relative_to(directory).as_posix(): file_sum(path) for path in files if not set(own) & {*path.parents}}
+    text = json.dumps(sealed(dict(sorted(sums.items()))), indent=2)
+    (directory / LISTED).write_text(f"{text}\n", encoding="utf-8")
+
+
+def listed(directory: Path, way_out: str) -> dict[str, Any] | None:
+    """sha256 by the files' names; None where the directory has no list. Raises UserError for a damaged list, and for another
+    file under its name."""
+    file = directory / LISTED
+    if not file.is_file():
+        return None
+    sums = read_sealed_json(file, "checksums", way_out)
+    strange = [name for name, value in sums.items() if not (isinstance(value, str) and SUM.fullmatch(value))]
+    if strange:
+        raise UserError(f"{file}: expected checksums, got something else ({strange[0]!r:.60}); {way_out}")
+    return sums
+
+
+def check_listed(directory: Path, way_out: str, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Raise UserError unless the listed files are what was written. wanted: which of them, by name."""
+    sums = listed(directory, way_out) or {}
+    if (fault := first_fault(directory, {name: sums[name] for name in sums if wanted(name)}, LISTED)) is not None:
+        raise UserError(changed(directory, fault, way_out))
+
+
+def changed(directory: Path, fault: str, way_out: str) -> str:
+    """The message about a directory whose files are not those of its list."""
+    return f"{directory}: {fault}; {way_out}. If you changed it on purpose, delete {LISTED} there"

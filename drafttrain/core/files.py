@@ -1,0 +1,200 @@
+"""Files and directories that appear whole or not at all (written aside, fsynced, renamed)."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from drafttrain.core.errors import UserError
+
+CHECKSUM = "checksum"  # of all else in a JSON object
+HOST = socket.gethostname()  # folders may be shared by machines
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def atomic_directory(final: Path, full: str | None = None) -> Iterator[Path]:
+    """Give an empty directory beside `final`; on leaving, make it durable and move it to `final`, replacing what is there.
+
+    An exception inside removes the directory aside and leaves `final` as it was. Raises UserError on a full disk; full: as for
+    `atomic_write_bytes`.
+    """
+    aside = _aside(final)
+    with _full_disk(final, full):
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            yield aside
+            for path in aside.rglob("*"):
+                _fsync(path)
+            _fsync(aside)
+            _replace_directory(aside, final)
+            _fsync(final.parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def atomic_file(final: Path, full: str) -> Iterator[BinaryIO]:
+    """Give a file beside `final` to be written in pieces, which replaces it on leaving; an exception inside removes it.
+
+    full: what to do where the disk is full. Raises UserError then.
+    """
+    aside = _aside(final)
+    with _full_disk(final, full):
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with aside.open("wb") as file:
+                yield file
+            _fsync(aside)
+            aside.replace(final)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Replace a file's contents by this text in UTF-8. Raises UserError on a full disk."""
+    atomic_write_bytes(path, text.encode())
+
+
+def atomic_write_bytes(path: Path, content: bytes, full: str | None = None) -> None:
+    """Replace a file's contents. Raises UserError on a full disk; full: what is kept then and what to do, if not the usual."""
+    aside = _aside(path)
+    with _full_disk(path, full):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_bytes(content)
+            _fsync(aside)
+            aside.replace(path)
+            _fsync(path.parent)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def atomic_write_json(path: Path, value: Any) -> None:
+    """Replace a file's contents by this value as indented JSON. NaN and infinity are refused: JSON has none."""
+    atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_sealed_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file's contents by this object, with a checksum of it that `read_sealed_json` compares."""
+    atomic_write_json(path, sealed(content))
+
+
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """The object with a checksum of all else in it, under the key `checksum`."""
+    return content | {CHECKSUM: _digest(content)}
+
+
+def unsealed(content: dict[str, Any]) -> dict[str, Any] | None:
+    """The object without its checksum; None where that is not the checksum of the rest. One without any is given as it is."""
+    rest = {key: value for key, value in content.items() if key != CHECKSUM}
+    try:
+        return rest if CHECKSUM not in content or content[CHECKSUM] == _digest(rest) else None
+    except ValueError:  # infinity: a changed digit made a number too large
+        return None
+
+
+def read_sealed_json(path: Path, what: str, way_out: str) -> dict[str, Any]:
+    """An object that `write_sealed_json` wrote, without its checksum. One without a checksum is taken as it is: older versions
+    wrote such, and whoever changes a file on purpose removes it.
+
+    what: the file is. Raises UserError for damage, with this way out.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: expected {what}, got something else ({error}); {way_out}") from error
+    if (rest := unsealed(content)) is None:
+        raise UserError(
+            f"{path}: damaged: its checksum is not that of its contents; {way_out}. If you changed it on purpose, remove its "
+            f'line "{CHECKSUM}"'
+        )
+    return rest
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether a writer failed for want of space. Those that are no Python code (safetensors, torch) say so in words alone."""
+    causes = (error, error.__cause__)
+    return any((isinstance(c, OSError) and c.errno in FULL) or "No space left on device" in str(c) for c in causes)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory so that a crash half-way never leaves part of it under its own name."""
+    aside = _aside(path)
+    path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left aside in this folder. Only for a folder that no other process writes to."""
+    for path in folder.glob("*.tmp-*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def remove_abandoned(folder: Path, pattern: str = "*.tmp-*") -> None:
+    """Remove what processes of this machine that have ended left aside in this folder, by these names."""
+    for path in folder.glob(pattern):
+        found = re.search(rf"\.tmp-(old-)?{re.escape(HOST)}-(\d+)$", path.name)
+        if found is not None and not _runs(int(found[2])):
+            with suppress(FileNotFoundError):  # another process may remove it too
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp-{HOST}-{os.getpid()}")
+
+
+def _replace_directory(source: Path, final: Path) -> None:
+    """A rename cannot replace a full directory: the old one steps aside first."""
+    if not final.exists():
+        source.rename(final)
+        return
+    old = final.with_name(f"{final.name}.tmp-old-{HOST}-{os.getpid()}")
+    final.rename(old)
+    source.rename(final)
+    shutil.rmtree(old)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _full_disk(path: Path, full: str | None = None) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of whichever library writes
+        if isinstance(error, UserError) or not disk_full(error):
+            raise
+        usual = f"previous checkpoints are; free space under {path.parent}, or set output= to a directory on another disk"
+        raise UserError(f"disk full while writing {path}: nothing of it was kept, {full or usual}") from error

@@ -1,0 +1,72 @@
+"""95 % intervals of pooled figures. What varies is the text, so each is left out once (delete-one jackknife).
+
+Shapes: C texts (prompts, conversations), F figures of a text that are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+Interval = tuple[float, float]  # low, high
+
+LEVEL = 0.95
+
+
+@lru_cache(1024)
+def t_quantile(degrees: int) -> float:
+    """What |t| stays below with probability `LEVEL`: 12.706 for 1 degree of freedom, 1.960 for many.
+
+    P(|t| > x) is the regularised incomplete beta function of n / (n + x^2) at (n / 2, 1 / 2) (Abramowitz and Stegun 26.7.1).
+    """
+    from mpmath import betainc, findroot
+
+    def missed(x: float) -> float:
+        return betainc(degrees / 2, 0.5, 0, degrees / (degrees + x * x), regularized=True) - (1 - LEVEL)
+
+    normal = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+    near = normal + (normal**3 + normal) / (4 * degrees)  # the first term of its expansion, 26.7.5
+    return float(findroot(missed, (near, 1.01 * near)))
+
+
+def jackknife(figure: Callable[[Tensor], Tensor], sum_CF: Tensor) -> Interval | None:
+    """The interval of `figure` of the sums over texts, by Student's t with C - 1 degrees of freedom; None below two texts.
+
+    figure: [..., F] sums -> [...] the pooled figure, a ratio of sums as a rule. Positions of one text are not independent, so
+    a text is what is left out.
+    """
+    C = len(sum_CF)
+    if C < 2:
+        return None
+    total_F = sum_CF.sum(0)
+    value, without_C = float(figure(total_F)), figure(total_F - sum_CF)
+    variance = (C - 1) / C * float(((without_C - without_C.mean()) ** 2).sum())
+    half = t_quantile(C - 1) * variance**0.5
+    return value - half, value + half
+
+
+def added_by(names: Sequence[Hashable], sum_CF: Tensor) -> Tensor:
+    """The rows of one name as one row: turns of a dialogue are one text."""
+    places: dict[Hashable, int] = {}
+    row_C = torch.tensor([places.setdefault(name, len(places)) for name in names], dtype=torch.long)
+    return sum_CF.new_zeros(len(places), sum_CF.shape[1]).index_add_(0, row_C, sum_CF)
+
+
+def accepted_length(sum_F: Tensor) -> Tensor:
+    """1 + accepted drafts / verifications, from [..., 2] sums of them."""
+    return 1.0 + sum_F[..., 0] / sum_F[..., 1]
+
+
+def tau_interval(sum_C2: Tensor) -> Interval | None:
+    """Of a mean accepted length, from each text's accepted drafts and verifications; never below 1."""
+    found = jackknife(accepted_length, sum_C2[sum_C2[:, 1] > 0])
+    return None if found is None else (max(1.0, found[0]), max(1.0, found[1]))
+
+
+def said(value: float, interval: Interval | None) -> str:
+    """`1.52 (1.38 to 1.66)`."""
+    return f"{value:.2f}" + ("" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})")

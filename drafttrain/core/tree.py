@@ -1,0 +1,279 @@
+"""The draft tree. Everything a drafter proposes is one of these.
+
+Shapes: B batch, N nodes (root included), V vocabulary, W children of a node.
+
+A worked example, used throughout: root `r` has children `a`, `b`; `a` has child `c`.
+
+    node      0   1   2   3
+    token     r   a   b   c
+    parent   -1   0   0   1
+    depth     0   1   1   2
+
+Node 0, the root, is already committed text that no KV cache holds yet. Every parent precedes its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Path = tuple[int, ...]  # ranks from the root: (0, 2) is the third choice at depth 2 below the first at depth 1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """A batch of proposals of one node count; `count_B` real nodes each, the rest is padding.
+
+    q_BNV: row i is the law, after the request's logits processors, that node i's *children* were sampled from
+        (without replacement when there are several). None: the proposal is deterministic given the context.
+    sampled_BN: row i is True where node i's children were sampled from `q_BNV[:, i]`. Required beside `q_BNV`.
+    known_BNN: `ancestors(parent_BN)`, where the shape is known beforehand.
+    confidence_BN: of a chain as it was drafted, P(node i is accepted, if its parent is), where the drafter knows it; 1 at the
+        root. It goes with what is cut off.
+    """
+
+    token_BN: Tensor
+    parent_BN: Tensor
+    count_B: Tensor
+    q_BNV: Tensor | None = None
+    sampled_BN: Tensor | None = None
+    known_BNN: Tensor | None = None
+    confidence_BN: Tensor | None = None
+
+    @property
+    def ancestor_BNN(self) -> Tensor:
+        """[B, N, N] bool, as `ancestors` gives it."""
+        return ancestors(self.parent_BN) if self.known_BNN is None else self.known_BNN
+
+    @staticmethod
+    def chain(token_BN: Tensor, count_B: Tensor | None = None, q_BNV: Tensor | None = None) -> DraftTree:
+        """A chain: each node's parent is its left neighbour. `q_BNV`, if given, holds for every node with a child."""
+        B, N = token_BN.shape
+        parent_BN = torch.arange(-1, N - 1, device=token_BN.device).expand(B, N)
+        count_B = torch.full((B,), N, device=token_BN.device) if count_B is None else count_B
+        sampled_BN = None if q_BNV is None else torch.ones(B, N, dtype=torch.bool, device=token_BN.device)
+        known_BNN = torch.ones(N, N, dtype=torch.bool, device=token_BN.device).tril().expand(B, N, N)
+        return DraftTree(token_BN, parent_BN, count_B, q_BNV, sampled_BN, known_BNN)
+
+    @staticmethod
+    def static(token_BN: Tensor, shape: TreeShape) -> DraftTree:
+        """One shape for the whole batch."""
+        B, N = token_BN.shape
+        count_B = torch.full((B,), N, device=token_BN.device)
+        return DraftTree(token_BN, shape.parent_N.expand(B, N), count_B, known_BNN=shape.ancestor_NN.expand(B, N, N))
+
+    def cut(self, deepest: int, trim: bool = True) -> DraftTree:
+        """The tree without the nodes below this depth, the rest in the same order. `cut(1)` of the example is r, a, b.
+
+        trim: to the nodes that are left; without, they become padding and nothing asks the device how many there are.
+        """
+        ancestor_BNN = self.ancestor_BNN
+        B, N = self.token_BN.shape
+        real_BN = torch.arange(N, device=self.token_BN.device) < self.count_B[:, None]
+        stays_BN = (depth(ancestor_BNN) <= deepest) & real_BN
+        if trim and bool((stays_BN == real_BN).all()):
+            return self
+        count_B = stays_BN.sum(-1)
+        order_BM = (~stays_BN).long().argsort(stable=True, dim=-1)
+        order_BM = order_BM[:, : int(count_B.max())] if trim else order_BM
+        place_BN = stays_BN.cumsum(-1) - 1
+        parent_BM = self.parent_BN.gather(1, order_BM)
+        moved_BM = place_BN.gather(1, parent_BM.clamp_min(0))
+        parent_BM = torch.where(parent_BM < 0, -1, moved_BM)
+        parent_BM = torch.where(torch.arange(parent_BM.shape[1], device=parent_BM.device) < count_B[:, None], parent_BM, 0)
+        parent_BM[:, 0] = -1
+        rows_BM = torch.arange(B, device=self.token_BN.device)[:, None]
+        q_BMV = None if self.q_BNV is None else self.q_BNV[rows_BM, order_BM]
+        sampled_BM = None if self.sampled_BN is None else self.sampled_BN[rows_BM, order_BM]
+        return DraftTree(self.token_BN.gather(1, order_BM), parent_BM, count_B, q_BMV, sampled_BM)
+
+    def joined(self, other: DraftTree) -> DraftTree:
+        """Both proposals as one tree: its token paths are those of either, each once; this one's nodes first, in their order.
+
+        Of fixed shape, N + M - 1 nodes. Both have the same roots, no siblings of the same token, and carry no law. The example
+        and r with a chain b d give r, a, b, c, d, where d hangs from b.
+        """
+        assert self.q_BNV is None and other.q_BNV is None, "a node of one may stand where the other drew without it"
+        N, M = self.token_BN.shape[1], other.token_BN.shape[1]
+        column = torch.arange(N + M, device=self.token_BN.device)
+        real_BN, real_BM = column[:N] < self.count_B[:, None], column[:M] < other.count_B[:, None]
+        known_BMN = _same_paths(self, other, real_BM[:, :, None] & real_BN[:, None])
+        known_BM, at_BM = known_BMN.long().max(-1)
+        new_BM = real_BM & (known_BM == 0)
+        at_BM = torch.where(new_BM, self.count_B[:, None] + new_BM.cumsum(-1) - 1, at_BM)
+        above_BM = at_BM.gather(1, other.parent_BN.clamp_min(0))
+        column_BM = torch.where(new_BM, at_BM, N + M - 1)  # the last one takes what is not new
+        behind_BM = torch.zeros_like(at_BM)
+        token_BX = torch.cat([self.token_BN, behind_BM], 1).scatter(1, column_BM, other.token_BN)[:, :-1]
+        parent_BX = torch.cat([self.parent_BN, behind_BM], 1).scatter(1, column_BM, above_BM)[:, :-1]
+        count_B = self.count_B + new_BM.sum(-1)
+        parent_BX = torch.where(column[:-1] < count_B[:, None], parent_BX, 0)
+        return DraftTree(token_BX, parent_BX, count_B)
+
+    def trimmed(self) -> DraftTree:
+        """Without the columns that are padding in every row; asks the device how many there are."""
+        N = max(self.count_B.tolist())
+        if self.token_BN.shape[1] == N:
+            return self
+        q_BNV, sampled_BN = (None if x is None else x[:, :N] for x in (self.q_BNV, self.sampled_BN))
+        known_BNN = None if self.known_BNN is None else self.known_BNN[:, :N, :N]
+        return DraftTree(self.token_BN[:, :N], self.parent_BN[:, :N], self.count_B, q_BNV, sampled_BN, known_BNN)
+
+
+def _same_paths(first: DraftTree, second: DraftTree, real_BMN: Tensor) -> Tensor:
+    """[B, M, N] bool: whether node m of the second has the token path of node n of the first. real_BMN: neither is padding."""
+    B, M, N = real_BMN.shape
+    same_BMN = real_BMN & (second.token_BN[:, :, None] == first.token_BN[:, None])
+    same_BMN[:, 0], same_BMN[:, :, 0] = False, False
+    same_BMN[:, 0, 0] = True
+    up_BM, up_BN = second.parent_BN.clamp_min(0), first.parent_BN.clamp_min(0)
+    for _ in range(min(M, N).bit_length()):  # each round doubles the length of the paths compared
+        above_BMN = same_BMN.gather(1, up_BM[..., None].expand(B, M, N)).gather(2, up_BN[:, None].expand(B, M, N))
+        same_BMN = same_BMN & above_BMN
+        up_BM, up_BN = up_BM.gather(1, up_BM), up_BN.gather(1, up_BN)
+    return same_BMN
+
+
+def ancestors(parent_BN: Tensor) -> Tensor:
+    """[B, N, N] bool: entry [b, i, j] says that j is i or an ancestor of i."""
+    B, N = parent_BN.shape
+    mask_BNN = torch.eye(N, dtype=torch.bool, device=parent_BN.device).expand(B, N, N)
+    up_BN = parent_BN.clamp_min(0)  # the root stands for its own parent
+    for _ in range(N.bit_length()):  # each round doubles the distance looked up, whatever the tree
+        mask_BNN = mask_BNN | mask_BNN.gather(1, up_BN[..., None].expand(B, N, N))
+        up_BN = up_BN.gather(1, up_BN)
+    return mask_BNN
+
+
+def depth(ancestor_BNN: Tensor) -> Tensor:
+    """[B, N]: edges from the root to each node, from `ancestors`."""
+    return ancestor_BNN.sum(-1) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """A static tree as rank paths, breadth first, with what every step needs of it computed once.
+
+    The worked example is `TreeShape.of([(0,), (1,), (0, 0)])`: parent (-1, 0, 0, 1), depth (0, 1, 1, 2).
+    """
+
+    paths: tuple[Path, ...]
+    parent_N: Tensor
+    depth_N: Tensor
+    rank_N: Tensor
+    ancestor_NN: Tensor
+
+    @staticmethod
+    def of(paths: Sequence[Sequence[int]]) -> TreeShape:
+        """Raises ValueError when a path's own prefix is missing or a path stands twice."""
+        ordered = tuple(sorted((tuple(p) for p in paths), key=lambda p: (len(p), p)))
+        index: dict[Path, int] = {(): 0}
+        for path in ordered:
+            if not path or path in index:
+                raise ValueError(f"tree path {list(path)} is empty or repeated; list each node once")
+            if path[:-1] not in index:
+                raise ValueError(f"tree path {list(path)} has no parent in the tree; add {list(path[:-1])}")
+            index[path] = len(index)
+        parent_N = torch.tensor([-1] + [index[p[:-1]] for p in ordered])
+        depth_N, rank_N = torch.tensor([0] + [len(p) for p in ordered]), torch.tensor([0] + [p[-1] for p in ordered])
+        return TreeShape(ordered, parent_N, depth_N, rank_N, ancestors(parent_N[None])[0])
+
+    def to(self, device: torch.device) -> TreeShape:
+        tensors = (self.parent_N, self.depth_N, self.rank_N, self.ancestor_NN)
+        return TreeShape(self.paths, *(t.to(device) for t in tensors))
+
+    @property
+    def max_depth(self) -> int:
+        return max(map(len, self.paths), default=0)
+
+    @property
+    def max_rank(self) -> int:
+        return max((p[-1] for p in self.paths), default=0)
+
+
+def arrivals(rank_MD: Tensor, paths: Sequence[Path]) -> Tensor:
+    """[M, max depth] float64, 0 or 1: whether a node of `paths` at depth d + 1 is accepted at each sample.
+
+    rank_MD: [samples, depth] rank at which the true token stood at each depth, given the true tokens above it.
+    """
+    arrive_MD = torch.zeros(len(rank_MD), max(map(len, paths)), dtype=torch.float64)
+    for path in paths:
+        arrive_MD[:, len(path) - 1] += _on_path(rank_MD, path)
+    return arrive_MD
+
+
+def visits(arrive_MD: Tensor) -> Tensor:
+    """[M] float64: P(decoding stands at a sample of one text), from the first on; accepting a drafts leads a + 1 further.
+
+    Example: arrivals (1, 0) at every sample, one draft always accepted: visits 1, 0, 1, 0, ...
+    """
+    M, D = arrive_MD.shape
+    ends_M1 = torch.zeros(M, 1, dtype=torch.float64)
+    reach = torch.cat([ends_M1 + 1.0, arrive_MD, ends_M1], 1)
+    leap = (reach[:, :-1] - reach[:, 1:]).tolist()
+    visit = [1.0] + [0.0] * (M + D)
+    for i in range(M):
+        for accepted, share in enumerate(leap[i]):
+            visit[i + accepted + 1] += visit[i] * share
+    return torch.tensor(visit[:M], dtype=torch.float64)
+
+
+def expected_nodes(texts: Sequence[Tensor], paths: Sequence[Path]) -> float:
+    """Mean number of drafts accepted a verification, over the positions at which decoding these texts stands.
+
+    texts: each text's ranks as for `arrivals`, in text order. Decoding leaps over easy text, so all positions would
+    give more: where half of a text is accepted 5 at a time and half 1 at a time, they average 3.0 tokens, decoding 1.67.
+    """
+    accepted, visited = step_sums([arrivals(t, paths) for t in texts]).sum(0).tolist()
+    return float(accepted / visited)
+
+
+def step_sums(arrivals: Sequence[Tensor]) -> Tensor:
+    """[texts, 2] float64: drafts accepted and verifications made in each text; zeros for one without samples.
+
+    arrivals: each text's [M, D], as `arrivals` gives them.
+    """
+    weights = [visits(arrive_MD) for arrive_MD in arrivals]
+    sums = [torch.stack([(w @ a).sum(), w.sum()]) for w, a in zip(weights, arrivals, strict=True)]
+    return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.float64)
+
+
+def best_paths(rank_MD: Tensor, nodes: int, width: int = 10, weight_M: Tensor | None = None) -> list[Path]:
+    """The `nodes` most often hit paths, from joint ranks: greedy insertion, optimal because P(child) <= P(parent)."""
+    share_M = torch.ones(len(rank_MD), dtype=torch.float64) if weight_M is None else weight_M
+    share_M = share_M / share_M.sum()
+    chosen: list[Path] = []
+
+    def grown(path: Path) -> dict[Path, float]:
+        return {(*path, r): float(share_M[_on_path(rank_MD, (*path, r))].sum()) for r in range(width)}
+
+    frontier = grown(())
+    while frontier and len(chosen) < nodes:
+        path = max(frontier, key=lambda p: (frontier[p], -len(p), tuple(-r for r in p)))
+        if frontier.pop(path) <= 0.0:
+            break
+        chosen.append(path)
+        if len(path) < rank_MD.shape[1]:
+            frontier |= grown(path)
+    return sorted(chosen, key=lambda p: (len(p), p))
+
+
+def tuned_paths(texts: Sequence[Tensor], nodes: int, width: int = 10, rounds: int = 6) -> list[Path]:
+    """The static tree of `nodes` nodes for decoding texts like these: best for the positions that it visits itself.
+
+    The best tree for all positions gives too much to long runs of easy text, over which decoding leaps. So each round
+    takes the best paths at the positions that the tree before it visits; the round that accepts most is returned.
+    """
+    rank_MD = torch.cat(list(texts))
+    found = [best_paths(rank_MD, nodes, width)]
+    while found[-1] and len(found) < rounds and found[-1] not in found[:-1]:
+        weight_M = torch.cat([visits(arrivals(t, found[-1])) for t in texts])
+        found.append(best_paths(rank_MD, nodes, width, weight_M))
+    return max(found, key=lambda paths: expected_nodes(texts, paths) if paths else 0.0)
+
+
+def _on_path(rank_MD: Tensor, path: Path) -> Tensor:
+    return (rank_MD[:, : len(path)] == torch.tensor(path)).all(-1)

@@ -1,0 +1,1 @@
+"""Speculative decoding: requests, scheduler, decode steps, acceptance."""

@@ -1,0 +1,124 @@
+"""Acceptance policies: which path of a verified tree becomes text, and the token that follows it.
+
+Shapes: B rows, N nodes (root included), A accepted nodes (root included), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from drafttrain.core.sampling import Lane, Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.ops.choice_accept import choice_accept
+from drafttrain.ops.greedy_accept import greedy_accept
+from drafttrain.ops.likely_accept import likely_accept
+from drafttrain.ops.lossless_accept import lossless_accept
+from drafttrain.ops.sample import sample
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """path_BA: accepted nodes, root first, padded with 0 past count_B; A is N until `trimmed`. bonus_B: the target's token
+    after the last one.
+
+    `last_B` is the last accepted node. No policy asks the device for anything.
+    """
+
+    path_BA: Tensor
+    count_B: Tensor
+    bonus_B: Tensor
+    last_B: Tensor
+
+    @staticmethod
+    def of(path_BA: Tensor, count_B: Tensor, bonus_B: Tensor) -> Verdict:
+        return Verdict(path_BA, count_B, bonus_B, path_BA.gather(1, count_B[:, None] - 1)[:, 0])
+
+    def trimmed(self) -> Verdict:
+        """With no more columns than the longest path has nodes; asks the device how many."""
+        return replace(self, path_BA=self.path_BA[:, : max(self.count_B.tolist())])
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """lossless: the output follows the target's own law (for greedy: is token-identical to plain greedy decoding)."""
+
+    name: str
+    lossless: bool
+    verify: Callable[[DraftTree, Tensor, Tensor, Tensor, Sampling], Verdict]
+
+
+def greedy(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
+    """The deepest node whose every token is its parent's argmax."""
+    return Verdict.of(*greedy_accept(tree, logits_BNV))
+
+
+def coupled(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
+    """The target chooses at every node with the noise of the next position, as plain sampling would; drafts that are the
+    choice are accepted (after arXiv 2408.07978). The output is plain sampling's, token for token.
+    """
+    B, N = position_BN.shape
+    choice_BN = sample(logits_BNV.flatten(0, 1), sampling, (position_BN + 1).flatten(), Lane.TARGET).view(B, N)
+    return Verdict.of(*choice_accept(tree, choice_BN))
+
+
+def lossless(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
+    """Speculative sampling over a tree; the emitted tokens follow the target's processed law exactly (`lossless_accept`)."""
+    return Verdict.of(*lossless_accept(tree, logits_BNV, position_BN, sampling))
+
+
+EPSILON, DELTA = 0.09, 0.3
+
+
+def typical(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
+    """Typical acceptance (arXiv 2401.10774, section 2.3.2): p(x) > min(eps, delta * exp(-H(p))). Not lossless."""
+    return Verdict.of(*likely_accept(tree, logits_BNV, position_BN, sampling, EPSILON, DELTA))
+
+
+def threshold(
+    tree: DraftTree,
+    ancestor_BNN: Tensor,
+    logits_BNV: Tensor,
+    position_BN: Tensor,
+    sampling: Sampling,
+    least: float,
+) -> Verdict:
+    """A draft is accepted where the target gives it more than `least`. Not lossless."""
+    return Verdict.of(*likely_accept(tree, logits_BNV, position_BN, sampling, least, math.inf))
+
+
+LEAST = 0.3  # of the threshold policy, unless set
+POLICIES = {
+    p.name: p
+    for p in (
+        Policy("greedy", True, greedy),
+        Policy("lossless", True, lossless),
+        Policy("coupled", True, coupled),
+        Policy("typical", False, typical),
+        Policy("threshold", False, partial(threshold, least=LEAST)),
+    )
+}
+
+
+def policy_for(name: str, sampling: Sampling, least: float = LEAST) -> Policy:
+    """The named policy; raises ValueError for an unknown name or one that contradicts the temperature.
+
+    least: the probability that the threshold policy asks of a draft.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"decode.policy is {name!r}; choose one of {', '.join(POLICIES)}")
+    if name == "greedy" and not sampling.greedy:
+        raise ValueError(
+            f"decode.policy=greedy at temperature {sampling.temperature}; set decode.policy=lossless, or temperature 0"
+        )
+    if name in ("typical", "threshold") and sampling.greedy:
+        raise ValueError(f"decode.policy={name} at temperature 0; set decode.temperature above 0, or decode.policy=greedy")
+    if name == "threshold":
+        if not 0.0 < least < 1.0:
+            raise ValueError(f"decode.threshold is {least}; set it above 0 and below 1")
+        return replace(POLICIES[name], verify=partial(threshold, least=least))
+    return POLICIES[name]

@@ -1,0 +1,1 @@
+"""Output monitors: they watch a text while it is decoded and may end it."""

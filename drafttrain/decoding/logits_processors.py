@@ -1,0 +1,101 @@
+"""What changes logits by a request's own text, at every node of a tree: repetition penalty, minimum length.
+
+Shapes: S slots, B active rows, N nodes (root included), A new tokens, K stop tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from drafttrain.decoding.request import Request
+
+
+class StopTokens:
+    """The stop tokens of each slot's request, on the device.
+
+    The table is replaced only where a request has more stop tokens than any before it: captured steps read it where it was when
+    they were captured, so that `most` belongs to what tells them apart.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.token_SK = torch.full((slots, 1), -1, device=device)  # -1: none
+
+    def put(self, slot: int, ids: Collection[int]) -> None:
+        """A request with these stop tokens takes the slot."""
+        if len(ids) > self.most:
+            self.token_SK = torch.nn.functional.pad(self.token_SK, (0, len(ids) - self.most), value=-1)
+        self.token_SK[slot] = -1
+        if ids:
+            self.token_SK[slot, : len(ids)] = torch.tensor(sorted(ids), device=self.token_SK.device)
+
+    @property
+    def most(self) -> int:
+        """Columns of the table, at least 1."""
+        return self.token_SK.shape[1]
+
+
+class Processors:
+    """Per slot: which tokens its text has, and until when its stop tokens are barred. Off where no request asks for it.
+
+    Everything is on the device, and nothing is asked of it: a CUDA graph can hold `add` and the call.
+    """
+
+    def __init__(self, slots: int, vocab: int, penalty: float, device: torch.device) -> None:
+        self.penalty, self._device = penalty, device
+        self.seen_SV = torch.zeros(slots, vocab, dtype=torch.bool, device=device) if penalty != 1.0 else None
+        self._least_S = torch.zeros(slots, dtype=torch.long, device=device)  # tokens before which stop tokens are barred
+        self._stop = StopTokens(slots, device)
+        self._barring: set[int] = set()
+
+    def enter(self, slot: int, request: Request) -> None:
+        """A request takes the slot."""
+        self._barring.discard(slot)
+        self._least_S[slot] = request.min_new_tokens
+        if request.min_new_tokens and request.stop_ids:
+            self._barring.add(slot)
+            self._stop.put(slot, request.stop_ids)
+        self.see(slot, request.prompt)
+
+    def see(self, slot: int, text: Sequence[int]) -> None:
+        """The slot's text, the prompt included, is this and nothing else."""
+        if self.seen_SV is not None:
+            self.seen_SV[slot] = False
+            self.seen_SV[slot, torch.tensor(text, device=self._device)] = True
+
+    def add(self, slot_B: Tensor, root_B: Tensor, token_BA: Tensor, count_B: Tensor) -> None:
+        """The first count_B tokens of each row became text, which has its root already."""
+        if self.seen_SV is not None:
+            new_BA = torch.arange(token_BA.shape[1], device=token_BA.device) < count_B[:, None]
+            self.seen_SV[slot_B[:, None], torch.where(new_BA, token_BA, root_B[:, None])] = True
+
+    def __call__(self, logits_BNV: Tensor, token_BN: Tensor, ancestor_BNN: Tensor, slot_B: Tensor, made_B: Tensor) -> Tensor:
+        """Logits as the request wants them. made_B: tokens of each row's text so far, the root among them.
+
+        A node sees the text and its own path: its root is text already, its drafts would be.
+        """
+        if self.seen_SV is not None:
+            path_BNN = torch.where(ancestor_BNN, token_BN[:, None], token_BN[:, :1, None])
+            seen_BNV = self.seen_SV[slot_B][:, None].repeat(1, token_BN.shape[1], 1).scatter_(2, path_BNN, True)
+            # a likely token becomes less so whatever the sign of its logit (arXiv 1909.05858, as transformers does it)
+            lowered_BNV = torch.where(logits_BNV < 0, logits_BNV * self.penalty, logits_BNV / self.penalty)
+            logits_BNV = torch.where(seen_BNV, lowered_BNV, logits_BNV)
+        if self._barring:
+            made_BN = made_B[:, None] + ancestor_BNN.sum(-1) - 1
+            stop_BK = self._stop.token_SK[slot_B]
+            early_BNK = (made_BN < self._least_S[slot_B][:, None])[..., None] & (stop_BK >= 0)[:, None]
+            at_BNK = stop_BK.clamp_min(0)[:, None].expand(early_BNK.shape)
+            barred_BNV = torch.zeros_like(logits_BNV, dtype=torch.long).scatter_add_(2, at_BNK, early_BNK.long())
+            logits_BNV = logits_BNV.masked_fill(barred_BNV > 0, -torch.inf)
+        return logits_BNV
+
+    @property
+    def kind(self) -> tuple[bool, int]:
+        """What of the work is asked for: steps of different kinds run different operations."""
+        return self.seen_SV is not None, self._stop.most if self._barring else 0
+
+    @property
+    def idle(self) -> bool:
+        return self.kind == (False, 0)

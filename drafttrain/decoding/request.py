@@ -1,0 +1,164 @@
+"""What is asked of the decoder, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from drafttrain.decoding.guards.guard import Act, Guard, Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """key names the request in its noise: equal keys and seeds give equal samples. samples: how many texts of one prompt,
+    with keys from `key` on; they share the prompt's pages.
+
+    stop_ids end a text, and are part of it. min_new_tokens: none of them before so many tokens. stop_text: see `StopText`,
+    guard: `Guard`.
+    """
+
+    prompt: Sequence[int]
+    key: int = 0
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    stop_text: StopText | None = None
+    samples: int = 1
+    guard: Guard | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("a prompt has no tokens; give each at least one")
+        if self.max_new_tokens < 1 or self.samples < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}, samples {self.samples}; both must be 1 or more")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens}; set it within 0 and max_new_tokens, {self.max_new_tokens}"
+            )
+
+
+@dataclass(slots=True)
+class Result:
+    """One text. tokens[0] comes from the prefill; the rest, `emitted` of them, from `verifications`.
+
+    offered[i], accepted[i]: verifications in which a draft at depth i + 1 was offered below an accepted path, and
+    those that accepted it. nodes: draft nodes verified, roots excluded. ended_by: stop, text, length, or the guard that ended
+    it (loop, json); None while it runs. queued, started (its prefill begins), first, ended: seconds of perf_counter. runs:
+    accepted drafts of each verification, in turn; lengths: its tokens that stayed. acts: what guards did. turned: one has cut
+    the text, which is to go on plainly; plain: it does.
+    """
+
+    request: int
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    verifications: int = 0
+    emitted: int = 0
+    offered: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    nodes: int = 0
+    ended_by: str | None = None
+    queued: float = 0.0
+    started: float = 0.0
+    first: float = 0.0
+    ended: float = 0.0
+    runs: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    acts: list[Act] = field(default_factory=list)
+    turned: bool = False
+    plain: bool = False
+    _watch: Watch | None = None
+
+    @property
+    def tau(self) -> float:
+        """Tokens per verification; NaN before the first."""
+        return self.emitted / self.verifications if self.verifications else float("nan")
+
+    def begin(self, request: Request, token: int, now: float) -> None:
+        """The first token, of the prefill."""
+        self.tokens, self.first, self.ended = [token], now, now
+        self._watch = None if request.guard is None else Watch(request.guard)
+        self._cut(request, 1)
+
+    def take(self, request: Request, tokens: list[int], nodes: int, open: bool, now: float) -> Chunk:
+        """A round's tokens, all but the last of them accepted drafts, cut where the text ends.
+
+        open: whether the last accepted node had children, so that one more draft was offered than accepted.
+        """
+        self.tokens += tokens
+        kept = self._cut(request, len(tokens))
+        drafts = min(kept, len(tokens) - 1)
+        _add(self.offered, drafts + (1 if kept == len(tokens) and open else 0))
+        _add(self.accepted, drafts)
+        self.runs.append(drafts)
+        self.lengths.append(kept)
+        self.emitted += kept
+        self.verifications += 1
+        self.nodes += nodes
+        self.ended = now
+        return Chunk(self, tokens[:kept], drafts)
+
+    def _cut(self, request: Request, new: int) -> int:
+        """End the text, if it does within its `new` last tokens; how many of them stay."""
+        tokens, before = self.tokens, len(self.tokens) - new
+        ends = [(i + 1, "stop") for i in range(before, len(tokens)) if tokens[i] in request.stop_ids][:1]
+        if request.stop_text is not None and (end := request.stop_text.end(tokens, new)) is not None:
+            ends.append((end, "text"))
+        if len(tokens) >= request.max_new_tokens:
+            ends.append((request.max_new_tokens, "length"))
+        if ends:
+            end, self.ended_by = min(ends, key=lambda e: e[0])
+            del tokens[end:]
+        if self._watch is not None and (act := self._watch.act(tokens, len(tokens) - before)) is not None:
+            self._obey(act)
+        return len(tokens) - before
+
+    def _obey(self, act: Act) -> None:
+        """A text that ends at the same token anyway is left as it is."""
+        if self.ended_by and act.kept == len(self.tokens):
+            return
+        self.acts.append(act)
+        del self.tokens[act.kept :]
+        self.ended_by = act.guard if act.action == "stop" else None
+        self.turned = act.action == "plain"
+        self.plain = self.plain or self.turned
+
+
+def _add(counts: list[int], depth_reached: int) -> None:
+    counts.extend([0] * (depth_reached - len(counts)))
+    for i in range(depth_reached):
+        counts[i] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens that one round added to a result. The first `drafted` of them are accepted drafts."""
+
+    result: Result
+    tokens: list[int]
+    drafted: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopText:
+    """Strings that end a text. The text keeps the token that completes one; `decode` turns token ids into text."""
+
+    strings: tuple[str, ...]
+    decode: Callable[[list[int]], str]
+
+    def __post_init__(self) -> None:
+        if not self.strings or not all(self.strings):
+            raise ValueError(f"stop strings are {list(self.strings)}; give at least one, none of them empty")
+
+    def end(self, tokens: list[int], new: int) -> int | None:
+        """How many tokens the text keeps, if one of its last `new` tokens completes a string; else None."""
+        reach = 4 * max(map(len, self.strings)) + 4  # a character takes up to four byte tokens
+        if not self._within(tokens[max(0, len(tokens) - new - reach) :]):
+            return None
+        for end in range(len(tokens) - new + 1, len(tokens) + 1):
+            if self._within(tokens[max(0, end - 1 - reach) : end]):
+                return end
+        return None
+
+    def _within(self, tokens: list[int]) -> bool:
+        text = self.decode(tokens)
+        return any(string in text for string in self.strings)

@@ -1,0 +1,275 @@
+"""The one decode loop: requests queue, decode in slots and leave.
+
+Shapes: S slots, B active rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from drafttrain.decoding.graph_runner import Ahead, Captures, Launched, Shares
+from drafttrain.decoding.logits_processors import Processors
+from drafttrain.decoding.prefill import Prefill
+from drafttrain.decoding.request import Chunk, Request, Result
+from drafttrain.decoding.settings import DecoderSettings
+from drafttrain.decoding.step import Round, Row, SlotState
+from drafttrain.model.kv_cache import pages_for
+
+PREFILL_TOKENS = 8192  # of all prompts that enter in one round
+
+
+@dataclass
+class Costs:
+    """Seconds summed over the decode steps, prefill excluded. host: bookkeeping between the other three that nothing hides.
+
+    captures, capture_seconds, capture_bytes: CUDA graphs made meanwhile, and what making them took; no part of the steps.
+    """
+
+    draft: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0
+    host: float = 0.0
+    steps: int = 0
+    captures: int = 0
+    capture_seconds: float = 0.0
+    capture_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    request: Request
+    results: list[Result]
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """Rounds that were launched, for these rows; None: for a text that has been cut back meanwhile."""
+
+    rows: list[tuple[Request, Result] | None]
+    limit: int | None
+    launched: Launched
+    steps: int
+
+
+class Session:
+    """Requests queue, decode in slots and leave. `step` is one round for all that run; iterating runs until all are done.
+
+    pages: of the KV cache, in all; None: every slot has room for max_len positions. A request waits in the queue until slots
+    and pages are free for all its samples.
+    """
+
+    def __init__(self, decoder: DecoderSettings, slots: int, max_len: int, pages: int | None = None) -> None:
+        self.decoder, self.costs, self.max_len = decoder, Costs(), max_len
+        target, device, every = decoder.target, decoder.target.device, slots + 1  # the last slot is nobody's
+        self.kv = target.new_cache(slots, max_len, pages)
+        self.state: Any = decoder.drafter.open(every, max_len) if decoder.drafter else None
+        self.processors = Processors(every, target.shape.vocab_size, decoder.sampling.repetition_penalty, device)
+        self.slots = SlotState(every, decoder.sampling, device)
+        self.round = Round(
+            target, decoder.drafter, decoder.policy, decoder.sampling, decoder.controls.window,
+            self.kv, self.state, self.slots, self.processors, decoder.turns, decoder.cut,
+        )  # fmt: skip
+        self.ahead = Ahead(self.round, decoder.captures) if decoder.read_every else None
+        self.prefill = Prefill(self.round, decoder.prefill_chunk, self.ahead is not None)
+        self._under_way: _UnderWay | None = None
+        self._looked = 0.0
+        self.queue: deque[_Waiting] = deque()
+        self.free = list(range(slots))[::-1]
+        self.active: dict[int, tuple[Request, Result]] = {}  # by slot, in the order of the rows
+        self.slot_B = torch.empty(0, dtype=torch.long, device=device)
+        self.pooled = pages is not None
+
+    def submit(self, request: Request) -> list[Result]:
+        """Queue a request; its results, one per sample, fill as it runs. Raises ValueError for one that can never run."""
+        positions, slots = self.decoder.positions(request), self.kv.slots
+        common = len(request.prompt) // self.kv.page * (request.samples - 1) if self.pooled else 0
+        pages = request.samples * pages_for(positions) - common
+        if request.samples > slots or positions > self.max_len or pages > self.kv.pages:
+            raise ValueError(
+                f"{request.samples} x {positions} positions need {request.samples} slots and {pages} pages; "
+                f"the session has {slots} slots of {self.max_len} positions and {self.kv.pages} pages"
+            )
+        now, key = perf_counter(), request.key
+        results = [Result(key + i, len(request.prompt), queued=now) for i in range(request.samples)]
+        self.queue.append(_Waiting(request, results))
+        return results
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queue or self.active)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        while self.busy:
+            yield from self.step()
+
+    @torch.inference_mode()
+    def step(self) -> list[Chunk]:
+        """Let waiting requests in, then one decode round; ahead of the host, several. Returns what became known as text."""
+        chunks = self._admit()
+        if not self.active:
+            self._under_way = None
+            return chunks
+        fallback, rows = self.decoder.fallback, len(self.active)
+        limit = fallback.depth(rows) if fallback else self.decoder.controls.draft_length
+        if self.decoder.turns and all(result.plain for _, result in self.active.values()):
+            limit = 0
+        return chunks + (self._round(limit) if self.ahead is None else self._ahead(self.ahead, limit))
+
+    def _round(self, limit: int | None) -> list[Chunk]:
+        """One round, looked at at once."""
+        record = self.round.run(self.slot_B, limit)
+        began, drafted, verified, committed = self.round.marks
+        columns = (record.next_BA, record.count_B, record.nodes_B, record.open_B)
+        rows = [Row(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
+        chunks = self._record([*self.active.values()], rows)
+        self._learn(limit, committed - began, rows)
+        if self.decoder.cut is not None:
+            deepest = max(row.nodes for row in rows) - 1
+            self.decoder.cut.record(len(rows), self.round.drafted, deepest, drafted - began, committed - drafted)
+        self._retire()
+        self.costs.draft += drafted - began
+        self.costs.verify += verified - drafted
+        self.costs.commit += committed - verified
+        self.costs.host += perf_counter() - committed
+        self.costs.steps += 1
+        return chunks
+
+    def _ahead(self, ahead: Ahead, limit: int | None) -> list[Chunk]:
+        """Launch rounds, then look at those launched before."""
+        before, steps = self._under_way, self.decoder.read_every or 1
+        known = max(result.prompt_tokens + len(result.tokens) for _, result in self.active.values())
+        unknown = steps + (before.steps if before else 0)
+        if before is None:
+            self._looked = perf_counter()
+        made = ahead.made
+        launched = ahead.launch(list(self.active), known + (unknown + 2) * self.decoder.reach, limit, steps)
+        self._under_way = _UnderWay([*self.active.values()], limit, launched, steps)
+        if ahead.made.count > made.count:
+            self._charge_nobody(ahead.made - made)
+        return self._look(before) if before else []
+
+    def _charge_nobody(self, made: Captures) -> None:
+        """Capturing happens once for all texts: it is no part of any step, and of the time of none."""
+        self.costs.captures += made.count
+        self.costs.capture_seconds += made.seconds
+        self.costs.capture_bytes += made.bytes
+        self._looked += made.seconds
+        for _, result in self.active.values():
+            result.started += made.seconds
+            result.first += made.seconds
+        for result in [r for _, r in self.active.values()] + [r for waiting in self.queue for r in waiting.results]:
+            result.queued += made.seconds
+
+    def _look(self, before: _UnderWay) -> list[Chunk]:
+        chunks, looked = [], self._looked
+        found = before.launched.rows()
+        self._looked = perf_counter()
+        taken = (self._looked - looked) / before.steps
+        for rows in found:
+            chunks += self._record(before.rows, rows)
+            self._learn(before.limit, taken, rows)
+        parts = before.launched.parts() or Shares(0.0, taken, 0.0)
+        busy = min(1.0, taken / parts.total) * before.steps if parts.total else 0.0
+        self.costs.draft += parts.draft * busy
+        self.costs.verify += parts.verify * busy
+        self.costs.commit += parts.commit * busy
+        self.costs.host += max(0.0, taken - parts.total) * before.steps
+        self.costs.steps += before.steps
+        self._retire()
+        return chunks
+
+    def _learn(self, limit: int | None, seconds: float, rows: list[Row]) -> None:
+        fallback = self.decoder.fallback
+        live = [row for row in rows if row.count and (row.nodes > 1 or not (limit and self.decoder.turns))]
+        if fallback is not None and limit is not None and live:
+            fallback.record(len(rows), limit, seconds, sum(row.count for row in rows), [row.count - 1 for row in live])
+
+    def _admit(self) -> list[Chunk]:
+        """Give waiting requests slots and pages, in order, and prefill them together."""
+        entering: list[tuple[_Waiting, list[int]]] = []
+        tokens, promised = 0, 0  # pages: the other samples take theirs when the first one's prompt has been read
+        while self.queue and len(self.free) >= self.queue[0].request.samples and tokens < PREFILL_TOKENS:
+            waiting = self.queue[0]
+            request, positions = waiting.request, self.decoder.positions(waiting.request)
+            if self.pooled:
+                others = (request.samples - 1) * (pages_for(positions) - len(request.prompt) // self.kv.page)
+                if pages_for(positions) + others > self.kv.free_pages - promised:
+                    break
+                promised += others
+            self.queue.popleft()
+            slots = [self.free.pop() for _ in range(request.samples)]
+            if self.pooled:
+                self.kv.reserve(slots[0], positions)
+            for number, slot in enumerate(slots):
+                self.slots.enter(slot, request, request.key + number)
+                self.processors.enter(slot, request)
+                waiting.results[number].started = perf_counter()
+            entering.append((waiting, slots))
+            tokens += len(request.prompt)
+        return self._prefill(entering) if entering else []
+
+    def _prefill(self, entering: list[tuple[_Waiting, list[int]]]) -> list[Chunk]:
+        entered = {s: (w.request, r) for w, slots in entering for s, r in zip(slots, w.results, strict=True)}
+        self.active = dict(sorted((self.active | entered).items()))  # rows in slot order: a full cache is read in place
+        slot_S, root_S = self.prefill([w.request.prompt for w, _ in entering], [slots for _, slots in entering])
+        self._share(entering)
+        self.slots.begin(slot_S, root_S)
+        if not self.processors.idle:
+            self.processors.add(slot_S, root_S, root_S[:, None], torch.ones_like(root_S))
+        return self._entered(slot_S.tolist(), root_S.tolist())
+
+    def _entered(self, slots: list[int], roots: list[int]) -> list[Chunk]:
+        now, chunks = perf_counter(), []
+        for slot, token in zip(slots, roots, strict=True):
+            request, result = self.active[slot]
+            result.begin(request, token, now)
+            chunks.append(Chunk(result, [token], 0))
+        self._retire(entered=True)
+        return chunks
+
+    def _share(self, entering: list[tuple[_Waiting, list[int]]]) -> None:
+        """The other samples of a prompt begin with the first one's committed positions."""
+        for waiting, (first, *others) in entering:
+            for slot in others:
+                if self.pooled:
+                    self.kv.reserve(slot, self.decoder.positions(waiting.request), shared=first)
+                else:
+                    self.kv.copy(first, slot)
+
+    def _record(self, texts: Sequence[tuple[Request, Result] | None], rows: list[Row]) -> list[Chunk]:
+        """Count the round per request; rounds of a text that has ended, or was cut back, count for nothing."""
+        now, chunks = perf_counter(), []
+        for text, row in zip(texts, rows, strict=True):
+            if text is not None and row.count and not (text[1].ended_by or text[1].turned):
+                chunks.append(text[1].take(text[0], row.tokens[: row.count], row.nodes - 1, row.open, now))
+        return chunks
+
+    def _turn(self) -> None:
+        """Texts that a guard has cut go on plainly from there; what is under way for them is void."""
+        for slot, (request, result) in self.active.items():
+            if result.turned:
+                self.round.turn(slot, request.prompt, result.tokens)
+                result.turned = False
+                if self._under_way is not None:
+                    self._under_way.rows = [t if t is None or t[1] is not result else None for t in self._under_way.rows]
+
+    def _retire(self, entered: bool = False) -> None:
+        """Free what finished requests held, tell the cache which slots go on, and turn those that guards have cut."""
+        done = [slot for slot, (_, result) in self.active.items() if result.ended_by]
+        for slot in done:
+            del self.active[slot]
+            self.free.append(slot)
+            if self.pooled:
+                self.kv.release(slot)
+        if done or entered:
+            self.slot_B = torch.tensor(list(self.active), dtype=torch.long, device=self.slot_B.device)
+            if self.ahead is None:
+                self.kv.rows(self.slot_B)
+        if self.decoder.turns:
+            self._turn()

@@ -1,0 +1,100 @@
+"""What a scheduler decodes with: target, drafter, policy, and settings that hold for all its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.acceptance import LEAST, policy_for
+from drafttrain.decoding.draft_length import Cut, Fallback
+from drafttrain.decoding.graph_runner import RING, capturable
+from drafttrain.decoding.guards.guard import Guard
+from drafttrain.decoding.request import Request, StopText
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """draft_length: no deeper proposals than this; None: as trained. window: drafts of a path offered to one verification,
+    whatever was drafted. threshold: of the policy of that name. fallback: draft and verify only what pays (`Fallback`, `Cut`).
+    read_every: rounds launched before the host looks at the results of those before; None: 1 on a GPU, where rounds are
+    captured as CUDA graphs, and elsewhere each is run and looked at by itself. capture: False for weights that soon change.
+    """
+
+    draft_length: int | None = None
+    window: int | None = None
+    threshold: float = LEAST
+    fallback: bool = False
+    read_every: int | None = None
+    capture: bool = True
+
+    def __post_init__(self) -> None:
+        if self.read_every is not None and not 1 <= self.read_every <= RING:
+            raise ValueError(f"decode.read_every is {self.read_every}; set it within 1 and {RING}, or leave it out")
+        for name in ("draft_length", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"decode.{name} is {value}; set it to 1 or more, or leave it out")
+
+
+class DecoderSettings:
+    """What a session decodes with: target, drafter (None: plainly, with the same target, cache and sampler), policy, settings.
+
+    `prefill_chunk` bounds the positions of one prefill pass. stop_ids and the parameters named like those of `Request` are
+    for `request`. A guard that would turn a text to plain decoding is off where decoding is that already, or as good as that.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        policy: str,
+        sampling: Sampling,
+        stop_ids: frozenset[int] = frozenset(),
+        max_new_tokens: int = 128,
+        prefill_chunk: int = 512,
+        controls: Controls = Controls(),
+        min_new_tokens: int = 0,
+        stop_text: StopText | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        self.target, self.drafter, self.controls = target, drafter, controls
+        self.policy = policy_for(policy, sampling, controls.threshold)
+        self.sampling = replace(sampling, shared_noise=policy == "coupled")
+        if drafter is not None and not target.trees and any(set(path) != {0} for path in drafter.paths()):
+            raise UserError("the drafter proposes trees; this target's architecture is exact for chains only: draft a chain")
+        self.prefill_chunk = prefill_chunk
+        self._text: dict[str, Any] = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens}
+        self._text |= {"min_new_tokens": min_new_tokens, "stop_text": stop_text}
+        guard = guard or Guard()
+        self.guard = guard.without("plain") if drafter is None or self.policy.lossless else guard
+        self.turns = self.guard != self.guard.without("plain")
+        self.captures = controls.capture and capturable(target, drafter)
+        self.read_every = controls.read_every or (1 if self.captures else None)
+        self.reach = 1 + (drafter.draft_length if drafter else 0)  # tokens of one round at most
+        # a proposal may reach past the last token that counts, and rounds may begin before the host knows that a text has
+        # ended: their scratch positions need room too
+        largest = 1 if drafter is None else drafter.widest if self.read_every else drafter.max_nodes
+        self.scratch = largest + (2 * self.reach if self.read_every else 0)
+        self.fallback, self.cut = None, None
+        if drafter is not None and controls.fallback:
+            self.cut = Cut()
+            self.fallback = Fallback(min(drafter.draft_length, controls.draft_length or drafter.draft_length))
+
+    def positions(self, request: Request) -> int:
+        """Cache positions that one text of this request may need. Raises ValueError for one that the target cannot hold."""
+        text, limit = len(request.prompt) + request.max_new_tokens, self.target.shape.max_positions
+        if text > limit:
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens} exceed the target's "
+                f"{limit}; shorten the prompt or lower decode.max_new_tokens"
+            )
+        return text + self.scratch
+
+    def request(self, prompt: Sequence[int], key: int = 0, as_json: bool = False) -> Request:
+        """A request with the decoder's own limits. as_json: its text is meant to be JSON."""
+        return Request(prompt, key, **self._text, guard=self.guard.of(as_json))

@@ -1,0 +1,152 @@
+"""How many nodes a static tree should have on this machine.
+
+Shapes: N nodes (root included), K draft depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+from torch import Tensor, cuda
+
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import expected_nodes, tuned_paths
+from drafttrain.decoding.graph_runner import LEAST_BOUND, WARM_RUNS, bind, capturable, captured_graph, warmed
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.target import Target
+
+CANDIDATES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # drafts, the root not counted
+CONTEXT = 128  # committed positions at which costs are taken
+WARM = 2 + WARM_RUNS  # proposals beside those that count: the first one, and those that lead to a graph
+Key = TypeVar("Key", bound=Hashable)
+
+
+def best_nodes(target: Target, drafter: Drafter, texts: Sequence[Tensor], candidates: Sequence[int] = CANDIDATES) -> int:
+    """The node count of most tokens a second at batch size 1: expected tokens a step / (a proposal + a verification).
+
+    texts: as for `Drafter.tune`. Both costs are measured here, as steps will run here, captured or call by call; so the choice
+    holds for this machine and dtype alone.
+    """
+    draft, rates = proposal_seconds(target, drafter), {}
+    verify = verification_seconds(target, drafter, [n + 1 for n in candidates])
+    for nodes in candidates:
+        paths = tuned_paths(texts, nodes)
+        if paths:
+            rates[nodes] = (1.0 + expected_nodes(texts, paths)) / (draft + verify[nodes + 1])
+    return max(rates, key=lambda n: rates[n]) if rates else candidates[0]
+
+
+@torch.inference_mode()
+def verification_seconds(
+    target: Target, drafter: Drafter, sizes: Sequence[int], repeats: int = 15, batch: int = 1
+) -> dict[int, float]:
+    """Median seconds of the target's pass over `batch` rows by node count, all sizes in turn.
+
+    Where decode steps are captured as CUDA graphs, so are these passes.
+    """
+    device, captured = target.device, capturable(target, drafter)
+    kv = target.new_cache(batch, (LEAST_BOUND if captured else CONTEXT) + max(sizes))
+    position_BT = torch.arange(CONTEXT, device=device).expand(batch, -1)
+    target(torch.ones_like(position_BT), kv, None, position_BT, drafter.taps, position_BT[:, :0])
+    kv.keep(position_BT, torch.full((batch,), CONTEXT, device=device))
+    if captured:
+        bind([kv], CONTEXT, max(sizes))
+        kv.rows(kv.slot_B)
+    passes = {size: Work(partial(_verify, target, drafter, kv, *_chain(size, batch, device))) for size in sizes}
+    return median_seconds(passes, device, captured, repeats)
+
+
+def _chain(size: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(ancestor_BNN, position_BN) of so many nodes behind the context, one below the other: the shape costs nothing."""
+    ancestor_NN = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    return ancestor_NN.expand(batch, -1, -1), (CONTEXT + torch.arange(size, device=device)).expand(batch, -1)
+
+
+def _verify(target: Target, drafter: Drafter, kv: KVCache, ancestor_BNN: Tensor, position_BN: Tensor) -> Tensor:
+    logits_BNV = target(torch.ones_like(position_BN), kv, ancestor_BNN, position_BN, drafter.taps).logits_BRV
+    assert logits_BNV is not None
+    return logits_BNV
+
+
+@torch.inference_mode()
+def proposal_seconds(target: Target, drafter: Drafter, repeats: int = 15, batch: int = 1, depth: int | None = None) -> float:
+    """Median seconds of a proposal for `batch` rows, no deeper than `depth`; after each, one more token is observed.
+
+    Where decode steps are captured as CUDA graphs, so is this one, and observing is a part of it.
+    """
+    device, captured = target.device, capturable(target, drafter)
+    room = CONTEXT + repeats + WARM
+    state = drafter.open(batch, max(room, LEAST_BOUND if captured else 0) + drafter.widest)
+    caches, slot_B = drafter.caches(state), torch.arange(batch, device=device)
+    if captured:
+        for kv in caches:
+            kv.bound = 0  # of what is there before the first positions are read
+    drafter.read(state, _commit(target, drafter, batch, CONTEXT), slot_B)
+    if captured:
+        bind(caches, room, drafter.widest)
+    observed = _commit(target, drafter, batch, 1)
+    step = Work(
+        lambda: drafter.propose(state, slot_B, Sampling(), depth).token_BN, lambda: drafter.observe(state, observed, slot_B)
+    )
+    return median_seconds({depth: step}, device, captured, repeats)[depth]
+
+
+def _commit(target: Target, drafter: Drafter, batch: int, length: int) -> Commit:
+    token_BA = torch.ones(batch, length, dtype=torch.long, device=target.device)
+    hidden = {key: torch.zeros(batch, length, target.shape.hidden_size, device=target.device) for key in drafter.taps.keys}
+    return Commit(token_BA, token_BA, hidden, torch.full((batch,), length, device=target.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """run: what is timed; gives any tensor that it made. after: what has to follow before the next time."""
+
+    run: Callable[[], Tensor]
+    after: Callable[[], object] = lambda: None
+
+
+def median_seconds(works: Mapping[Key, Work], device: torch.device, captured: bool, repeats: int) -> dict[Key, float]:
+    """Of each work, all of them in turn: of calls, or, `captured`, of replays of CUDA graphs that hold all of it."""
+    pool = cuda.graph_pool_handle() if captured else None
+    times: dict[Key, Callable[[], float]] = {
+        key: _replay_timer(work, device, pool) if captured else partial(_call_seconds, work) for key, work in works.items()
+    }
+    spent: dict[Key, list[float]] = {key: [] for key in works}
+    for _ in range(repeats + 1):  # the first time counts for nothing
+        for key, seconds in times.items():
+            spent[key].append(seconds())
+    return {key: median(found[1:]) for key, found in spent.items()}
+
+
+def _call_seconds(work: Work) -> float:
+    began = perf_counter()
+    work.run().flatten()[0].item()  # waits for a device that works ahead
+    taken = perf_counter() - began
+    work.after()
+    return taken
+
+
+def _replay_timer(work: Work, device: torch.device, pool: object) -> Callable[[], float]:
+    def whole() -> None:
+        work.run()
+        work.after()
+
+    warmed(whole, device)
+    graph = captured_graph(whole, pool)
+    start, end = (cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def seconds() -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+    return seconds

@@ -1,0 +1,370 @@
+"""A drafter on disk. `step-00400/` holds `drafter.safetensors` (its own tensors) and `drafter.json` (all else).
+
+Where the target was trained too, `drafter.safetensors` also holds the matrices of its adapter, under `adapter.`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from drafttrain import __version__
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import read_sealed_json, remove_directory, remove_leftovers, write_sealed_json
+from drafttrain.drafters import families
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import LoraSpec, Target, TargetShape
+from drafttrain.targets.adapt import Adapter, adapted
+from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.quantised import whole_fingerprint
+
+SCHEMA_VERSION = 1
+WEIGHTS = "drafter.safetensors"
+META = "drafter.json"
+TUNED = "decode.json"
+ADAPTER = "adapter."
+NAME = re.compile(r"step-(\d+)")
+ANOTHER = "use another checkpoint of the run, or train it again"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRecord:
+    """The target a drafter was trained for; the original one, where it was trained too."""
+
+    name: str
+    path: str | None
+    revision: str | None
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    blocks: int
+    fingerprint: str
+    weights: str | None = None  # int8, int4: they were quantised
+
+    @staticmethod
+    def of(loaded: LoadedTarget) -> TargetRecord:
+        about, shape = loaded.description, loaded.target.shape
+        return TargetRecord(
+            name=about["name"],
+            path=about["path"],
+            revision=about["revision"],
+            dtype=about["dtype"],
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            blocks=shape.blocks,
+            fingerprint=loaded.target.fingerprint,
+            weights=about["weights"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMeta:
+    """What stands in `drafter.json`. adapter: the `LoraSpec` of a target that was trained too, as plain data; left out where
+    it was not. imported: where a drafter of other people came from, left out where it did not. The last three are filled in by
+    `save_drafter`.
+    """
+
+    family: str
+    options: dict[str, Any]
+    decode: dict[str, Any]
+    target: TargetRecord
+    step: int
+    adapter: dict[str, Any] | None = None
+    imported: dict[str, Any] | None = None
+    schema_version: int = SCHEMA_VERSION
+    version: str = __version__
+    sha256: str = ""
+
+
+def checkpoint_name(step: int) -> str:
+    """Directory name of a step's checkpoint; sorts like the step up to 99999."""
+    return f"step-{step:05d}"
+
+
+def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointMeta) -> CheckpointMeta:
+    """Write both files into an existing directory (`atomic_directory` makes it appear whole) and give the completed meta.
+
+    state: the drafter's tensors, and its adapter's (`adapter_state`).
+    """
+    # clones, because safetensors refuses tensors that share memory
+    weights = save({name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()})
+    done = dataclasses.replace(
+        meta, sha256=hashlib.sha256(weights).hexdigest(), version=__version__, schema_version=SCHEMA_VERSION
+    )
+    (directory / WEIGHTS).write_bytes(weights)
+    content = dataclasses.asdict(done)
+    write_sealed_json(directory / META, {k: v for k, v in content.items() if k not in ("adapter", "imported") or v is not None})
+    return done
+
+
+def load_drafter(directory: Path, target: Target) -> tuple[Drafter, CheckpointMeta]:
+    """Build the drafter for this target and fill every tensor, in evaluation mode, where the target is and in its precision.
+
+    Raises UserError for a damaged or incomplete checkpoint, an unknown family, another target than it was trained for, and
+    where the target was trained too (`load_checkpoint` loads both).
+    """
+    meta = read_meta(directory)
+    if meta.adapter is not None:
+        raise UserError(
+            f"{directory}: its drafts are for an adapted target, and the original alone is loaded here; measure it with "
+            f"drafttrain measure checkpoint={directory}, or take a checkpoint without an adapter"
+        )
+    check_target(directory, meta.target, target)
+    return filled(directory, meta, target, _read_weights(directory, meta)), meta
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint's drafter and the target that it drafts for: the one that was given, or an adapted copy of it.
+
+    matrices: parameters of the adapter.
+    """
+
+    loaded: LoadedTarget
+    drafter: Drafter
+    meta: CheckpointMeta
+    matrices: int = 0
+
+
+def load_checkpoint(directory: Path, loaded: LoadedTarget) -> Restored:
+    """As `load_drafter`, with the adapted target where the checkpoint holds an adapter. loaded: the original, left as it is.
+
+    The copy has weights of its own where the adapter changes them, and shares all others.
+    """
+    meta = read_meta(directory)
+    spec = None if meta.adapter is None else LoraSpec.of(meta.adapter)
+    if spec is None:
+        return Restored(loaded, load_drafter(directory, loaded.target)[0], meta)
+    check_target(directory, meta.target, loaded.target)
+    state = _read_weights(directory, meta)
+    adapter = Adapter(loaded.target, spec)
+    count, own = _take_matrices(directory, state, adapter), adapted(loaded, adapter)
+    return Restored(own, filled(directory, meta, own.target, state), meta, count)
+
+
+def adapter_state(adapter: Adapter | None) -> dict[str, Tensor]:
+    """Its matrices under the names they have in a checkpoint; nothing without one."""
+    return {} if adapter is None else {f"{ADAPTER}{name}": tensor for name, tensor in adapter.state_dict().items()}
+
+
+def _take_matrices(directory: Path, state: dict[str, Tensor], adapter: Adapter, way_out: str = ANOTHER) -> int:
+    """Move the adapter's matrices out of a checkpoint's tensors into it; how many parameters they are."""
+    matrices = {name: state.pop(name) for name in list(state) if name.startswith(ADAPTER)}
+    _check_state(directory, adapter_state(adapter), matrices, way_out)
+    adapter.load_state_dict({name.removeprefix(ADAPTER): tensor for name, tensor in matrices.items()})
+    return sum(m.numel() for m in matrices.values())
+
+
+def filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping[str, Tensor]) -> Drafter:
+    """The checkpoint's drafter with these tensors, none of an adapter among them; otherwise as `load_drafter` gives it."""
+    drafter = build(directory, meta, target)
+    _check_state(directory, drafter.state_dict(), state)
+    drafter.load_state_dict(state, strict=True)
+    settings = meta.decode | tuned_settings(directory)
+    drafter.use_decode_settings(settings)
+    drafter.prefer(settings)
+    return drafter.to(target.device, target.dtype).eval()
+
+
+def start_weights(directory: Path, drafter: Drafter, adapter: Adapter | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that this drafter, of the same family and whichever target, can start its training from; the
+    adapter takes up its own at once, where the checkpoint has any.
+
+    Raises UserError for a damaged checkpoint, and for tensors that do not fill this drafter.
+    """
+    meta = read_meta(directory)
+    state, way_out = _read_weights(directory, meta), "give the options it was trained with, or leave out train.init"
+    if adapter is not None and meta.adapter is not None:
+        _take_matrices(directory, state, adapter, way_out)
+    _check_state(directory, drafter.state_dict(), state, way_out)
+    return state
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """The drafter's own tensors, and its adapter's, as they were saved. Raises UserError for a damaged file."""
+    return _read_weights(directory, read_meta(directory))
+
+
+def read_meta(directory: Path) -> CheckpointMeta:
+    """Parse `drafter.json`. Raises UserError when it is absent, unreadable or of a newer schema."""
+    file = directory / META
+    if not file.is_file():
+        raise UserError(
+            f"{directory}: expected a checkpoint, got no {META} there; name a step-NNNNN directory of a run{_near(directory)}"
+        )
+    content = read_sealed_json(file, "a drafter's description", ANOTHER)
+    try:
+        newer = content["schema_version"] > SCHEMA_VERSION
+        if not newer:
+            return _checked(CheckpointMeta(**{**content, "target": TargetRecord(**content["target"])}))
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file}: expected a drafter's description, got something else ({error}); {ANOTHER}") from error
+    raise UserError(f"{file}: schema_version {content['schema_version']} is newer than {SCHEMA_VERSION}; update drafttrain")
+
+
+def _checked(meta: CheckpointMeta) -> CheckpointMeta:
+    """Raises TypeError for a field of another type than its own: a file changed by hand has no checksum."""
+    kinds = {"family": str, "options": dict, "decode": dict, "step": int, "sha256": str}
+    kinds |= {name: dict for name in ("adapter", "imported") if getattr(meta, name) is not None}
+    for name, kind in kinds.items():
+        if not isinstance(value := getattr(meta, name), kind):
+            raise TypeError(f"{name} is {value!r:.60}")
+    return meta
+
+
+def tuned_settings(directory: Path) -> dict[str, Any]:
+    """What `drafttrain tune` found best for this checkpoint; nothing without its file. Raises UserError for another file."""
+    file = directory / TUNED
+    if not file.is_file():
+        return {}
+    settings = read_sealed_json(file, "what drafttrain tune writes", "delete it, or tune again").get("settings")
+    wrong = _wrong_setting(settings) if isinstance(settings, dict) else "no settings"
+    if wrong is not None:
+        raise UserError(f"{file}: expected what drafttrain tune writes, got {wrong}; delete it, or tune again")
+    assert isinstance(settings, dict)
+    return settings
+
+
+def _wrong_setting(settings: dict[str, Any]) -> str | None:
+    """The first that is unknown, or has another type than its own."""
+
+    def whole(value: Any, least: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "draft_length": lambda value: whole(value, 1),
+        "nodes": lambda value: whole(value, 1),
+        "paths": lambda value: (
+            isinstance(value, list) and all(isinstance(p, list) and p and all(whole(rank, 0) for rank in p) for p in value)
+        ),
+        "draft_temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
+        "temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
+    }
+    for name, value in settings.items():
+        if name not in kinds:
+            return f"the setting {name!r}"
+        if not kinds[name](value):
+            return f"{name} {value!r}"[:80]
+    return None
+
+
+def keep_tuned(directory: Path, settings: dict[str, Any], about: dict[str, Any]) -> Path:
+    """Write the settings that the checkpoint is decoded with from here on; about: where they come from."""
+    write_sealed_json(directory / TUNED, {"settings": settings, "tuned": about})
+    return directory / TUNED
+
+
+def check_target(directory: Path, trained: TargetRecord, target: Target) -> None:
+    """Raise UserError unless this is the target that the checkpoint was trained for, or the same with quantised weights."""
+    check_shape(directory, trained, target.shape)
+    prints = whole_fingerprint(trained.fingerprint), whole_fingerprint(target.fingerprint)
+    _check_same(directory, trained, {"weight fingerprint": prints})
+
+
+def check_shape(directory: Path, trained: TargetRecord, shape: TargetShape) -> None:
+    """Raise UserError unless a target of this shape can be the one that the checkpoint is for; weights are not read."""
+    pairs = {
+        "vocabulary": (trained.vocab_size, shape.vocab_size),
+        "hidden size": (trained.hidden_size, shape.hidden_size),
+        "number of blocks": (trained.blocks, shape.blocks),
+    }
+    _check_same(directory, trained, pairs)
+
+
+def _check_same(directory: Path, trained: TargetRecord, pairs: Mapping[str, tuple[object, object]]) -> None:
+    """pairs: by what they are, the checkpoint's value and this target's."""
+    for what, (expected, got) in pairs.items():
+        if expected != got:
+            raise UserError(
+                f"{directory}: checkpoint of another target: its {what} is {_short(expected)}, this target's is {_short(got)}; "
+                f"load the target it was trained for ({trained.path or trained.name}), or train a drafter for this one"
+            )
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The `step-*` directories by step; those being written or removed are not among them."""
+    found = {path: NAME.fullmatch(path.name) for path in run_dir.glob("step-*") if path.is_dir()}
+    return sorted((path for path, match in found.items() if match), key=lambda path: int(path.name.split("-")[1]))
+
+
+def prune(run_dir: Path, keep_last: int, keep: set[str]) -> list[Path]:
+    """Remove checkpoints but the last `keep_last` and those named in `keep`, and what killed runs left. Gives the removed."""
+    remove_leftovers(run_dir)
+    checkpoints = list_checkpoints(run_dir)
+    old = [path for path in checkpoints[: max(0, len(checkpoints) - keep_last)] if path.name not in keep]
+    for path in old:
+        remove_directory(path)
+    return old
+
+
+def _read_bytes(directory: Path, meta: CheckpointMeta) -> bytes:
+    file = directory / WEIGHTS
+    if not file.is_file():
+        raise UserError(f"{directory}: expected {WEIGHTS} beside {META}, got none; {ANOTHER}")
+    weights = file.read_bytes()
+    sha256 = hashlib.sha256(weights).hexdigest()
+    if sha256 != meta.sha256:
+        raise UserError(f"{file}: damaged or cut off: sha256 {_short(sha256)}, {META} says {_short(meta.sha256)}; {ANOTHER}")
+    return weights
+
+
+def _read_weights(directory: Path, meta: CheckpointMeta) -> dict[str, Tensor]:
+    try:
+        return load(_read_bytes(directory, meta))
+    except SafetensorError as error:
+        raise UserError(f"{directory / WEIGHTS}: expected safetensors, got something else ({error}); {ANOTHER}") from error
+
+
+def build(directory: Path, meta: CheckpointMeta, target: Target) -> Drafter:
+    """A fresh drafter of the family and the options that are written down. Raises UserError where there are none such."""
+    if meta.family not in families():
+        near = difflib.get_close_matches(meta.family, families(), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(families())}"
+        raise UserError(f"{directory / META}: unknown family '{meta.family}'; {hint}")
+    family = families()[meta.family]
+    known = {f.name: f for f in dataclasses.fields(family.options)}
+    unknown = sorted(meta.options.keys() - known.keys())
+    if unknown:
+        raise UserError(
+            f"{directory / META}: {meta.family} has no option {', '.join(unknown)}; load it with drafttrain {meta.version}"
+        )
+    # JSON has no tuples
+    values = {name: tuple(v) if isinstance(known[name].default, tuple) else v for name, v in meta.options.items()}
+    return family.build(family.options(**values), target)
+
+
+def _check_state(directory: Path, expected: Mapping[str, Tensor], got: Mapping[str, Tensor], way_out: str = ANOTHER) -> None:
+    file = directory / WEIGHTS
+    missing, unexpected = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
+    if missing or unexpected:
+        lacks = f"lacks {_list(missing)}" if missing else ""
+        has = f"has unexpected {_list(unexpected)}" if unexpected else ""
+        raise UserError(f"{file}: does not fill this drafter: {' and '.join(filter(None, (lacks, has)))}; {way_out}")
+    for name, tensor in expected.items():
+        if tensor.shape != got[name].shape:
+            raise UserError(f"{file}: {name} is {list(got[name].shape)}, this drafter's is {list(tensor.shape)}; {way_out}")
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 16 else f"{text[:12]}..."
+
+
+def _near(directory: Path) -> str:
+    inside = list_checkpoints(directory) if directory.is_dir() else []
+    return f", such as {inside[-1]}" if inside else ""

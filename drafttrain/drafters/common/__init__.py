@@ -1,0 +1,1 @@
+"""What several families share: trees that grow, pending positions, blocks, recurrent drafting."""

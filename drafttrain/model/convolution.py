@@ -1,0 +1,55 @@
+"""Short convolutions around a part of a layer, whose taps each position chooses itself.
+
+Shapes: S positions of a block, G groups of channels, H hidden.
+
+With two taps the part's input and output at position s are mixed with those at s - 1, channel by channel:
+
+    y[s] = (base_0 + own_0[s]) x[s] + (base_1 + own_1[s]) x[s - 1]        x[-1] = 0: nothing comes from outside a block
+
+`base` is a number of each channel and tap, `own` one of each group of channels, made by a linear map of the part's input. At
+the start base is (1, 0) and the map zero, so that nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafttrain.core.errors import UserError
+
+TAPS = 2
+
+
+class Convolved(nn.Module):
+    """base_kernel and kernel_projection are named as in the official code; group: channels that share what a position adds."""
+
+    def __init__(self, width: int, group: int) -> None:
+        super().__init__()
+        if group < 1 or width % group:
+            raise UserError(f"drafter.group is {group}; choose a divisor of the target's hidden size, {width}")
+        self.group = group
+        self.base_kernel = nn.Parameter(torch.zeros(2, TAPS, width))
+        self.kernel_projection = nn.Linear(width, 2 * TAPS * (width // group), bias=False)
+        nn.init.ones_(self.base_kernel[:, 0])
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def forward(self, x_SH: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """[..., S, H]: `part`, between its two convolutions."""
+        own_SX = self.kernel_projection(x_SH).unflatten(-1, (2, TAPS, -1))
+        kernels = [self.base_kernel[side] + own_SX[..., side, :, :].repeat_interleave(self.group, -1) for side in range(2)]
+        return _mixed(part(_mixed(x_SH, kernels[0])), kernels[1])
+
+
+class Bare(nn.Module):
+    """The part alone."""
+
+    def forward(self, x_SH: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        return part(x_SH)
+
+
+def _mixed(x_SH: Tensor, kernel_SkH: Tensor) -> Tensor:
+    before_SH = F.pad(x_SH[..., :-1, :], (0, 0, 1, 0))
+    return kernel_SkH[..., 0, :] * x_SH + kernel_SkH[..., 1, :] * before_SH

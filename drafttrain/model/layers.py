@@ -1,0 +1,285 @@
+"""The parts drafters share: RMS norm, residual block, rotary attention over a KV cache, gated MLP.
+
+Shapes: B rows, N positions, P key positions, h heads, D head width, F half of it, H hidden, I input width of a projection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from drafttrain.core.errors import UserError
+from drafttrain.model.attention import paged
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.target import TargetShape
+from drafttrain.ops.tree_attention import MOST_NODES, bits_of, tree_attention, visible
+
+SCALINGS = {  # of rotary positions: kind -> the numbers it needs
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a weight, computed in float32 (Zhang & Sennrich 2019)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x_H: Tensor) -> Tensor:
+        wide_H = x_H.float()
+        return (wide_H * torch.rsqrt(wide_H.pow(2).mean(-1, keepdim=True) + self.eps)).to(x_H.dtype) * self.weight
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b), W zero at the start, so that a fresh block is the identity up to its bias (arXiv 2401.10774)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x_H: Tensor) -> Tensor:
+        return x_H + F.silu(self.linear(x_H))
+
+
+class GatedMLP(nn.Module):
+    """down(SiLU(gate x) * up x), as in Llama."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x_H: Tensor) -> Tensor:
+        out_H: Tensor = self.down_proj(F.silu(self.gate_proj(x_H)) * self.up_proj(x_H))
+        return out_H
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape(TargetShape):
+    """Of a drafter's own decoder layers. rope_scaling: how their rotary positions are scaled, as transformers writes it; None:
+    not at all, whatever the target's are.
+    """
+
+    rope_scaling: dict[str, Any] | None = None
+
+
+@dataclass
+class LayerOptions:
+    """Where a drafter's own decoder layers are not shaped like the target's; null: as the target's. Published drafters often
+    have another rope_theta."""
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    rope_theta: float | None = None
+    norm_eps: float | None = None
+    rope_scaling: Any = None  # {rope_type: linear or llama3, factor: ..., ...}; null: none. Any: Hydra fills no null mapping
+
+    @staticmethod
+    def of(given: LayerOptions | Mapping[str, Any]) -> LayerOptions:
+        """From plain data too, as a checkpoint has it. Raises UserError for a setting that there is not."""
+        if isinstance(given, LayerOptions):
+            return given
+        known = [f.name for f in fields(LayerOptions)]
+        unknown = sorted(given.keys() - set(known))
+        if unknown:
+            raise UserError(f"drafter.layer has no setting {', '.join(unknown)}; it has {', '.join(known)}")
+        return LayerOptions(**given)
+
+    @staticmethod
+    def between(shape: TargetShape | None, target: TargetShape) -> LayerOptions:
+        """What tells a layer's shape from the target's."""
+        if shape is None:
+            return LayerOptions()
+        apart = {
+            f.name: getattr(shape, f.name)
+            for f in fields(LayerOptions)
+            if f.name != "rope_scaling" and getattr(shape, f.name) != getattr(target, f.name)
+        }
+        return LayerOptions(**apart, rope_scaling=shape.rope_scaling if isinstance(shape, LayerShape) else None)
+
+    def shape(self, target: TargetShape) -> LayerShape:
+        """Raises UserError for values that no layer can have."""
+        check_scaling(self.rope_scaling)
+        own = {name: value for name, value in asdict(self).items() if value is not None}
+        shape = LayerShape(**asdict(target) | own)
+        for name in set(own) - {"rope_scaling"}:
+            if own[name] <= 0:
+                raise UserError(f"drafter.layer.{name} is {own[name]}; set it above 0, or to null: as the target's")
+        if shape.heads % shape.kv_heads or shape.head_dim % 2:
+            raise UserError(
+                f"drafter.layer has {shape.heads} heads of width {shape.head_dim} over {shape.kv_heads} KV heads; choose an "
+                "even width, and KV heads that divide the heads"
+            )
+        return shape
+
+
+def check_scaling(scaling: Mapping[str, Any] | None) -> None:
+    """Raise UserError for a scaling of positions that our layers have not."""
+    if scaling is None:
+        return
+    kind = str(scaling.get("rope_type", "default"))
+    if kind not in SCALINGS:
+        raise UserError(f"rope_scaling is of the type {kind!r}; layers of drafters know {', '.join(SCALINGS)}")
+    lacking = [name for name in SCALINGS[kind] if not isinstance(scaling.get(name), int | float)]
+    if lacking:
+        raise UserError(f"rope_scaling of the type {kind} lacks {', '.join(lacking)}; add numbers for them")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """in_width I may differ from the output width H: some drafters read two states at once.
+
+    qk_eps: of an RMS norm of each head's query and key, before they are rotated (Henry et al. 2020); None: there is none.
+    rope_scaling: as `LayerShape`'s.
+    """
+
+    in_width: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float
+    qk_eps: float | None = None
+    rope_scaling: Mapping[str, Any] | None = None
+
+    @staticmethod
+    def of(shape: TargetShape, in_width: int, qk_norm: bool = False) -> AttentionShape:
+        """Of a drafter's layer whose output is as wide as the target's states."""
+        return AttentionShape(
+            in_width,
+            shape.hidden_size,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.rope_theta,
+            shape.norm_eps if qk_norm else None,
+            shape.rope_scaling if isinstance(shape, LayerShape) else None,
+        )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions (Su et al. 2021), its parts apart: families combine keys differently."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.q_proj = nn.Linear(shape.in_width, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(shape.in_width, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(shape.in_width, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.Identity() if shape.qk_eps is None else RMSNorm(shape.head_dim, shape.qk_eps) for _ in range(2)
+        )
+
+    def qkv(self, x_BNI: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, h, N, D], k and v [B, h_kv, N, D]; q and k rotated to their positions."""
+        angles = self._angles(position_BN, x_BNI.dtype)
+        q_BhND = rotate(self.q_norm(self._heads(self.q_proj(x_BNI))), *angles)
+        return q_BhND, rotate(self.k_norm(self._heads(self.k_proj(x_BNI))), *angles), self._heads(self.v_proj(x_BNI))
+
+    def kv(self, x_BNI: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v as `qkv` gives them, for what is attended to and asks nothing."""
+        angles = self._angles(position_BN, x_BNI.dtype)
+        return rotate(self.k_norm(self._heads(self.k_proj(x_BNI))), *angles), self._heads(self.v_proj(x_BNI))
+
+    def _angles(self, position_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return rotary(position_BN, self.shape.head_dim, self.shape.rope_theta, dtype, self.shape.rope_scaling)
+
+    def _heads(self, x_BNI: Tensor) -> Tensor:
+        return x_BNI.view(*x_BNI.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
+
+    def grouped(self, x_BhND: Tensor) -> Tensor:
+        """Repeat KV heads to the number of query heads."""
+        return x_BhND.repeat_interleave(self.shape.heads // self.shape.kv_heads, dim=1)
+
+    def out(self, mixed_BhND: Tensor) -> Tensor:
+        B, _, N, _ = mixed_BhND.shape
+        out_BNH: Tensor = self.o_proj(mixed_BhND.transpose(1, 2).reshape(B, N, -1))
+        return out_BNH
+
+    def cached(self, x_BNI: Tensor, position_BN: Tensor, kv: KVCache, layer: int, ancestor_BNN: Tensor) -> Tensor:
+        """[B, N, H]: write the new positions' keys, attend to the prefix and to what `ancestor_BNN` allows."""
+        q_BhND, k_BhND, v_BhND = self.qkv(x_BNI, position_BN)
+        N = x_BNI.shape[1]
+        if N <= MOST_NODES and paged(kv):
+            kv.put(layer, k_BhND, v_BhND)
+            q_BNhD, scale, bound = q_BhND.transpose(1, 2), q_BhND.shape[-1] ** -0.5, kv.longest + N
+            at = (*kv.layer(layer), kv.table_BQ, kv.length_B, bits_of(ancestor_BNN), position_BN)
+            out_BNH: Tensor = self.o_proj(tree_attention(q_BNhD, *at, scale, None, bound))
+            return out_BNH
+        keys_BhPD, values_BhPD = kv.write(layer, k_BhND, v_BhND)
+        seen_BNP = visible(kv.length_B, kv.longest, ancestor_BNN)
+        mixed_BhND = F.scaled_dot_product_attention(
+            q_BhND, self.grouped(keys_BhPD), self.grouped(values_BhPD), attn_mask=seen_BNP[:, None]
+        )
+        return self.out(mixed_BhND)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a gated MLP, each behind a norm; its names are Llama's. Families attend in their own ways."""
+
+    def __init__(self, shape: TargetShape, in_width: int | None = None, qk_norm: bool = False) -> None:
+        """in_width: of what attention reads; None: of the target's states, as is all else."""
+        super().__init__()
+        width, eps = shape.hidden_size, shape.norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = Attention(AttentionShape.of(shape, in_width or width, qk_norm))
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = GatedMLP(width, shape.intermediate_size)
+
+    def leave(self, residual_H: Tensor, attended_H: Tensor) -> Tensor:
+        """What the layer gives, from what went past its attention and what attention gave."""
+        state_H = residual_H + attended_H
+        out_H: Tensor = state_H + self.mlp(self.post_attention_layernorm(state_H))
+        return out_H
+
+
+def recomputed(again: bool, function: Callable[..., Any], *inputs: Any) -> Any:
+    """function(*inputs). again: where a gradient is wanted, of all that it computes only the outcome is kept, and the rest is
+    computed again in the backward pass (arXiv 1604.06174)."""
+    if again and torch.is_grad_enabled():
+        return checkpoint(function, *inputs, use_reentrant=False)
+    return function(*inputs)
+
+
+def rotary(
+    position_BN: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: Mapping[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, N, D], the two halves of a head paired as transformers pairs them."""
+    power_F = torch.arange(0, head_dim, 2, device=position_BN.device, dtype=torch.float32) / head_dim
+    angle_BND = position_BN[..., None].float() * scaled(theta**-power_F, scaling)
+    angle_BND = torch.cat([angle_BND, angle_BND], -1)
+    return angle_BND.cos().to(dtype), angle_BND.sin().to(dtype)
+
+
+def scaled(turn_F: Tensor, scaling: Mapping[str, Any] | None) -> Tensor:
+    """[F] radians per position of each pair of a head. llama3: slow pairs are slowed further, by `factor`, fast ones not, those
+    between partly (Llama 3 herd of models, arXiv 2407.21783)."""
+    kind = "default" if scaling is None else str(scaling.get("rope_type", "default"))
+    if scaling is None or kind == "default":
+        return turn_F
+    if kind == "linear":
+        return turn_F / float(scaling["factor"])
+    low, high, length = (float(scaling[name]) for name in SCALINGS["llama3"][1:])
+    kept_F = ((turn_F * (length / (2 * math.pi)) - low) / (high - low)).clamp(0.0, 1.0)
+    return turn_F * (kept_F + (1.0 - kept_F) / float(scaling["factor"]))
+
+
+def rotate(x_BhND: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> Tensor:
+    first, second = x_BhND.chunk(2, -1)
+    return x_BhND * cos_BND[:, None] + torch.cat([-second, first], -1) * sin_BND[:, None]

@@ -1,0 +1,130 @@
+"""Texts with chains of mask slots behind them, on which parallel drafters are trained in one pass (arXiv 2504.18583,
+2602.01469).
+
+Shapes: B rows, T columns of text, A anchors of a row, S slots of a chain, X slots of all chains, N = T + X columns, M
+predictions, H hidden.
+
+Worked example: the text `a b c d e`, and behind it two chains, of one and of two slots. The first stands at source 0, whose
+root is b, the second at source 1, with the root c. For a drafter that reads tokens themselves (`root`):
+
+    column           0  1  2  3  4    5      6      7
+    token            a  b  c  d  e    mask   mask   mask
+    rotary position  0  1  2  3  4    2      3      4
+    sees             all up to it     0 1 5  0-2 6  0-2 6 7
+    predicts         -  c  d  e  -    d      e      -
+
+One whose column t holds the token t + 1 beside the target's state at t sees the columns up to the source; its slots stand one
+position earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.core.errors import UserError
+from drafttrain.model.batch import Anchors, Context, Pairs, TrainBatch
+from drafttrain.model.masks import Documents
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How many anchors have a slot of depth d (from 1) in training: max(rate ** d, least), each of those that have one of the
+    depth before. Raises UserError for what no share can be.
+    """
+
+    rate: float
+    least: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.rate <= 1.0 or not 0.0 <= self.least <= 1.0:
+            raise UserError(
+                f"drafter.retention is {self.rate:g}, drafter.least_retention {self.least:g}; "
+                "set the first above 0 and at most 1, the second within 0 and 1"
+            )
+
+    def shares(self, slots: int) -> list[float]:
+        return [max(self.rate**depth, self.least) for depth in range(1, slots + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Chains of one length. seen: of the text, by the chains of all processes where rows are held together."""
+
+    anchors: Anchors
+    seen: Context
+    position_BAS: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.position_BAS.shape[2]
+
+    @property
+    def slots(self) -> int:
+        return self.position_BAS[0].numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chains(Documents):
+    """What the columns of such rows see. text: of the text alone, as `TrainBatch.sees`. A slot sees its anchor's part of the
+    text, and the slots of its chain up to itself.
+    """
+
+    text: Documents | None
+    groups: tuple[Group, ...]
+    position_BN: Tensor
+
+    @staticmethod
+    def behind(batch: TrainBatch, shares: Sequence[float] | None, slots: int, root: bool) -> Chains:
+        """shares: of each sequence's anchors that have a slot of depth 1, 2, ...; None: all have all `slots`."""
+        drawn = [(slots, batch.anchors())] if shares is None else batch.nested(shares)
+        groups, slot_S = [], torch.arange(1, slots + 1, device=batch.token_BT.device)
+        for size, anchors in drawn if slots else []:
+            first_BA = anchors.position_BA if root else batch.position_BT.gather(1, anchors.source_BA)
+            groups.append(Group(anchors, batch.context(anchors, root), first_BA[..., None] + slot_S[:size]))
+        position_BN = torch.cat([batch.position_BT, *(group.position_BAS.flatten(1) for group in groups)], 1)
+        text = batch.sees()
+        return Chains(batch.document_BT, batch.span, text=text, groups=tuple(groups), position_BN=position_BN)
+
+    @property
+    def columns(self) -> int:
+        """Of text, T."""
+        return self.number_BT.shape[1]
+
+    def behind_text(self, token_BT: Tensor, mask_token: int) -> Tensor:
+        """[B, N]."""
+        return F.pad(token_BT, (0, self.position_BN.shape[1] - self.columns), value=mask_token)
+
+    def steps(self, batch: TrainBatch, state_BNH: Tensor) -> Iterator[tuple[int, Pairs, Tensor]]:
+        """(depth, pairs, state [M, H] of their slots) of depth 1, 2, ...; its draft is the token depth + 2 after the source."""
+        states = state_BNH[:, self.columns :].split([group.slots for group in self.groups], 1)
+        for depth in range(1, max((group.size for group in self.groups), default=0) + 1):
+            source, label, state = list[Tensor](), list[Tensor](), list[Tensor]()
+            for group, state_BXH in zip(self.groups, states, strict=True):
+                if group.size >= depth:
+                    place_M, pairs = batch.ahead(group.anchors, 2 + depth)
+                    source.append(pairs.source_M)
+                    label.append(pairs.label_M)
+                    state.append(state_BXH.unflatten(1, (-1, group.size))[:, :, depth - 1].flatten(0, 1)[place_M])
+            yield depth, Pairs(torch.cat(source), torch.cat(label)), torch.cat(state)
+
+    def dense(self) -> Tensor:
+        """[B, N, N] what each column sees: for models whose attention is not ours."""
+        assert self.span is None, "only the parts of attention that exchange heads know sequences held together"
+        B, T = self.number_BT.shape
+        N = self.position_BN.shape[1]
+        seen_BNN = torch.zeros(B, N, N, dtype=torch.bool, device=self.position_BN.device)
+        column_T = torch.arange(T, device=seen_BNN.device)
+        seen_BNN[:, :T, :T] = column_T <= column_T[:, None] if self.text is None else self.text.dense()
+        start = T
+        for group in self.groups:
+            at, slot_X = slice(start, start + group.slots), torch.arange(group.slots, device=seen_BNN.device)
+            seen_BNN[:, at, :T] = group.seen.seen(T).repeat_interleave(group.size, 1)
+            chain_X = slot_X // group.size
+            seen_BNN[:, at, at] = (chain_X[:, None] == chain_X) & (slot_X <= slot_X[:, None])
+            start += group.slots
+        return seen_BNN

@@ -1,0 +1,162 @@
+"""Attention of a drafter that is trained on its own outputs: step i at index t sees step 0 causally over 0..t, and index t
+alone of steps 1..i (arXiv 2503.01840, section 3.1; the aligned forwards of arXiv 2408.15766 see the same).
+
+No [T, T] tensor outlives a block of rows: step 0's keys go through a fused kernel, and the own-index terms, products by
+element, join its result by their log-sum-exp. Memory is O(T) for each step. The backward pass gives the fused kernel the
+joined output and log-sum-exp: the probabilities that it recomputes from them are those of the joined softmax.
+
+Shapes: B rows, T positions, R rows of a block, P keys of a block, h heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.model.causal_attention import by_document
+from drafttrain.model.masks import Documents
+
+ROWS = 256  # queries whose scores are in memory at once, where no fused kernel serves
+aten = torch.ops.aten
+
+
+def unrolled(q_BhTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents | None) -> Tensor:
+    """[B, h, T, D]: keys and values [B, h, T, D] by step, the queries being the last step's.
+
+    documents: step 0's keys are seen within one, each of which is computed by itself; None: every row is one. Scores are scaled
+    by D ** -0.5.
+    """
+    return by_document(_whole, documents, q_BhTD, *keys, *values)
+
+
+def _whole(q_BhTD: Tensor, *both: Tensor) -> Tensor:
+    out_BhTD: Tensor = _Unrolled.apply(q_BhTD, len(both) // 2, *both)
+    return out_BhTD
+
+
+class _Unrolled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BhTD: Tensor, steps: int, *both: Tensor) -> Tensor:
+        keys, values = both[:steps], both[steps:]
+        first_BhTD, lse_BhT = _causal(q_BhTD, keys[0], values[0])
+        own_iBhT = [_dot(q_BhTD, k) * q_BhTD.shape[-1] ** -0.5 for k in keys[1:]]
+        joint_BhT = torch.stack([lse_BhT, *own_iBhT]).logsumexp(0)
+        out_BhTD = first_BhTD * (lse_BhT - joint_BhT).exp()[..., None]
+        for own_BhT, value_BhTD in zip(own_iBhT, values[1:], strict=True):
+            out_BhTD = out_BhTD + value_BhTD * (own_BhT - joint_BhT).exp()[..., None]
+        out_BhTD = out_BhTD.to(q_BhTD.dtype)
+        ctx.steps = steps
+        ctx.save_for_backward(q_BhTD, out_BhTD, joint_BhT, *both)
+        return out_BhTD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad_BhTD = grads[0].contiguous()
+        q_BhTD, out_BhTD, joint_BhT, *both = ctx.saved_tensors
+        keys, values, scale = both[: ctx.steps], both[ctx.steps :], q_BhTD.shape[-1] ** -0.5
+        to_q, to_k, to_v = _causal_backward(grad_BhTD, q_BhTD, keys[0], values[0], out_BhTD, joint_BhT)
+        to_keys, to_values, mean_BhT = [to_k], [to_v], _dot(grad_BhTD, out_BhTD)
+        for key_BhTD, value_BhTD in zip(keys[1:], values[1:], strict=True):
+            share_BhT = (_dot(q_BhTD, key_BhTD) * scale - joint_BhT).exp()
+            slope_BhT1 = (share_BhT * (_dot(grad_BhTD, value_BhTD) - mean_BhT) * scale)[..., None].to(q_BhTD.dtype)
+            to_q = to_q + slope_BhT1 * key_BhTD
+            to_keys.append(slope_BhT1 * q_BhTD)
+            to_values.append(share_BhT[..., None].to(q_BhTD.dtype) * grad_BhTD)
+        return to_q, None, *to_keys, *to_values
+
+
+def _dot(a_BhTD: Tensor, b_BhTD: Tensor) -> Tensor:
+    """[B, h, T] in float32 at least."""
+    product_BhT: Tensor = torch.linalg.vecdot(_wide(a_BhTD), _wide(b_BhTD))
+    return product_BhT
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _causal(q_BhTD: Tensor, k_BhTD: Tensor, v_BhTD: Tensor) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp of the scores [B, h, T])."""
+    kernel = _kernel(q_BhTD)
+    if kernel is not None:
+        out_BhTD, lse_BhT = kernel(q_BhTD, k_BhTD, v_BhTD)
+        return out_BhTD, lse_BhT[..., : q_BhTD.shape[2]]
+    out_BhTD, lse_BhT = torch.empty_like(q_BhTD), _wide(q_BhTD[..., 0]).clone()
+    for at, seen, score_BhRP in _blocks(q_BhTD, k_BhTD):
+        lse_BhT[:, :, at] = score_BhRP.logsumexp(-1)
+        out_BhTD[:, :, at] = score_BhRP.softmax(-1).to(q_BhTD.dtype) @ v_BhTD[:, :, seen]
+    return out_BhTD, lse_BhT
+
+
+def _causal_backward(
+    grad_BhTD: Tensor, q_BhTD: Tensor, k_BhTD: Tensor, v_BhTD: Tensor, out_BhTD: Tensor, lse_BhT: Tensor
+) -> tuple[Tensor, ...]:
+    """Slopes of q, k and v, where the log-sum-exp and the output may hold further terms than step 0's."""
+    if _kernel(q_BhTD) is not None:
+        return _fused_backward(grad_BhTD, q_BhTD, k_BhTD, v_BhTD, out_BhTD, lse_BhT)
+    to_q, to_k, to_v = torch.empty_like(q_BhTD), torch.zeros_like(k_BhTD), torch.zeros_like(v_BhTD)
+    mean_BhT, scale = _dot(grad_BhTD, out_BhTD), q_BhTD.shape[-1] ** -0.5
+    for at, seen, score_BhRP in _blocks(q_BhTD, k_BhTD):
+        share_BhRP = (score_BhRP - lse_BhT[:, :, at, None]).exp()
+        to_share_BhRP = _wide(grad_BhTD[:, :, at] @ v_BhTD[:, :, seen].transpose(-1, -2)) - mean_BhT[:, :, at, None]
+        slope_BhRP = (share_BhRP * to_share_BhRP * scale).to(q_BhTD.dtype)
+        to_q[:, :, at] = slope_BhRP @ k_BhTD[:, :, seen]
+        to_k[:, :, seen] += slope_BhRP.transpose(-1, -2) @ q_BhTD[:, :, at]
+        to_v[:, :, seen] += share_BhRP.to(q_BhTD.dtype).transpose(-1, -2) @ grad_BhTD[:, :, at]
+    return to_q, to_k, to_v
+
+
+def _blocks(q_BhTD: Tensor, k_BhTD: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(queries, keys, their scores), block by block; what is not seen has minus infinity."""
+    T, device = q_BhTD.shape[2], q_BhTD.device
+    for start in range(0, T, ROWS):
+        at, seen = slice(start, min(start + ROWS, T)), slice(0, min(start + ROWS, T))
+        score_BhRP = _wide(q_BhTD[:, :, at] @ k_BhTD[:, :, seen].transpose(-1, -2)) * q_BhTD.shape[-1] ** -0.5
+        hidden_RP = torch.arange(seen.stop, device=device) > torch.arange(at.start, at.stop, device=device)[:, None]
+        yield at, seen, score_BhRP.masked_fill(hidden_RP, -torch.inf)
+
+
+def _kernel(q_BhTD: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """A fused causal attention for these queries that gives its log-sum-exp too; None: blocks of rows serve."""
+    if q_BhTD.device.type == "cpu":
+        return lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[:2]
+    if not q_BhTD.is_cuda or q_BhTD.shape[-1] % 8 or q_BhTD.dtype == torch.float64:
+        return None
+    if _flash(q_BhTD):
+        return lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:2]
+    return lambda q, k, v: aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[:2]
+
+
+def _flash(q_BhTD: Tensor) -> bool:
+    return q_BhTD.dtype in (torch.float16, torch.bfloat16) and q_BhTD.shape[-1] <= 256
+
+
+def _fused_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BhT: Tensor) -> tuple[Tensor, ...]:
+    if not q.is_cuda:
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse_BhT, 0.0, True)
+        return tuple(found)
+    T, seed = q.shape[2], torch.zeros(2, dtype=torch.uint64, device=q.device)  # read only where there is dropout
+    if _flash(q):
+        flash = aten._scaled_dot_product_flash_attention_backward
+        return tuple(flash(grad, q, k, v, out, lse_BhT, None, None, T, T, 0.0, True, seed, seed))
+    padded_BhT, seed = torch.nn.functional.pad(lse_BhT, (0, -T % 32), value=torch.inf), seed.long()  # the kernel's layout
+    efficient, wanted = aten._scaled_dot_product_efficient_attention_backward, [True, True, True, False]
+    return tuple(efficient(grad, q, k, v, None, out, padded_BhT, seed[0], seed[1], 0.0, wanted, True)[:3])
+
+
+def reference(q_BhTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents | None) -> Tensor:
+    """All scores at once."""
+    T, scale = q_BhTD.shape[2], q_BhTD.shape[-1] ** -0.5
+    seen_BTT = torch.ones(1, T, T, dtype=torch.bool, device=q_BhTD.device).tril()
+    if documents is not None:
+        seen_BTT = documents.dense()
+    first_BhTT = (q_BhTD @ keys[0].transpose(-1, -2) * scale).masked_fill(~seen_BTT[:, None], -torch.inf)
+    own_iBhT1 = [(q_BhTD * k).sum(-1, keepdim=True) * scale for k in keys[1:]]
+    share_BhTP = _wide(torch.cat([first_BhTT, *own_iBhT1], -1)).softmax(-1).to(q_BhTD.dtype)
+    mixed_BhTD = share_BhTP[..., :T] @ values[0]
+    for i, value_BhTD in enumerate(values[1:]):
+        mixed_BhTD = mixed_BhTD + share_BhTP[..., T + i : T + i + 1] * value_BhTD
+    return mixed_BhTD

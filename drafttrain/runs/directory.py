@@ -1,0 +1,129 @@
+"""The directory of one run, and finding the one to go on with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_directory, atomic_write_json, atomic_write_text, remove_abandoned
+from drafttrain.runs.environment import environment
+from drafttrain.runs.options import RunOptions
+from drafttrain.train.engine import World
+from drafttrain.train.sealed import newest_valid
+
+NOT_HASHED = (
+    *("output", "resume", "measure", "logger", "launcher", "checkpoint", "prompts", "recipe", "out", "prepare", "inspect"),
+    *("tune", "compare", "runs", "simulate", "report"),
+    *("format", "dtype", "overwrite", "max_shard_size"),
+    *("deepspeed.zero_stage", "deepspeed.offload_optimizer", "deepspeed.offload_parameters"),
+    *(f"train.{key}" for key in ("micro_batch", "sequence_parallel", "log_every", "checkpoint_every", "keep_last")),
+    *(f"train.{key}" for key in ("per_rank", "profile", "hang_timeout", "activation_checkpointing")),
+    *(f"data.{key}" for key in ("workers", "cache")),
+    *(f"target.{key}" for key in ("placement", "tensor_parallel", "prefetch")),
+)
+
+
+@dataclass
+class RunDirectory:
+    """`<output>/<name>/<time>/`. run.json says whether the run has finished. resumed: the checkpoint to go on from."""
+
+    path: Path
+    resumed: Path | None
+
+    @property
+    def resumed_step(self) -> int:
+        return int(self.resumed.name.split("-")[1]) if self.resumed else 0
+
+    @staticmethod
+    def open(options: RunOptions, resolved: dict[str, Any], world: World, say: Callable[[str], None]) -> RunDirectory:
+        """Make a new one, or find the one that `resume` names; rank 0 decides for all. say: of damaged checkpoints."""
+        path = resumed = None
+        if world.first:
+            path = _find(options, config_hash(resolved)) or _make(options, resolved)
+            for folder in (path, path / "checkpoints"):
+                remove_abandoned(folder)  # of a run that was killed, which may have nothing left to save
+            resumed = newest_valid(path / "checkpoints", say)
+        return RunDirectory(*world.share((path, resumed)))
+
+    def finish(self) -> None:
+        state = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        atomic_write_json(self.path / "run.json", state | {"finished": True})
+
+
+def config_hash(resolved: dict[str, Any]) -> str:
+    """Of what decides the trained weights and the decode settings, but for the order in which numbers are added up; where a run
+    lands, how it is logged and what shares its work do not count."""
+    return hashlib.sha256(json.dumps(_hashed(resolved), sort_keys=True).encode()).hexdigest()
+
+
+def _hashed(node: dict[str, Any], above: str = "") -> dict[str, Any]:
+    kept = {key: value for key, value in node.items() if above + key not in NOT_HASHED}
+    return {key: _hashed(value, f"{above}{key}.") if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def _find(options: RunOptions, digest: str) -> Path | None:
+    if options.resume is None:
+        return None
+    if options.resume != "auto":
+        path = Path(options.resume).expanduser()
+        state = _state(path)
+        if state is None:
+            raise UserError(f"resume is {options.resume!r}, which is no run directory (no run.json); name one, or resume=auto")
+        if state["config_hash"] != digest:
+            raise UserError(
+                f"resume is {options.resume!r}, a run of another configuration; repeat its own (see its config.yaml)"
+            )
+        return path
+    runs = Path(options.output) / options.name
+    candidates = sorted((p.parent for p in runs.glob("*/run.json")), reverse=True)
+    for path in candidates:
+        state = _state(path)
+        if state and not state["finished"] and state["config_hash"] == digest:
+            return path
+    return None
+
+
+def _state(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _make(options: RunOptions, resolved: dict[str, Any]) -> Path:
+    """A fresh directory with the resolved configuration, the environment and the git revision."""
+    base = Path(options.output) / options.name / time.strftime("%Y-%m-%d_%H-%M-%S")
+    path, copy = base, 1
+    while path.exists():
+        copy += 1
+        path = base.with_name(f"{base.name}-{copy}")
+    remove_abandoned(path.parent)
+    with atomic_directory(path) as aside:  # a run without its run.json could not be gone on with
+        (aside / "checkpoints").mkdir()
+        atomic_write_text(aside / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
+        about = environment(torch.device("cpu")) | {"command": sys.argv, "git": _git_revision()}
+        atomic_write_json(aside / "environment.json", about)
+        atomic_write_json(aside / "run.json", {"config_hash": config_hash(resolved), "finished": False})
+    return path
+
+
+def _git_revision() -> str | None:
+    """Of the working directory, with `-dirty` for uncommitted changes; None outside a repository."""
+    try:
+        asked = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None if asked.returncode == 0 else None

@@ -1,0 +1,48 @@
+"""The machine and the versions that a figure was made with."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafttrain.ops import library
+
+PACKAGES = ("drafttrain", "torch", "transformers", "datasets", "deepspeed", "peft", "wandb", "hydra-core")
+
+
+def versions() -> dict[str, str | None]:
+    """Version by package; None where it is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def processor() -> str:
+    """The processor's name as its maker writes it; where the system keeps it elsewhere, what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, processor, threads, operators and device, as plain values for a report."""
+    found: dict[str, Any] = {**versions(), "platform": platform.platform()}
+    found |= {"machine": platform.machine(), "processor": processor()}
+    found |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
+    found["operators"] = library.state_on(device).text
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        found |= {"accelerator": card.name, "cuda": torch.version.cuda}
+    return found

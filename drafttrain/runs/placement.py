@@ -1,0 +1,205 @@
+"""Where the frozen target's weights lie while a drafter is trained, and afterwards, when it is measured."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import distributed
+
+from drafttrain.core.errors import UserError
+from drafttrain.drafters import families
+from drafttrain.model.drafter import Drafter, trainable
+from drafttrain.model.target import Target, TargetShape
+from drafttrain.runs.lock_step import first_speaks
+from drafttrain.runs.options import RunOptions
+from drafttrain.targets.devices import device_of
+from drafttrain.targets.estimate import PLACEMENTS, Need, activation_bytes, choose, free_bytes, need_of, outline, said
+from drafttrain.targets.load import DTYPES, LoadedTarget, check_options, load_target
+from drafttrain.targets.parallel import Part, leave
+from drafttrain.targets.turns import TurnTarget, sharing
+from drafttrain.train.engine import World, leave_world
+from drafttrain.train.memory import state_bytes
+from drafttrain.train.sharding import ZeroShards
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """placement: replicated, zero3 or tensor_parallel. sharing: processes that hold a target together. weights: bytes of the
+    drafter's. shape: the target's."""
+
+    placement: str
+    sharing: int
+    need: Need
+    weights: int
+    shape: TargetShape
+
+    @property
+    def shared(self) -> bool:
+        return self.placement != "replicated"
+
+    @property
+    def measured(self) -> int:
+        """Bytes of a whole target with the drafter, as one process measures them."""
+        return self.need.target + self.weights
+
+
+def check_placement(options: RunOptions) -> None:
+    """Raise UserError for an unknown placement and settings that contradict it, before any process is joined to others."""
+    target, size = options.target, _sharing(options)
+    check_options(target)
+    if target.placement not in ("auto", *PLACEMENTS):
+        raise UserError(f"target.placement is {target.placement!r}; choose auto, {', '.join(PLACEMENTS)}")
+    if target.tensor_parallel != 1 and target.placement not in ("auto", "tensor_parallel"):
+        raise UserError(
+            f"target.tensor_parallel is {target.tensor_parallel}, target.placement {target.placement}; leave one of them out"
+        )
+    if _asked(options) == "tensor_parallel" and (size < 2 or _neighbours() % size):
+        raise UserError(
+            f"target.tensor_parallel is {size}, this machine runs {_neighbours()} of the processes; set launcher.nproc, or "
+            f"torchrun's --nproc-per-node, to a multiple of {max(size, 2)}"
+        )
+
+
+def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Place:
+    """Choose, where the user has not, by what is free, and say so.
+
+    Raises UserError for what a target in pieces cannot do, and for one that fits in no way.
+    """
+    target, alone, asked = options.target, world.size == 1, _asked(options)
+    bare = outline(target)
+    with torch.device("meta"):
+        drafter = built(options, bare)
+    length = -(-min(options.data.max_length, bare.shape.max_positions) // options.train.sequence_parallel)
+    chunk = options.loss.at_once(bare.shape.vocab_size)
+    activations = activation_bytes(bare, drafter, options.train.micro_batch, length, chunk)
+    state = state_bytes(trainable(drafter), options.train, options.deepspeed, world.size)
+    needed = need_of(bare, target.weights, state, activations)
+    free = min(world.gather(free_bytes(device_of(target.device), _neighbours())))
+    chosen = asked
+    if asked == "auto":
+        whole = alone or drafter.adapts is not None or target.weights is not None
+        chosen = choose(needed, free, 1 if whole else world.size)
+    held = {"replicated": 1, "zero3": world.size, "tensor_parallel": _sharing(options)}[chosen]
+    found = Place(chosen, held, needed, 4 * trainable(drafter), bare.shape)
+    if found.shared:
+        _check_shared(options, found, drafter, free)
+    say(f"placement: {chosen}, about {_figures(found)}, of {said(free)} free in each process")
+    return found
+
+
+def built(options: RunOptions, target: Target) -> Drafter:
+    """The drafter for this target. Raises UserError for options that do not fit it."""
+    try:
+        return families()[options.drafter.family].build(options.drafter, target)
+    except UserError:
+        raise
+    except ValueError as error:  # a drafter's own checks of options against the target
+        raise UserError(str(error)) from error
+
+
+def load_placed(options: RunOptions, found: Place) -> LoadedTarget:
+    """The target for training. Raises UserError as `load_target` does."""
+    if found.placement == "zero3":
+        return load_target(options.target, shards=ZeroShards(DTYPES[options.target.dtype]))
+    if found.placement == "tensor_parallel":
+        return load_target(options.target, sharing(found.sharing), kind=TurnTarget)
+    return load_target(options.target)
+
+
+@contextmanager
+def measurable(options: RunOptions, found: Place, loaded: LoadedTarget, world: World) -> Iterator[LoadedTarget | None]:
+    """After training: the target as it is measured; None on processes that have nothing left to do.
+
+    A whole target is there already; one that was shared is given up and loaded again, whole on the first process where it
+    fits, else split among the processes of its machine, which go on in lock step.
+    """
+    if found.shared and options.measure.enabled:
+        loaded.target.free()
+        gc.collect()
+        device = device_of(options.target.device)
+        if not world.share(found.measured <= free_bytes(device, 1)):
+            with _in_lock_step(options, found, world) as split:
+                yield split
+            return
+    leave_world(world)
+    gc.collect()
+    if found.shared and options.measure.enabled and world.first:
+        loaded = load_target(replace(options.target, placement="replicated", tensor_parallel=1))
+    yield loaded if world.first else None
+
+
+@contextmanager
+def _in_lock_step(options: RunOptions, found: Place, world: World) -> Iterator[LoadedTarget | None]:
+    size = _measuring(options, found.shape)
+    group = distributed.new_group(list(range(size)))
+    if world.rank >= size:
+        yield None
+        return
+    part = Part(world.rank, size, group)
+    with first_speaks(part):
+        yield load_target(replace(options.target, tensor_parallel=size), part)
+    leave(part)
+
+
+def _check_shared(options: RunOptions, found: Place, drafter: Drafter, free: int) -> None:
+    """Raise UserError for what a target in pieces cannot do."""
+    check_options(options.target, shared=True)
+    way_out = "set target.placement=replicated"
+    if drafter.adapts is not None:
+        raise UserError(f"target.placement is {found.placement}, an adapter of the target needs all of it; {way_out}")
+    if options.decode.tree_nodes is None and drafter.tunable:
+        raise UserError(
+            f"decode.tree_nodes=null times a whole target in one process, target.placement is {found.placement}; "
+            f"set decode.tree_nodes, or {way_out}"
+        )
+    if found.placement == "tensor_parallel" and options.train.sequence_parallel > 1:
+        raise UserError(
+            f"train.sequence_parallel is {options.train.sequence_parallel}, and target.placement=tensor_parallel splits the "
+            "target's heads itself; set target.placement=zero3 or replicated"
+        )
+    if found.placement == "zero3" and options.target.runner == "fast":
+        raise UserError(
+            f"target.runner=fast needs whole weights, target.placement is zero3; set target.runner=hf, or {way_out}"
+        )
+    if options.measure.enabled and found.measured > free:
+        _measuring(options, found.shape)
+
+
+def _asked(options: RunOptions) -> str:
+    return "tensor_parallel" if options.target.tensor_parallel != 1 else options.target.placement
+
+
+def _sharing(options: RunOptions) -> int:
+    """Processes that share a target in tensor_parallel: as many as asked for, else all of this machine."""
+    asked = options.target.tensor_parallel
+    return asked if asked != 1 else _neighbours()
+
+
+def _measuring(options: RunOptions, shape: TargetShape) -> int:
+    """Processes that measure together a target which is too large for one. Raises UserError where no number of them can."""
+    if options.target.tensor_parallel != 1:
+        return options.target.tensor_parallel
+    for size in range(_neighbours(), 1, -1):
+        if shape.kv_heads % size == shape.intermediate_size % size == 0:
+            return size
+    raise UserError(
+        f"measuring would need the whole target in one process, or {_neighbours()} processes or fewer that divide its "
+        f"{shape.kv_heads} KV heads; set measure=off and measure it elsewhere"
+    )
+
+
+def _neighbours() -> int:
+    """Processes of this run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _figures(found: Place) -> str:
+    own, parts = found.need.of_target(found.placement, found.sharing), found.need
+    sizes = {"target": own, "drafter and optimizer": parts.drafter, "activations": parts.activations}
+    each = ", ".join(f"{name} {said(size)}" for name, size in sizes.items())
+    return f"{said(parts.total(found.placement, found.sharing))} ({each})"

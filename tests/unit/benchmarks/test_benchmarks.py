@@ -1,0 +1,256 @@
+"""The benchmarks rehearsed at tiny sizes, and what their figures rest on. No time is looked at."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+from benchmarks import attention, contest, projection, projection_check, quality, rivals, train
+from benchmarks.common import DiffersError, interleaved, peak, ratio
+from benchmarks.contest import Entrant
+from benchmarks.objective import Problem
+from benchmarks.section import Found, Settings
+from drafttrain.drafters import families
+from drafttrain.features.online import Online
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import trainable
+from drafttrain.objective import losses
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.ops import divergence
+from drafttrain.train.flops import Flops
+from tests.helpers import tiny_target
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", train.SECTIONS)
+def test_every_section_is_rehearsed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    divide = "256" if name in ("objective", "attention") else "64"
+    assert train.main([name, "--divide", divide, "--repeats", "1", "--device", "cpu", "--results", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / f"{name}.json").read_text())
+    assert record["torch"] == torch.__version__ and record["divide"] == int(divide)
+    parts = {"packing": ["lines"], "overlap": ["lines"], "reading": ["lines"], "objective": ["cells"]}
+    for part in parts.get(name, ["unrolled, 4 steps", "blocks of 16"]):
+        assert record[part]
+        assert all(figure["value"] > 0 if part == "lines" else figure["other_seconds"] > 0 for figure in record[part])
+    assert (tmp_path / f"{name}.png").exists() == (name in ("objective", "attention"))
+    assert "not timed" not in capsys.readouterr().out
+
+
+def test_what_differs_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def differs(settings: Settings) -> Found:
+        raise DiffersError("losses are 1 and 2")
+
+    monkeypatch.setitem(train.SECTIONS, "packing", differs)
+    assert train.main(["packing", "--results", str(tmp_path)]) == 1
+    assert "packing not timed: losses are 1 and 2" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    for bad in (["pack"], ["--repeats", "0"], ["--device", "tpu9"]):
+        with pytest.raises(SystemExit) as ended:
+            train.main(bad)
+        assert ended.value.code == 2
+
+
+def test_a_ratio_is_of_interleaved_runs() -> None:
+    order: list[str] = []
+    figures = interleaved(2, lambda: order.append("a") or float(len(order)), lambda: order.append("b") or 1.0)  # type: ignore[func-returns-value]
+    assert order == ["a", "b"] * 3 and figures == [[3.0, 5.0], [1.0, 1.0]]
+    line = ratio("a / b", *figures, "{:.0f} / {:.0f}", at_least=4.5)
+    assert (line.value, line.low, line.high, line.figures, line.goal) == (4.0, 3.0, 5.0, "4 / 1", ">= 4.5 MISSED")
+
+
+def test_peak_memory_is_that_of_what_lives_at_once() -> None:
+    size = 1 << 20
+
+    def work() -> torch.Tensor:
+        for _ in range(3):
+            kept = torch.zeros(size, dtype=torch.uint8) + 1
+        return kept
+
+    assert 2 * size <= peak(work, CPU) <= 3 * size + 4096
+
+
+def test_what_does_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "room", lambda device: 1 << 20)
+    ran: list[int] = []
+
+    def entrant(size: int) -> Entrant:
+        def other() -> None:
+            ran.append(size)
+            torch.zeros(size, dtype=torch.uint8)
+
+        return Entrant({"T": size}, size, lambda: (lambda: torch.zeros(1), other))
+
+    cells = list(contest.contest([entrant(size) for size in (1 << 18, 1 << 19, 1 << 21)], CPU, 1))
+    assert set(ran) == {1 << 18, 1 << 19}
+    assert [cell.other_seconds is None for cell in cells] == [False, False, True] and cells[2].other_bytes >= 1 << 21
+    assert "not run: needs" in list(contest._figures(cells[2]))[1]
+
+
+def test_the_objective_s_memory_is_a_chunk_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the length; and whatever the vocabulary, but for its output matrix, where a chunk is as large as it may be."""
+    width, options = 8, LossOptions("kl", 64)
+
+    def beyond(length: int, vocab: int) -> int:
+        """Its output matrix's gradient, and the sum of those that came before it, are not the chunk's."""
+        problem = Problem(length, vocab, width, options, CPU)
+        problem.step(False)
+        problem.forget()
+        return peak(lambda: problem.step(False), CPU) - 2 * 4 * vocab * width
+
+    monkeypatch.setitem(divergence.AT_ONCE, "cpu", 4 * 4096)
+    chunk = 4 * 64 * 4096
+    short, long = beyond(512, 4096), beyond(2048, 4096)
+    assert 2.5 * chunk < short < 4 * chunk
+    assert long - short < 0.3 * chunk
+    monkeypatch.setattr(losses, "LOGITS", 64 * 4096)
+    assert abs(beyond(512, 16_384) - short) < 0.3 * chunk
+
+
+def test_the_projection_s_operations_are_those_that_a_run_counts() -> None:
+    target, family = tiny_target(), families()["eagle3"]
+    drafter = family.build(family.options(steps=3, draft_vocab=40), target).train()
+    drafter.prepare(lambda: torch.arange(64))
+    token = torch.randint(64, (2, 256), generator=torch.Generator().manual_seed(0))
+    batch = TrainBatch(token, torch.arange(256).expand(2, 256), torch.zeros_like(token), token >= 0)
+    counter, objective = Flops(), Objective(drafter, target, LossOptions())
+    with counter.counting(batch):
+        objective(Online(target, drafter.taps).fill(batch))[0].backward()
+    sizes = projection.Sizes.of(target, drafter)
+    assert counter.per_position is not None
+    assert sizes.operations(512, 0) == pytest.approx(512 * counter.per_position, rel=0.02)  # the last positions have no label
+    assert 4 * trainable(drafter) == sizes.G
+    shape = (2, 4, 256, sizes.A // 4)  # torch counts no attention on a CPU
+    forward, backward = sdpa_flop_count(shape, shape, shape), sdpa_backward_flop_count(shape, shape, shape, shape)
+    attention = sizes.L * forward + sizes.K * (forward + backward)
+    assert sizes.operations(512, 256) - sizes.operations(512, 0) == attention
+
+
+def test_the_projection_s_bytes() -> None:
+    sizes = projection.Sizes(N=1000, L=3, A=8, V=64, H=16, B=2000, K=2, F=100, W=300, D=32, G=4000)
+    assert sizes.of_gradients(1) == 0 and sizes.of_gradients(4) == 6000
+    assert sizes.of_target(100, 8, "replicated") == 0 and sizes.of_target(100, 8, "zero3") == 1750
+    assert sizes.of_target(100, 8, "tensor_parallel") == 8 * 7 * 3 * 100 * 16
+    assert [projection.shared_by(64, name) for name in ("zero3", "tensor_parallel")] == [64, 8]
+
+
+def test_the_projection_s_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["projection", "--mfu", "0.5"])
+    assert projection.main() == 0
+    said = capsys.readouterr().out
+    assert "mfu 50% (assumed)" in said and said.count("tensor_parallel") == 4 and said.count("replicated") == 4
+    eight, seventy = (plan for plan, _ in list(projection.plans())[::2])
+    assert 7.9e9 < sum(p.numel() for p in eight.outline.model.parameters()) < 8.1e9
+    assert 70e9 < sum(p.numel() for p in seventy.outline.model.parameters()) < 71e9
+    assert eight.seconds(8, "replicated", 0.5)[0] == pytest.approx(2 * eight.seconds(64, "replicated", 1.0)[0])
+
+
+def test_block_attention_s_memory_grows_with_the_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where its tiles do not grow any more."""
+    monkeypatch.setitem(attention.HEADS, "cpu", (1, 64))
+    ours = {T: attention._blocks(CPU, T, T // attention.SLOTS, check=False)[0] for T in (2048, 4096)}
+    assert peak(ours[4096], CPU) < 2.1 * peak(ours[2048], CPU)
+
+
+@pytest.mark.slow
+def test_the_projection_is_checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"REPEATS": 1, "STEPS": 4, "SUMS": 2}.items():
+        monkeypatch.setattr(projection_check, name, value)
+    monkeypatch.setattr(projection_check, "FIT", [*projection_check.FIT, "train.steps=4"])
+    said: list[str] = []
+    table = projection_check.check(said.append)
+    assert table.row_count == 5 and len(said) == 1
+    with pytest.raises(RuntimeError, match="no_such"):
+        projection_check.seconds(projection_check.fit(Path("nowhere"), "train.no_such=1"), Path("nowhere"))
+
+
+def test_the_table_of_settings_has_a_column_for_each_target_and_budget() -> None:
+    row = {"target": "embedded", "recipe": "eagle3", "steps": 300, "vary": "", "seed": 0, "expected_tau": 2.0}
+    rows = [
+        row,
+        row | {"seed": 1, "expected_tau": 2.1},
+        row | {"vary": "train.lr=1e-2", "steps": 600, "expected_tau": 2.5},
+        {k: v for k, v in row.items() if k != "expected_tau"} | {"vary": "train.lr=1", "error": "no number"},
+    ]
+    assert quality.table(rows).splitlines() == [
+        "| recipe | settings | embedded 300 | embedded 600 |",
+        "|---|---|---|---|",
+        "| eagle3 | as it is | 2.050 |  |",
+        "| eagle3 | train.lr=1 |  |  |",
+        "| eagle3 | train.lr=1e-2 |  | 2.500 |",
+    ]
+
+
+@pytest.mark.slow
+def test_settings_are_trained_once_each(tmp_path: Path) -> None:
+    """A small budget of a recipe as it is and with a rate that is none; the second call tries the mistake alone again."""
+    asked = ["--recipes", "medusa", "--steps", "2", "--vary", "", "train.lr=nonsense", "--out", str(tmp_path)]
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.quality", *asked, "--also", "data.limit=100"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert "| medusa | as it is | " in done.stdout
+    rows = quality.rows_of(tmp_path / quality.ROWS)
+    assert [row.get("expected_tau", 0.0) >= 1.0 for row in rows] == [True, False, False]
+    assert "train.lr" in rows[1]["error"]
+
+
+def beside(recipe: str, who: str, chain: float, tree: float) -> dict[str, object]:
+    figures = {"tau_chain": chain, "tau_tree": tree, "expected_tau": 2.0, "tokens_per_s": 1234.5}
+    return {"target": "embedded", "recipe": recipe, "who": who, "steps": 600, "seed": 0} | figures
+
+
+def test_ours_stands_before_its_rivals_and_goals_are_told() -> None:
+    rows = [
+        beside("eagle3", "speculators", 2.0, 2.5),
+        beside("eagle3", "speculators lr 0.005", 2.2, 2.9),
+        beside("eagle3", "ours", 2.2, 2.8),
+        beside("dflash", "ours", 1.5, 2.0),
+    ]
+    assert rivals.table(rows).splitlines()[2:4] == [
+        "| embedded | `dflash` | ours | 600 | 1.50 | 2.00 | 2.00 | 1,234 |",
+        "| embedded | `eagle3` | ours | 600 | 2.20 | 2.80 | 2.00 | 1,234 |",
+    ]
+    assert rivals.goals(rows) == [
+        "eagle3, embedded, 600 steps: over the default and the best rate +10% and +0% (chain), +12% and -3% (tree): "
+        "reached, MISSED"
+    ]
+
+
+def test_a_rivals_rate_is_its_own_unless_one_is_named() -> None:
+    given = argparse.Namespace(target="models/small", recipes=["dflash"], rates=[5e-3], steps=300, seed=0)
+    asked = list(rivals.settings(given))
+    assert [(s.target, s.who, s.rate) for s in asked] == [
+        ("small", "ours", None),
+        ("small", "speculators", None),
+        ("small", "speculators lr 0.005", 0.005),
+    ]
+    assert rivals.recipe_options("dflash").block_size == 6
+
+
+def test_without_the_rival_one_line_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rivals, "find_spec", lambda name: None)
+    assert rivals.main(["--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"speculators is not installed; {rivals.INSTALL}\n"
+    assert rivals.main(["--out", str(tmp_path), "--table"]) == 0
+
+
+def test_a_norm_before_a_map_and_a_mask_made_at_once() -> None:
+    inner = torch.nn.Linear(4, 2, bias=False)
+    normed = rivals.Normed(inner, 1e-6)
+    x = torch.tensor([[3.0, 3.0, -3.0, 3.0]])
+    torch.testing.assert_close(normed(x), torch.nn.functional.linear(x / 3.0, normed.weight))
+    mask = rivals.dense_mask(lambda b, h, q, k: q >= k, Q_LEN=2, KV_LEN=3)
+    assert mask.tolist() == [[[[True, False, False], [True, True, False]]]]

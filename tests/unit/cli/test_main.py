@@ -1,0 +1,261 @@
+"""What a command line does, and the one line that a wrong one gets."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain.cli import main as cli
+from drafttrain.commands import fit
+from drafttrain.core.errors import UserError
+from drafttrain.runs import environment
+from drafttrain.runs.options import RunOptions
+
+Command = Callable[..., int]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunOptions, dict[str, Any]]]:
+    """Every call of `fit`, which does nothing else."""
+    calls: list[tuple[RunOptions, dict[str, Any]]] = []
+    monkeypatch.setattr(fit, "fit", lambda options, resolved: calls.append((options, resolved)))
+    return calls
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def raises(options: RunOptions, resolved: dict[str, Any]) -> None:
+        raise error
+
+    monkeypatch.setattr(fit, "fit", raises)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fot"], "unknown command 'fot'; did you mean fit?"),
+        (["xyz"], "unknown command 'xyz'; use one of fit, measure, tune, generate, "),
+        ([], "no command given; use one of fit, measure, tune, generate, "),
+        (["fit", "recipe=medsa"], "unknown recipe 'medsa'; did you mean medusa or medusa2?"),
+        (["fit", "drafter=medsa"], "unknown drafter 'medsa'; did you mean medusa?"),
+        (["fit", "train.stepz=3"], "unknown key 'train.stepz'; did you mean train.steps?"),
+        (["fit", "trian.steps=3"], "unknown key 'trian.steps'; did you mean train.steps"),
+        (["fit", "drafter.headz=3"], "unknown key 'drafter.headz'; did you mean drafter.heads?"),
+        (["fit", "drafter=eagle", "drafter.heads=3"], "'drafter.heads' is a key of another choice of drafter"),
+        (["fit", "recipes=medusa"], "unknown key 'recipes'; did you mean recipe?"),
+        (["fit", "+train.foo=1"], "unknown key 'train.foo'"),
+        (["fit", "deepspeed.extra.foo=1"], "unknown key 'deepspeed.extra.foo'; +deepspeed.extra.foo=... adds it"),
+        (["fit", "train.steps=abc"], "train.steps: Value 'abc' of type 'str' could not be converted to Integer"),
+        (["fit", "train=3"], "Config group override must be a string or a list"),
+        (["fit", "data=file"], "data.path is not set; add data.path="),
+        (["fit", "recipe"], "cannot read 'recipe': missing EQUAL"),
+        (["fit", "recipe=medusa,eagle3"], "Ambiguous value for argument 'recipe=medusa,eagle3'; add -m"),
+        (["fit", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["fit", "--config-dir", "nowhere"], "--config-dir nowhere is no directory"),
+        (["fit", "-m", "recipe=medusa,medsa"], "unknown recipe 'medsa'; did you mean medusa or medusa2?"),
+        (["fit", "-m", "train.lrr=1,2"], "unknown key 'train.lrr'; did you mean train.lr?"),
+        (["fit", "-m", "train.steps=1,x"], "train.steps: Value 'x'"),
+        (["fit", "launcher.nproc=0"], "launcher.nproc is 0; set it to 1 or more"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    command: Command,
+    runs: list[Any],
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    assert command(*arguments) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith(f"drafttrain: {message}")
+    assert err.count("\n") == 1
+    assert out == ""
+    assert not runs
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("sweep", [[], ["-m"]])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UserError("no weights in /x;\nadd them"), "no weights in /x; add them"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "no space left on the disk at /x/y; free some"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "no space left on the disk; free some"),
+    ],
+)
+def test_a_mistake_found_by_the_command_ends_a_sweep_too(
+    error: Exception,
+    message: str,
+    sweep: list[str],
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    failing(monkeypatch, error)
+    assert command("fit", *sweep, "train.lr=1e-3" + (",1e-4" if sweep else "")) == 2
+    err = capfd.readouterr().err
+    assert err.startswith(f"drafttrain: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_bug_keeps_its_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, KeyError("a bug"))
+    with pytest.raises(KeyError, match="a bug"):
+        command("fit")
+
+
+def test_fit_gets_typed_options_and_plain_data(command: Command, runs: list[Any], tmp_path: Path) -> None:
+    line = "recipe=medusa target=hf target.path=/models/x data.path=x.jsonl logger=none launcher.nproc=1 deepspeed=zero2"
+    assert command("fit", *line.split(), "drafter.heads=2") == 0
+    ((options, resolved),) = runs
+    assert isinstance(options, RunOptions)
+    assert (options.name, options.recipe, options.target.name, options.target.path) == ("medusa", "medusa", "hf", "/models/x")
+    assert (options.data.path, options.logger.name, options.deepspeed.zero_stage) == ("x.jsonl", "none", 2)
+    assert (options.drafter.family, options.drafter.heads) == ("medusa", 2)
+    assert resolved["drafter"]["heads"] == 2
+    assert type(resolved["train"]) is dict
+    assert not list(tmp_path.iterdir())
+
+
+def test_flags_may_stand_between_overrides(command: Command, runs: list[Any], tmp_path: Path) -> None:
+    assert command("fit", "recipe=eagle3", "-m", "train.lr=1e-3,1e-4", "train.steps=7") == 0
+    assert [options.train.lr for options, _ in runs] == [1e-3, 1e-4]
+    assert {(options.name, options.train.steps) for options, _ in runs} == {("eagle3", 7)}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "sweep", "quoted"),
+    [
+        ("data.path=a/b.jsonl", False, "data.path=a/b.jsonl"),
+        ("data.path=a=b, c.jsonl", False, "data.path='a=b, c.jsonl'"),
+        ("target.path=it's", False, "target.path='it\\'s'"),
+        ("data.path=a=1,b=2", True, "data.path='a=1','b=2'"),
+        ("data.path='a=1'", False, "data.path='a=1'"),
+        ("output=${name}/x", False, "output=${name}/x"),
+        ("train.betas=[0.9, 0.95]", False, "train.betas=[0.9, 0.95]"),
+    ],
+)
+def test_paths_are_quoted(override: str, sweep: bool, quoted: str) -> None:
+    assert cli.quote(override, sweep) == quoted
+
+
+def test_odd_paths_reach_the_command(command: Command, runs: list[Any]) -> None:
+    assert command("fit", "data.path=/a b/x=1,2 (it's).jsonl", "checkpoint=a\\b=c", "resume=~/x") == 0
+    options = runs[0][0]
+    assert options.data.path == "/a b/x=1,2 (it's).jsonl"
+    assert options.checkpoint == "a\\b=c"
+    assert options.resume == str(Path.home() / "x")
+
+
+def test_users_own_recipes_and_groups(command: Command, runs: list[Any], tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "own" / "recipes").mkdir(parents=True)
+    (tmp_path / "own" / "loss").mkdir()
+    (tmp_path / "own" / "recipes" / "mine.yaml").write_text(
+        "# my own run\n# @package _global_\ndefaults:\n  - override /drafter: eagle3\n  - override /loss: mine\nname: mine\n"
+    )
+    (tmp_path / "own" / "loss" / "mine.yaml").write_text("# my loss\nname: ce\nchunk: 77\n")
+    assert command("fit", "--config-dir", "own", "recipe=mine") == 0
+    options = runs[0][0]
+    assert (options.name, options.drafter.family, options.loss.chunk) == ("mine", "eagle3", 77)
+    assert command("--help", "--config-dir", "own") == 0
+    shown = capsys.readouterr().out
+    assert "my own run" in shown
+    assert "my loss" in shown
+
+
+def test_a_broken_recipe_names_its_line(command: Command, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "broken.yaml").write_text("name: x\nfoo: [1\n")
+    assert command("fit", "--config-dir", ".", "recipe=broken") == 2
+    assert "recipe broken, line" in capsys.readouterr().err
+
+
+def test_help_lists_commands_recipes_and_groups(command: Command, root: Path, capsys: Any) -> None:
+    assert command("--help") == 0
+    shown = capsys.readouterr().out
+    names = [*cli.COMMANDS, *(path.stem for path in (root / "recipes").glob("*.yaml"))]
+    names += [part for path in (root / "conf").glob("*/*.yaml") for part in (path.stem, path.parent.name)]
+    assert not [name for name in names if f"  {name}" not in shown]
+    assert all(len(line.split()) > 1 for line in shown.splitlines() if line.startswith("    "))
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_has_help(name: str, command: Command, capsys: Any) -> None:
+    assert command(name, "--help") == 0
+    assert f"drafttrain {name}" in capsys.readouterr().out
+
+
+def test_cfg_prints_the_configuration(command: Command, runs: list[Any], capsys: Any) -> None:
+    assert command("fit", "recipe=medusa", "train.steps=9", "--cfg", "job") == 0
+    shown = capsys.readouterr().out
+    assert "steps: 9" in shown
+    assert "family: medusa" in shown
+    assert not runs
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("drafttrain fi", {"fit"}),
+        ("drafttrain fit recipe=hyd", {"recipe=hydra"}),
+        ("drafttrain measure train.ste", {"train.steps="}),
+    ],
+)
+def test_completion(line: str, words: set[str], command: Command, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    assert command("--shell-completion", "query=bash") == 0
+    assert set(capsys.readouterr().out.split()) == words
+
+
+def test_completion_installs(command: Command, capsys: Any) -> None:
+    assert command("--shell-completion", "install=bash") == 0
+    assert capsys.readouterr().out.rstrip().endswith("drafttrain")
+
+
+def test_version(command: Command, capsys: Any) -> None:
+    assert command("--version") == 0
+    assert capsys.readouterr().out == f"drafttrain {cli.__version__}\n"
+
+
+def test_doctor_prints_what_a_bug_report_needs(command: Command, tmp_path: Path, capsys: Any) -> None:
+    assert command("doctor") == 0
+    shown = capsys.readouterr().out
+    for word in ("python", *environment.PACKAGES, "cpu", "c++", "nvcc", "kernels", "gpu", "output", "cache", "W&B"):
+        assert word in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_complains_of_a_folder_that_takes_no_file(command: Command, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").write_text("")
+    assert command("doctor", "output=file") == 2
+    assert "cannot write to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("cli.run = lambda arguments: atexit.register(ctrl_c) and 75", -signal.SIGINT),
+        ("cli.run = lambda arguments: ctrl_c()", 130),
+        ("signal.signal(signal.SIGINT, signal.SIG_IGN); cli.run = lambda arguments: atexit.register(ctrl_c) and 75", 75),
+    ],
+    ids=["at exit", "at its message", "ignored"],
+)
+def test_a_late_ctrl_c_leaves_no_traceback(ending: str, code: int) -> None:
+    script = (
+        "import atexit, os, signal\n"
+        "from drafttrain.cli import main as cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "ctrl_c = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"{ending}\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, "")

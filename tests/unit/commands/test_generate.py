@@ -1,0 +1,136 @@
+"""`drafttrain generate`: what it writes is what the decoder decodes, in pieces that are whole characters."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from drafttrain.commands import generate
+from drafttrain.commands.generate import DRAFTED, Stream, Writer
+from drafttrain.data.prompts import encode_prompt
+from drafttrain.decoding.request import Chunk, Result
+from drafttrain.drafters import families
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, save_drafter
+from drafttrain.measure import DecodeOptions
+from drafttrain.measure.decoding import decoder_of
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import LoadedTarget, load_target
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedTarget:
+    return load_target(TargetOptions())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(loaded: LoadedTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained drafter of the embedded target."""
+    folder, shape = tmp_path_factory.mktemp("checkpoint") / "step-00001", loaded.target.shape
+    folder.mkdir()
+    family = families()["draft_model"]
+    drafter = family.build(family.options(), loaded.target)
+    fingerprint = loaded.target.fingerprint
+    record = TargetRecord("embedded", None, None, "float32", shape.vocab_size, shape.hidden_size, shape.blocks, fingerprint)
+    save_drafter(folder, drafter.state_dict(), CheckpointMeta("draft_model", {"family": "draft_model"}, {}, record, 1))
+    return folder
+
+
+def wanted(loaded: LoadedTarget, tokens: list[int], **decode: Any) -> str:
+    decoded = decoder_of(loaded, DecodeOptions(**decode), None).run([tokens])
+    return str(loaded.tokenizer.decode(decoded.results[0].tokens, skip_special_tokens=True))
+
+
+def test_a_prompt_is_answered_as_plain_decoding_would(
+    command: Any, loaded: LoadedTarget, checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = "f(path='x') = ~1, $HOME ${a} {b: [1]}"
+    expected = wanted(loaded, encode_prompt(loaded.tokenizer, [said]), max_new_tokens=30)
+    assert command("generate", f"checkpoint={checkpoint}", f"prompt={said}", "decode.max_new_tokens=30") == 0
+    out, err = capfd.readouterr()
+    assert out == expected + "\n"
+    assert "30 tokens" in err and "tau" in err and "tokens/s" in err
+    assert command("generate", f"prompt={said}", "decode.max_new_tokens=30") == 0
+    out, err = capfd.readouterr()
+    assert out == expected + "\n" and "no checkpoint: plain decoding" in err and "tau" not in err
+
+
+def test_standard_input_is_continued_as_it_is(
+    command: Any, loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = "import os\n\ndef main("
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert command("generate", "chat=false", "decode.max_new_tokens=20", "decode.stop=[return]") == 0
+    ids = list(loaded.tokenizer(text)["input_ids"])
+    assert capfd.readouterr().out == wanted(loaded, ids, max_new_tokens=20, stop=["return"]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["prompt=  "], "the prompt is empty; give prompt=TEXT"),
+        (["prompt=hi", "decode.max_new_tokens=5000"], "exceed the target's 2048"),
+        (["prompt=hi", "decode.policy=nucleus"], "decode.policy is 'nucleus'; choose one of"),
+        (["prompt=hi", "decode.stop=['']"], "none of them empty"),
+        (["prompt=hi", "decode.min_new_tokens=500"], "decode.min_new_tokens is 500"),
+        (["prompt=hi", "decode.window=0"], "decode.window is 0"),
+        (["prompt=hi", "checkpoint=nowhere"], "nowhere"),
+        (["prompt=hi", "launcher.nproc=2"], "generate runs in one process"),
+    ],
+)
+def test_a_mistake_gets_one_line(command: Any, arguments: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command("generate", *arguments) == 2
+    out, err = capfd.readouterr()
+    assert line in err and err.strip().splitlines()[-1].startswith("drafttrain: ") and out == ""
+
+
+def test_drafted_tokens_are_coloured_and_characters_come_whole(loaded: LoadedTarget) -> None:
+    text = "naïve 漢字 ✓ done"
+    ids = list(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
+    stream, result = Stream(loaded), Result(0, 1)
+    pieces = [stream.styled(Chunk(result, [token], i % 2)) for i, token in enumerate(ids)]
+    assert "".join(p.plain for p in pieces) == text == stream.text
+    assert not any("\ufffd" in p.plain for p in pieces)
+    styles = {bool(p.plain) and p.spans[0].style if p.spans else "" for p in pieces[1::2] if p.plain}
+    assert styles == {DRAFTED}
+    assert all(not p.spans for p in pieces[::2])
+
+
+def test_a_long_text_keeps_its_spaces_where_a_tokenizer_drops_the_first() -> None:
+    def decode(ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(words[i] for i in ids).removeprefix(" ")
+
+    words = ["\n", " indented", " and", " more"]
+    tokens = [1, 2, 3, 0] * 40
+    loaded = SimpleNamespace(tokenizer=SimpleNamespace(decode=decode), target=SimpleNamespace(stop_ids=frozenset()))
+    stream = Stream(loaded)  # type: ignore[arg-type]
+    text = "".join(stream.styled(Chunk(Result(0, 1), [token], 0)).plain for token in tokens)
+    assert text == stream.text == decode(tokens)
+    assert len(stream._tokens) < 72  # it was begun anew
+
+
+def test_a_chat_remembers_its_turns(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    writer = Writer(loaded, decoder_of(loaded, DecodeOptions(max_new_tokens=12), None), console, chat=True)
+    said = iter(["what is json?", "  ", "and csv?"])
+    monkeypatch.setattr(generate, "asked", lambda console: next(said, None))
+    monkeypatch.setattr(generate, "Writer", lambda *a, **k: writer)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    options = SimpleNamespace(
+        launcher=SimpleNamespace(nproc=1),
+        checkpoint=None,
+        target=TargetOptions(),
+        decode=DecodeOptions(),
+        prompt=None,
+        chat=True,
+    )
+    generate.generate(options, {})  # type: ignore[arg-type]
+    first = wanted(loaded, encode_prompt(loaded.tokenizer, ["what is json?"]), max_new_tokens=12)
+    second = wanted(loaded, encode_prompt(loaded.tokenizer, ["what is json?", "and csv?"], [first]), max_new_tokens=12)
+    assert writer.replies == [first, second]
+    assert all(line in console.file.getvalue() for line in (first.splitlines()[-1], "12 tokens"))  # type: ignore[attr-defined]

@@ -1,0 +1,37 @@
+"""A directory's list of checksums that is no such list is refused: something else lies under its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain.core.checksums import LISTED, check_listed, list_files
+from drafttrain.core.errors import UserError
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "a.json").write_text('{"version": "1"}')
+    (tmp_path / "b.bin").write_bytes(b"b")
+    list_files(tmp_path)
+    check_listed(tmp_path, "make it again")
+    return tmp_path
+
+
+def test_a_list_that_has_changed_places_with_another_file(directory: Path) -> None:
+    other = (directory / "a.json").read_bytes()
+    (directory / LISTED).rename(directory / "a.json")
+    (directory / LISTED).write_bytes(other)
+    for wanted in ("a.json", "b.bin"):
+        with pytest.raises(UserError, match=rf"{LISTED}: expected checksums, got something else .*; make it again"):
+            check_listed(directory, "make it again", lambda name, wanted=wanted: name == wanted)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("content", [{"a.json": 1}, {"a.json": "x"}, {"a.json": "0" * 63 + "g"}, {"a.json": None}])
+def test_a_list_of_something_else(content: dict[str, Any], directory: Path) -> None:
+    (directory / LISTED).write_text(json.dumps(content))
+    with pytest.raises(UserError, match="expected checksums, got something else"):
+        check_listed(directory, "make it again")

@@ -1,0 +1,95 @@
+"""Directories and files appear whole or not at all."""
+
+import errno
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import (
+    HOST,
+    atomic_directory,
+    atomic_write_json,
+    atomic_write_text,
+    remove_abandoned,
+    remove_leftovers,
+)
+
+
+def test_a_directory_appears_when_it_is_complete(tmp_path: Path) -> None:
+    final = tmp_path / "runs" / "a"
+    for content in ("first", "second"):
+        with atomic_directory(final) as aside:
+            (aside / "sub").mkdir()
+            (aside / "sub" / "file").write_text(content)
+            assert not final.exists() or (final / "sub" / "file").read_text() == "first"
+        assert (final / "sub" / "file").read_text() == content
+        assert os.listdir(final.parent) == ["a"]
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
+def test_an_exception_leaves_nothing_new(tmp_path: Path, failure: type[BaseException]) -> None:
+    final = tmp_path / "a"
+    with atomic_directory(final) as aside:
+        (aside / "file").write_text("old")
+    with pytest.raises(failure), atomic_directory(final) as aside:
+        (aside / "file").write_text("half")
+        raise failure
+    assert (final / "file").read_text() == "old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_everything_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr("os.fsync", lambda handle: (events.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle)))
+    monkeypatch.setattr(Path, "rename", lambda self, to: (events.append("rename"), rename(self, to))[1])
+    with atomic_directory(tmp_path / "a") as aside:
+        (aside / "file").write_text("x")
+    assert events == [str(aside / "file"), str(aside), "rename", str(tmp_path)]
+
+
+def test_text_and_json_replace_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "report.json"
+    atomic_write_text(path, "é")
+    assert path.read_text(encoding="utf-8") == "é"
+    atomic_write_json(path, {"tau": 2.3})
+    assert path.read_text() == '{\n  "tau": 2.3\n}\n'
+    with pytest.raises(ValueError, match="JSON compliant"):
+        atomic_write_json(path, {"tau": float("nan")})
+    assert os.listdir(path.parent) == ["report.json"]
+
+
+def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    atomic_write_text(tmp_path / "a", "old")
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match="disk full while writing"):
+        atomic_write_text(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_leftovers_of_killed_processes_go(tmp_path: Path) -> None:
+    (tmp_path / "a.tmp-1").mkdir()
+    (tmp_path / "b.tmp-2").touch()
+    (tmp_path / "c").touch()
+    remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_what_ended_processes_left_aside_goes(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    child = ended.pid
+    gone = [f"a.tmp-{HOST}-{child}", f"b.tmp-old-{HOST}-{child}"]
+    kept = [f"a.tmp-{HOST}-{os.getpid()}", f"a.tmp-elsewhere-{child}", "a", "tmp-1"]
+    for name in (*gone, *kept):
+        (tmp_path / name).mkdir()
+    remove_abandoned(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)

@@ -1,0 +1,94 @@
+"""Laws against transformers' warpers; noise against what uniform numbers must be."""
+
+import pytest
+import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from drafttrain.core.sampling import Lane, Sampling, choose, law, per_node, pick, shaped, uniform
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1.0, 0, 1.0, 0), (0.7, 0, 1.0, 0), (1.3, 5, 1.0, 0), (0.9, 0, 0.8, 0.1), (1.0, 7, 0.6, 0), (1.2, 0, 1.0, 0.05)],
+)
+def test_law_equals_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    logits = torch.randn(16, 40, generator=torch.Generator().manual_seed(1))
+    warped = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        warped = TopKLogitsWarper(top_k)(None, warped)
+    if top_p < 1.0:
+        warped = TopPLogitsWarper(top_p)(None, warped)
+    if min_p:
+        warped = MinPLogitsWarper(min_p)(None, warped)
+    torch.testing.assert_close(law(logits, Sampling(temperature, top_k, top_p, min_p=min_p)), warped.softmax(-1))
+
+
+SETTINGS = [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_law_is_the_softmax_of_shaped_logits(settings: dict[str, float], dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 3, 30, generator=torch.Generator().manual_seed(2)).to(dtype) * 2
+    sampling = Sampling(0.8, **settings)
+    kept = shaped(logits, sampling)
+    assert kept.dtype == dtype and bool((kept == logits)[kept > -torch.inf].all()) and (kept is logits) == (not settings)
+    wide = kept if dtype == torch.float64 else kept.float()
+    torch.testing.assert_close(law(logits, sampling), (wide / 0.8).softmax(-1))
+    assert bool(((law(logits, sampling) > 0) == (kept > -torch.inf)).all())
+
+
+def test_rows_have_their_own_temperature_and_each_node_its_rows() -> None:
+    logits, temperature = torch.randn(2, 3, 30), torch.tensor([0.5, 1.7])
+    own = law(logits, Sampling(1.0, top_p=0.7, temperature_B=temperature))
+    for row in range(2):
+        torch.testing.assert_close(own[row], law(logits[row], Sampling(float(temperature[row]), top_p=0.7)))
+    assert torch.equal(law(logits.flatten(0, 1), Sampling(1.0, top_p=0.7, temperature_B=temperature)), own.flatten(0, 1))
+    assert per_node(temperature, 4).tolist() == pytest.approx([0.5, 0.5, 1.7, 1.7])
+    drafting = Sampling(1.0, draft_temperature=0.3, temperature_B=temperature).drafting
+    assert drafting.temperature == 0.3 and drafting.temperature_B is None
+
+
+def test_settings_on_the_device_replace_those_of_the_host() -> None:
+    key, position = torch.tensor([5, 9]), torch.arange(4)
+    host = Sampling(0.7, seed=12).rows(key)
+    device = Sampling(1.0, key_B=key, temperature_B=torch.tensor([0.7, 0.7]), seed_1=torch.tensor([12]))
+    assert torch.equal(uniform(host, position, Lane.DRAFT, 3), uniform(device, position, Lane.DRAFT, 3))
+    assert torch.equal(
+        uniform(host, position, Lane.DRAFT), uniform(host.rows(torch.tensor([5, 5, 9, 9])), position, Lane.DRAFT)
+    )
+    for sampling in (host, device):
+        found = sampling.on_device(4, torch.device("cpu"))
+        assert found.key_M.tolist() == [5, 5, 9, 9] and found.seed_1.tolist() == [12]
+        assert found.temperature_M.dtype == torch.float32 and found.temperature_M.tolist() == pytest.approx([0.7] * 4)
+
+
+def test_greedy_law_is_a_one_hot() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
+    assert law(logits, Sampling()).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+    assert choose(logits, Sampling(), torch.tensor([0])).tolist() == [1]
+
+
+def test_pick_inverts_the_cumulative_sum_and_never_takes_probability_zero() -> None:
+    laws = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]], dtype=torch.float64).expand(5, 5)
+    draws = torch.tensor([0.0, 0.2499, 0.25, 0.9999999999, 1.0 - 2**-53], dtype=torch.float64)
+    assert pick(laws, draws).tolist() == [1, 1, 3, 3, 3]
+
+
+def test_noise_is_uniform_keyed_and_independent_between_lanes() -> None:
+    position = torch.arange(20000)
+    sampling = Sampling(1.0, seed=4).rows(torch.zeros(20000, dtype=torch.long))
+    a, b = uniform(sampling, position, Lane.TARGET), uniform(sampling, position, Lane.DRAFT)
+    assert a.min() >= 0 and a.max() < 1
+    counts = torch.histc(a.float(), 20, 0, 1)
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 50  # chi-square, 19 degrees of freedom: p about 1e-4
+    assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.03
+    assert abs(float(torch.corrcoef(torch.stack([a[1:], a[:-1]]))[0, 1])) < 0.03
+    assert torch.equal(a[5:9], uniform(sampling.rows(torch.zeros(4, dtype=torch.long)), position[5:9], Lane.TARGET))
+    assert not torch.equal(a, uniform(Sampling(1.0, seed=5).rows(torch.zeros(20000, dtype=torch.long)), position, Lane.TARGET))
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -0.1}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.2}])
+def test_bad_settings_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="set it"):
+        Sampling(**bad)

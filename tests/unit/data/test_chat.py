@@ -1,0 +1,164 @@
+"""Masks against what the templates really say: the supervised tokens decode to the replies and their end-of-turn tokens."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from drafttrain.core.errors import UserError
+from drafttrain.data.chat import encode
+from drafttrain.data.sources import Conversation
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED_CONTENT_ONLY = MARKED.replace(
+    "m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n'", "m['content'] }}{% endgeneration %}{{ '<|im_end|>\n'"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<s>[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' </s>' }}"
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+LLAMA2_MARKED = LLAMA2.replace(
+    "{{ ' ' + m['content'] + ' </s>' }}", "{% generation %}{{ m['content'] + ' </s>' }}{% endgeneration %}"
+)
+LATE_END = (  # the end of a reply is written by the turn behind it
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% if not loop.first %}{{ '</s>' }}{% endif %}"
+    "{{ '[INST]' + m['content'] + '[/INST]' }}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+COUNTING = (  # the header tells how many turns there are: every turn changes the text before it
+    "{{ messages | length }} turns\n{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+MERGES = [("Ċ", "Ċ"), ("Ġ", "Ġ"), ("h", "i"), ("e", "s"), ("Ġ", "y"), ("Ġy", "es")]
+
+
+def byte_tokenizer(template: str | None, eos: str = "<|im_end|>", trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a handful of merges, two of them across blanks, so that prompt and reply can share a token."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token=eos, chat_template=template)
+
+
+def chat(*contents: str, system: str | None = None) -> Conversation:
+    """Contents alternate between user and assistant."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return Conversation("data.jsonl:1", tuple(([{"role": "system", "content": system}] if system else []) + turns))
+
+
+def spans(conversation: Conversation, tokenizer: PreTrainedTokenizerFast, max_length: int = 10_000) -> list[str]:
+    """The text of every run of supervised tokens."""
+    encoded = encode(conversation, tokenizer, max_length)
+    runs, previous = [], False
+    for token, supervised in zip(encoded.token_ids.tolist(), encoded.mask.tolist(), strict=True):
+        if supervised:
+            runs = runs if previous else [*runs, []]
+            runs[-1].append(token)
+        previous = supervised
+    return [tokenizer.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize("template", [MARKED, MARKED_CONTENT_ONLY, CHATML])
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_chatml_supervises_replies_and_their_end_of_turn(template: str, trim_offsets: bool) -> None:
+    tokenizer = byte_tokenizer(template, trim_offsets=trim_offsets)
+    conversation = chat("hi", "yes, hi", "more?", "  def f():\n      return 1 ", system="be short")
+    assert spans(conversation, tokenizer) == ["yes, hi<|im_end|>", "  def f():\n      return 1 <|im_end|>"]
+
+
+def test_end_of_turn_is_found_when_it_is_not_the_eos_token() -> None:
+    assert spans(chat("hi", "yes", "a", "b"), byte_tokenizer(CHATML, eos="</s>")) == ["yes<|im_end|>", "b<|im_end|>"]
+
+
+def test_llama2_supervises_replies_and_their_end_of_turn() -> None:
+    tokenizer = byte_tokenizer(LLAMA2, eos="</s>")
+    assert spans(chat("hi", "yes", "more?", "no"), tokenizer) == [" yes </s>", " no </s>"]
+
+
+def test_the_end_token_in_the_next_turn_belongs_to_the_reply() -> None:
+    assert spans(chat("hi", "yes", "more?", "no"), byte_tokenizer(LATE_END, eos="</s>")) == ["yes</s>", "no"]
+
+
+def test_marks_and_prefixes_give_the_same_mask() -> None:
+    conversation = chat("hi", "yes\n", "\n", " hi\n\n")
+    marked, plain = (encode(conversation, byte_tokenizer(t), 1000) for t in (MARKED, CHATML))
+    assert marked.token_ids.tolist() == plain.token_ids.tolist()
+    assert marked.mask.tolist() == plain.mask.tolist()
+
+
+def test_a_token_that_prompt_and_reply_share_is_not_supervised() -> None:
+    # "assistant\n" + "\n\nyes": the first two newlines are one token, which can never follow a prompt that ends in a newline
+    for template in (CHATML, MARKED):
+        assert spans(chat("hi", "\n\nyes"), byte_tokenizer(template)) == ["\nyes<|im_end|>"]
+
+
+def test_end_of_text_mentioned_by_the_reply_stays_inside_it() -> None:
+    assert spans(chat("hi", "write </s> last"), byte_tokenizer(CHATML)) == ["write </s> last<|im_end|>"]
+
+
+def test_a_leading_reply_has_no_prompt_and_is_context() -> None:
+    messages = [{"role": "assistant", "content": "hello"}, *chat("hi", "yes").messages]
+    assert spans(Conversation("x:1", tuple(messages)), byte_tokenizer(CHATML)) == ["yes<|im_end|>"]
+
+
+text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=30)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(text, min_size=2, max_size=6), st.sampled_from([MARKED, CHATML]))
+def test_any_text_supervises_the_ends_of_its_replies_and_no_prompt(contents: list[str], template: str) -> None:
+    contents = contents[: len(contents) // 2 * 2]
+    tokenizer = byte_tokenizer(template)
+    found = spans(chat(*contents), tokenizer)
+    assert len(found) == len(contents) // 2
+    for reply, supervised in zip(contents[1::2], found, strict=True):
+        whole = tokenizer.decode(tokenizer(reply + "<|im_end|>")["input_ids"])
+        # at most the blanks of the token that the reply shares with its prompt are missing
+        assert whole.endswith(supervised)
+        assert not whole.removesuffix(supervised).strip()
+
+
+def test_text_is_supervised_whole_behind_its_first_token() -> None:
+    encoded = encode(Conversation("x:1", text="hi yes"), byte_tokenizer(None), 100)
+    assert encoded.mask.tolist() == [False] + [True] * (len(encoded.token_ids) - 1)
+    assert encoded.supervised == len(encoded.token_ids) - 1
+
+
+def test_truncation_cuts_ids_and_mask() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    whole, cut = (encode(chat("hi", "yes and more"), tokenizer, n) for n in (1000, 20))
+    assert cut.truncated
+    assert not whole.truncated
+    assert cut.token_ids.tolist() == whole.token_ids[:20].tolist()
+    assert cut.mask.tolist() == whole.mask[:20].tolist()
+    assert encode(chat("hi", "yes"), tokenizer, 4).supervised == 0
+
+
+def test_conversations_without_a_template_are_refused() -> None:
+    with pytest.raises(UserError, match=r"data.jsonl:1: conversations need a chat template.* has none; use .*`text` records"):
+        encode(chat("hi", "yes"), byte_tokenizer(None), 100)
+
+
+def test_a_template_that_rewrites_earlier_text_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data.jsonl:1: .*cannot be masked reliably: turn 2 .*\{% generation %\}.*`text`"):
+        encode(chat("hi", "yes", "more?", "no"), byte_tokenizer(COUNTING), 100)
+
+
+@pytest.mark.parametrize("template", [LLAMA2, LLAMA2_MARKED])
+def test_a_conversation_that_the_template_refuses_names_its_line(template: str) -> None:
+    with pytest.raises(UserError, match=r"data.jsonl:1: the chat template refuses .*only user and assistant"):
+        encode(chat("hi", "yes", system="be short"), byte_tokenizer(template), 100)

@@ -1,0 +1,213 @@
+"""Prepared data that is not what was written any more: no record is lost or changed without a word."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain.core.checksums import LISTED
+from drafttrain.core.errors import UserError
+from drafttrain.data import DataOptions
+from drafttrain.data.files import read_records
+from drafttrain.data.journal import SETTINGS, Journal, check_settings, look, read
+from drafttrain.data.pool import Conversations, Workers
+from drafttrain.data.provenance import FILE, find_provenance
+from drafttrain.data.records import open_records
+from drafttrain.data.sources import open_sources, read_conversations
+from drafttrain.data.store import Block, Store, encode_block, key_of
+from tests.damage import harmed, refused
+from tests.unit.data.test_preparation import Encoder, word_tokenizer
+
+Command = Callable[..., int]
+SHORT = ["prepare.max_new_tokens=12", "prepare.drop=[]", "prepare.shard=3"]
+
+
+@pytest.fixture(scope="module", params=["jsonl", "parquet"])
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from drafttrain.cli import main as cli
+
+    folder = tmp_path_factory.mktemp("prepared")
+    lines = [json.dumps({"turns": [f"Complete this code.\n\ndef f{i}("]}) + "\n" for i in range(5)]
+    (folder / "prompts.jsonl").write_text("".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["drafttrain"])
+        path, out = f"data.path={folder / 'prompts.jsonl'}", f"out={folder / 'out'}"
+        assert cli.run(["prepare", path, out, *SHORT, f"prepare.format={request.param}"]) == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def out(prepared: Path, tmp_path: Path) -> Path:
+    shutil.copytree(prepared, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def trained_on(path: Path) -> list[Any]:
+    """What training reads of it."""
+    found = read_conversations(DataOptions(path=str(path)))
+    return [find_provenance(str(path)), [(c.origin, c.messages) for c in found]]
+
+
+def test_a_changed_byte_of_prepared_data_is_refused(out: Path) -> None:
+    parts = sorted(out.glob("part-*"))
+    assert len(parts) == 2
+    shares = refused([*parts, out / FILE], lambda: trained_on(out), 100)
+    assert set(shares.values()) == {1.0}
+    assert refused([out / LISTED], lambda: trained_on(out), 150, removed=False)[LISTED] > 0.9  # but for spaces and line feeds
+    for part in parts:
+        assert refused([part], lambda part=part: trained_on(part), 30, removed=False) == {part.name: 1.0}
+        assert refused([part], lambda part=part: list(read_records(part)), 30, removed=False) == {part.name: 1.0}
+
+
+def test_names_of_prepared_data_are_compared(out: Path) -> None:
+    first, second = sorted(out.glob("part-*"))
+    whole = trained_on(out)
+    second.rename(out / f"part-00007{second.suffix}")
+    with pytest.raises(UserError, match=rf"{second.name}, which {LISTED} lists, is not there; prepare the data again"):
+        trained_on(out)
+    (out / f"part-00007{second.suffix}").rename(second)
+    shutil.copy(first, out / f"part-00007{second.suffix}")
+    with pytest.raises(UserError, match=rf"part-00007{second.suffix} is not in {LISTED}"):
+        trained_on(out)
+    (out / f"part-00007{second.suffix}").unlink()
+    assert trained_on(out) == whole
+    (out / LISTED).unlink()  # as earlier versions wrote it
+    assert trained_on(out) == whole
+
+
+def test_whoever_changes_prepared_data_on_purpose_deletes_the_list(out: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "out" / "mine.jsonl"  # a file that prepare did not write
+    mine.write_text('{"prompt": "a", "response": "b"}\n')
+    assert len(read_conversations(DataOptions(path=str(mine)))) == 1
+    part = out / "part-00000.jsonl"
+    if not part.exists():
+        return
+    part.write_text("".join(part.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(UserError, match=f"part-00000.jsonl is damaged .* If you changed it on purpose, delete {LISTED} there"):
+        trained_on(out)
+    (out / LISTED).unlink()
+    assert len(trained_on(out)[1]) == 4
+
+
+def journal_of(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    with Journal(folder, 0) as journal:
+        for i in range(5):
+            journal.append(
+                {"id": str(i), "messages": [{"role": "user", "content": f"é\u2028漢 {i}"}], "tokens": [3, i], "t": 0.8}
+            )
+    return folder / "rank-00000.jsonl", [record for _, _, record in read(folder)]
+
+
+def test_a_changed_byte_of_a_journal_costs_its_line_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    path, records = journal_of(folder)
+    lost = 0
+    for how in harmed(path, 400):
+        found, seen = [record for _, _, record in read(folder)], look(folder)
+        left = [record for record in found if record in records]  # a changed name of the checksum changes no field
+        assert all({key: value for key, value in record.items() if key in records[0]} in records for record in found), how
+        assert {record["id"] for record in found} == seen.answered
+        if how.startswith("byte"):
+            assert len(found) >= 3, how  # a line feed is of two
+            lost += len(left) < 5
+            before_others = not any(record["id"] == "4" for record in found)
+            assert len(found) == 5 or seen.damaged or before_others, how
+            if seen.damaged:
+                assert seen.damaged[0].startswith(f"{path}:")
+        if path.exists():
+            with Journal(folder, 0) as journal:  # what a run that goes on does
+                for record in records:
+                    if record["id"] not in seen.answered:
+                        journal.append(record)
+            assert look(folder).answered == {str(i) for i in range(5)}, how
+    assert lost > 320
+
+
+def test_lines_of_earlier_versions_count(tmp_path: Path) -> None:
+    path, records = journal_of(tmp_path)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert [record for _, _, record in read(tmp_path)] == records and look(tmp_path).damaged == []
+
+
+def test_damaged_lines_are_said_and_their_texts_asked_again(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"turns": [f"def f{i}("]}) + "\n" for i in range(4)))
+    assert command("prepare", "data.path=p.jsonl", "out=x", *SHORT) == 0
+    whole, journal = (tmp_path / "x" / "part-00000.jsonl").read_bytes(), tmp_path / "x.journal" / "rank-00000.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace(b'"tokens": [1', b'"tokens": [9')
+    journal.write_bytes(b"".join(lines))
+    capsys.readouterr()
+    assert command("prepare", "data.path=p.jsonl", "out=x", *SHORT) == 0
+    shown = capsys.readouterr().out
+    assert "3 of them answered before" in shown
+    assert "1 damaged lines are left out, their texts are asked again: x.journal/rank-00000.jsonl:2" in shown
+    assert (tmp_path / "x" / "part-00000.jsonl").read_bytes() == whole
+
+
+def test_a_changed_byte_of_a_journals_settings_is_refused(tmp_path: Path) -> None:
+    settings = {"target": {"name": "hf", "path": "a/b"}, "sampling": {"seed": 0, "top_p": 0.9}}
+    check_settings(tmp_path, settings, write=True)
+
+    def reads() -> None:
+        check_settings(tmp_path, settings, write=False)
+
+    assert refused([tmp_path / SETTINGS], reads, removed=False)[SETTINGS] > 0.8
+    (tmp_path / SETTINGS).write_text(json.dumps(settings))
+    reads()
+
+
+def plain(block: Block) -> dict[str, Any]:
+    return {name: block.column(name) for name in block.batch.schema.names}
+
+
+def test_a_changed_byte_of_a_block_is_prepared_again(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"{i} 7", "response": f"{i} 3 4"}) + "\n" for i in range(6)]
+    (tmp_path / "a.jsonl").write_text("".join([*lines, '{"prompt": "5"}\n']))
+    (source,) = open_sources(DataOptions(path=str(tmp_path / "a.jsonl")))
+    encoder = Encoder(word_tokenizer(), 20)
+
+    def conversations() -> Conversations:
+        return Conversations([source], encoder, Workers(tmp_path / "cache", 1), bad=1)
+
+    first = conversations()
+    store = Store(tmp_path / "cache" / key_of(source, encoder))
+    name = store.write(encode_block(source, encoder, range(7)))
+    block = store.read(name)
+    assert block is not None and first.missing == 7
+    wanted, count = plain(block), 0
+    for how in harmed(store.folder / name, 1500):
+        found = store.read(name)
+        assert found is None or plain(found) == wanted, how
+        count += found is None
+    assert count > 1400
+    file = store.folder / name
+    content = file.read_bytes()
+    assert conversations().missing == 1  # but for what was wrong, which may have been mended
+    file.write_bytes(content[64:])  # as earlier versions wrote it
+    assert conversations().missing == 1
+    file.write_bytes(content[:200] + bytes([content[200] ^ 1]) + content[201:])
+    assert conversations().missing == 7 and not file.exists()
+
+
+def test_a_changed_byte_of_what_was_rewritten_is_rewritten_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafttrain.data.records.SMALL", 10)
+    (tmp_path / "a.json").write_text(json.dumps([{"prompt": str(i), "response": "b"} for i in range(9)]))
+    csv = "".join(f"{i},b\n" for i in range(9))
+    (tmp_path / "a.csv").write_text(f"prompt,response\n{csv}")
+    for name in ("a.json", "a.csv"):
+
+        def records(name: str = name) -> list[Any]:
+            found = open_records(tmp_path / name, None, tmp_path / name[2:])
+            return [found.digest, [found[i] for i in range(len(found))]]
+
+        wanted = records()
+        for file in sorted((tmp_path / name[2:]).iterdir()):
+            for how in harmed(file, 40):
+                assert records() == wanted, how

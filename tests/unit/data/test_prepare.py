@@ -1,0 +1,307 @@
+"""Regeneration: what is asked, what is written, and that neither batch, process nor restart changes a text."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import HOST
+from drafttrain.core.sampling import Sampling
+from drafttrain.data import DataOptions, PrepareOptions
+from drafttrain.data.asks import TOO_LONG, Asks, Dialogue, Job, jobs_of, read_asks
+from drafttrain.data.journal import Journal, answered, check_settings, read
+from drafttrain.data.regenerate import Engine
+from drafttrain.data.sources import Conversation, read_conversations
+from drafttrain.decoding.decoder import Decoder
+from tests.helpers import tiny_model, tiny_target
+
+STOP = 7
+NEW, LONGEST = 12, 90
+
+
+class Numbers:
+    """A tokenizer whose text is its token ids, so that equal texts are equal tokens."""
+
+    chat_template = "numbers"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **how: Any) -> str:
+        return " ".join(f"{m['content']} {STOP}" if m["role"] == "assistant" else m["content"] for m in messages)
+
+    def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    def decode(self, ids: Sequence[int], **how: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+def conversation(*turns: str, origin: str = "x:1") -> Conversation:
+    return Conversation(origin, tuple({"role": "user", "content": turn} for turn in turns))
+
+
+def asks(count: int, turns: int = 2) -> Asks:
+    draw = random.Random(3)
+
+    def turn() -> str:
+        return " ".join(str(draw.randrange(64)) for _ in range(draw.randrange(1, 9)))
+
+    return read_asks(conversation(*(turn() for _ in range(turns))) for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+def engine(batch_size: int, longest: int = LONGEST) -> Engine:
+    target = tiny_target(stop=frozenset({STOP}))
+
+    def decoder(temperature: float) -> Decoder:
+        sampling = Sampling(temperature, top_p=0.9, seed=5)
+        return Decoder(target, None, "coupled" if temperature else "greedy", sampling, target.stop_ids, NEW)
+
+    return Engine(decoder, Numbers(), longest, batch_size)  # type: ignore[arg-type]
+
+
+def written(jobs: list[Job], batch_size: int, **how: Any) -> dict[str, dict[str, Any]]:
+    done: list[Dialogue] = []
+    counted = 0
+
+    def tick(tokens: int) -> None:
+        nonlocal counted
+        counted += tokens
+
+    engine(batch_size, **how).answer(jobs, done.append, tick)
+    assert counted == sum(sum(dialogue.tokens) for dialogue in done)
+    assert sorted(d.job.id for d in done) == sorted(job.id for job in jobs)
+    return {dialogue.job.id: dialogue.record() for dialogue in done}
+
+
+def generated(model: Any, prompt: list[int]) -> list[int]:
+    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=STOP, pad_token_id=STOP)
+    with torch.inference_mode():
+        text = model.generate(torch.tensor([prompt]), generation_config=settings)
+    return text[0, len(prompt) :].tolist()
+
+
+def test_greedy_replies_are_those_of_generate_token_for_token(model: Any) -> None:
+    """Every turn, asked with the regenerated replies before it."""
+    found, stopped = written(list(jobs_of(asks(12).asks, PrepareOptions())), 5), 0
+    for record in found.values():
+        context: list[dict[str, str]] = []
+        for message in record["messages"]:
+            if message["role"] == "assistant":
+                prompt = Numbers()(Numbers().apply_chat_template(context))["input_ids"]
+                expected = generated(model, prompt)
+                ends = expected[-1] == STOP
+                assert message["content"] == Numbers().decode(expected[:-1] if ends else expected)
+                stopped += ends
+            context.append(message)
+        turns = len(record["finish"])
+        assert len(record["messages"]) == 2 * turns
+        assert record["finish"] == ["stop"] * (turns - 1) + [record["finish"][-1]]
+        assert turns == 2 or record["finish"] == ["length"]  # nothing is asked behind half a reply
+    assert stopped and any(record["finish"][-1] == "length" for record in found.values())
+
+
+def test_sampled_replies_depend_on_prompt_number_and_seed_alone() -> None:
+    options = PrepareOptions(samples=3, temperatures=[0.0, 0.7, 1.3])
+    jobs = list(jobs_of(asks(9).asks, options))
+    alone = written(jobs, 1)
+    assert alone == written(jobs[::-1], 4) == written(jobs, 32)
+    shares = [written(jobs[rank::3], 2) for rank in range(3)]
+    assert alone == shares[0] | shares[1] | shares[2]
+    texts = [json.dumps(record["messages"]) for record in alone.values()]
+    assert len(set(texts)) > 0.9 * len(texts)
+    assert {record["temperature"] for record in alone.values()} == {0.0, 0.7, 1.3}
+    others = written(list(jobs_of(asks(9).asks, PrepareOptions(samples=3, temperatures=[0.0, 0.7, 1.3], seed=1))), 4)
+    assert others != alone
+
+
+def test_the_mixture_is_drawn_by_its_weights_and_greedy_texts_are_not_repeated() -> None:
+    options = PrepareOptions(samples=1, temperatures=[0.0, 0.8], weights=[4, 1])
+    many = asks(800, turns=1).asks
+    drawn = [job.temperature for job in jobs_of(many, options)]
+    assert len(drawn) == len(many)
+    assert 0.16 < drawn.count(0.8) / len(many) < 0.24
+    assert len(list(jobs_of(asks(5).asks, PrepareOptions(samples=4)))) == 5
+    jobs = list(jobs_of(asks(50).asks, PrepareOptions(samples=4, temperatures=[0.0, 0.8])))
+    greedy = [job.ask.id for job in jobs if job.temperature == 0]
+    assert 25 < len(greedy) == len(set(greedy))
+    assert len({job.seed for job in jobs}) == len(jobs) == len({job.id for job in jobs})
+
+
+def test_a_turn_without_room_ends_the_conversation_before_it() -> None:
+    long = " ".join(["9"] * 70)
+    short, none = read_asks([conversation("1 2", long), conversation(long + " 1 1 1 1 1 1 1 1 1")]).asks
+    found = written(list(jobs_of([short, none], PrepareOptions())), 2, longest=60)
+    first, second = found[f"{short.id}-0"], found[f"{none.id}-0"]
+    assert [m["role"] for m in first["messages"]] == ["user", "assistant"]
+    assert first.get("failed") == (TOO_LONG if first["finish"] == ["stop"] else None)
+    assert second["failed"] == TOO_LONG and "messages" not in second
+
+
+def test_prompts_are_asked_once_without_their_replies() -> None:
+    system = {"role": "system", "content": "be short"}
+    user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "old"}
+    tool = {"role": "tool", "content": "{}"}
+    found = read_asks(
+        [
+            Conversation("a", (system, user, reply, user)),
+            Conversation("b", (user, reply)),
+            Conversation("c", ({"role": "user", "content": " hi\n"},)),
+            Conversation("d", (user, reply, tool, reply)),
+            Conversation("e", text="plain"),
+            Conversation("f", (system,)),
+        ]
+    )
+    assert [ask.script for ask in found.asks] == [(system, user, user), (user,)]
+    assert found.skipped == {"duplicate": 1, "with tools": 1, "plain text": 1, "without a user turn": 1}
+    with pytest.raises(UserError, match="no prompt to ask"):
+        read_asks([Conversation("e", text="plain")])
+
+
+@pytest.mark.parametrize(
+    ("record", "turns"),
+    [
+        ({"turns": ["a", "b"], "question_id": 1}, ["a", "b"]),
+        ({"prompt": "a"}, ["a"]),
+        ({"question": "a", "answer": "1"}, ["a"]),
+        ({"prompt": "a", "response": "b"}, ["a"]),
+        ({"messages": [{"role": "user", "content": "a"}]}, ["a"]),
+        ({"conversations": [{"from": "human", "value": "a"}]}, ["a"]),
+    ],
+)
+def test_prompts_of_every_form_are_read(tmp_path: Path, record: dict[str, Any], turns: list[str]) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    (ask,) = read_asks(read_conversations(DataOptions(path=str(path)), replies=False)).asks
+    assert [message["content"] for message in ask.script] == turns
+
+
+Command = Callable[..., int]
+SHORT = ["prepare.max_new_tokens=12", "prepare.temperatures=[0,0.9]", "prepare.drop=[empty]", "prepare.batch_size=4"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"Complete this code.\n\ndef f{i}("]}) + "\n" for i in range(8)))
+    return path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_torn_journal_goes_on_and_ends_in_the_same_bytes(
+    command: Command, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("prepare", f"data.path={prompts}", "out=whole", *SHORT) == 0
+    whole = files(tmp_path / "whole")
+    assert json.loads(whole["summary.json"])["kept"] == 8
+    journal = (tmp_path / "whole.journal" / "rank-00000.jsonl").read_bytes()
+    for left in (len(journal) // 2, len(journal) - 1):  # as kills leave it
+        torn = tmp_path / "torn.journal" / "rank-00000.jsonl"
+        torn.parent.mkdir(exist_ok=True)
+        torn.write_bytes(journal[:left])
+        (tmp_path / f"torn.tmp-{left}").mkdir()
+        assert command("prepare", f"data.path={prompts}", "out=torn", *SHORT) == 0
+        assert files(tmp_path / "torn") == whole
+        ids = [json.loads(line)["id"] for line in torn.read_text().splitlines()]
+        assert len(ids) == len(set(ids)) == 8
+        assert not list(tmp_path.glob("torn.tmp-*"))
+    capsys.readouterr()
+    # other rules, and another shape of files, need no text again; more samples need only those
+    assert command("prepare", f"data.path={prompts}", "out=torn", *SHORT[:2], "prepare.drop=[truncated]") == 2
+    assert "none of 8 texts is kept (8 truncated)" in capsys.readouterr().err
+    assert files(tmp_path / "torn") == whole
+    more = ["prepare.format=parquet", "prepare.shard=3", "prepare.samples=2"]
+    assert command("prepare", f"data.path={prompts}", "out=torn", *SHORT, *more) == 0
+    assert "8 of them answered before" in capsys.readouterr().out
+    assert len(list((tmp_path / "torn").glob("part-*.parquet"))) > 2
+    again = read_conversations(DataOptions(path=str(tmp_path / "torn")))
+    before = read_conversations(DataOptions(path=str(tmp_path / "whole")))
+    assert {c.messages for c in map(frozen, before)} <= {c.messages for c in map(frozen, again)}
+
+
+def frozen(conversation: Conversation) -> Conversation:
+    return Conversation("", tuple(tuple(message.items()) for message in conversation.messages))  # type: ignore[misc]
+
+
+def test_a_journal_cut_anywhere_is_mended(tmp_path: Path) -> None:
+    """Torn within a character, too, and with the zeros that a power failure leaves."""
+    with Journal(tmp_path / "x", 0) as journal:
+        for i in range(4):
+            journal.append({"id": str(i), "messages": ["é\u2028漢字", i]})
+    path = tmp_path / "x" / "rank-00000.jsonl"
+    content, records = path.read_bytes(), [record for _, _, record in read(tmp_path / "x")]
+    for left in range(len(content) + 1):
+        for tail in (b"", b"\0" * 7, b"\0\n\0"):
+            path.write_bytes(content[:left] + tail)
+            whole = content[:left].count(b"\n")
+            assert answered(tmp_path / "x") == {str(i) for i in range(whole)}
+            with Journal(tmp_path / "x", 0) as journal:
+                for record in records[whole:]:
+                    journal.append(record)
+            assert path.read_bytes() == content
+
+
+def test_another_setting_does_not_mix_into_a_journal(
+    command: Command, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("prepare", f"data.path={prompts}", "out=x", *SHORT) == 0
+    assert command("prepare", f"data.path={prompts}", "out=x", *SHORT, "prepare.seed=1") == 2
+    assert "begun with sampling.seed 0, now it is 1" in capsys.readouterr().err
+    with Journal(Path("x.journal"), 0):
+        assert command("prepare", f"data.path={prompts}", "out=x", *SHORT) == 2
+    assert "rank-00000.jsonl is being written by another process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "out is not set"),
+        (["out=."], "out is '.'; name a directory of its own"),
+        (["out=taken"], "out=taken is there already"),
+        (["out=x", "prepare.drop=[lop]"], "prepare.drop names lop; the rules are empty, truncated, loop, refusal"),
+        (["out=x", "prepare.samples=0"], "prepare.samples is 0"),
+        (["out=x", "prepare.temperatures=[-1]"], "temperature is -1"),
+        (["out=x", "prepare.weights=[1,2]"], "prepare.weights is [1.0, 2.0]; give one for each"),
+        (["out=x", "prepare.temperatures=[]"], "prepare.temperatures is empty"),
+        (["out=x", "prepare.format=csv"], "prepare.format is 'csv'"),
+        (["out=x", "prepare.max_new_tokens=5000"], "prepare.max_new_tokens is 5000"),
+        (["out=x", "data.path=none.jsonl"], "none.jsonl"),
+        (["out=x", "prepare.server=nowhere"], "prepare.server must be http://HOST:PORT/v1"),
+        (["out=x", "prepare.server=http://me:secret@host/v1"], "a key goes into prepare.key_env"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_leaves_nothing(
+    command: Command, arguments: list[str], line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine.txt").write_text("keep")
+    assert command("prepare", *arguments) == 2
+    err = capfd.readouterr().err
+    assert line in err and err.count("\n") == 1 and "secret" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    assert (tmp_path / "taken" / "mine.txt").read_text() == "keep"
+
+
+def test_a_journal_keeps_nothing_that_a_killed_process_left_aside(tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    (tmp_path / f"settings.json.tmp-{HOST}-{child}").touch()
+    check_settings(tmp_path, {"a": 1}, write=True)
+    check_settings(tmp_path, {"a": 1}, write=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]

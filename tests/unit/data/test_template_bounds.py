@@ -1,0 +1,78 @@
+"""Chat templates that divide by zero, call themselves, or build without end: one line, in bounded time and memory."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from drafttrain.core.errors import UserError
+from drafttrain.data import bounds
+from drafttrain.data.bounds import TooLongError, bounded
+from drafttrain.data.chat import Encoder
+from drafttrain.data.forms import Conversation
+from drafttrain.data.prompts import encode_messages
+from drafttrain.data.templates import TemplateOptions
+from drafttrain.targets.load import EMBEDDED
+
+HOSTILE = {
+    "division": ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    "recursion": ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
+    "range": ("{% for i in range(10 ** 9) %}{{ i }}{% endfor %}", "OverflowError"),
+    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0.3 seconds"),
+    "power": ("{{ 10 ** (10 ** 8) }}", "more than 0.3 seconds|MemoryError"),
+    "string": ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
+    "doubling": (
+        "{% set n = namespace(s='abcdefgh') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "MemoryError",
+    ),
+    "field": ("{{ messages[0].content.nothing.there }}", "UndefinedError|has no attribute"),
+    "syntax": ("{% for %}", "Expected"),
+}
+TALK = Conversation("data.jsonl:3", messages=({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}))
+
+
+@pytest.fixture
+def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(bounds, "SECONDS", 0.3)
+    monkeypatch.setattr(bounds, "SIZE", 64 << 20)
+    return AutoTokenizer.from_pretrained(EMBEDDED)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_one_line(name: str, tokenizer: Any) -> None:
+    template, said = HOSTILE[name]
+    tokenizer.chat_template = template
+    for work in (
+        lambda: Encoder(tokenizer, 64)(TALK),
+        lambda: encode_messages(tokenizer, [dict(TALK.messages[0])]),
+        lambda: Encoder(tokenizer, 64, TemplateOptions(template))(TALK),
+    ):
+        with pytest.raises(UserError, match=said) as error:
+            work()
+        assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    assert "data.jsonl:3" in str(error.value) and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0.0
+
+
+def test_the_message_says_whose_template_it_is(tokenizer: Any) -> None:
+    tokenizer.chat_template = HOSTILE["division"][0]
+    with pytest.raises(UserError, match=f"the template of the tokenizer {EMBEDDED} fails"):
+        Encoder(tokenizer, 64)(TALK)
+    with pytest.raises(UserError, match=r"data\.template fails"):
+        Encoder(tokenizer, 64, TemplateOptions(tokenizer.chat_template))(TALK)
+
+
+def test_time_and_memory_come_back() -> None:
+    for _ in range(3):
+        with pytest.raises(TooLongError), bounded(0.05):
+            while True:
+                pass
+        with pytest.raises(MemoryError), bounded(size=16 << 20):
+            bytearray(1 << 30)
+    with bounded(0.05):
+        pass
+    assert len(bytearray(1 << 28)) == 1 << 28

@@ -1,0 +1,241 @@
+"""Masks of many chat templates: the supervised tokens, decoded, are the replies with their end-of-turn tokens, and nothing
+else."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from drafttrain.core.errors import UserError
+from drafttrain.data.chat import Encoded, Encoder
+from drafttrain.data.forms import Conversation
+from drafttrain.data.templates import Template, TemplateOptions, read_template
+from tests.unit.data.templates import CHATML, STYLES
+
+MODELS = Path(__file__).parents[4] / "shared" / "data" / "models"
+TEXTS = ["user: hello there, how are you?", "assistant: I am well, thank you.", "\n\n def f(x):\n    return x + 1\n", "system"]
+REPLIES = ("Well, thank you!", "  def f(x):\n      return x\n\n", "It is 5 °C; 寒い.")
+
+
+@cache
+def tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on a few words, with the style's special tokens."""
+    style = STYLES[name]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=list(style.special), initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(TEXTS * 5, trainer)
+    bos = next((t for t in style.special if "begin" in t.lower() or "bos" in t.lower() or t == "<s>"), None)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=style.eos, chat_template=style.template)
+
+
+def chat(*contents: str, system: str | None = None, **more: Any) -> Conversation:
+    """Contents alternate between user and assistant."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return Conversation("data.jsonl:7", tuple(([{"role": "system", "content": system}] if system else []) + turns), **more)
+
+
+def runs(row: Encoded, decoder: PreTrainedTokenizerBase) -> list[str]:
+    """The text of every run of supervised tokens, document after document."""
+    found: list[list[int]] = []
+    for document in row.split():
+        before = False
+        for token, supervised in zip(document.token_ids.tolist(), document.mask.tolist(), strict=True):
+            if supervised:
+                found += [] if before else [[]]
+                found[-1].append(token)
+            before = supervised
+    return [decoder.decode(run) for run in found]
+
+
+def expected(name: str, *replies: str) -> list[str]:
+    style = STYLES[name]
+    return [style.reply.format(reply.strip() if style.trims else reply) for reply in replies]
+
+
+def unthought(text: str) -> str:
+    """Without the empty thoughts that a template writes before a reply that has none."""
+    return text.removeprefix("<think>\n\n</think>\n\n")
+
+
+def conversation(name: str) -> Conversation:
+    asked = ("Hi", "Write f", "And the weather?")
+    turns = [text for pair in zip(asked, REPLIES, strict=True) for text in pair]
+    return chat(*turns, system="Be short." if STYLES[name].system else None)
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_supervised_tokens_are_the_replies(name: str) -> None:
+    row = Encoder(tokenizer(name), 10_000)(conversation(name))
+    assert [unthought(run) for run in runs(row, tokenizer(name))] == expected(name, *REPLIES)
+    assert not row.truncated
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_every_reply_follows_the_prompt_that_serving_renders(name: str) -> None:
+    """Before a reply's first supervised token stands the rendered prompt, and at most blanks that are one token with its
+    end."""
+    said, encoder, shown = conversation(name), Encoder(tokenizer(name), 10_000), tokenizer(name)
+    prompts = []
+    for turn, message in enumerate(said.messages):
+        if message["role"] == "assistant":
+            prompts.append(_prompt(said, turn, shown))
+    found = []
+    for document in encoder(said).split():
+        starts = [i for i in range(1, len(document.mask)) if document.mask[i] and not document.mask[i - 1]]
+        found += [shown.decode(document.token_ids[:start]) for start in starts]
+    for before, prompt in zip(found, prompts, strict=True):
+        assert before.startswith(prompt) and not before.removeprefix(prompt).strip()
+
+
+def _prompt(said: Conversation, turn: int, shown: PreTrainedTokenizerBase) -> str:
+    template = Template(shown, TemplateOptions())._text(said)
+    messages = list(said.messages[:turn])
+    return str(shown.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, tokenize=False))
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_only_whole_turns_are_kept(name: str) -> None:
+    """At every length: the first replies whole, or, where not even the first fits, its beginning."""
+    whole = expected(name, *REPLIES)
+    counts = set()
+    for length in range(2, 400, 5):
+        row = Encoder(tokenizer(name), length)(conversation(name))
+        assert all(len(ids) <= length for ids in row.documents)
+        found = [unthought(run) for run in runs(row, tokenizer(name))]
+        if len(found) == 1 and found != whole[:1]:
+            assert row.truncated
+        else:
+            assert found == whole[: len(found)]
+            assert row.truncated == (len(found) < len(whole))
+        counts.add(len(found))
+    assert counts == {0, 1, 2, 3}
+
+
+text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=20)
+content = st.lists(st.one_of(text, st.sampled_from(["</s>", "<|im_end|>", "[INST]", "<think>", "\n", "user"])), max_size=4).map(
+    "".join
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(content, min_size=6, max_size=6), st.sampled_from(sorted(set(STYLES) - {"qwen3", "deepseek-v3"})))
+def test_edges_from_the_last_special_token_are_those_of_the_whole_text(contents: list[str], name: str) -> None:
+    encoder = Encoder(tokenizer(name), 10_000)
+    for rendered in encoder.template.render(chat(*contents)):
+        ids, edges = encoder._edges(rendered)
+        for at, edge in zip((e for reply in rendered.replies for e in reply), edges, strict=True):
+            prefix = tokenizer(name)(rendered.text[:at], add_special_tokens=False)["input_ids"]
+            same = next((i for i, (a, b) in enumerate(zip(prefix, ids, strict=False)) if a != b), min(len(prefix), len(ids)))
+            assert (edge.common, edge.size) == (same, len(prefix))
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma"])
+def test_a_system_turn_that_the_template_refuses_names_the_record(name: str) -> None:
+    with pytest.raises(UserError, match=r"^data.jsonl:7: the chat template refuses this conversation .*; correct its roles"):
+        Encoder(tokenizer(name), 100)(chat("Hi", "Yes", system="Be short."))
+
+
+def test_a_system_turn_that_moves_to_the_last_turn_is_refused() -> None:
+    """As Mistral's third template: with a reply behind it, the system turn is nowhere."""
+    with pytest.raises(UserError, match=r"^data.jsonl:7: .* cannot be masked reliably: turn 3 "):
+        Encoder(tokenizer("mistral-v3"), 100)(chat("Hi", "Yes", system="Be short."))
+
+
+def test_thoughts_are_supervised_where_the_target_says_them() -> None:
+    """Qwen3 leaves out the thoughts of earlier turns: each reply gets the text that ends with it."""
+    said = chat("a", "<think>\nhm\n</think>\n\nb", "c", "d")
+    messages = (*said.messages[:3], said.messages[3] | {"reasoning_content": "so"})
+    row = Encoder(tokenizer("qwen3"), 1000)(Conversation("x:1", messages))
+    assert runs(row, tokenizer("qwen3")) == ["<think>\nhm\n</think>\n\nb<|im_end|>", "<think>\nso\n</think>\n\nd<|im_end|>"]
+    first, second = (tokenizer("qwen3").decode(ids) for ids in row.documents)
+    assert (
+        "hm" in first and "hm" not in second and second.startswith("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<")
+    )
+
+
+def test_thoughts_can_be_left_out() -> None:
+    said = chat("a", "<think>\nhm\n</think>\n\nb", "c", "d")
+    messages = (*said.messages[:3], said.messages[3] | {"reasoning_content": "so"})
+    row = Encoder(tokenizer("qwen3"), 1000, TemplateOptions(thinking="drop"))(Conversation("x:1", messages))
+    assert runs(row, tokenizer("qwen3")) == ["b<|im_end|>", "d<|im_end|>"]
+    assert all("<think>\n\n</think>\n\n" in tokenizer("qwen3").decode(ids) for ids in row.documents)
+    with pytest.raises(UserError, match=r"data.thinking is 'never'; set it to keep or drop"):
+        Encoder(tokenizer("qwen3"), 1000, TemplateOptions(thinking="never"))
+
+
+def test_thoughts_go_into_the_reply_where_the_template_does_not_know_them() -> None:
+    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "hm"})
+    row = Encoder(tokenizer("chatml"), 1000)(Conversation("x:1", messages))
+    assert runs(row, tokenizer("chatml")) == ["<think>\nhm\n</think>\n\nb<|im_end|>"]
+
+
+def test_a_template_whose_prompt_no_reply_follows_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    """As DeepSeek-R1's: the generation prompt opens thoughts, of which a rendered reply has lost every sign."""
+    shown = PreTrainedTokenizerFast(tokenizer_object=tokenizer("chatml").backend_tokenizer, eos_token="<|im_end|>")
+    shown.chat_template = CHATML.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}")
+    with pytest.raises(UserError, match=r"^data.jsonl:7: .* cannot be masked reliably: turn 2 .*; set data.template=FILE"):
+        Encoder(shown, 100)(chat("a", "b"))
+    (tmp_path / "mended.jinja").write_text(STYLES["smollm-marked"].template)
+    mended = Encoder(shown, 100, TemplateOptions(read_template(str(tmp_path / "mended.jinja"))))
+    assert runs(mended(chat("a", "b")), shown) == ["b<|im_end|>"]
+    with pytest.raises(UserError, match=r"data.template=none.jinja: expected a Jinja file in UTF-8, got none"):
+        read_template("none.jinja")
+
+
+@pytest.mark.parametrize(
+    ("name", "written"), [("llama3.1", "Today Date: 31 Jan 2026"), ("granite", "Today's Date: January 31, 2026.")]
+)
+def test_the_date_is_the_one_that_is_set(name: str, written: str) -> None:
+    row = Encoder(tokenizer(name), 1000, TemplateOptions(date="2026-01-31"))(chat("a", "b"))
+    assert written in tokenizer(name).decode(row.token_ids)
+    today = Encoder(tokenizer(name), 1000, TemplateOptions(date=datetime.now().date().isoformat()))(chat("a", "b"))
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert tokenizer(name).apply_chat_template(prompt, tokenize=False) == tokenizer(name).decode(today.token_ids)
+    with pytest.raises(UserError, match=r"data.date is 'today'"):
+        Encoder(tokenizer(name), 1000, TemplateOptions(date="today"))(chat("a", "b"))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3.1"])
+def test_tools_and_their_calls_reach_the_template(name: str) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Rome"}}}
+    messages = (
+        {"role": "user", "content": "And in Rome?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "21 °C"},
+        {"role": "assistant", "content": "Warm."},
+    )
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    row = Encoder(tokenizer(name), 1000)(Conversation("x:1", messages, tools=(tool,)))
+    asked, answered = (unthought(run) for run in runs(row, tokenizer(name)))
+    assert '"name": "weather"' in asked and '{"place": "Rome"}' in asked
+    assert answered == expected(name, "Warm.")[0]
+    assert '{"type": "function"' in tokenizer(name).decode(row.documents[0])
+
+
+@pytest.mark.parametrize("model", ["stories260K", "babyllama-361"])
+def test_a_published_tokenizer(model: str) -> None:
+    """Sentencepiece-like, with a blank before every text: pieces after a special token are what they are in the whole text."""
+    if not (MODELS / model).is_dir():
+        pytest.skip(f"needs the public models in {MODELS}")
+    shown = AutoTokenizer.from_pretrained(MODELS / model)
+    shown.chat_template = STYLES["llama2"].template
+    encoder = Encoder(shown, 1000)
+    for said in (chat("once upon", " a time", "there was", "a girl\n\n"), chat("Hi there", "yes")):
+        (rendered,) = encoder.template.render(said)
+        ids, edges = encoder._edges(rendered)
+        for at, edge in zip((e for reply in rendered.replies for e in reply), edges, strict=True):
+            assert edge.size == len(shown(rendered.text[:at], add_special_tokens=False)["input_ids"])
+        assert ids == shown(rendered.text, add_special_tokens=False)["input_ids"]
+        assert len(runs(encoder(said), shown)) == len(said.messages) // 2

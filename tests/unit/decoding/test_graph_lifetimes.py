@@ -1,0 +1,272 @@
+"""Captured steps outlive what is around them: other requests in their slots, other sessions, other decoders, larger caches."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding import decoder as speculate
+from drafttrain.decoding import graph_runner as ahead
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Request, Result
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.drafters.draft_model import DraftModel
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.ops import library
+from drafttrain.targets import fast
+from drafttrain.targets.fast import FastTarget
+from tests.contract.test_families import NAMES, build
+from tests.helpers import prompts, tiny_model
+from tests.recorder import FreedError, Graph, capture, cpu_graphs
+
+__all__ = ["cpu_graphs"]
+STOP = frozenset({7, 11})
+FAMILIES: list[str | None] = [None, *NAMES]
+PROCESSORS = ((1.0, 12), (1.3, 0), (1.3, 12))  # repetition penalty, least number of new tokens
+PAIRS = (("medusa", PROCESSORS[0]), (None, PROCESSORS[1]), ("eagle3", PROCESSORS[2]))  # in make test
+OFTEN = (None, "draft_model", "eagle3", "medusa")  # in make test; the others are in make test-slow
+
+
+def every(*more: Any) -> list[Any]:
+    """All families, for `parametrize`, each with these values too."""
+    return [pytest.param(name, *more, marks=() if name in OFTEN else pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> FastTarget:
+    """One that runs block by block, as on a GPU."""
+    monkeypatch.setattr(library, "has_product", lambda: False)
+    return FastTarget(tiny_model())
+
+
+def drafter_of(name: str | None, target: FastTarget) -> Drafter | None:
+    drafter = None if name is None else build(name, target, 0.3)
+    if drafter is not None and not drafter.captured:
+        pytest.skip("says itself that no graph can hold its steps")
+    return drafter
+
+
+def capturing(*arguments: Any, read_every: int | None = 1, **settings: Any) -> Decoder:
+    decoder = Decoder(*arguments, controls=Controls(read_every=read_every), **settings)
+    decoder.captures = True
+    return decoder
+
+
+def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[list[int]]:
+    return [result.tokens for result in decoder.run(asked, batch).results]
+
+
+@pytest.mark.parametrize(
+    ("name", "processors"),
+    [
+        pytest.param(name, processors, marks=() if (name, processors) in PAIRS else pytest.mark.slow)
+        for name in FAMILIES
+        for processors in PROCESSORS
+    ],
+)
+def test_two_requests_in_each_slot(
+    name: str | None, processors: tuple[float, int], cpu_graphs: None, target: FastTarget
+) -> None:
+    """With every kind of logits processor. Later requests have other stop tokens, then more of them, then fewer."""
+    penalty, least = processors
+    drafter, sampling, found = drafter_of(name, target), Sampling(repetition_penalty=penalty), list[list[list[int]]]()
+    for captures in (False, True):
+        decoder = Decoder(target, drafter, "greedy", sampling, controls=Controls(read_every=1))
+        decoder.captures = captures
+        session, results = Session(decoder, 2, 128), list[Result]()
+        for i, prompt in enumerate(prompts(8, seed=3)):
+            stop = frozenset({7, 11} if i < 4 else {5, 7, 11, 13, 17} if i < 6 else {3})
+            results += session.submit(Request(prompt, i, 25, least if i % 3 else 2 * least, stop))
+        for _ in session:
+            pass
+        found.append([r.tokens for r in results])
+    assert found[0] == found[1]
+    assert not least or any(len(text) > least for text in found[0])
+
+
+@pytest.mark.parametrize("name", every())
+def test_two_decoders_over_one_drafter_in_turn(
+    name: str | None, cpu_graphs: None, target: FastTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in tuning: each keeps its graphs while the other's session is opened, used, and replaced by a larger one."""
+    for module in (ahead, speculate):
+        monkeypatch.setattr(module, "LEAST_BOUND", 64)
+    drafter, short = drafter_of(name, target), prompts(3, seed=3)
+    long = [prompt + list(range(40)) + prompt for prompt in prompts(2, seed=4)]
+    ways: dict[str, tuple[str, Sampling]] = {"greedy": ("greedy", Sampling()), "sampled": ("coupled", Sampling(0.9, seed=4))}
+    wanted = {
+        (way, i): texts(Decoder(target, drafter, *how, STOP, 12), asked, 2)
+        for way, how in ways.items()
+        for i, asked in enumerate((short, long))
+    }
+    decoders = {way: capturing(target, drafter, *how, STOP, 12) for way, how in ways.items()}
+    order = [("greedy", 0), ("sampled", 0), ("greedy", 0), ("sampled", 1), ("greedy", 0), ("greedy", 1), ("sampled", 0)]
+    for way, i in order:
+        assert texts(decoders[way], (short, long)[i], 2) == wanted[way, i], (way, i)
+
+
+@pytest.mark.parametrize("name", ["medusa", "draft_model", "eagle3"])
+def test_two_sessions_of_one_decoder(name: str, cpu_graphs: None, target: FastTarget) -> None:
+    """Steps in turn; the second one opens while the first one's graphs are in use, and a third after the first has gone."""
+    drafter, asked = drafter_of(name, target), prompts(3, seed=5)
+    wanted = texts(Decoder(target, drafter, "greedy", Sampling(), STOP, 20), asked, 3)
+    decoder, sessions, found = capturing(target, drafter, "greedy", Sampling(), STOP, 20), [], []
+    for _ in range(3):
+        session = Session(decoder, 3, 96)
+        results = [result for prompt in asked for result in session.submit(decoder.request(prompt))]
+        session.step(), session.step(), session.step()
+        sessions.append(session)
+        found.append(results)
+        if len(sessions) == 3:
+            for _ in sessions.pop(0):
+                pass
+            gc.collect()
+        for other in sessions:
+            other.step()
+    for session in sessions:
+        for _ in session:
+            pass
+    assert [[r.tokens for r in results] for results in found] == [wanted] * 3
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_new_weights_reach_graphs_captured_before(
+    bits: int | None, cpu_graphs: None, target: FastTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights loaded into a draft model between two passes; the joined ones stay where they were."""
+    monkeypatch.setattr(fast, "PACKED_BYTES", 0)  # packed ones are the CPU's alone
+    drafter, asked = drafter_of("draft_model", target), prompts(3, seed=5)
+    assert isinstance(drafter, DraftModel)
+    other = build("draft_model", target, 2.0)
+    assert isinstance(other, DraftModel)
+    drafter.lm.bits = other.lm.bits = bits
+    decoder = capturing(target, drafter, "greedy", Sampling(), STOP, 20)
+
+    def accepted(decoder: Decoder) -> list[int]:
+        return [result.accepted for result in decoder.run(asked, 2).results]
+
+    before = accepted(decoder)
+    weights = [joint.weight if joint.quantised is None else joint.quantised.code for joint in drafter.lm._joints]
+    joined = [weight.data_ptr() for weight in weights]
+    drafter.load_state_dict(other.state_dict())
+    after = accepted(capturing(target, drafter, "greedy", Sampling(), STOP, 20))
+    weights = [joint.weight if joint.quantised is None else joint.quantised.code for joint in drafter.lm._joints]
+    assert [weight.data_ptr() for weight in weights] == joined
+    assert before != after == accepted(Decoder(target, other, "greedy", Sampling(), STOP, 20)) == accepted(decoder)
+
+
+def test_new_weights_reach_packed_copies(target: FastTarget) -> None:
+    """On a CPU, where products read packed copies: also of maps that are joined with no other."""
+    drafter, other, asked = drafter_of("draft_model", target), build("draft_model", target, 2.0), prompts(3, seed=5)
+    assert isinstance(drafter, DraftModel)
+
+    def accepted(drafter: Drafter) -> list[int]:
+        return [r.accepted for r in Decoder(target, drafter, "greedy", Sampling(), STOP, 20).run(asked, 2).results]
+
+    before = accepted(drafter)
+    drafter.load_state_dict(other.state_dict())
+    assert before != accepted(drafter) == accepted(other)
+    fresh = build("draft_model", target, 2.0)
+    assert isinstance(fresh, DraftModel)
+    fresh.lm.new_cache(1, 8)
+    for joint, wanted in zip(drafter.lm._joints, fresh.lm._joints, strict=True):
+        x_1I = torch.randn(1, wanted.weight.shape[1])
+        torch.testing.assert_close(joint(x_1I), wanted(x_1I))
+
+
+@pytest.mark.parametrize(("name", "passes"), [(None, 20), ("medusa", 20), *every(3)])
+def test_memory_is_flat_over_passes(name: str | None, passes: int, cpu_graphs: None, target: FastTarget) -> None:
+    """Each with a decoder of its own, as a measurement has; without the garbage collector, which knows no device memory."""
+    drafter, asked = None if name is None else build(name, target, 0.3), prompts(1, seed=5)
+    held = []
+    gc.collect()
+    gc.disable()
+    try:
+        for done in range(passes):
+            decoder = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=3, controls=Controls(read_every=1))
+            decoder.captures = drafter is None or drafter.captured
+            decoder.run(asked, 2)
+            del decoder
+            if done in (0, 1, passes - 1):
+                held.append((len(Graph.alive), sum(isinstance(x, KVCache) for x in gc.get_objects()), allocated()))
+    finally:
+        gc.enable()
+    assert held == [held[0]] * 3 and held[0][:2] == (0, 0)
+
+
+def allocated() -> int:
+    """Bytes of all tensors that the program has."""
+    found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects() if is_tensor(x)}
+    return sum(found.values())
+
+
+def is_tensor(x: Any) -> bool:
+    return issubclass(type(x), torch.Tensor) and not x.is_mkldnn
+
+
+def captured(work: Callable[[], Any]) -> Graph:
+    graph = Graph()
+    with capture(graph):
+        work()
+    return graph
+
+
+def test_a_replay_fails_where_its_input_was_freed() -> None:
+    box = [torch.ones(3)]
+    out = torch.zeros(3)
+    graph = captured(lambda: out.add_(box[0]))
+    assert out.tolist() == [0.0] * 3, "a capture computes nothing"
+    graph.replay()
+    assert out.tolist() == [1.0] * 3
+    box[0].mul_(5)
+    graph.replay()
+    assert out.tolist() == [6.0] * 3
+    box[0] = torch.ones(3)
+    with pytest.raises(FreedError, match=r"add_.*shape \[3\] was freed"):
+        graph.replay()
+
+
+def test_a_replay_fails_where_its_input_has_moved() -> None:
+    given, out = torch.ones(3), torch.zeros(3)
+    graph = captured(lambda: out.add_(given))
+    given.resize_(1 << 16)
+    with pytest.raises(FreedError, match="lies elsewhere"):
+        graph.replay()
+
+
+def test_views_are_known_by_their_memory() -> None:
+    given, out = torch.arange(6.0), torch.zeros(2)
+    graph = captured(partial(lambda view: out.copy_(view[1:3]), given[2:]))
+    graph.replay()
+    assert out.tolist() == [3.0, 4.0]
+    del given
+    with pytest.raises(FreedError):
+        graph.replay()
+
+
+def test_a_graphs_own_memory_holds_nothing_between_replays() -> None:
+    made, out = list[torch.Tensor](), torch.zeros(2)
+
+    def work() -> None:
+        made.append(torch.zeros(2, dtype=torch.long) + 3)
+        out.copy_(torch.empty(2))
+
+    graph = captured(work)
+    assert made[0].tolist() == [-77, -77]
+    graph.replay()
+    assert made[0].tolist() == [3, 3] and out.isnan().all()
+    made[0].fill_(5)
+    graph.replay()
+    assert made[0].tolist() == [3, 3]
+    weak = weakref.ref(made.pop())
+    del graph
+    assert weak() is None

@@ -1,0 +1,233 @@
+"""Rounds ahead of the host: the same texts and counts as one at a time, nothing asked of the device, one shape for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Request, Result, StopText
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.model.attention import Step
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.target import Taps
+from drafttrain.ops import library
+from drafttrain.ops.build_tree import build_tree
+from drafttrain.ops.tree_attention import ancestors_of
+from drafttrain.targets.fast import FastTarget
+from tests.contract.test_families import NAMES, build
+from tests.helpers import crossed, prompts, some, tiny_model, tiny_target
+from tests.recorder import Graph, cpu_graphs, recorded
+
+__all__ = ["cpu_graphs"]
+TARGET = FastTarget(tiny_model())
+POLICIES = {"greedy": 0.0, "lossless": 0.8, "coupled": 0.9, "typical": 0.7, "threshold": 0.9}  # with its temperature
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> FastTarget:
+    """A target that runs block by block: all blocks, or all heads, in one call are the CPU's alone."""
+    monkeypatch.setattr(library, "has_product", lambda: False)
+    return FastTarget(tiny_model())
+
+
+def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[tuple[Any, ...]]:
+    counted = decoder.run(asked, batch).results
+    return [(r.tokens, r.verifications, r.offered, r.accepted, r.nodes, r.emitted, r.ended_by) for r in counted]
+
+
+@pytest.mark.parametrize(("name", "how"), crossed([None, *NAMES], product(POLICIES, [1, 3])))
+def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, how: tuple[str, int]) -> None:
+    """Ragged prompts in chunks, stop tokens, a queue behind three slots, rows that fill up a batch."""
+    policy, every = how
+    asked, sampling = prompts(7, seed=3), Sampling(POLICIES[policy], seed=4)
+    drafter = None if name is None else build(name, TARGET, 0.3)
+    stop = frozenset({7, 11})
+    decoder = Decoder(TARGET, drafter, policy, sampling, stop, 25, prefill_chunk=6)
+    ahead = Decoder(TARGET, drafter, policy, sampling, stop, 25, 6, Controls(read_every=every))
+    assert texts(ahead, asked, 3) == texts(decoder, asked, 3)
+
+
+@pytest.mark.parametrize("name", some(NAMES, 6))
+def test_transformers_forward_runs_ahead_too(name: str) -> None:
+    target, asked = tiny_target(), prompts(4, seed=5)
+    drafter = build(name, target, 0.3)
+    one, ahead = (Decoder(target, drafter, "greedy", Sampling(), controls=Controls(read_every=n)) for n in (None, 2))
+    assert texts(ahead, asked, 2) == texts(one, asked, 2)
+
+
+@pytest.mark.parametrize("name", some(NAMES, 3))
+def test_penalties_limits_and_stop_text_run_ahead(name: str) -> None:
+    asked, drafter = prompts(5, seed=6), build(name, TARGET, 0.3)
+    free = Decoder(TARGET, None, "greedy", Sampling(repetition_penalty=1.3), max_new_tokens=30).run(asked, 1).results
+    stop_text = StopText((f" {free[0].tokens[12]} {free[0].tokens[13]} ",), lambda ids: "".join(f" {i} " for i in ids))
+    for controls in (Controls(), Controls(window=1), Controls(draft_length=1)):
+        found = [
+            texts(
+                Decoder(
+                    TARGET, drafter, "greedy", Sampling(repetition_penalty=1.3), frozenset({free[1].tokens[3]}), 30,
+                    controls=replace(controls, read_every=every), min_new_tokens=9, stop_text=stop_text,
+                ),
+                asked,
+                2,
+            )
+            for every in (None, 1, 4)
+        ]  # fmt: skip
+        assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fallback_that_rests_its_drafter_runs_ahead(name: str) -> None:
+    asked, drafter = prompts(3, seed=7), build(name, TARGET, 1.0)
+    plain = [r.tokens for r in Decoder(TARGET, None, "greedy", Sampling(), max_new_tokens=90).run(asked, 1).results]
+    ahead = Decoder(TARGET, drafter, "greedy", Sampling(), max_new_tokens=90, controls=Controls(fallback=True, read_every=2))
+    assert [r.tokens for r in ahead.run(asked, 2).results] == plain
+
+
+def test_pooled_pages_and_samples_run_ahead() -> None:
+    sampling = Sampling(0.9, seed=5)
+    found: list[list[list[int]]] = []
+    for every in (None, 2):
+        decoder = Decoder(TARGET, build("draft_model", TARGET, 0.3), "lossless", sampling, controls=Controls(read_every=every))
+        session = Session(decoder, 4, 128, pages=9)
+        requests = [Request(prompt, 10 * i, 20, samples=1 + i % 3) for i, prompt in enumerate(prompts(6, seed=8))]
+        results: list[Result] = [r for request in requests for r in session.submit(request)]
+        for _ in session:
+            pass
+        found.append([r.tokens for r in results])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("name", "policy"), crossed([None, *NAMES], POLICIES))
+def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, policy: str, as_on_a_gpu: FastTarget) -> None:
+    """So that a CUDA graph captured from one round is right for all that follow."""
+    drafter: Drafter | None = None if name is None else build(name, as_on_a_gpu, 0.3)
+    if drafter and not drafter.captured:
+        pytest.skip("says itself that no graph can hold its rounds")
+    temperature = POLICIES[policy]
+    sampling = Sampling(temperature, top_k=20 if temperature else 0, top_p=0.9, seed=1, repetition_penalty=1.2)
+    decoder = Decoder(
+        as_on_a_gpu, drafter, policy, sampling, frozenset({3}), 60, controls=Controls(read_every=1), min_new_tokens=4
+    )
+    session = Session(decoder, 2, 200)
+    for i, prompt in enumerate(prompts(2, seed=9)):
+        session.submit(Request(prompt, i, 60, 4, frozenset({3})))
+    session.step()
+    session.step()
+    seen = []
+    with torch.inference_mode():
+        for limit in (None, None, 1, 1, 0, 0, None) if drafter else (None, None):
+            with recorded() as calls:
+                session.round.run(session.slot_B, limit).packed()
+            seen.append(calls.shapes)
+    assert len(seen[0]) > 20 and seen[0] == seen[1]
+    if drafter:
+        assert seen[2] == seen[3] and seen[4] == seen[5] and seen[6] == seen[0]
+
+
+@pytest.mark.parametrize(("name", "policy"), crossed([None, *NAMES], POLICIES))
+def test_replayed_graphs_give_the_same_texts(
+    name: str | None, policy: str, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, sampling = prompts(7, seed=3), Sampling(POLICIES[policy], seed=4)
+    drafter = None if name is None else build(name, as_on_a_gpu, 0.3)
+    if drafter and not drafter.captured:
+        pytest.skip("says itself that no graph can hold its rounds")
+    decoder = Decoder(as_on_a_gpu, drafter, policy, sampling, frozenset({7, 11}), 25)
+    ahead = Decoder(as_on_a_gpu, drafter, policy, sampling, frozenset({7, 11}), 25, controls=Controls(read_every=2))
+    monkeypatch.setattr(ahead, "captures", True)
+    assert texts(ahead, asked, 5) == texts(decoder, asked, 5)
+    assert 1 <= Graph.made <= 4  # of 5 rows, then of 4, 2 and 1: three rows are filled up
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_replayed_graphs_with_append_and_attention_apart_give_the_same_texts(
+    name: str | None, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where they are two kernels."""
+    asked, made = prompts(5, seed=3), Step.__init__
+    drafter = None if name is None else build(name, as_on_a_gpu, 0.3)
+    if drafter and not drafter.captured:
+        pytest.skip("says itself that no graph can hold its rounds")
+    wanted = texts(Decoder(as_on_a_gpu, drafter, "greedy", Sampling(), max_new_tokens=25), asked, 3)
+
+    def apart(step: Step, kv: Any, *rest: Any) -> None:
+        made(step, kv, *rest)
+        step.in_two, step.compiled = kv is not None and kv.bound is not None and step.compiled, False
+
+    monkeypatch.setattr(Step, "__init__", apart)
+    ahead = Decoder(as_on_a_gpu, drafter, "greedy", Sampling(), max_new_tokens=25, controls=Controls(read_every=1))
+    monkeypatch.setattr(ahead, "captures", True)
+    assert texts(ahead, asked, 3) == wanted
+
+
+class Dynamic(Drafter):
+    """Candidates two levels deep below the root, from a table of guesses; the best of them by score make each tree."""
+
+    def __init__(self, width: int = 5, nodes: int = 8) -> None:
+        super().__init__()
+        self.taps, self.draft_length, self.width, self.nodes = Taps(), 2, width, nodes
+        generator = torch.Generator().manual_seed(3)
+        self.score_VW, self.token_VW = torch.randn(64, 64, generator=generator).log_softmax(-1).topk(width)
+        self.token_VW[:, 1] = torch.tensor(next_tokens(TARGET))  # something is accepted now and then
+
+    def predict(self, batch: Any) -> Any:
+        raise AssertionError("not trained")
+
+    def open(self, slots: int, max_len: int) -> torch.Tensor:
+        return torch.zeros(slots, dtype=torch.long)
+
+    def reset(self, state: torch.Tensor, slot_R: torch.Tensor) -> None:
+        state[slot_R] = 0
+
+    def observe(self, state: torch.Tensor, commit: Commit, slot_B: torch.Tensor) -> None:
+        last_B = commit.next_BA.gather(1, (commit.count_B - 1).clamp_min(0)[:, None])[:, 0]
+        state[slot_B] = torch.where(commit.count_B > 0, last_B, state[slot_B])
+
+    def propose(self, state: Any, slot_B: torch.Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        root_B, W = state[slot_B], self.width
+        first_BW, second_BM = self.token_VW[root_B], self.token_VW[self.token_VW[root_B]].flatten(1)
+        score_BW = self.score_VW[root_B]
+        score_BM = (score_BW[..., None] + self.score_VW[first_BW]).flatten(1)
+        parent_M = torch.cat([torch.zeros(1 + W, dtype=torch.long), 1 + torch.arange(W).repeat_interleave(W)])
+        parent_M[:1].fill_(-1)
+        token_BM = torch.cat([root_B[:, None], first_BW, second_BM], 1)
+        built = build_tree(parent_M.expand(len(root_B), -1), torch.cat([score_BW[:, :1], score_BW, score_BM], 1), self.nodes)
+        count_B = torch.full_like(root_B, self.nodes)
+        return DraftTree(token_BM.gather(1, built.kept_BN), built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BN))
+
+    @property
+    def max_nodes(self) -> int:
+        return self.nodes
+
+
+def next_tokens(target: FastTarget) -> list[int]:
+    """What the target says after each token alone."""
+    token_B1 = torch.arange(64)[:, None]
+    with torch.no_grad():
+        logits = target(token_B1, None, None, torch.zeros_like(token_B1), Taps()).logits_BRV
+    assert logits is not None
+    return logits[:, 0].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(("policy", "temperature"), POLICIES.items())
+def test_trees_whose_shape_changes_from_round_to_round_are_one_graph(
+    policy: str, temperature: float, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, sampling, drafter = prompts(3, seed=3), Sampling(temperature, seed=4), Dynamic()
+    decoder = Decoder(as_on_a_gpu, drafter, policy, sampling, max_new_tokens=25)
+    ahead = Decoder(as_on_a_gpu, drafter, policy, sampling, max_new_tokens=25, controls=Controls(read_every=2))
+    monkeypatch.setattr(ahead, "captures", True)
+    found = texts(ahead, asked, 1)
+    assert found == texts(decoder, asked, 1) and Graph.made == 1
+    assert (
+        policy != "greedy"
+        or found[0][0] == Decoder(TARGET, None, policy, sampling, max_new_tokens=25).run(asked[:1]).results[0].tokens
+    )

@@ -1,0 +1,207 @@
+"""Guards end a text or turn it to plain decoding, at the same token whenever the host looks, and touch no other text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.draft_length import Cut
+from drafttrain.decoding.guards.guard import Act, Guard, Watch
+from drafttrain.decoding.request import Result
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.targets.fast import FastTarget
+from tests.helpers import Scripted, prompts, random_guess, tiny_model
+
+TARGET = FastTarget(tiny_model())
+SAMPLING = Sampling(0.9, repetition_penalty=1.2, seed=6)
+ASKED = prompts(5, seed=4)
+NEW, BAD = 44, 9
+CHAIN = [[0] * d for d in range(1, 21)]
+
+
+def spaces(tokens: list[int]) -> str:
+    """Blank but for the token that no JSON begins with."""
+    return "".join("x" if token == BAD else " " for token in tokens)
+
+
+def looping(text: list[int]) -> list[int]:
+    """Texts that end in an even token are drafted 5 5 5 ..."""
+    return [5] * 8 if text[0] % 2 == 0 else random_guess(3)(text)
+
+
+def breaking(text: list[int]) -> list[int]:
+    return [BAD if text[0] % 2 == 0 and len(text) > 26 else (text[-1] * 7 + 1) % 8] * 8
+
+
+def decoded(
+    guess: object, guard: Guard, policy: str = "threshold", every: int | None = None, rows: int = 3, fallback: bool = False
+) -> list[Result]:
+    drafter = None if guess is None else Scripted(guess, CHAIN)  # type: ignore[arg-type]
+    sampling = Sampling() if policy == "greedy" else SAMPLING
+    controls = Controls(threshold=1e-9, read_every=every, fallback=fallback)
+    decoder = Decoder(TARGET, drafter, policy, sampling, max_new_tokens=NEW, controls=controls, guard=guard)
+    return decoder.run(ASKED, rows, as_json=[True] * len(ASKED)).results
+
+
+def plainly(prompt: list[int], kept: list[int], key: int) -> list[int]:
+    """The target's own continuation, with the noise of this request."""
+    decoder = Decoder(TARGET, None, "lossless", SAMPLING, max_new_tokens=NEW - len(kept))
+    return decoder.run([prompt + kept], 1, first_request=key).results[0].tokens
+
+
+GUARDS = {"loop": (looping, Guard(loop="plain")), "json": (breaking, Guard(json="plain", decode=spaces))}
+
+
+@pytest.mark.parametrize("every", [None, 1, 3])
+@pytest.mark.parametrize("kind", sorted(GUARDS))
+def test_a_turned_text_goes_on_as_the_targets_own_and_the_others_are_as_they_were(kind: str, every: int | None) -> None:
+    guess, guard = GUARDS[kind]
+    found, free = decoded(guess, guard, every=every), decoded(guess, Guard(), every=every)
+    assert any(r.acts for r in found) and not all(r.acts for r in found)
+    for key, (prompt, ours, other) in enumerate(zip(ASKED, found, free, strict=True)):
+        assert len(ours.tokens) == NEW and ours.ended_by == "length" and ours.plain == bool(ours.acts)
+        assert sum(ours.lengths) == ours.emitted == NEW - 1 and len(ours.lengths) == ours.verifications
+        if not ours.acts:
+            assert (ours.tokens, ours.runs) == (other.tokens, other.runs)
+            continue
+        (act,) = ours.acts
+        assert (act.guard, act.action) == (kind, "plain")
+        kept = ours.tokens[: act.kept]
+        assert kept == other.tokens[: act.kept] and 0 < act.kept < NEW
+        assert other.tokens[act.kept] == BAD or kind == "loop"
+        assert ours.tokens[act.kept :] == plainly(prompt, kept, key)
+
+
+class Sure(Scripted):
+    """Says how sure it is of each draft."""
+
+    def propose(self, *asked: Any, **more: Any) -> DraftTree:
+        tree = super().propose(*asked, **more)
+        return replace(tree, confidence_BN=torch.full(tree.token_BN.shape, 0.9))
+
+
+class Alternating(Cut):
+    """Every draft but each third is cut, and each elsewhere."""
+
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def depth(self, rows: int, total: Sequence[float], drawn: bool) -> int:
+        step = len(self.seen)
+        self.seen.append(len(total) if step % 3 == 2 else (5 + 3 * step) % len(total))
+        return self.seen[-1]
+
+
+@pytest.mark.parametrize("kind", sorted(GUARDS))
+def test_a_turned_text_is_the_targets_own_where_drafts_are_cut_too(kind: str) -> None:
+    guess, guard = GUARDS[kind]
+    controls, seen = Controls(threshold=1e-9, fallback=True), list[int]()
+    drafter = Sure(guess, CHAIN)  # type: ignore[arg-type]
+    decoder = Decoder(TARGET, drafter, "threshold", SAMPLING, max_new_tokens=NEW, controls=controls, guard=guard)
+    decoder.cut, always = Alternating(seen), SimpleNamespace(depth=lambda rows: len(CHAIN), record=lambda *step: None)
+    decoder.fallback = always  # type: ignore[assignment]
+    found = decoder.run(ASKED, 3, as_json=[True] * len(ASKED)).results
+    turned = [(key, r) for key, r in enumerate(found) if r.acts]
+    assert turned and len(turned) < len(found) and len({*seen}) > 3
+    for key, result in turned:
+        kept = result.tokens[: result.acts[0].kept]
+        assert len(result.tokens) == NEW and result.tokens[len(kept) :] == plainly(ASKED[key], kept, key)
+
+
+@pytest.mark.parametrize("kind", sorted(GUARDS))
+def test_when_the_host_looks_changes_nothing(kind: str) -> None:
+    texts = [
+        [(r.tokens, r.acts, r.runs) for r in decoded(*GUARDS[kind], every=n, rows=b)] for n in (None, 1, 4) for b in (1, 5)
+    ]
+    assert all(text == texts[0] for text in texts)
+
+
+def test_when_all_texts_are_turned_nothing_is_drafted() -> None:
+    asked: list[int | None] = []
+
+    class Watched(Scripted):
+        def propose(self, state, slot_B, sampling, depth=None):  # type: ignore[no-untyped-def]
+            asked.append(len(slot_B))
+            return super().propose(state, slot_B, sampling, depth)
+
+    decoder = Decoder(TARGET, Watched(lambda text: [5] * 8, CHAIN), "threshold", SAMPLING, max_new_tokens=NEW,
+                      controls=Controls(threshold=1e-9), guard=Guard(loop="plain"))  # fmt: skip
+    results = decoder.run(ASKED, 5).results
+    assert all(r.plain for r in results)
+    assert len(asked) < max(r.verifications for r in results) - 10
+
+
+@pytest.mark.parametrize("every", [None, 1, 3])
+@pytest.mark.parametrize("policy", ["greedy", "lossless", "coupled", "threshold"])
+def test_stop_ends_the_text_and_changes_nothing_before(policy: str, every: int | None) -> None:
+    for guess, guard in ((looping, Guard(loop="stop")), (breaking, Guard(json="stop", decode=spaces))):
+        free = decoded(guess, Guard(), policy, every)
+        for ours, other in zip(decoded(guess, guard, policy, every), free, strict=True):
+            assert ours.tokens == other.tokens[: len(ours.tokens)]
+            acts = Watch(guard).act(other.tokens, NEW)
+            assert len(ours.tokens) == (acts.kept if acts else NEW)
+            assert ours.ended_by == (acts.guard if acts else "length")
+            assert ours.acts == ([acts] if acts else []) and ours.emitted == len(ours.tokens) - 1
+
+
+def test_a_lossless_policy_has_nothing_to_fall_back_to() -> None:
+    guard = Guard(loop="plain", json="stop", decode=spaces)
+    for drafter, policy in ((None, "threshold"), (Scripted(looping, CHAIN), "lossless")):
+        decoder = Decoder(TARGET, drafter, policy, SAMPLING, guard=guard)
+        assert decoder.guard == Guard(json="stop", decode=spaces) and not decoder.turns
+    assert decoder.request([1]).guard is None
+
+
+def test_a_text_that_ends_by_itself_is_no_guards() -> None:
+    stop = frozenset({5})
+    decoder = Decoder(TARGET, Scripted(looping, CHAIN), "threshold", SAMPLING, stop, NEW,
+                      controls=Controls(threshold=1e-9), guard=Guard(loop="stop"))  # fmt: skip
+    found = decoder.run(ASKED, 3).results
+    assert {r.ended_by for r in found if r.tokens[-1] == 5} == {"stop"} and not any(r.acts for r in found)
+
+
+def test_a_pool_of_pages_is_whole_again_and_the_controller_may_rest() -> None:
+    decoder = Decoder(TARGET, Scripted(looping, CHAIN), "threshold", SAMPLING, max_new_tokens=NEW,
+                      controls=Controls(threshold=1e-9, fallback=True), guard=Guard(loop="plain"))  # fmt: skip
+    requests = [decoder.request(prompt, key) for key, prompt in enumerate(ASKED)]
+    session = Session(decoder, 2, max(map(decoder.positions, requests)), pages=12)
+    results = [r for request in requests for r in session.submit(request)]
+    seen: dict[int, list[int]] = {r.request: [] for r in results}
+    for chunk in session:
+        seen[chunk.result.request] += chunk.tokens
+    assert session.kv.free_pages == 12 and all(seen[r.request] == r.tokens for r in results)
+
+
+def test_watching_reads_characters_of_several_tokens_and_acts_once_by_guard() -> None:
+    pieces = {1: b"[", 2: b'"', 3: b"\xc3", 4: b"\xa4", 5: b"]", 6: b"x"}
+
+    def decode(tokens: list[int]) -> str:
+        return b"".join(pieces[t] for t in tokens).decode(errors="replace")
+
+    text = [1, 2, 3, 4, 2, 5, 6, 6]
+    guard = Guard(loop="stop", json="plain", decode=decode)
+    watch = Watch(guard)
+    assert [watch.act(text[: n + 1], 1) for n in range(7)] == [None] * 6 + [Act("json", "plain", 6)]
+    assert watch.act(text, 1) is None and watch.act([*text, *[6] * 14], 14) == Act("loop", "stop", 22)
+    assert Watch(guard).act(text, 8) == Act("json", "plain", 6)
+    assert Watch(guard).act([6], 1) == Act("json", "plain", 1)
+    both = Watch(Guard(loop="plain", json="plain", decode=decode))
+    assert both.act([6], 1) == Act("json", "plain", 1) and both.act([6] * 40, 39) is None
+
+
+def test_bad_guards_are_refused() -> None:
+    for bad in ({"loop": "end"}, {"json": "False"}):
+        with pytest.raises(ValueError, match="choose one of off, plain, stop"):
+            Guard(**bad)
+    with pytest.raises(ValueError, match="tokenizer's decode"):
+        Guard(json="stop")

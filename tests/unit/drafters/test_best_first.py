@@ -1,0 +1,190 @@
+"""Best-first trees of drafts that do not know each other, against a heap."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.tree import DraftTree
+from drafttrain.drafters import families
+from drafttrain.drafters.common.best_first import BestFirst
+from drafttrain.drafters.common.dynamic_tree import DynamicTree, grown_from_slots
+from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
+from tests.contract import test_families as contract
+from tests.helpers import prompts, tiny_target
+from tests.unit.drafters import test_dynamic_tree as dynamic
+
+Paths = dict[tuple[int, ...], float]
+
+
+def searched(log_p_KV: Tensor, nodes: int) -> Paths:
+    """The likeliest paths as tokens, with their log-probabilities: the best of the heap is a node, and its first child and
+    its next sibling go in."""
+    value, token = log_p_KV.double().sort(dim=-1, descending=True, stable=True)
+    heap, found = [(-float(value[0, 0]), (0,))], Paths()
+    while heap and len(found) < nodes:
+        cost, ranks = heapq.heappop(heap)
+        found[tuple(int(token[d, r]) for d, r in enumerate(ranks))] = -cost
+        last, rank = len(ranks) - 1, ranks[-1]
+        if rank + 1 < value.shape[1]:
+            heapq.heappush(heap, (cost + float(value[last, rank] - value[last, rank + 1]), (*ranks[:-1], rank + 1)))
+        if len(ranks) < len(value):
+            heapq.heappush(heap, (cost - float(value[last + 1, 0]), (*ranks, 0)))
+    return found
+
+
+def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, int(tree.count_B[row])):
+        paths.append((*paths[int(tree.parent_BN[row, node])], int(tree.token_BN[row, node])))
+    return paths[1:]
+
+
+def logits(slots: int, vocab: int, sharp: float, rows: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(slots * vocab)
+    return torch.randn(rows, slots, vocab, generator=generator) * sharp
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 18, 63])
+@pytest.mark.parametrize(("slots", "vocab"), [(1, 90), (3, 70), (7, 64), (15, 80), (5, 3), (2, 2)])
+@pytest.mark.parametrize("sharp", [0.3, 2.0, 9.0])
+def test_it_finds_what_a_heap_finds(slots: int, vocab: int, nodes: int, sharp: float) -> None:
+    logits_BKV = logits(slots, vocab, sharp)
+    with torch.inference_mode():
+        tree = grown_from_slots(BestFirst.of(slots, nodes, vocab, torch.device("cpu")), torch.arange(4), logits_BKV)
+    assert tree.token_BN[:, 0].tolist() == [0, 1, 2, 3]
+    for row, log_p_KV in enumerate(logits_BKV.log_softmax(-1)):
+        wanted = searched(log_p_KV, nodes)
+        assert set(paths_of(tree, row)) == set(wanted)
+    assert len(wanted) == nodes or len(wanted) == sum(vocab**d for d in range(1, slots + 1))
+
+
+def test_siblings_come_likeliest_first_and_a_limit_of_depth_is_kept() -> None:
+    logits_BKV, grower = logits(5, 70, 2.0), BestFirst.of(5, 20, 70, torch.device("cpu"))
+    for depth in (1, 3, 9):
+        tree = grown_from_slots(grower, torch.zeros(4).long(), logits_BKV, depth=depth)
+        for row, log_p_KV in enumerate(logits_BKV.log_softmax(-1)):
+            found = paths_of(tree, row)
+            assert set(found) == set(searched(log_p_KV[:depth], 20))
+            for i, path in enumerate(found):
+                later = [p for p in found[i + 1 :] if p[:-1] == path[:-1]]
+                assert all(log_p_KV[len(path) - 1, p[-1]] <= log_p_KV[len(path) - 1, path[-1]] for p in later)
+
+
+def test_of_equally_likely_paths_any_are_a_tree() -> None:
+    """Flat logits, and drafts so sure that a child is as likely as its parent."""
+    for logits_BKV in (torch.zeros(2, 4, 70), torch.full((2, 4, 70), -200.0).index_fill_(2, torch.tensor([3]), 200.0)):
+        tree = grown_from_slots(BestFirst.of(4, 30, 70, torch.device("cpu")), torch.zeros(2).long(), logits_BKV)
+        for row in range(2):
+            assert len(set(paths_of(tree, row))) == 30
+    assert (3, 3, 3, 3) in paths_of(tree, 0)
+
+
+def test_no_other_tree_of_its_size_is_likelier() -> None:
+    logits_BKV = logits(6, 70, 3.0)
+    best = grown_from_slots(BestFirst.of(6, 24, 70, torch.device("cpu")), torch.zeros(4).long(), logits_BKV)
+    beams = grown_from_slots(DynamicTree(6, 4, 24), torch.zeros(4).long(), logits_BKV)
+    gained = []
+    for row, log_p_KV in enumerate(logits_BKV.log_softmax(-1)):
+        mass = [
+            sum(float(torch.tensor([log_p_KV[d, t] for d, t in enumerate(path)]).sum().exp()) for path in paths_of(tree, row))
+            for tree in (best, beams)
+        ]
+        gained.append(mass[0] - mass[1])
+    assert min(gained) >= 0.0 and max(gained) > 1e-4
+
+
+def independent() -> list[str]:
+    """The families whose drafts do not know each other's tokens: they say so by taking such a tree."""
+    target, found = tiny_target(), []
+    for name in contract.NAMES:
+        if issubclass(families()[name].options, TreeOptions):
+            settings = {k: v for k, v in contract.SHAPES.get(name, {}).items() if k != "paths"} | {"tree": "best_first"}
+            try:
+                families()[name].build(families()[name].options(**settings), target)
+            except UserError as error:
+                assert "depend on those above" in str(error)
+                continue
+            found.append(name)
+    return found
+
+
+INDEPENDENT = independent()
+
+
+def test_block_drafters_and_heads_take_it() -> None:
+    assert {"dflash", "medusa"} <= set(INDEPENDENT) and "eagle" not in INDEPENDENT
+
+
+@pytest.fixture
+def best(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name: str = request.param
+    settings = {k: v for k, v in contract.SHAPES[name].items() if k != "paths"} | {"tree": "best_first", "nodes": 9}
+    monkeypatch.setitem(contract.SHAPES, name, settings)
+    return name
+
+
+@pytest.mark.parametrize("bound", [None, 40])
+@pytest.mark.parametrize(("name", "options"), [row for row in dynamic.FAMILIES if row[0] in INDEPENDENT])
+def test_a_familys_tree_holds_the_likeliest_paths(name: str, options: dict[str, Any], bound: int | None) -> None:
+    """bound: lengths live on the device alone, as a graph has it."""
+    drafter = dynamic.built(name, tiny_target(), tree="best_first", draft_length=4, nodes=21, **options)
+    tree = dynamic.proposed(drafter, bound)
+    for row in range(3):
+        log_p_KV = torch.stack([dynamic.naive_logits(drafter, row, [0] * depth).log_softmax(-1) for depth in range(4)])
+        assert set(paths_of(tree, row)) == set(searched(log_p_KV, 21))
+
+
+@pytest.mark.parametrize("best", INDEPENDENT, indirect=True)
+@pytest.mark.parametrize(
+    "check",
+    [
+        contract.test_sampling_follows_the_targets_law_through_the_whole_loop,
+        contract.test_a_proposal_carries_the_law_it_was_drawn_from_and_no_other,
+    ],
+)
+def test_with_it_a_family_does_what_it_must(check: Any, best: str) -> None:
+    check(best)
+
+
+@pytest.mark.parametrize("best", INDEPENDENT, indirect=True)
+def test_with_it_greedy_output_is_plain_decodings_and_more_is_accepted(best: str) -> None:
+    contract.test_greedy_output_is_plain_decodings(best, 1.0, 4)
+    target, asked = tiny_target(), prompts(6, seed=3)
+    drafter = contract.build(best, target)
+    assert isinstance(drafter, Proposing) and drafter.max_nodes == 10
+    torch.manual_seed(1)
+    chain = families()[best].build(
+        families()[best].options(**contract.SHAPES[best] | {"tree": "static", "nodes": None}), target
+    )
+    ours, theirs = (contract.decode(target, d.eval(), asked, 3, tokens=40) for d in (drafter, chain))
+    assert sum(r.verifications for r in ours) < sum(r.verifications for r in theirs)
+
+
+@pytest.mark.parametrize("best", INDEPENDENT, indirect=True)
+def test_saved_and_loaded_it_has_its_nodes(best: str, tmp_path: Any) -> None:
+    contract.test_saved_and_loaded_it_drafts_the_same(best, tmp_path)
+
+
+def test_it_takes_the_budget_that_tuning_brings() -> None:
+    proposal = Proposal(TreeOptions("best_first"), 4, tiny_target(), independent=True)
+    assert proposal.tunable and proposal.max_nodes == 25 and proposal.fed == 0
+    proposal.tune([torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0]] * 3)], 40)
+    assert proposal.max_nodes == 41 and proposal.settings()["nodes"] == 40
+    again = Proposal(TreeOptions("best_first"), 4, tiny_target(), independent=True)
+    again.use(proposal.settings())
+    assert again.max_nodes == 41 and again.paths == proposal.paths
+
+
+@pytest.mark.parametrize(
+    ("length", "nodes", "message"),
+    [(4, 64, "at most 63 nodes"), (4, 0, "must be 1 or more"), (40, 63, "lower drafter.nodes or the draft length")],
+)
+def test_what_cannot_be_is_refused(length: int, nodes: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Proposal(TreeOptions("best_first", nodes=nodes), length, tiny_target(), independent=True)

@@ -1,0 +1,55 @@
+"""Confidences that are off in a known way come back as probabilities that come true."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttrain.drafters.common.calibration import Calibration, expected_error
+
+LINES = [(0.4, 1.0), (2.0, -0.5), (1.0, 0.0)]
+
+
+def drawn(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and drafts accepted with the probability that the lines make of them; what is not reached is noise."""
+    generator = torch.Generator().manual_seed(0)
+    logit_MK = 2 * torch.randn(count, 3, generator=generator)
+    p_MK = torch.stack([(scale * logit_MK[:, k] + shift).sigmoid() for k, (scale, shift) in enumerate(LINES)], 1)
+    hit_MK = torch.rand(count, 3, generator=generator) < p_MK
+    lost_MK = torch.cat([torch.zeros(count, 1, dtype=torch.bool), (~hit_MK).cumsum(1)[:, :-1] > 0], 1)
+    return logit_MK, torch.where(lost_MK, torch.rand(count, 3, generator=generator) < 0.5, hit_MK)
+
+
+def test_each_position_s_line_is_found_from_what_was_reached() -> None:
+    calibration, (logit_MK, hit_MK) = Calibration(3), drawn(20000)
+    mass_MK = (1.5 * logit_MK - 0.3).sigmoid()
+    calibration.fit(logit_MK, hit_MK, mass_MK)
+    for found, wanted in zip(calibration.lines[0], LINES, strict=True):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=0.1, atol=0.1)
+    torch.testing.assert_close(torch.tensor(calibration.lines[1]), torch.tensor([[1.5, -0.3]] * 3), rtol=0.02, atol=0.02)
+    before, after = (expected_error(c(logit_MK, False), hit_MK.float()) for c in (Calibration(3), calibration))
+    assert before is not None and after is not None and before > 0.08 and after < 0.015
+
+
+def test_few_samples_move_little_and_no_line_falls() -> None:
+    calibration = Calibration(2)
+    calibration.fit(torch.tensor([[5.0, 5.0]]), torch.tensor([[True, True]]), torch.tensor([[0.9, 0.9]]))
+    assert all(abs(scale - 1) < 0.2 and abs(shift) < 0.2 for line in calibration.lines for scale, shift in line)
+    logit_MK = torch.linspace(-3, 3, 200)[:, None].expand(-1, 2)
+    calibration.fit(logit_MK, logit_MK < 0, (logit_MK < 0).float())
+    assert all(scale > 0 for line in calibration.lines for scale, _ in line)
+
+
+def test_settings_bring_the_lines_back_whatever_the_precision() -> None:
+    calibration, again = Calibration(3), Calibration(3)
+    calibration.fit(*drawn(500), torch.full((500, 3), 0.4))
+    again.use(calibration.settings())
+    assert again.to(torch.bfloat16).settings() == calibration.settings() and not again.state_dict()
+    logit_MK = torch.randn(4, 2)
+    torch.testing.assert_close(again(logit_MK, False), calibration(logit_MK, False), rtol=0.02, atol=0.02)
+
+
+def test_errors_in_opposite_directions_are_both_errors() -> None:
+    sure = torch.tensor([[0.95]] * 4 + [[0.05]] * 4)
+    assert expected_error(sure, torch.tensor([[1.0]] * 2 + [[0.0]] * 2 + [[1.0]] * 2 + [[0.0]] * 2)) == pytest.approx(0.45)
+    assert expected_error(sure[:0], sure[:0]) is None

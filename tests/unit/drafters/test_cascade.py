@@ -1,0 +1,203 @@
+"""A cascade drafts what its middle would draft alone, with fewer of the middle's passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+
+from drafttrain.cli.config import register
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling, law
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Request
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.drafters.cascade import FAMILY, Cascade, CascadeOptions
+from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions
+from drafttrain.features.online import Online
+from drafttrain.model.drafter import Drafter
+from drafttrain.objective.losses import LossOptions, Objective
+from tests.helpers import prompts, tiny_target
+from tests.unit.objective.test_losses import one_document
+
+TARGET = tiny_target()
+MIDDLE = {"family": "draft_model", "blocks": 3, "draft_length": 6}
+LOOKUP = {"family": "prompt_lookup", "draft_length": 4}
+INNERS: list[dict[str, Any]] = [
+    LOOKUP,
+    {"family": "prompt_lookup", "max_ngram": None, "draft_length": 12},
+    {"family": "medusa", "heads": 3, "paths": [[0], [1], [0, 0], [0, 1]]},
+    {"family": "eagle3", "taps": [0, 1, 2], "draft_length": 2},
+    {"family": "draft_model", "blocks": 1, "draft_length": 1},
+    {"family": "cascade", "middle": {"family": "draft_model", "blocks": 2, "draft_length": 3}, "inner": LOOKUP},
+    {"family": "cascade", "middle": {"family": "medusa", "heads": 2}, "inner": LOOKUP, "join": "merge"},
+]
+names = [i["family"] + ("-null" if "max_ngram" in i else "") + ("-merge" if "join" in i else "") for i in INNERS]
+
+
+def shaken(drafter: Drafter) -> Any:
+    torch.manual_seed(1)
+    for parameter in drafter.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0))
+    return drafter.eval()
+
+
+def pair(inner: dict[str, Any]) -> tuple[Cascade, DraftModel]:
+    """A cascade, and its middle as a drafter of its own."""
+    cascade = shaken(FAMILY.build(CascadeOptions(middle=MIDDLE, inner=inner), TARGET))
+    return cascade, cascade.middle
+
+
+def counts(drafter: Drafter, every: int | None = None, batch: int = 3, **settings: Any) -> list[tuple[Any, ...]]:
+    sampling = settings.pop("sampling", Sampling())
+    policy = settings.pop("policy", "greedy")
+    decoder = Decoder(TARGET, drafter, policy, sampling, frozenset({7}), 40, 16, Controls(read_every=every))
+    return [(r.tokens, r.verifications, r.offered, r.accepted) for r in decoder.run(prompts(6, seed=3), batch).results]
+
+
+@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("inner", INNERS, ids=names)
+def test_greedy_drafts_are_the_middles_own(inner: dict[str, Any], every: int | None) -> None:
+    cascade, middle = pair(inner)
+    assert counts(cascade, every) == counts(middle)
+
+
+@pytest.mark.parametrize("inner", INNERS, ids=names)
+def test_coupled_drafts_are_the_middles_own(inner: dict[str, Any]) -> None:
+    """Both draw with the verifier's numbers."""
+    cascade, middle = pair(inner)
+    sampling = Sampling(0.9, top_k=20, seed=3)
+    assert counts(cascade, policy="coupled", sampling=sampling) == counts(middle, policy="coupled", sampling=sampling)
+
+
+class Counted:
+    """A model that notes how many positions each pass has."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.widths = model, []
+
+    def __call__(self, token_BN: torch.Tensor, *rest: Any) -> Any:
+        self.widths.append(token_BN.shape[1])
+        return self.model(token_BN, *rest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def passes(cascade: Cascade, prompt: list[int], tokens: int) -> tuple[list[list[int]], int]:
+    """(the widths of the middle's passes in each proposal, verifications)."""
+    counted = Counted(cascade.model)
+    cascade._model = [counted]
+    propose, each = cascade.propose, []
+
+    def noted(*a: Any) -> Any:
+        counted.widths.clear()
+        tree = propose(*a)
+        each.append(list(counted.widths))
+        return tree
+
+    cascade.propose = noted  # type: ignore[method-assign]
+    result = Decoder(TARGET, cascade, "greedy", Sampling(), max_new_tokens=tokens).run([prompt]).results[0]
+    return each, result.verifications
+
+
+def test_an_inner_drafter_that_is_always_right_saves_the_middles_passes() -> None:
+    inner = {"family": "draft_model", "blocks": 3, "draft_length": 4}
+    cascade = FAMILY.build(CascadeOptions(middle=MIDDLE, inner=inner), TARGET).eval()  # both are the target's first blocks
+    each, _ = passes(cascade, prompts(1, seed=2)[0], 30)
+    assert {len(widths) for widths in each} == {2}, "the root, then 4 drafts and a token of its own: 6"
+
+
+def test_drafting_again_reads_the_new_tokens_alone() -> None:
+    cascade, _ = pair(LOOKUP)
+    each, rounds = passes(cascade, list(range(3, 60)) * 4, 40)
+    assert len(each) == rounds > 3
+    assert all(widths[0] <= 2 + 6 and max(widths[1:]) <= 1 + 4 for widths in each)
+    assert all(len(widths) <= 6 for widths in each)
+
+
+@pytest.mark.parametrize("inner", INNERS, ids=names)
+def test_the_law_of_each_draft_is_the_middles(inner: dict[str, Any]) -> None:
+    """q at a node is what the middle's model gives after the text and the path, with the request's settings."""
+    cascade, middle = pair(inner)
+    sampling, asked = Sampling(0.8, top_k=12, seed=2), prompts(3, seed=7)
+    session = Session(Decoder(TARGET, cascade, "lossless", sampling), 3, 200)
+    for i, prompt in enumerate(asked):
+        session.submit(Request(prompt, i, 20))
+    session._admit()
+    with torch.inference_mode():
+        tree = cascade.propose(session.state, session.slot_B, session.slots.sampling(sampling, session.slot_B))
+    assert tree.q_BNV is not None and tree.token_BN.shape[1] == 7
+    for row, prompt in enumerate(asked):
+        text = torch.tensor([prompt + tree.token_BN[row].tolist()])
+        with torch.no_grad():
+            wanted = law(middle.lm.model(text).logits[0, len(prompt) :], sampling)
+        torch.testing.assert_close(tree.q_BNV[row, :-1], wanted[:-1], atol=1e-5, rtol=1e-3)
+        assert bool((tree.q_BNV[row, :-1].gather(1, tree.token_BN[row, 1:, None]) > 0).all())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", INNERS, ids=names)
+def test_sampling_follows_the_targets_law(inner: dict[str, Any]) -> None:
+    from tests.contract import test_families as contract
+
+    def build(*_: Any) -> Drafter:
+        return pair(inner)[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contract, "build", build)
+        contract.test_sampling_follows_the_targets_law_through_the_whole_loop("cascade")
+
+
+def test_the_inner_drafter_is_trained_beside_the_middle_and_changes_no_figure_of_it() -> None:
+    text = one_document(torch.randint(0, 64, (1, 20), generator=torch.Generator().manual_seed(0)))
+    cascade, middle = pair(INNERS[2])
+    filled = Online(TARGET, cascade.taps).fill(text)
+    loss, seen = Objective(middle.train(), TARGET, LossOptions())(filled)
+    loss.backward()
+    wanted = {name: p.grad.clone() for name, p in middle.named_parameters()}
+    cascade.zero_grad()
+    both, figures = Objective(cascade.train(), TARGET, LossOptions())(filled)
+    both.backward()
+    assert both.item() > loss.item() and torch.equal(figures.packed(), seen.packed())
+    for name, p in middle.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name])
+    assert all(p.grad is not None and float(p.grad.abs().sum()) > 0 for p in cascade.inner.parameters())
+    assert len(list(cascade.eval().predict(filled))) == 1
+
+
+def test_what_cannot_be_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(**options: Any) -> Callable[[], Drafter]:
+        return lambda: FAMILY.build(CascadeOptions(**options), TARGET)
+
+    for make, says in [
+        (build(middle={"family": "medusa"}, join="verify"), "medusa, which has no language model .* set drafter.join=merge"),
+        (build(join="both"), "drafter.join is 'both'; choose one of auto, verify, merge"),
+        (build(middle={"family": "meduza"}), "drafter.middle.family is 'meduza'; use one of"),
+        (build(inner={"family": "medusa", "headz": 3}), "drafter.inner: medusa has no option headz; it has tree, paths"),
+        (build(middle=DraftModelOptions(blocks=9)), "drafter.blocks is 9; the target has 4"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            make()
+    monkeypatch.setattr(TARGET, "trees", False)
+    with pytest.raises(UserError, match="inner proposes trees; this target's architecture is exact for chains only"):
+        build(inner=INNERS[2])()
+    monkeypatch.setattr(Drafter, "rewinds", False)
+    with pytest.raises(UserError, match="inner is prompt_lookup, which cannot take back what it has seen"):
+        build()()
+
+
+def test_parts_are_chosen_and_set_like_drafters() -> None:
+    register()
+    with initialize_config_module("drafttrain.conf", version_base="1.3"):
+        more = ["drafter=cascade", "drafter.middle.blocks=2", "drafter@drafter.inner=medusa", "drafter.inner.heads=2"]
+        options = OmegaConf.to_object(compose("config", more)).drafter
+        assert options.middle == DraftModelOptions(blocks=2) and options.inner.heads == 2
+        with pytest.raises(ConfigCompositionException, match="blockz"):
+            compose("config", ["drafter=cascade", "drafter.middle.blockz=2"])

@@ -1,0 +1,292 @@
+"""DFlash against a reference written in loops: one anchor at a time, no chunks, no batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.settings import Controls
+from drafttrain.drafters.common import block_drafter
+from drafttrain.drafters.common.block_options import spread_taps
+from drafttrain.drafters.dflash import DFlash, DFlashOptions
+from drafttrain.features.online import Online
+from drafttrain.model import blockwise_attention as blockwise
+from drafttrain.model.batch import Context, TrainBatch
+from drafttrain.model.blockwise_attention import blockwise_attention
+from drafttrain.model.drafter import Commit
+from drafttrain.model.layers import rotary, rotate
+from drafttrain.model.target import FINAL
+from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from drafttrain.targets.hf import HFTarget
+from tests.helpers import prompts, tiny_target
+
+LENGTHS = [[7, 9], [12], [3, 2, 8]]  # of the documents of each row
+SMALL: dict[str, Any] = {"block_size": 4, "layers": 2, "taps": [0, 2], "mask_token": 9}
+
+
+def built(target: HFTarget, **options: Any) -> DFlash:
+    torch.manual_seed(1)
+    drafter = DFlash(DFlashOptions(**SMALL | options), target)
+    for parameter in drafter.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return drafter
+
+
+def packed(target: HFTarget, drafter: DFlash, seed: int = 0) -> TrainBatch:
+    """Rows of several documents and padding, some tokens not supervised, with the states of each document alone."""
+    generator, T = torch.Generator().manual_seed(seed), max(map(sum, LENGTHS)) + 2
+    token_BT = torch.randint(0, 64, (len(LENGTHS), T), generator=generator)
+    document_BT, position_BT = torch.full_like(token_BT, -1), torch.zeros_like(token_BT)
+    hidden = {key: torch.zeros(*token_BT.shape, 32) for key in (*drafter.taps.keys, FINAL)}
+    for row, lengths in enumerate(LENGTHS):
+        start = 0
+        for number, length in enumerate(lengths):
+            span = slice(start, start + length)
+            document_BT[row, span], position_BT[row, span] = number, torch.arange(length)
+            text = TrainBatch(
+                *(x[row : row + 1, span] for x in (token_BT, position_BT, document_BT)), torch.ones(1, length) > 0
+            )
+            for key, state in Online(target, drafter.taps).fill(text).hidden.items():
+                hidden[key][row, span] = state[0]
+            start += length
+    mask_BT = torch.rand(token_BT.shape, generator=generator) < 0.8
+    return TrainBatch(token_BT, position_BT, document_BT, mask_BT, hidden)
+
+
+def attended(layer: Any, x_SH: Tensor, root: int, context_NH: Tensor, position_N: Tensor) -> Tensor:
+    """[S, H] a layer's attention for one block whose root stands at `root`, one head and slot at a time."""
+    attention, shape = layer.self_attn, layer.self_attn.shape
+    x_SH = layer.input_layernorm(x_SH)
+    S, both_PH = len(x_SH), torch.cat([context_NH, x_SH])
+    position_P = torch.cat([position_N, root + torch.arange(S)])
+
+    def turned(x_Nx: Tensor, norm: Any, position: Tensor) -> Tensor:
+        x_NhD = norm(x_Nx.view(len(x_Nx), -1, shape.head_dim))
+        return rotate(x_NhD.transpose(0, 1)[None], *rotary(position[None], shape.head_dim, shape.rope_theta, x_NhD.dtype))[0]
+
+    q_hSD = turned(attention.q_proj(x_SH), attention.q_norm, position_P[-S:])
+    k_hPD = turned(attention.k_proj(both_PH), attention.k_norm, position_P)
+    v_PhD = attention.v_proj(both_PH).view(len(both_PH), -1, shape.head_dim)
+    rows = []
+    for slot in range(S):
+        heads = []
+        for head in range(shape.heads):
+            kv = head // (shape.heads // shape.kv_heads)
+            share_P = (k_hPD[kv] @ q_hSD[head, slot] / math.sqrt(shape.head_dim)).softmax(0)
+            heads.append(share_P @ v_PhD[:, kv])
+        rows.append(torch.cat(heads))
+    return attention.o_proj(torch.stack(rows))
+
+
+def slot_states(drafter: DFlash, target: HFTarget, batch: TrainBatch, row: int, source: int) -> Tensor:
+    """[S, H] of the block behind one source, from the definition."""
+    document = batch.document_BT[row, source]
+    sees = [t for t in range(source + 1) if batch.document_BT[row, t] == document]
+    fused = torch.cat([batch.hidden[b][row, sees] for b in drafter.shape.taps], -1)
+    context_NH, position_N = drafter.hidden_norm(drafter.fc(fused)), batch.position_BT[row, sees]
+    tokens = [int(batch.token_BT[row, source + 1])] + [drafter.shape.mask_token] * (drafter.shape.size - 1)
+    x_SH, root = target.embed(torch.tensor(tokens)), int(batch.position_BT[row, source]) + 1
+    for layer in drafter._layers():
+        x_SH = x_SH + attended(layer, x_SH, root, context_NH, position_N)
+        x_SH = x_SH + layer.mlp(layer.post_attention_layernorm(x_SH))
+    return drafter.norm(x_SH)
+
+
+def naive(drafter: DFlash, target: HFTarget, batch: TrainBatch, options: DFlashOptions, loss: str) -> Tensor:
+    """The objective over all anchors, slot by slot."""
+    B, T = batch.token_BT.shape
+    first = 1 if options.slots == "in_place" else 0
+    K, total = options.block_size - first, torch.zeros(())
+    decay = [math.exp(-step / 4.0) for step in range(K)]
+
+    def supervised(row: int, source: int, ahead: int) -> bool:
+        at = source + ahead
+        inside = at < T and batch.document_BT[row, at] == batch.document_BT[row, source] >= 0
+        return bool(inside and batch.mask_BT[row, at])
+
+    for row in range(B):
+        for source in range(T):
+            if not (supervised(row, source, 1) and supervised(row, source, 2)):
+                continue
+            states = slot_states(drafter, target, batch, row, source)
+            losses, sure, has = [], [], []
+            for step in range(K):
+                has.append(supervised(row, source, step + 2))
+                if not has[-1]:
+                    losses.append(torch.zeros(())), sure.append(options.alpha)
+                    continue
+                label = source + step + 2
+                log_q = target.head(states[first + step]).log_softmax(-1)
+                p = target.head(batch.hidden[FINAL][row, label - 1]).softmax(-1)
+                true = log_q[batch.token_BT[row, label]]
+                losses.append(-true if loss == "ce" else (p * (p.log() - log_q)).sum())
+                sure.append((1 - options.alpha) * float(true.detach().exp()) + options.alpha)
+            for j in range(K):
+                weight = decay[j] / sum(decay)
+                if options.weights == "dpace":
+                    weight = sum(math.prod(sure[: m + 1]) for m in range(j, K) if has[m])
+                total = total + weight * losses[j]
+    return total
+
+
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+@pytest.mark.parametrize("slots", ["in_place", "shifted"])
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_loss_and_gradients_are_the_references(loss: str, slots: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles of two blocks, computed again in the backward pass."""
+    monkeypatch.setattr(blockwise, "LEAST_TILE", 8)
+    monkeypatch.setattr(blockwise, "MOST_TILE", 8)
+    target = tiny_target()
+    options = DFlashOptions(**SMALL, slots=slots, weights=weights)
+    drafter = built(target, slots=slots, weights=weights).train()
+    batch = packed(target, drafter)
+    wanted = naive(drafter, target, batch, options, loss)
+    gradients = torch.autograd.grad(wanted, list(drafter.parameters()))
+    found, counts = Objective(drafter, target, LossOptions(loss, chunk=16))(batch)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert len(counts.total) == drafter.draft_length
+    for ours, theirs in zip(torch.autograd.grad(found, list(drafter.parameters())), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-4)
+
+
+def test_documents_do_not_leak_into_each_other() -> None:
+    target = tiny_target()
+    drafter = built(target).eval()
+    batch = packed(target, drafter)
+    other_BT = batch.document_BT != 1
+    hidden = {key: torch.where(other_BT[..., None], 100.0, state) for key, state in batch.hidden.items()}
+    changed = replace(batch, token_BT=torch.where(other_BT, 5, batch.token_BT), hidden=hidden)
+    with torch.no_grad():
+        for a, b in zip(drafter.predict(batch), drafter.predict(changed), strict=True):
+            own_M = ~other_BT.flatten()[a.source_M]
+            assert own_M.any() and torch.equal(a.source_M, b.source_M)
+            torch.testing.assert_close(a.hidden_MH[own_M], b.hidden_MH[own_M], rtol=1e-5, atol=1e-5)
+
+
+def test_drawn_anchors_are_a_function_of_the_batch_and_stand_for_all() -> None:
+    target = tiny_target()
+    drafter, everything = built(target, anchors=3).train(), built(target).train()
+    batch = packed(target, drafter)
+    draws = [batch.anchors(3), batch.anchors(3), replace(batch, token_BT=batch.token_BT.roll(1, 0)).anchors(3)]
+    whole = batch.anchors()
+    assert torch.equal(draws[0].source_BA, draws[1].source_BA) and not torch.equal(draws[0].source_BA, draws[2].source_BA)
+    assert draws[0].real_BA.sum(1).tolist() == [min(3, n) for n in whole.real_BA.sum(1).tolist()]
+    assert draws[0].share == pytest.approx(float(draws[0].real_BA.sum() / whole.real_BA.sum()))
+    for row in range(len(batch.token_BT)):
+        drawn = draws[0].source_BA[row][draws[0].real_BA[row]].tolist()
+        assert drawn == sorted(set(drawn)) and set(drawn) <= set(whole.source_BA[row][whole.real_BA[row]].tolist())
+    few, all_ = ({(p.step, s): h for p in d.predict(batch) for s, h in zip(p.source_M.tolist(), p.hidden_MH, strict=True)}
+                 for d in (drafter, everything))  # fmt: skip
+    assert 0 < len(few) < len(all_)
+    for key, state in few.items():
+        torch.testing.assert_close(state, all_[key], rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_to_predict_gives_no_loss_and_no_error() -> None:
+    target = tiny_target()
+    drafter = built(target).train()
+    batch = packed(target, drafter)
+    loss, counts = Objective(drafter, target, LossOptions())(replace(batch, mask_BT=torch.zeros_like(batch.mask_BT)))
+    loss.backward()
+    assert float(loss.detach()) == 0.0 and int(counts.total.sum()) == 0
+
+
+def test_evaluation_asks_every_position_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    drafter = built(target, anchors=2).eval()
+    batch = replace(packed(target, drafter), mask_BT=torch.ones(3, 18, dtype=torch.bool))
+    whole = teacher_forced(drafter, target, batch)
+    monkeypatch.setattr(block_drafter, "EVALUATED", 12)  # three blocks at once
+    pieces = teacher_forced(drafter, target, batch)
+    assert whole.length_D == [n - drafter.draft_length - 1 for lengths in LENGTHS for n in lengths if n > 4]
+    assert torch.equal(whole.rank_MK, pieces.rank_MK)
+    torch.testing.assert_close(whole.mass_MK, pieces.mass_MK, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("slots", ["in_place", "shifted"])
+@pytest.mark.parametrize("bound", [None, 64])
+def test_a_proposal_is_the_references_block(slots: str, bound: int | None) -> None:
+    """Ragged rows, read in two pieces, then rounds of accepted positions; with the cache's lengths bounded too."""
+    target = tiny_target()
+    drafter = built(target, slots=slots).eval()
+    texts = [prompts(1, seed=s, longest=4)[0] + list(range(20 + s, 34 + s)) for s in (1, 2)]
+    length, first = min(map(len, texts)), drafter.shape.first
+    token_BT = torch.tensor([t[:length] for t in texts])
+    batch = TrainBatch(token_BT, torch.arange(length).expand(2, -1), torch.zeros_like(token_BT), token_BT >= 0)
+    batch = Online(target, drafter.taps).fill(batch)
+    slot_B, state, held = torch.arange(2), drafter.open(2, 64), [0, 0]
+
+    def bring(counts: list[int], read: bool) -> None:
+        columns = torch.tensor([[min(held[b] + i, length - 2) for i in range(max(counts))] for b in range(2)])
+        hidden = {k: h.gather(1, columns[..., None].expand(-1, -1, 32)) for k, h in batch.hidden.items()}
+        commit = Commit(token_BT.gather(1, columns), token_BT.gather(1, columns + 1), hidden, torch.tensor(counts))
+        (drafter.read if read else drafter.observe)(state, commit, slot_B)
+        held[:] = [h + c for h, c in zip(held, counts, strict=True)]
+
+    with torch.no_grad():
+        bring([4, 2], read=True)
+        bring([0, 3], read=True)
+        for counts in ([1, 3], [2, 1]):
+            state.kv.bound = bound
+            bring(counts, read=False)
+            tree = drafter.propose(state, slot_B, Sampling(0.7))
+            assert tree.q_BNV is None
+            for b in range(2):
+                states = slot_states(drafter, target, batch, b, held[b] - 1)
+                drafts = target.head(states).argmax(-1)[first : first + drafter.draft_length].tolist()
+                assert tree.token_BN[b].tolist() == [int(token_BT[b, held[b]]), *drafts]
+        assert state.kv.length_S[:2].tolist() == held
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_shifted_blocks_decode_plain_text(every: int | None) -> None:
+    target, asked = tiny_target(), prompts(5, seed=3)
+    drafter = built(target, slots="shifted").eval()
+    plain = Decoder(target, None, "greedy", Sampling(), max_new_tokens=30).run(asked, 1).results
+    ours = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=30, controls=Controls(read_every=every)).run(asked, 3)
+    assert [r.tokens for r in ours.results] == [r.tokens for r in plain]
+
+
+def test_attention_of_blocks_is_the_dense_masks() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 5, 3, 8), torch.randn(2, 2, 5, 3, 8), torch.randn(2, 2, 5, 3, 8)
+    context = torch.randn(2, 2, 2, 70, 8)
+    first_BA = torch.randint(0, 40, (2, 5))
+    seen = Context(first_BA, first_BA + torch.randint(0, 30, (2, 5)))
+    dense = torch.zeros(2, 15, 85, dtype=torch.bool)
+    for anchor in range(5):
+        span = slice(3 * anchor, 3 * anchor + 3)
+        dense[:, span, :70] = seen.seen(70)[:, anchor, None]
+        dense[:, span, 70 + 3 * anchor : 73 + 3 * anchor] = True
+    keys, values = (torch.cat([c, x.flatten(2, 3)], 2) for c, x in zip(context, (k, v), strict=True))
+    wanted = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, dense[:, None], enable_gqa=True)
+    torch.testing.assert_close(blockwise_attention(q, k, v, *context, seen).flatten(2, 3), wanted)
+
+
+def test_the_official_names_and_taps() -> None:
+    drafter = built(tiny_target())
+    assert spread_taps(36) == (1, 9, 17, 25, 33) and spread_taps(1) == (0,) and spread_taps(4) == (2,)
+    names = set(drafter.state_dict())
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.k_norm.weight"} <= names
+    assert {n.split(".")[2] for n in names if n.startswith("layers.")} == {
+        "input_layernorm", "self_attn", "post_attention_layernorm", "mlp",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"slots": "both"}, {"block_size": 1}, {"block_size": 65}, {"layers": 0}, {"taps": []}, {"mask_token": 64}, {"anchors": 0},
+     {"weights": "none"}, {"gamma": 0.0}, {"alpha": 0.0}],
+)  # fmt: skip
+def test_what_no_block_can_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"drafter\."):
+        built(tiny_target(), **wrong)

@@ -1,0 +1,105 @@
+"""DSpark's choices and confidences against what the paper says of them, slot by slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling, law
+from drafttrain.core.tree import DraftTree
+from drafttrain.drafters.dspark import DSpark, DSparkOptions
+from drafttrain.features.online import Online
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import Commit
+from drafttrain.model.target import Target
+from drafttrain.targets.hf import HFTarget
+from tests.helpers import tiny_target
+from tests.unit.drafters.test_dflash import slot_states
+
+
+def built(target: HFTarget, **options: Any) -> DSpark:
+    torch.manual_seed(1)
+    drafter = DSpark(DSparkOptions(**{"block_size": 4, "layers": 2, "taps": [0, 2], "rank": 8} | options), target)
+    for parameter in drafter.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return drafter.eval().requires_grad_(False)
+
+
+def read(target: HFTarget, drafter: DSpark, length: int = 12) -> TrainBatch:
+    token_BT = torch.randint(0, 64, (1, length), generator=torch.Generator().manual_seed(3))
+    batch = TrainBatch(token_BT, torch.arange(length)[None], torch.zeros_like(token_BT), token_BT >= 0)
+    return Online(target, drafter.taps).fill(batch)
+
+
+def proposed(drafter: DSpark, batch: TrainBatch, sampling: Sampling, depth: int | None = None) -> DraftTree:
+    """Behind all but the last token, which is the root."""
+    state, slot_B, last = drafter.open(1, 64), torch.zeros(1, dtype=torch.long), batch.token_BT.shape[1] - 1
+    hidden = {k: h[:, :last] for k, h in batch.hidden.items()}
+    drafter.read(state, Commit(batch.token_BT[:, :last], batch.token_BT[:, 1:], hidden, torch.tensor([last])), slot_B)
+    return drafter.propose(state, slot_B, sampling, depth)
+
+
+def informed(drafter: DSpark, target: Target, state_H: torch.Tensor, before: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits, confidence's logit) of a draft."""
+    heads = dict(drafter.named_parameters())
+    row_R = heads["markov_head.markov_w1.weight"][before]
+    sure = heads["confidence_head.proj.weight"][0] @ torch.cat([state_H, row_R]) + heads["confidence_head.proj.bias"][0]
+    return target.head(state_H) + heads["markov_head.markov_w2.weight"] @ row_R, sure
+
+
+@pytest.mark.parametrize("slots", ["shifted", "in_place"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_know_the_token_before_and_how_sure_they_are(slots: str, temperature: float) -> None:
+    target = tiny_target()
+    drafter = built(target, slots=slots)
+    drafter.use_decode_settings({"calibration": [[[0.5 + s, 0.25 * k] for k in range(drafter.draft_length)] for s in range(2)]})
+    batch, sampling = read(target, drafter), Sampling(temperature, top_k=9, seed=5)
+    tree = proposed(drafter, batch, sampling)
+    states = slot_states(drafter, target, batch, 0, batch.token_BT.shape[1] - 2)  # type: ignore[arg-type]
+    tokens = tree.token_BN[0].tolist()
+    assert len(tokens) == drafter.draft_length + 1 and tree.confidence_BN is not None
+    assert (tree.q_BNV is None) == sampling.greedy and float(tree.confidence_BN[0, 0]) == 1.0
+    for k in range(drafter.draft_length):
+        logits_V, sure = informed(drafter, target, states[drafter.shape.first + k], tokens[k])
+        if tree.q_BNV is None:
+            assert tokens[k + 1] == int(logits_V.argmax())
+        else:
+            torch.testing.assert_close(tree.q_BNV[0, k], law(logits_V, sampling), rtol=1e-4, atol=1e-5)
+            assert float(tree.q_BNV[0, k, tokens[k + 1]]) > 0
+        line = (0.5 + (not sampling.greedy)) * sure + 0.25 * k
+        torch.testing.assert_close(tree.confidence_BN[0, k + 1], line.sigmoid(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_shallow_proposal_is_sure_of_its_drafts_alone() -> None:
+    target = tiny_target()
+    drafter = built(target)
+    batch = read(target, drafter)
+    whole, cut = (proposed(drafter, batch, Sampling(), depth) for depth in (None, 2))
+    assert cut.confidence_BN is not None and whole.confidence_BN is not None
+    assert torch.equal(cut.token_BN, whole.token_BN[:, :3])
+    # to a rounding: a product of fewer rows may add up in another order, which depends on the processor
+    torch.testing.assert_close(cut.confidence_BN, whole.confidence_BN[:, :3], rtol=1e-6, atol=0.0)
+
+
+def test_in_training_the_token_before_is_the_text_s() -> None:
+    target = tiny_target()
+    drafter = built(target)
+    batch = read(target, drafter)
+    for prediction in drafter.predict(batch):
+        at = 4  # some source
+        where = prediction.source_M.tolist().index(at)
+        label = int(prediction.label_M[where])
+        state_H = slot_states(drafter, target, batch, 0, at)[prediction.step]  # type: ignore[arg-type]
+        logits_V, sure = informed(drafter, target, state_H, int(batch.token_BT[0, label - 1]))
+        hidden_1X = prediction.hidden_MH[where][None]
+        torch.testing.assert_close(prediction.head(hidden_1X)[0], logits_V, rtol=1e-4, atol=1e-4)
+        assert prediction.confidence is not None
+        torch.testing.assert_close(prediction.confidence(hidden_1X)[0], sure, rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_below_one_is_refused() -> None:
+    with pytest.raises(UserError, match=r"drafter\.rank is 0"):
+        built(tiny_target(), rank=0)

@@ -1,0 +1,260 @@
+"""Trees of every family that scores nodes: each node as if its path alone had been fed, the best of all candidates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.drafters import families
+from drafttrain.drafters.common.dynamic_tree import DynamicTree
+from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
+from drafttrain.drafters.common.recurrent import Recurrent
+from drafttrain.drafters.dflash import DFlash
+from drafttrain.drafters.draft_model import DraftModel
+from drafttrain.drafters.hydra import Heads
+from drafttrain.drafters.medusa import Medusa
+from drafttrain.model.drafter import Commit
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.target import FINAL, Taps
+from drafttrain.targets.hf import HFTarget
+from tests.helpers import tiny_target
+
+LENGTHS = (7, 3, 5)
+STATIC = [[0], [1], [3], [0, 0], [0, 2], [3, 1], [0, 2, 0], [3, 1, 1], [0, 2, 0, 0]]
+
+
+@pytest.fixture(scope="module")
+def target() -> HFTarget:
+    return tiny_target()
+
+
+DEPTH = {"medusa": "heads", "hydra": "heads"}  # what families call their draft length
+
+
+def built(name: str, target: HFTarget, draft_length: int = 4, **options: Any) -> Proposing:
+    torch.manual_seed(1)
+    length = {"block_size": draft_length + 1} if name == "dflash" else {DEPTH.get(name, "draft_length"): draft_length}
+    drafter = families()[name].build(families()[name].options(family=name, **length, **options), target)
+    for parameter in drafter.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    assert isinstance(drafter, Proposing)
+    return drafter.eval().requires_grad_(False)
+
+
+def committed(drafter: Proposing) -> Commit:
+    generator = torch.Generator().manual_seed(2)
+    token, after = torch.randint(0, 64, (2, len(LENGTHS), max(LENGTHS)), generator=generator)
+    hidden = {k: torch.randn(len(LENGTHS), max(LENGTHS), 32, generator=generator) for k in drafter.taps.keys}
+    return Commit(token, after, hidden, torch.tensor(LENGTHS))
+
+
+@torch.inference_mode()
+def proposed(drafter: Proposing, bound: int | None, depth: int | None = None) -> DraftTree:
+    """One proposal after what `committed` gives; its second of two, so that the first one's scratch lies about."""
+    state, slot_B = drafter.open(len(LENGTHS), 40), torch.arange(len(LENGTHS))
+    drafter.reset(state, slot_B)
+    commit = committed(drafter)
+    first = Commit(commit.token_BA, commit.next_BA, commit.hidden, commit.count_B - 1)
+    for kv in drafter.caches(state):
+        kv.bound = bound
+    drafter.read(state, first, slot_B)
+    drafter.propose(state, slot_B, Sampling(), depth)
+    last_B1 = commit.count_B[:, None] - 1
+    hidden = {k: h.gather(1, last_B1[..., None].expand(-1, -1, 32)) for k, h in commit.hidden.items()}
+    drafter.observe(
+        state,
+        Commit(commit.token_BA.gather(1, last_B1), commit.next_BA.gather(1, last_B1), hidden, torch.ones(3).long()),
+        slot_B,
+    )
+    return drafter.propose(state, slot_B, Sampling(), depth)
+
+
+@torch.inference_mode()
+def naive_logits(drafter: Proposing, row: int, path: list[int]) -> Tensor:
+    """[V] what follows this path below a row's root: from the row and the path alone."""
+    commit, last = committed(drafter), LENGTHS[row] - 1
+    known = [int(commit.next_BA[row, last]), *path]
+    if isinstance(drafter, Recurrent):
+        return naive_recurrent(drafter, row, path)
+    if isinstance(drafter, DraftModel):
+        token = torch.tensor([commit.token_BA[row, : last + 1].tolist() + known])
+        logits: Tensor = drafter.lm(token, None, None, torch.arange(token.shape[1])[None], Taps()).logits_BRV
+        return logits[0, -1].float()
+    if isinstance(drafter, DFlash):
+        state, slot = drafter.open(1, 40), torch.zeros(1, dtype=torch.long)
+        hidden = {k: h[row : row + 1, : last + 1] for k, h in commit.hidden.items()}
+        own = (x[row : row + 1, : last + 1] for x in (commit.token_BA, commit.next_BA))
+        drafter.read(state, Commit(*own, hidden, torch.tensor([last + 1])), slot)
+        return drafter.head(drafter.block(state, slot)[1][0, drafter.shape.first + len(path)]).float()
+    base = commit.hidden[FINAL][row, last]
+    if isinstance(drafter, Medusa):
+        logits = drafter.heads[len(path)].output(drafter.heads[len(path)](base))
+        return logits.float()
+    assert isinstance(drafter, Heads)
+    joined = torch.cat([base, *(drafter._target[0].embed(torch.tensor(token)) for token in known)])
+    logits = drafter.hydra_lm_head[len(path)](drafter.hydra_mlp[len(path)](joined))
+    return logits.float()
+
+
+def naive_recurrent(drafter: Recurrent, row: int, path: list[int]) -> Tensor:
+    """Fed one by one and committed."""
+    commit, kv = committed(drafter), KVCache(1, 1, 64)
+    fused = drafter.fuse({k: h[row : row + 1, : LENGTHS[row]] for k, h in commit.hidden.items()})
+    one, state = torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, 32)
+    for t, token in enumerate(commit.next_BA[row, : LENGTHS[row]].tolist() + path):
+        state = fused[:, t : t + 1] if t < LENGTHS[row] else state
+        residual, read = drafter.enter(torch.tensor([[token]]), state)
+        state = drafter.leave(residual, drafter.attention.cached(read, torch.tensor([[t]]), kv, 0, one))
+        kv.keep(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long))
+    logits = drafter.logits(state)[0, 0].float()
+    if drafter.ids is None:
+        return logits
+    return torch.full((64,), -torch.inf).index_copy(0, drafter.ids, logits)
+
+
+def naive_dynamic(drafter: Proposing, row: int, depth: int, width: int, nodes: int) -> set[tuple[int, ...]]:
+    """The token paths that are kept."""
+    beam, candidates = {(): 0.0}, {}
+    for _ in range(depth):
+        grown = {}
+        for path, score in beam.items():
+            gain, token = naive_logits(drafter, row, list(path)).log_softmax(-1).topk(width)
+            grown |= {(*path, t): score + g for t, g in zip(token.tolist(), gain.tolist(), strict=True)}
+        candidates |= grown
+        beam = dict(sorted(grown.items(), key=lambda item: -item[1])[:width])
+    return set(sorted(candidates, key=lambda path: -candidates[path])[:nodes])
+
+
+def token_paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, int(tree.count_B[row])):
+        paths.append((*paths[int(tree.parent_BN[row, node])], int(tree.token_BN[row, node])))
+    return paths[1:]
+
+
+FAMILIES = [
+    ("eagle", {}),
+    ("eagle3", {"taps": [0, 1, 3]}),
+    ("eagle3", {"draft_vocab": 40, "norm_output": True}),
+    ("draft_model", {"blocks": 2}),
+    ("medusa", {}),
+    ("hydra", {"layers": 2}),
+    ("dflash", {"layers": 2, "taps": [0, 1, 3]}),
+    ("dflash", {"layers": 2, "taps": [0, 1, 3], "slots": "shifted"}),
+]
+
+
+@pytest.mark.parametrize("bound", [None, 40])
+@pytest.mark.parametrize(("name", "options"), FAMILIES)
+def test_a_dynamic_tree_holds_the_likeliest_paths(
+    name: str, options: dict[str, Any], bound: int | None, target: HFTarget
+) -> None:
+    drafter = built(name, target, tree="dynamic", draft_length=4, width=4, nodes=13, **options)
+    tree = proposed(drafter, bound)
+    assert tree.token_BN.shape == (3, 14) and drafter.max_nodes == 14 and tree.q_BNV is None
+    for row in range(3):
+        found = token_paths(tree, row)
+        assert set(found) == naive_dynamic(drafter, row, 4, 4, 13)
+        assert len({len(p) for p in found}) > 1
+
+
+@pytest.mark.parametrize("bound", [None, 40])
+@pytest.mark.parametrize(("name", "options"), FAMILIES)
+def test_a_static_trees_tokens_have_their_ranks(
+    name: str, options: dict[str, Any], bound: int | None, target: HFTarget
+) -> None:
+    drafter = built(name, target, tree="static", draft_length=4, paths=STATIC, **options)
+    tree = proposed(drafter, bound)
+    for row in range(3):
+        for path, tokens in zip(drafter.paths(), token_paths(tree, row), strict=True):
+            best = naive_logits(drafter, row, list(tokens[:-1])).topk(4).indices.tolist()
+            assert len(tokens) == len(path) and tokens[-1] == best[path[-1]]
+
+
+@pytest.mark.parametrize("bound", [None, 40])
+@pytest.mark.parametrize(("name", "options"), FAMILIES)
+def test_a_chain_is_the_likeliest_token_after_another(
+    name: str, options: dict[str, Any], bound: int | None, target: HFTarget
+) -> None:
+    drafter = built(name, target, draft_length=5, tree="chain", **options)
+    tree = proposed(drafter, bound)
+    for row in range(3):
+        tokens = list(token_paths(tree, row)[-1])
+        assert [int(naive_logits(drafter, row, tokens[:i]).argmax()) for i in range(len(tokens))] == tokens
+
+
+def test_a_limited_dynamic_tree_spends_its_nodes_above(target: HFTarget) -> None:
+    drafter = built("eagle", target, tree="dynamic", draft_length=4, width=4, nodes=13)
+    for depth, count in ((1, 4), (2, 13), (99, 13)):
+        tree = proposed(drafter, None, depth)
+        paths = token_paths(tree, 0)
+        assert len(paths) == count and max(map(len, paths)) <= depth
+        assert set(paths) == naive_dynamic(drafter, 0, min(depth, 4), 4, 13)
+
+
+def test_a_candidate_is_never_kept_without_its_parent() -> None:
+    """Drafters so sure that a child's path is as likely as its parent's, to the last bit."""
+    from drafttrain.drafters.common.dynamic_tree import Generation, Scored
+
+    sure = torch.zeros(2, 1, 8)
+    sure[..., 3] = 200.0
+
+    def feed(nodes: Generation) -> Scored:
+        return Scored(sure.expand(2, 3, 8), torch.zeros(2, 3, 4))
+
+    tree = DynamicTree(5, 3, 4).grow(torch.zeros(2).long(), Scored(sure, torch.zeros(2, 1, 4)), feed, None, None)
+    assert tree.parent_BN.tolist() == [[-1, 0, 1, 2, 3]] * 2 and tree.token_BN.tolist() == [[0, 3, 3, 3, 3]] * 2
+
+
+def test_tuning(target: HFTarget) -> None:
+    ranks = [torch.tensor([[0, 0, 0, 0]] * 5 + [[1, 0, 9, 9]] * 3)]
+    chain = built("eagle", target)
+    assert not chain.tunable and chain.decode_settings() == {} and chain.max_nodes == 5
+    static = built("eagle", target, tree="static")
+    assert static.tunable and static.max_nodes == 5
+    static.tune(ranks, 6)
+    assert static.paths() == [(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 0, 0)]
+    assert not built("eagle", target, tree="static", paths=STATIC).tunable
+    dynamic = built("eagle", target, tree="dynamic", width=3)
+    dynamic.tune(ranks, 6)
+    assert dynamic.max_nodes == 7 and dynamic.paths() == static.paths()
+    again = built("eagle", target, tree="dynamic", width=3)
+    again.use_decode_settings(dynamic.decode_settings())
+    assert again.max_nodes == 7 and again.paths() == dynamic.paths()
+    sized = built("eagle", target, tree="dynamic", width=3, nodes=9)
+    sized.tune(ranks, 6)
+    assert sized.max_nodes == 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "paths", "width", "nodes", "message"),
+    [
+        ("bush", 4, None, 10, None, "choose one of chain, static, dynamic, best_first"),
+        ("best_first", 4, None, 10, None, "depend on those above them"),
+        ("chain", 0, None, 10, None, "set it within 1 and 63"),
+        ("chain", 4, [[0]], 10, None, "set drafter.tree=static"),
+        ("static", 1, [[0], [0, 0]], 10, None, "1 levels, the draft length"),
+        ("static", 2, [[0, 0]], 10, None, "has no parent"),
+        ("dynamic", 9, None, 10, None, "feeds 80 nodes"),
+        ("dynamic", 4, None, 10, 64, "at most 63 nodes"),
+        ("dynamic", 4, None, 0, None, "must be 1 or more"),
+    ],
+)
+def test_shapes_that_cannot_be(
+    kind: str, length: int, paths: Any, width: int, nodes: int | None, message: str, target: HFTarget
+) -> None:
+    with pytest.raises(UserError, match=message):
+        Proposal(TreeOptions(kind, paths, width, nodes), length, target)
+
+
+def test_a_target_of_chains_is_refused_a_dynamic_tree() -> None:
+    target = tiny_target()
+    target.trees = False
+    with pytest.raises(UserError, match=r"set drafter\.tree=chain"):
+        Proposal(TreeOptions("dynamic", width=4), 4, target)

@@ -1,0 +1,161 @@
+"""EAGLE-3's draft vocabulary, its losses against a computation position by position, and EAGLE 3.1's two norms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.core.errors import UserError
+from drafttrain.drafters.eagle3 import Eagle3, Eagle3Options
+from drafttrain.model.target import FINAL
+from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from drafttrain.objective.scores import restricted
+from tests.contract import test_families as contract
+from tests.helpers import tiny_target
+from tests.unrolled import labels, packed_batch, shaken, states
+
+COUNTS = torch.arange(64) * 37 % 64  # a permutation: token i is seen COUNTS[i] times
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"draft_vocab": 40},
+    {"fc_norm": True},
+    {"norm_output": True},
+    {"draft_vocab": 40, "fc_norm": True, "norm_output": True},
+]
+
+
+def drafter_of(**options: Any) -> Eagle3:
+    drafter = Eagle3(Eagle3Options(**{"taps": [0, 1, 3], **options}), tiny_target())
+    drafter.prepare(lambda: COUNTS)
+    return shaken(drafter)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce", "lk"])
+@pytest.mark.parametrize("options", VARIANTS)
+def test_losses_and_gradients_are_those_of_a_loop(options: dict[str, Any], loss: str) -> None:
+    drafter = drafter_of(steps=3, **options).train()
+    target, ids = drafter._target[0], drafter.ids
+    batch = packed_batch(drafter, target)  # type: ignore[arg-type]
+    total, counts = Objective(drafter, target, LossOptions(loss, 5))(batch)
+    total.backward()
+    ours = [p.grad.clone() for p in drafter.parameters()]
+    drafter.zero_grad()
+    naive, hits, mass, spoken = torch.zeros(()), [0] * 3, [0.0] * 3, set(range(64) if ids is None else ids.tolist())
+    found = states(drafter, batch, 3, detach=False)
+    for step in range(3):
+        for row, t in labels(batch, step):
+            p_V = target.head(batch.hidden[FINAL][row, t + 1 + step]).softmax(-1)
+            q_V = torch.zeros(64).index_copy(0, torch.tensor(sorted(spoken)), drafter.logits(found[step, row, t]).softmax(-1))
+            hits[step] += int(p_V.argmax() == q_V.argmax())
+            mass[step] += float(torch.minimum(p_V, q_V.detach()).sum())
+            label, inside = int(batch.token_BT[row, t + 2 + step]), sorted(spoken)
+            if (label if loss == "ce" else int(p_V.argmax())) not in spoken:
+                continue
+            p_D, q_D = p_V[inside] / p_V[inside].sum(), q_V[inside]
+            one = {
+                "kl": lambda p=p_D, q=q_D: (p * (p.log() - q.log())).sum(),
+                "ce": lambda q=q_V, label=label: -q[label].log(),
+                "lk": lambda p=p_D, q=q_D: -torch.minimum(p, q).sum().log(),
+            }[loss]()
+            naive = naive + 0.8**step * one
+    naive.backward()
+    torch.testing.assert_close(total, naive)
+    assert counts.correct.tolist() == hits
+    torch.testing.assert_close(counts.mass, torch.tensor(mass, dtype=torch.float64), atol=1e-5, rtol=1e-5)
+    for a, p in zip(ours, drafter.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_the_commonest_tokens_are_the_vocabulary() -> None:
+    target = tiny_target()
+    drafter = Eagle3(Eagle3Options(draft_vocab=10), target)
+    drafter.prepare(lambda: COUNTS)
+    wanted = sorted(int((c == COUNTS).nonzero()) for c in range(54, 64))
+    assert drafter.d2t is not None and drafter.t2d is not None and drafter.ids is not None
+    assert drafter.ids.tolist() == wanted == [i + o for i, o in enumerate(drafter.d2t.tolist())]
+    assert drafter.t2d.dtype == torch.bool and drafter.t2d.nonzero()[:, 0].tolist() == wanted
+    assert torch.equal(drafter.lm_head.weight, target.head_weight[wanted])
+    assert {"d2t", "t2d"} <= set(drafter.state_dict())
+    assert not {"d2t", "t2d"} & set(drafter_of().state_dict())
+
+
+def test_tokens_that_were_never_seen_fill_up_from_the_lowest() -> None:
+    drafter = Eagle3(Eagle3Options(draft_vocab=4), tiny_target())
+    drafter.prepare(lambda: torch.zeros(64, dtype=torch.long).index_fill(0, torch.tensor([50]), 3))
+    assert drafter.ids is not None and drafter.ids.tolist() == [0, 1, 2, 50]
+
+
+def test_a_law_without_the_target_s_choice_is_no_lesson() -> None:
+    logits_CD, law_logits_CV = torch.randn(3, 2, requires_grad=True), torch.tensor([[9.0, 0, 1, 2]] * 2 + [[0.0, 1, 9, 2]])
+    loss_C, hit_C, mass_C = restricted(logits_CD, law_logits_CV, torch.tensor([1, 1, 2]), {"kl": 1.0}, torch.tensor([1, 2]))
+    loss_C.sum().backward()
+    assert loss_C[:2].tolist() == [0, 0] and float(loss_C[2]) > 0 and not logits_CD.grad[:2].any()
+    assert hit_C[:2].tolist() == [False, False] and float(mass_C[:2].max()) < 0.01
+
+
+def test_ranks_and_acceptance_are_counted_over_the_whole_vocabulary() -> None:
+    drafter = drafter_of(draft_vocab=40).eval()
+    target = drafter._target[0]
+    batch = packed_batch(drafter, target)  # type: ignore[arg-type]
+    batch = replace(batch, mask_BT=batch.document_BT >= 0)
+    hits = teacher_forced(drafter, target, batch, 5)
+    first = next(iter(drafter.predict(batch)))
+    assert drafter.ids is not None
+    rank = {}
+    for source, label, hidden in zip(first.source_M.tolist(), first.label_M.tolist(), first.hidden_MH, strict=True):
+        best = drafter.ids[drafter.logits(hidden).topk(5).indices].tolist()
+        token = int(batch.token_BT.flatten()[label])
+        rank[source] = best.index(token) if token in best else 5
+    assert set(hits.rank_MK[:, 0].tolist()) <= set(rank.values()) and len(hits.rank_MK) > 3
+
+
+def test_the_normed_state_goes_on_only_where_asked() -> None:
+    for norm_output in (False, True):
+        drafter = drafter_of(norm_output=norm_output)
+        drafter.norm.weight.data.zero_()
+        out = drafter.leave(torch.ones(1, 1, 32), torch.ones(1, 1, 32))
+        assert bool((out == 0).all()) is norm_output
+    drafter = drafter_of(fc_norm=True)
+    assert [n for n, _ in drafter.named_parameters() if n.startswith("fc_norm")] == [f"fc_norm.{i}.weight" for i in range(3)]
+    states = {b: torch.randn(1, 4, 32) for b in drafter.taps.blocks}
+    torch.testing.assert_close(drafter.fuse({b: 50 * s for b, s in states.items()}), drafter.fuse(states), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"draft_vocab": 0}, {"draft_vocab": 65}, {"draft_length": 0}])
+def test_options_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        Eagle3(Eagle3Options(**options), tiny_target())
+
+
+CHECKS = [
+    contract.test_coupled_output_is_plain_samplings_token_for_token,
+    contract.test_what_is_trained_is_what_is_drafted,
+    contract.test_a_depth_limit_is_kept_and_drafts_the_same_tokens,
+    contract.test_sampling_follows_the_targets_law_through_the_whole_loop,
+]
+FULL: list[dict[str, Any]] = [
+    {"taps": [0, 1, 3], "draft_vocab": 40, "norm_output": True, "fc_norm": True},
+    {"taps": [0, 1, 3], "draft_vocab": 50, "draft_length": 3, "tree": "dynamic", "width": 2, "nodes": 10},
+]
+
+
+@pytest.mark.parametrize("options", FULL)
+@pytest.mark.parametrize("check", CHECKS)
+def test_with_a_draft_vocabulary_it_does_what_every_family_must(
+    check: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(contract.SHAPES, "eagle3", options)
+    check("eagle3")
+
+
+@pytest.mark.parametrize("options", FULL)
+def test_with_a_draft_vocabulary_output_is_plain_decodings_and_survives_a_checkpoint(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(contract.SHAPES, "eagle3", options)
+    contract.test_greedy_output_is_plain_decodings("eagle3", 1.0, 4)
+    contract.test_saved_and_loaded_it_drafts_the_same("eagle3", tmp_path)

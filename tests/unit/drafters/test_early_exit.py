@@ -1,0 +1,99 @@
+"""Early exit against the target's own blocks; its adapter starts as nothing and is all that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.drafters import families
+from drafttrain.drafters.early_exit import EarlyExit, EarlyExitOptions
+from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.hf import HFTarget
+from tests.contract import test_families as contract
+from tests.helpers import prompts, tiny_model, tiny_target
+
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def drafts(target: HFTarget, drafter: EarlyExit, prompt: list[int]) -> list[int]:
+    """The root and the first drafts behind a prompt."""
+    seen: list[DraftTree] = []
+    propose = drafter.propose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, "propose", lambda *a: seen.append(propose(*a)) or seen[-1])
+        contract.decode(target, drafter, [prompt], 1, tokens=8)
+    found: list[int] = seen[0].token_BN[0].tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma3-sliding"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_fresh_one_drafts_what_the_first_blocks_say(name: str, adapter: bool) -> None:
+    """As transformers' early exit does: the model with fewer layers, its own norm and head."""
+    target = tiny_target(name)
+    drafter = EarlyExit(EarlyExitOptions(blocks=2, adapter=adapter, draft_length=5), target).eval()
+    root, *found = drafts(target, drafter, TEXT)
+    cut: Any = target.shallow(2).model
+    text = [*TEXT, root]
+    with torch.no_grad():
+        for token in found:
+            assert token == int(cut(torch.tensor([text])).logits[0, -1].argmax())
+            text.append(token)
+    assert root == int(target.model(torch.tensor([TEXT])).logits[0, -1].argmax())
+
+
+def test_its_checkpoint_holds_the_adapter_alone() -> None:
+    target = FastTarget(tiny_model())
+    assert dict(EarlyExit(EarlyExitOptions(), target).state_dict()) == {}
+    with_adapter = EarlyExit(EarlyExitOptions(adapter=True), target)
+    assert {name.split(".")[0] for name in with_adapter.state_dict()} == {"adapter"}
+    assert with_adapter.trained and not EarlyExit(EarlyExitOptions(), target).trained
+    assert not any(p.requires_grad for p in target.model.parameters())
+
+
+@pytest.mark.parametrize(("blocks", "exit_after"), [(4, 1), (12, 4)])
+def test_the_rule_is_a_third_of_the_blocks(blocks: int, exit_after: int) -> None:
+    model: Any = tiny_model()
+    model.config.num_hidden_layers = blocks
+    torch.manual_seed(0)
+    drafter = EarlyExit(EarlyExitOptions(), HFTarget(type(model)(model.config)))
+    assert drafter.settled() == {"blocks": exit_after}
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(contract.SHAPES, "early_exit", {"blocks": 2})
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        contract.test_coupled_output_is_plain_samplings_token_for_token,
+        contract.test_a_depth_limit_is_kept_and_drafts_the_same_tokens,
+        contract.test_what_is_taken_back_leaves_no_trace,
+        contract.test_a_proposal_carries_the_law_it_was_drawn_from_and_no_other,
+    ],
+)
+def test_plain_it_does_what_every_family_must(check: Callable[[str], None], plain: None) -> None:
+    check("early_exit")
+
+
+def test_plain_it_is_saved_and_loaded(tmp_path: Path, plain: None) -> None:
+    contract.test_saved_and_loaded_it_drafts_the_same("early_exit", tmp_path)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_it_is_the_middle_of_a_cascade(adapter: bool) -> None:
+    """Plain it can verify what a cheaper drafter drafts; with an adapter both draft into one tree."""
+    target, asked, family = tiny_target(), prompts(3, seed=2), families()["cascade"]
+    middle = {"family": "early_exit", "blocks": 2, "adapter": adapter}
+    drafter = family.build(family.options(middle=middle, inner={"family": "prompt_lookup"}), target).eval()
+    assert (type(drafter).__name__ == "Cascade") != adapter
+    ours, wanted = (contract.decode(target, d, asked, 2, sampling=Sampling(), tokens=20) for d in (drafter, None))
+    assert [r.tokens for r in ours] == [r.tokens for r in wanted]

@@ -1,0 +1,269 @@
+"""Two drafters of one target propose one tree, which changes no output and holds all that either would propose alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Request
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.drafters.cascade import FAMILY, CascadeOptions
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
+from drafttrain.drafters.common.merged import Merged, pieces
+from drafttrain.features.online import Online
+from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from tests.helpers import prompts, tiny_target
+from tests.unit.objective.test_losses import one_document
+
+TARGET = tiny_target()
+LOOKUP = {"family": "prompt_lookup", "draft_length": 9}
+MEDUSA = {"family": "medusa", "heads": 3, "paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
+EAGLE3 = {"family": "eagle3", "taps": [0, 1, 2], "draft_length": 3, "tree": "dynamic", "width": 3, "nodes": 8}
+DRAFT_MODEL = {"family": "draft_model", "blocks": 3, "draft_length": 3}
+PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (MEDUSA, LOOKUP),
+    ({"family": "eagle", "steps": 3}, MEDUSA),
+    ({"family": "dflash", "block_size": 5, "layers": 1, "taps": [0, 3]}, {"family": "redrafter", "width": 3, "length": 3}),
+    (EAGLE3, LOOKUP),
+    (DRAFT_MODEL, {"family": "hydra", "heads": 2, "layers": 1, "paths": [[0], [1], [0, 0], [1, 0]]}),
+    (DRAFT_MODEL, {"family": "prompt_lookup", "draft_length": 40}),  # commits that a Staged of the middle has no room for
+    (MEDUSA, {"family": "cascade", "middle": DRAFT_MODEL, "inner": LOOKUP}),
+    (EAGLE3, {"family": "cascade", "middle": MEDUSA, "inner": LOOKUP}),
+]
+names = [f"{a['family']}-{b['family']}-{b.get('draft_length', '')}" for a, b in PAIRS]
+EACH = pytest.mark.parametrize(("middle", "inner"), PAIRS, ids=names)
+
+
+def merged(middle: dict[str, Any], inner: dict[str, Any], noise: float = 0.2) -> Merged:
+    torch.manual_seed(1)
+    drafter = FAMILY.build(CascadeOptions(middle=middle, inner=inner, join="merge"), TARGET)
+    assert isinstance(drafter, Merged)
+    for parameter in drafter.parameters():
+        parameter.data.add_(noise * torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0))
+    return drafter.eval()
+
+
+def outputs(drafter: Drafter | None, policy: str, sampling: Sampling, every: int | None = None) -> list[list[int]]:
+    asked = [p * 3 for p in prompts(5, seed=3)]  # with something to look up
+    decoder = Decoder(TARGET, drafter, policy, sampling, frozenset({7}), 40, 16, Controls(read_every=every))
+    return [r.tokens for r in decoder.run(asked, 3).results]
+
+
+@pytest.mark.parametrize("every", [None, 2])
+@EACH
+def test_greedy_output_is_plain_decodings(middle: dict[str, Any], inner: dict[str, Any], every: int | None) -> None:
+    assert outputs(merged(middle, inner), "greedy", Sampling(), every) == outputs(None, "greedy", Sampling())
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+@EACH
+def test_coupled_output_is_plain_samplings(middle: dict[str, Any], inner: dict[str, Any], temperature: float) -> None:
+    sampling = Sampling(temperature, seed=3)
+    assert outputs(merged(middle, inner), "coupled", sampling) == outputs(None, "lossless", sampling)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "long_prompts_enter_beside_rows_that_are_nearly_done",
+        "stop_tokens_inside_an_accepted_run_cut_exactly_there",
+        "a_proposal_carries_the_law_it_was_drawn_from_and_no_other",
+        "what_is_trained_is_what_is_drafted",
+        "a_depth_limit_is_kept_and_drafts_the_same_tokens",
+        "what_is_taken_back_leaves_no_trace",
+        "states_it_does_not_tap_do_not_matter",
+        "overfitted_on_one_text_it_is_accepted_in_full",
+    ],
+)
+def test_what_every_family_must_do(name: str) -> None:
+    from tests.contract import test_families as contract
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(contract.SHAPES, "cascade", {"middle": MEDUSA, "inner": LOOKUP | {"draft_length": 3}})
+        getattr(contract, f"test_{name}")("cascade")
+
+
+@pytest.mark.slow
+@EACH
+def test_sampling_follows_the_targets_law(middle: dict[str, Any], inner: dict[str, Any]) -> None:
+    from tests.contract import test_families as contract
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contract, "build", lambda *_: merged(middle, inner))
+        contract.test_sampling_follows_the_targets_law_through_the_whole_loop("cascade")
+
+
+@pytest.mark.parametrize("every", [None, 1])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, seed=4)], ids=["greedy", "sampled"])
+@EACH
+def test_the_tree_holds_what_either_proposes_alone(
+    middle: dict[str, Any], inner: dict[str, Any], sampling: Sampling, every: int | None
+) -> None:
+    drafter = merged(middle, inner)
+    policy = "greedy" if sampling.greedy else "lossless"
+    session = Session(Decoder(TARGET, drafter, policy, sampling, controls=Controls(read_every=every)), 3, 300)
+    for i, prompt in enumerate(prompts(3, seed=7)):
+        session.submit(Request(prompt * 3, i, 40))
+    for _ in range(4):
+        session.step()
+    slot_B = session.slot_B
+    with torch.inference_mode():
+        state, alone = session.state, replace(sampling, draft_temperature=0.0)
+        seen = drafter.mark(state, slot_B)
+        tree = drafter.propose(state, slot_B, sampling)
+        assert tree.q_BNV is None
+        drafter.rewind(state, slot_B, seen)
+        parts = [part.propose(own, slot_B, alone) for part, own in drafter._each(state)]
+    for row, found in enumerate(token_paths(tree)):
+        assert set(found) == set(token_paths(parts[0])[row]) | set(token_paths(parts[1])[row])
+        assert len(found) == len(set(found)) <= drafter.max_nodes
+
+
+@pytest.mark.parametrize("every", [None, 1])
+def test_commits_longer_than_a_drafters_own_drafts_reach_it_whole(every: int | None) -> None:
+    """Beside an inner that is the target itself, all of whose drafts are accepted, the middle goes on drafting what its
+    model gives after the whole text."""
+    exact = {"family": "draft_model", "blocks": TARGET.shape.blocks, "draft_length": 12}
+    drafter = merged(DRAFT_MODEL, exact, noise=0.0)
+    middle, seen = drafter.middle, []
+    propose = middle.propose
+    middle.propose = lambda *a: seen.append(propose(*a)) or seen[-1]  # type: ignore[method-assign]
+    prompt = prompts(1, seed=7)[0]
+    decoder = Decoder(TARGET, drafter, "greedy", Sampling(), frozenset(), 60, controls=Controls(read_every=every))
+    result = decoder.run([prompt], 1).results[0]
+    assert result.verifications == 5 <= len(seen)
+    for round in range(5):
+        text = [*prompt, *result.tokens[: 1 + 13 * round]]
+        for token in seen[round].token_BN[0, 1:].tolist():
+            with torch.no_grad():
+                assert token == int(middle.lm.model(torch.tensor([text])).logits[0, -1].argmax())  # type: ignore[union-attr,operator]
+            text.append(token)
+
+
+def token_paths(tree: DraftTree) -> list[list[tuple[int, ...]]]:
+    """Each row's nodes as the tokens from the root, padding left out."""
+    rows = []
+    for tokens, parents, count in zip(tree.token_BN.tolist(), tree.parent_BN.tolist(), tree.count_B.tolist(), strict=True):
+        paths: list[tuple[int, ...]] = []
+        for token, parent in list(zip(tokens, parents, strict=True))[:count]:
+            assert parent < len(paths), "parents precede their children"
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        rows.append(paths)
+    return rows
+
+
+def random_tree(rows: int, nodes: int, roots: list[int], tokens: int, seed: int) -> DraftTree:
+    """Ragged, no siblings of one token, rubbish in the padding; few tokens, so that two of them have much in common."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def below(most: int) -> int:
+        return int(torch.randint(most, (1,), generator=rng))
+
+    token_BN = torch.randint(tokens, (rows, nodes), generator=rng)
+    parent_BN, count_B = torch.zeros_like(token_BN), torch.zeros(rows, dtype=torch.long)
+    for row in range(rows):
+        held = {(roots[row],): 0}
+        for _ in range(below(nodes)):
+            above = list(held)[below(len(held)) if below(3) else -1]
+            path = (*above, below(tokens))
+            if path not in held:
+                token_BN[row, len(held)], parent_BN[row, len(held)] = path[-1], held[above]
+                held[path] = len(held)
+        token_BN[row, 0], parent_BN[row, 0], count_B[row] = roots[row], -1, len(held)
+    return DraftTree(token_BN, parent_BN, count_B)
+
+
+def test_joined_trees_hold_the_union_of_their_token_paths() -> None:
+    shared = 0
+    for seed in range(400):
+        N, M = 1 + seed % 13, 1 + seed % 9
+        roots = [seed % 3, 1, 2]
+        first, second = (random_tree(3, n, roots, 3, 2 * seed + i) for i, n in enumerate((N, M)))
+        tree = first.joined(second)
+        assert tree.token_BN.shape == tree.parent_BN.shape == (3, N + M - 1)
+        for found, ours, theirs in zip(*map(token_paths, (tree, first, second)), strict=True):
+            assert found == [*ours, *(path for path in theirs if path not in ours)]
+            shared += len(ours) + len(theirs) - 1 - len(found)
+        padding_BX = torch.arange(N + M - 1) >= tree.count_B[:, None]
+        assert bool((tree.parent_BN[padding_BX] == 0).all())
+    assert shared > 400, "the trees must have much in common"
+
+
+def test_the_worked_example_of_joining() -> None:
+    one = DraftTree(torch.tensor([[9, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1]]), torch.tensor([4]))
+    tree = one.joined(DraftTree.chain(torch.tensor([[9, 2, 4]])))
+    assert tree.token_BN.tolist() == [[9, 1, 2, 3, 4, 0]]
+    assert tree.parent_BN.tolist() == [[-1, 0, 0, 1, 2, 0]] and tree.count_B.tolist() == [5]
+
+
+def test_pieces_of_a_commit_follow_each_other() -> None:
+    token_BA = torch.arange(18).view(2, 9)
+    whole = Commit(token_BA, token_BA + 1, {0: torch.randn(2, 9, 4)}, torch.tensor([5, 9]))
+    parts = pieces(whole, 3)
+    assert [p.token_BA.shape[1] for p in parts] == [4, 3, 2]
+    assert [p.count_B.tolist() for p in parts] == [[4, 4], [1, 3], [0, 2]]
+    assert torch.equal(torch.cat([p.next_BA for p in parts], 1), whole.next_BA)
+    assert torch.equal(torch.cat([p.hidden[0] for p in parts], 1), whole.hidden[0])
+
+
+def test_both_are_trained_and_the_figures_are_the_middles() -> None:
+    text = one_document(torch.randint(0, 64, (1, 40), generator=torch.Generator().manual_seed(0)))
+    drafter = merged(*PAIRS[1])
+    filled = Online(TARGET, drafter.taps).fill(text)
+    losses = [Objective(part.train(), TARGET, LossOptions())(filled) for part in drafter.parts]
+    loss, figures = Objective(drafter.train(), TARGET, LossOptions())(filled)
+    torch.testing.assert_close(loss, losses[0][0] + losses[1][0])
+    assert torch.equal(figures.packed(), losses[0][1].packed())
+    loss.backward()
+    assert all(p.grad is not None for part in drafter.parts for p in part.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(("middle", "inner"), [(MEDUSA, LOOKUP), (LOOKUP, MEDUSA)], ids=["learner-middle", "learner-inner"])
+def test_a_longer_draft_beside_it_leaves_a_learners_figures_as_they_are(middle: dict[str, Any], inner: dict[str, Any]) -> None:
+    """Held-out ranks, the searched tree and the training's figures speak of as many depths as the learner predicts."""
+    drafter = merged(middle, inner)
+    learner = drafter.lead
+    text = one_document(torch.randint(0, 64, (1, 40), generator=torch.Generator().manual_seed(0)))
+    filled = Online(TARGET, drafter.taps).fill(text)
+    assert drafter.draft_length == 9 and drafter.foretold == 3 and drafter.paths() == learner.paths()
+    ours, alone = (teacher_forced(d, TARGET, filled) for d in (drafter, learner))
+    assert len(alone.rank_MK) > 20 and torch.equal(ours.rank_MK, alone.rank_MK)
+    for name in ("ce", "e2e_tv"):
+        torch.testing.assert_close(*(Objective(d, TARGET, LossOptions(name=name))(filled)[0] for d in (drafter, learner)))
+
+
+def test_the_middles_tree_is_searched_as_far_as_there_is_room_beside_the_other() -> None:
+    drafter = merged({"family": "medusa", "heads": 3}, {"family": "prompt_lookup", "draft_length": 50})
+    texts = [torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0))]
+    drafter.tune(texts, 40)
+    assert len(drafter.paths()) == 13 and drafter.max_nodes == 64
+    assert drafter.decode_settings() == {"middle": drafter.middle.decode_settings(), "inner": {}}
+
+
+def test_what_cannot_be_merged_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"middle proposes up to 40 nodes, .* 30; a tree of both holds 63"):
+        merged({"family": "prompt_lookup", "draft_length": 40}, {"family": "prompt_lookup", "draft_length": 30})
+    monkeypatch.setattr(TARGET, "trees", False)
+    with pytest.raises(UserError, match="join=merge proposes trees; this target's architecture is exact for chains only"):
+        merged(MEDUSA, LOOKUP)
+
+
+def test_saved_and_loaded_it_drafts_the_same(tmp_path: Any) -> None:
+    middle, inner = {"family": "medusa", "heads": 3}, LOOKUP
+    drafter, shape = merged(middle, inner), TARGET.shape
+    drafter.tune([torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0))], 8)
+    record = TargetRecord("hf", "x", None, "float32", shape.vocab_size, shape.hidden_size, shape.blocks, TARGET.fingerprint)
+    options = {"family": "cascade", "middle": middle, "inner": inner, "join": "auto"}
+    save_drafter(tmp_path, drafter.state_dict(), CheckpointMeta("cascade", options, drafter.decode_settings(), record, 3))
+    again = load_drafter(tmp_path, TARGET)[0]
+    assert isinstance(again, Merged) and again.paths() == drafter.paths()
+    assert outputs(again, "greedy", Sampling()) == outputs(drafter, "greedy", Sampling())

@@ -1,0 +1,94 @@
+"""Prompt lookup against a search in plain Python, and through the decoder."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.drafters.prompt_lookup import PromptLookup, PromptLookupOptions
+from drafttrain.model.drafter import Commit
+from tests.helpers import prompts, tiny_target
+
+TARGET = tiny_target()
+
+
+def naive(text: list[int], most: int | None, least: int, length: int) -> list[int]:
+    """What followed the longest earlier occurrence of the text's end, the last of equally long ones."""
+    last = len(text) - 1
+    for size in range(min(last, most or last), least - 1, -1):
+        for end in range(last - 1, size - 2, -1):
+            if text[end - size + 1 : end + 1] == text[last - size + 1 :]:
+                return text[end + 1 : end + 1 + length]
+    return []
+
+
+def brought(drafter: PromptLookup, texts: list[list[int]], pieces: int) -> Any:
+    """A state that has seen each slot's text, its last token the root, in pieces of random sizes."""
+    state, chance = drafter.open(len(texts), 80), random.Random(pieces)
+    drafter.reset(state, torch.arange(len(texts)))
+    done = [0] * len(texts)
+    for piece in range(pieces):
+        ends = [len(t) - 1 if piece == pieces - 1 else chance.randint(d, len(t) - 1) for t, d in zip(texts, done, strict=True)]
+        counts, A = [e - d for e, d in zip(ends, done, strict=True)], 1 + max(e - d for e, d in zip(ends, done, strict=True))
+        token_BA, next_BA = torch.full((len(texts), A), 63), torch.full((len(texts), A), 63)
+        for row, (text, begin, count) in enumerate(zip(texts, done, counts, strict=True)):
+            token_BA[row, :count] = torch.tensor(text[begin : begin + count], dtype=torch.long)
+            next_BA[row, :count] = torch.tensor(text[begin + 1 : begin + 1 + count], dtype=torch.long)
+        drafter.observe(state, Commit(token_BA, next_BA, {}, torch.tensor(counts)), torch.arange(len(texts)))
+        done = ends
+    return state
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 4, 30])
+@pytest.mark.parametrize(("most", "least"), [(3, 1), (2, 2), (1, 1), (None, 1), (None, 4)])
+def test_it_copies_what_followed_the_longest_latest_match(most: int | None, least: int, vocab: int) -> None:
+    drafter, chance = (
+        PromptLookup(PromptLookupOptions(max_ngram=most, min_ngram=least, draft_length=6), TARGET),
+        random.Random(5),
+    )
+    for pieces in range(1, 9):
+        texts = [[chance.randrange(vocab) for _ in range(chance.randint(2, 70))] for _ in range(5)]
+        state = brought(drafter, texts, pieces)
+        for depth in (None, 1, 4):
+            tree = drafter.propose(state, torch.arange(5), Sampling(), depth)
+            found = [tokens[:count] for tokens, count in zip(tree.token_BN.tolist(), tree.count_B.tolist(), strict=True)]
+            assert found == [[t[-1], *naive(t, most, least, min(6, depth or 6))] for t in texts]
+            assert tree.token_BN.shape[1] == 1 + min(6, depth or 6), "one shape, whatever is found"
+
+
+@pytest.mark.parametrize("most", [3, None])
+def test_decoding_takes_the_verifications_that_a_search_by_hand_takes(most: int | None) -> None:
+    asked = [p * 2 for p in prompts(4, seed=3)]
+    drafter = PromptLookup(PromptLookupOptions(max_ngram=most, draft_length=5), TARGET)
+    decoder = Decoder(TARGET, drafter, "greedy", Sampling(), max_new_tokens=60)
+    plain = Decoder(TARGET, None, "greedy", Sampling(), max_new_tokens=60).run(asked, 2).results
+    saved = 0
+    for prompt, result, text in zip(asked, decoder.run(asked, 3).results, plain, strict=True):
+        known, rounds, nodes, whole = len(prompt) + 1, 0, 0, prompt + text.tokens
+        while known < len(whole):
+            draft = naive(whole[:known], most, 1, 5)
+            right = next((i for i, t in enumerate(draft) if whole[known + i : known + i + 1] != [t]), len(draft))
+            known, rounds, nodes = known + right + 1, rounds + 1, nodes + len(draft)
+        assert (result.tokens, result.verifications) == (text.tokens, rounds)
+        assert result.nodes == nodes, "padding is no draft"
+        assert sum(result.offered) - sum(result.accepted) <= rounds
+        saved += len(text.tokens) - 1 - rounds
+    assert saved > 0
+
+
+def test_a_text_without_repetition_is_decoded_plainly() -> None:
+    drafter = PromptLookup(PromptLookupOptions(min_ngram=30, max_ngram=30), TARGET)
+    result = Decoder(TARGET, drafter, "greedy", Sampling(), max_new_tokens=20).run([[1, 2, 3]]).results[0]
+    assert result.verifications == 19 and result.offered == [] and result.nodes == 0
+
+
+@pytest.mark.parametrize("wrong", [{"min_ngram": 0}, {"max_ngram": 1, "min_ngram": 2}, {"draft_length": 0}])
+def test_lengths_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="set each to 1 or more"):
+        PromptLookup(PromptLookupOptions(**wrong), TARGET)

@@ -1,0 +1,130 @@
+"""An OpenAI-compatible server as an engine of a measurement, with and without counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from drafttrain.core.errors import UserError
+from drafttrain.engines import http as endpoint_file
+from drafttrain.engines.answers import About
+from drafttrain.engines.http import Where, counters, endpoint, prometheus
+from drafttrain.measure.enginetext import section
+from tests.served import SMALL, Fake, untrained
+from tests.unit.engines.test_measurement import report_in
+
+Command = Callable[..., int]
+KEY = "sk-very-secret"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return untrained(tmp_path_factory.mktemp("run") / "step-00001")
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fake]]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(endpoint_file, "PAUSE", 0.01)
+    fakes: list[Fake] = []
+
+    def start(*arguments: Any) -> Fake:
+        fakes.append(Fake(*arguments))
+        return fakes[-1]
+
+    yield start
+    for fake in fakes:
+        fake.http.shutdown()
+        fake.http.server_close()
+
+
+@pytest.mark.parametrize(
+    ("counts", "others", "told"),
+    [
+        (None, 0, (None, None, None)),
+        ("vllm", 0, (4, 12, 2)),
+        ("sglang", 0, (4, None, None)),
+        ("vllm", 5, (None, None, None)),
+    ],
+)
+def test_a_server_and_what_it_counts(
+    counts: str | None, others: int, told: tuple[Any, ...], serve: Callable[..., Fake]
+) -> None:
+    fake = serve(counts, others)
+    with endpoint(Where(fake.url, "engine_url"), [[1, 2], [3]], 8, 2) as side:
+        side.answer([0])
+        answer = side.answer([1, 0])
+    assert (answer.verifications, answer.drafted, answer.accepted) == told
+    assert [(text.count, text.said) for text in answer.texts] == [(4, "one two three")] * 2
+    assert all(0 < text.first <= text.ended for text in answer.texts)
+    assert side.about == About({"fake": "7"}, ids=False)
+    assert sorted(body["prompt"] for body in fake.bodies) == [[1, 2], [1, 2], [3]]
+    wanted = {"model": "tiny", "max_tokens": 8, "temperature": 0, "stream": True, "path": "/v1/completions"}
+    assert all(body.items() >= wanted.items() for body in fake.bodies)
+
+
+def test_a_server_that_is_asked_in_messages(serve: Callable[..., Fake]) -> None:
+    fake, message = serve(), [{"role": "user", "content": "hello"}]
+    with endpoint(Where(fake.url, "engine_url", api="chat"), [message], 8, 1) as side:
+        assert side.answer([0]).texts[0].said == "one two three"
+    assert fake.bodies[0]["messages"] == message and fake.bodies[0]["path"] == "/v1/chat/completions"
+
+
+def test_what_servers_refuse(serve: Callable[..., Fake]) -> None:
+    fake = serve(None, 0, 401)
+    where = Where(fake.url, "engine_url", key=KEY)
+    with (
+        endpoint(where, [[1]], 8, 1) as side,
+        pytest.raises(UserError, match=r"refuses completions with status 401.*so it is") as caught,
+    ):
+        side.answer([0])
+    assert KEY not in str(caught.value) + repr(where)
+    with (
+        pytest.raises(UserError, match=r"no answer .ConnectError.; start the server, and check engine_url"),
+        endpoint(Where("http://127.0.0.1:9", "engine_url"), [[1]], 8, 1),
+    ):
+        pass
+
+
+def test_counters_are_summed_over_labels() -> None:
+    text = 'a_total{x="1"} 2\na_total{x="2"} 3.5\n# TYPE a counter\nb{le="+Inf"} NaN\nbroken'
+    assert prometheus(text)["a"] == 5.5
+
+    class Client:
+        base_url = "http://127.0.0.1:9/v1/"
+
+        def get(self, url: str) -> Any:
+            raise httpx.ConnectError("nobody")
+
+    assert counters(Client()) is None  # type: ignore[arg-type]
+
+
+def test_a_measurement_beside_two_servers(
+    command: Command, checkpoint: Path, tmp_path: Path, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key goes to the servers, and nowhere else."""
+    monkeypatch.setenv("MY_KEY", KEY)
+    fast, slow = serve("vllm"), serve()
+    urls = (f"engine_url={fast.url}", f"engine_plain_url={slow.url}", "engine_key_env=MY_KEY")
+    assert command("measure", f"checkpoint={checkpoint}", "engine=http", *urls, *SMALL) == 0
+    (entry,) = report_in(tmp_path)["engines"]
+    assert (entry["tau"], entry["exact_matches"], entry["same_as_here"], entry["stack"]) == (1.5, 2, 0, None)
+    assert entry["url"] == f"{fast.url} {slow.url}" and entry["versions"] == {"fake": "7"}
+    assert fast.keys == {f"Bearer {KEY}"} and len(fast.bodies) == len(slow.bodies) == 2 + 2 * 2
+    assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
+def test_an_engine_that_fails_leaves_the_report(
+    command: Command, checkpoint: Path, tmp_path: Path, serve: Callable[..., Fake], capsys: Any
+) -> None:
+    fake = serve(None, 0, 500)
+    assert command("measure", f"checkpoint={checkpoint}", "engine=sglang", f"engine_url={fake.url}", *SMALL) == 2
+    report = report_in(tmp_path)
+    (entry,) = report["engines"]
+    assert "status 500" in entry["error"] and entry["tokens_per_s"] is None and section(report) == ""
+    assert report["checkpoints"][0]["exact_matches"] == 2
+    assert "the other figures are in" in capsys.readouterr().err

@@ -1,0 +1,215 @@
+"""Low-rank matrices on their own: peft loads what is exported, and what peft saved is a drafter here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from drafttrain.core.errors import ParityError, UserError
+from drafttrain.export import parity
+from drafttrain.export.golden import Golden, made
+from drafttrain.export.importers import convert
+from drafttrain.export.importers.directory import Foreign
+from drafttrain.export.opened import Opened
+from drafttrain.export.readers import causal_lm
+from drafttrain.export.readers.parts import MismatchError
+from drafttrain.model.target import LoraSpec
+from tests.exports import TEXTS, loaded, opened, put_model, written
+from tests.helpers import tiny_model
+
+PEFT = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+
+
+def imported(folder: Path) -> tuple[Opened, list[str]]:
+    said: list[str] = []
+    return Opened.of(convert.converted(Foreign(folder), loaded(), said.append), loaded()), said
+
+
+def choices(model: Any, golden: Golden) -> list[int]:
+    """What a model of transformers would draft behind the first golden text."""
+    row = int(golden.count_P[0])
+    text = torch.cat([golden.text_PT[0, :row], golden.root_P[:1], golden.draft_PK[0, :-1]])
+    return model(text[None]).logits[0, row:].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("source", ["pruned", "hf"])
+def test_peft_loads_a_draft_models_adapter(source: str, tmp_path: Path) -> None:
+    """With its model beside it where that is a part of the target, else with the model that it was trained from."""
+    more: dict[str, Any] = {} if source == "pruned" else {"source": "hf", "path": str(put_model(tmp_path / "base"))}
+    found, golden = opened(tmp_path / "run", "draft_model-lora", **more)
+    out = tmp_path / "out"
+    written(found, golden, "transformers", out, adapter=True)
+    base = out / "base" if source == "pruned" else tmp_path / "base"
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base) and config["r"] == 2 and config["lora_alpha"] == 16
+    assert (out / "base").exists() == (source == "pruned") and not (out / "model.safetensors").exists()
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    assert choices(PeftModel.from_pretrained(plain, str(out)), golden) == golden.draft_PK[0].tolist()
+    merged = tmp_path / "merged"
+    written(found, golden, "transformers", merged)
+    assert choices(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32), golden) == golden.draft_PK[0].tolist()
+
+
+@pytest.mark.parametrize("source", ["pruned", "hf"])
+def test_an_adapter_comes_back(source: str, tmp_path: Path) -> None:
+    more: dict[str, Any] = {} if source == "pruned" else {"source": "hf", "path": str(put_model(tmp_path / "base"))}
+    found, golden = opened(tmp_path / "run", "draft_model-lora", **more)
+    out, second = tmp_path / "out", tmp_path / "second"
+    written(found, golden, "transformers", out, adapter=True)
+    again, _ = imported(out)
+    assert again.meta.options["lora_rank"] == 2 and again.meta.options["source"] == "hf"
+    assert found.tensors.keys() == again.tensors.keys()
+    assert all(torch.equal(x, again.tensors[name]) for name, x in found.tensors.items())
+    written(again, made(again, TEXTS), "transformers", second, adapter=True)
+    one, two = (load_file(folder / "adapter_model.safetensors") for folder in (out, second))
+    assert one.keys() == two.keys() and all(torch.equal(x, two[name]) for name, x in one.items())
+
+
+def by_peft(folder: Path, **changes: Any) -> tuple[Path, Any]:
+    """(an adapter of a small model as peft saves it, the adapted model)."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(put_model(folder / "base"), dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(**PEFT | changes))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.3)
+    model.save_pretrained(str(folder / "adapter"))
+    return folder / "adapter", model.eval()
+
+
+def test_what_peft_saved_drafts_as_peft_does(tmp_path: Path) -> None:
+    folder, model = by_peft(tmp_path)
+    found, said = imported(folder)
+    golden = made(found, TEXTS)
+    assert found.meta.options["lora_rank"] == 2 and found.meta.options["lora_alpha"] == 8
+    assert choices(model, golden) == golden.draft_PK[0].tolist()
+    assert any("has no matrices for" in line and "fresh ones, which change nothing" in line for line in said)
+    written(found, golden, "vllm", tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert choices(merged, golden) == golden.draft_PK[0].tolist()
+
+
+def alien(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({name.replace("layers.1", "layers.7"): x for name, x in tensors.items()}, folder / "adapter_model.safetensors")
+
+
+def no_weights(folder: Path) -> None:
+    (folder.parent / "base" / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("changes", "harm", "says"),
+    [
+        ({"use_rslora": True}, None, "use_rslora is True, and adapters here are plain LoRA; only False can be imported"),
+        ({"rank_pattern": {"q_proj": 4}}, None, "and adapters here have one rank and no other weights"),
+        ({"modules_to_save": ["norm"]}, None, r"has unexpected base_model.model.model.layers.0.input_layernorm.weight"),
+        ({}, alien, r"has unexpected base_model.model.model.layers.7"),
+        ({}, no_weights, r"has no safetensors weights"),
+        ({}, lambda folder: shutil.rmtree(folder.parent / "base"), "does not exist; set it to a model directory or a hub id"),
+    ],
+)
+def test_an_adapter_that_is_none_of_ours_is_one_line(changes: dict[str, Any], harm: Any, says: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder, _ = by_peft(tmp_path, **changes)
+    if harm:
+        harm(folder)
+    with pytest.raises(UserError, match=says) as caught:
+        imported(folder)
+    assert "\n" not in str(caught.value) and not (tmp_path / "cache").exists()
+
+
+def test_the_reader_of_adapters_sees_what_is_wrong(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "draft_model-lora")
+    written(found, golden, "transformers", tmp_path / "out", adapter=True)
+    source = tmp_path / "out"
+
+    def reading(**changes: Any) -> float:
+        config = json.loads((source / "adapter_config.json").read_text())
+        shutil.rmtree(tmp_path / "wrong", ignore_errors=True)
+        shutil.copytree(source, tmp_path / "wrong")
+        (tmp_path / "wrong" / "adapter_config.json").write_text(json.dumps(config | changes))
+        files = parity.Files({}, {}, tokenizer=True)
+        read = causal_lm.adapter(tmp_path / "wrong", parity.engine_of(found, files), parity.points_of(golden))
+        return float(parity.gaps(torch.stack(read.logits), golden).max())
+
+    assert reading() < 1.0
+    assert reading(lora_alpha=17) > 1.0
+    for changes in ({"target_modules": ["q_proj"]}, {"use_rslora": True}, {"peft_type": "IA3"}):
+        with pytest.raises(MismatchError):
+            reading(**changes)
+
+
+def test_the_adapter_of_a_target_that_was_trained_too(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "medusa", spec=LoraSpec(rank=2, alpha=6.0))
+    out = tmp_path / "out"
+    written(found, golden, "vllm", out, adapter=True)
+    base: Any = tiny_model()
+    peft = PeftModel.from_pretrained(base, str(out / "target")).merge_and_unload()
+    wanted = found.loaded.target.model.state_dict()
+    assert all(torch.allclose(x, wanted[name], atol=1e-6) for name, x in peft.state_dict().items())
+    assert not torch.equal(
+        wanted["model.layers.0.mlp.up_proj.weight"], tiny_model().state_dict()["model.layers.0.mlp.up_proj.weight"]
+    )
+    assert json.loads((out / "target" / "adapter_config.json").read_text())["base_model_name_or_path"] == "targets/tiny"
+    card = (out / "README.md").read_text()
+    assert f'from_pretrained("{out / "target"}").merge_and_unload().save_pretrained("{out / "target-merged"}")' in card
+    assert f"vllm serve {out / 'target-merged'} " in card
+
+
+@pytest.mark.parametrize(
+    ("case", "stack", "dtype", "says"),
+    [
+        ("medusa", "vllm", "float32", "adapter=true, and nothing of this medusa drafter is a low-rank adapter; leave it out"),
+        ("draft_model", "transformers", "float32", "nothing of this draft_model drafter is a low-rank adapter"),
+        (
+            "draft_model-lora",
+            "vllm",
+            "float32",
+            "it takes no adapter as a drafter; leave adapter out, .*; transformers load it",
+        ),
+        ("draft_model-lora", "transformers", "bfloat16", "dtype is bfloat16, and an adapter is written in float32"),
+    ],
+)
+def test_where_there_is_no_adapter_to_write(case: str, stack: str, dtype: str, says: str, tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", case)
+    with pytest.raises(UserError, match=says):
+        written(found, golden, stack, tmp_path / "out", dtype, adapter=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_matrices_that_are_not_saved_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, golden = opened(tmp_path / "run", "medusa", spec=LoraSpec(rank=2))
+    monkeypatch.setattr(
+        "drafttrain.export.layouts.adapter.save_file",
+        lambda tensors, *rest: save_file({name: x + 1 for name, x in tensors.items()}, *rest),
+    )
+    with pytest.raises(ParityError, match=r"Parity: target: base_model.model.model.layers.0.* was not saved as it is"):
+        written(found, golden, "vllm", tmp_path / "out", adapter=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_heads_of_a_target_that_was_trained_too_come_back_for_the_merged_one(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "medusa", spec=LoraSpec(rank=2))
+    written(found, golden, "vllm", tmp_path / "out")
+    said: list[str] = []
+    merged = found.loaded
+    again = Opened.of(convert.converted(Foreign(tmp_path / "out"), merged, said.append), merged)
+    assert again.drafter.adapts is None and again.meta.adapter is None
+    assert torch.equal(made(again, TEXTS).draft_PK, golden.draft_PK)
+    assert all(torch.equal(x, again.tensors[name]) for name, x in found.tensors.items())

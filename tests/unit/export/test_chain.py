@@ -1,0 +1,88 @@
+"""What our decoder accepts of a chain, counted as engines count it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from drafttrain.core.errors import UserError
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.drafters import families
+from drafttrain.drafters.checkpoint import CheckpointMeta, save_drafter
+from drafttrain.export.chain import GREEDY, Ending, Rounds, chain_drafter, decoded, plain
+from drafttrain.export.opened import Opened
+from tests.contract.test_families import NAMES, SHAPES
+from tests.exports import TEXTS, drafter_of, loaded, opened, record_of
+from tests.helpers import prompts
+
+NEVER = Ending(frozenset(), 24)
+
+
+@pytest.mark.parametrize(("ends", "counts"), [("whole", [2, 3]), ("cut", [2, 1]), ("capped", [2, 0]), ("none", [2, 0])])
+def test_the_round_that_ends_a_text_counts_as_the_engine_counts_it(ends: str, counts: list[int]) -> None:
+    """One token of the prefill, rounds of 3 and 4 tokens, of which 3 and 1 are within five."""
+    rounds = Rounds(list(range(12)), [2, 3, 1], 1)
+    assert rounds.counted(Ending(frozenset(), 5), ends) == counts
+
+
+def test_a_stop_token_ends_a_text_as_its_length_does() -> None:
+    rounds = Rounds([9, 8, 7, 6, 5, 4, 3, 2, 1], [2, 3, 0], 1)
+    assert rounds.counted(Ending(frozenset({5}), 100), "cut") == [2, 1]
+    assert rounds.counted(Ending(frozenset({5}), 3), "cut") == [2]
+    assert rounds.counted(Ending(frozenset({9}), 100), "whole") == []
+    assert Rounds([9, 8, 7, 6], [2, 0], 0).counted(Ending(frozenset(), 3), "cut") == [2]
+
+
+@pytest.mark.parametrize("case", ["eagle3", "eagle", "medusa", "dflash", "draft_model"])
+def test_counts_are_those_of_the_decoder(tmp_path: Path, case: str) -> None:
+    """A drafter's tree is left aside, and nothing past a text's end counts within it."""
+    found, _ = opened(tmp_path, case)
+    target, drafter = found.loaded.target, chain_drafter(found, 3, "float32")
+    assert set(drafter.paths()) <= {(0,) * depth for depth in range(1, 16)}
+    texts = plain(target, TEXTS, NEVER)
+    stops = frozenset({texts[0][9]})
+    for ending in (NEVER, Ending(stops, 24), Ending(stops, 5)):
+        usual = Decoder(target, drafter, "greedy", GREEDY, ending.stop_ids, ending.max_new_tokens).run(TEXTS).results
+        for prompt, result, text in zip(TEXTS, usual, plain(target, TEXTS, ending), strict=True):
+            rounds = decoded(target, drafter, prompt, ending, 3, "plain")
+            assert result.tokens == text == rounds.tokens[: ending.of(rounds.tokens)]
+            counts = rounds.counted(ending, "cut")
+            assert [sum(count > i for count in counts) for i in range(len(result.accepted))] == result.accepted
+            assert len(counts) == result.verifications
+
+
+def test_drafts_may_follow_the_prompt_itself(tmp_path: Path) -> None:
+    """What is drafted behind a prompt's last token is what would be drafted, had the prefill yielded that one."""
+    found, _ = opened(tmp_path, "draft_model")
+    target, drafter = found.loaded.target, chain_drafter(found, 3, "float32")
+    for prompt, (first, *_) in zip(TEXTS, plain(target, TEXTS, NEVER), strict=True):
+        usual = decoded(target, drafter, prompt, NEVER, 3, "plain")
+        behind = decoded(target, drafter, [*prompt, first], NEVER, 3, "drafted")
+        assert behind.first == 0 and usual.tokens[1:20] == behind.tokens[:19]
+        assert usual.accepted[:5] == behind.accepted[:5]
+    with pytest.raises(UserError, match="a prompt of one token is given, and this engine drafts behind the first one"):
+        decoded(target, drafter, [3], NEVER, 3, "drafted")
+
+
+def test_chains_no_longer_than_the_drafter_was_made_for(tmp_path: Path) -> None:
+    found, _ = opened(tmp_path, "medusa")
+    with pytest.raises(UserError, match=r"decode\.draft_length is 4; this drafter drafts 3, set it within 1 and that"):
+        chain_drafter(found, 4, "float32")
+    with pytest.raises(UserError, match="exceed the target's"):
+        decoded(found.loaded.target, chain_drafter(found, 3, "float32"), TEXTS[0], Ending(frozenset(), 10**6), 3, "plain")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_familys_checkpoint_opens_and_its_chains_end_in_plain_decodings_text(name: str, tmp_path: Path) -> None:
+    """Whatever its tensors are called."""
+    target, options = loaded(), families()[name].options(**SHAPES.get(name, {}))
+    drafter = drafter_of(name, options, target)
+    meta = CheckpointMeta(name, asdict(options), drafter.decode_settings(), record_of(target), step=1)
+    save_drafter(tmp_path, drafter.state_dict(), meta)
+    found, ending, prompt = Opened.of(tmp_path, target), Ending(frozenset(), 20), prompts(1, seed=8)[0]
+    assert set(found.tensors) == set(drafter.state_dict())
+    length = min(3, found.drafter.draft_length)
+    rounds = decoded(target.target, chain_drafter(found, length, "float32"), prompt, ending, length, "plain")
+    assert [rounds.tokens[:20]] == plain(target.target, [prompt], ending)

@@ -1,0 +1,152 @@
+"""An export that is not what was written any more is refused by all that read it, in one line that names the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from drafttrain.commands.verify import record_of
+from drafttrain.core.checksums import LISTED, list_files
+from drafttrain.core.errors import UserError
+from drafttrain.export import hub
+from drafttrain.export.exporter import CARD, TARGET
+from drafttrain.export.hub import Repository, push
+from drafttrain.export.importers import convert
+from drafttrain.export.importers.convert import converted
+from drafttrain.export.importers.directory import Foreign
+from drafttrain.export.opened import Opened
+from drafttrain.model.target import LoraSpec
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import load_target, load_tokenizer
+from tests.damage import refused
+from tests.exports import loaded, opened, written
+
+EXPORTS = [
+    ("medusa", "vllm", {}),
+    pytest.param("draft_model", "transformers", {}, marks=pytest.mark.slow),
+    pytest.param("draft_model-lora", "transformers", {"adapter": True}, marks=pytest.mark.slow),
+]
+GGUFS = [
+    ("dflash", "llamacpp", {}),
+    pytest.param("draft_model", "llamacpp", {"with_target": True}, marks=pytest.mark.slow),
+]
+FEW = 120  # bytes of each file
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+
+
+def files(out: Path) -> Iterator[Path]:
+    """Those that are read."""
+    return (path for path in sorted(out.rglob("*")) if path.is_file() and path.name != CARD)
+
+
+def imported(out: Path) -> list[Any]:
+    """All that an import is made of."""
+    found = Opened.of(converted(Foreign(out), loaded(), lambda text: None), loaded())
+    return [found.meta.family, found.meta.options, found.meta.decode, {n: x.tolist() for n, x in found.tensors.items()}]
+
+
+@pytest.mark.parametrize(("case", "stack", "how"), EXPORTS)
+def test_a_changed_byte_is_refused_by_an_import(case: str, stack: str, how: dict[str, Any], tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", case)
+    written(found, golden, stack, tmp_path / "out", **how)
+    shares = refused(files(tmp_path / "out"), lambda: imported(tmp_path / "out"), FEW, removed=False)
+    assert len(shares) > 3
+    assert shares.pop(LISTED) > 0.9  # but for spaces and line feeds
+    assert set(shares.values()) == {1.0}
+
+
+@pytest.mark.parametrize(("case", "stack", "how"), [*EXPORTS, *GGUFS])
+def test_a_changed_byte_is_refused_by_verify_and_before_an_upload(
+    case: str, stack: str, how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, sent = tmp_path / "out", list[dict[str, bytes]]()
+    monkeypatch.setattr(hub, "HfApi", lambda **_: Hub(sent))
+    found, golden = opened(tmp_path / "run", case)
+    written(found, golden, stack, out, **how)
+
+    def uploaded() -> dict[str, bytes]:
+        push(out, Repository("a/b", True), "x")
+        return sent.pop() | {LISTED: b""}  # whose spaces are free
+
+    for read in (lambda: record_of(out), uploaded):
+        shares = refused((file for file in files(out) if file.name != LISTED), read, FEW)
+        assert set(shares.values()) == {1.0}
+        assert refused([out / LISTED], read, FEW, removed=False)[LISTED] > 0.9
+
+
+class Hub:
+    def __init__(self, sent: list[dict[str, bytes]]) -> None:
+        self.sent = sent
+
+    def create_repo(self, name: str, **_: Any) -> None:
+        pass
+
+    def upload_folder(self, folder_path: Path, **_: Any) -> Any:
+        self.sent.append({path.name: path.read_bytes() for path in files(folder_path)})
+        return type("Commit", (), {"commit_url": "there"})
+
+
+def test_of_several_exports_each_has_its_own_list(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "medusa")
+    written(found, golden, "all", tmp_path / "out")
+    lists = sorted(path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob(LISTED))
+    assert lists == ["out", "out/official", "out/tgi", "out/vllm"]
+    with pytest.raises(UserError, match="which holds exports to several stacks"):
+        record_of(tmp_path / "out")
+    record = tmp_path / "out" / "drafttrain.json"
+    record.write_bytes(record.read_bytes().replace(b"vllm", b"vlln"))
+    with pytest.raises(UserError, match=r"out: drafttrain.json is damaged or cut off"):
+        record_of(tmp_path / "out")
+    assert record_of(tmp_path / "out" / "vllm")["stack"] == "vllm"
+
+
+def test_a_merged_target_is_refused_where_it_is_loaded(tmp_path: Path) -> None:
+    spec = LoraSpec(rank=2, alpha=4.0, modules=("q_proj",))
+    found, golden = opened(tmp_path / "run", "medusa", spec=spec)
+    written(found, golden, "vllm", tmp_path / "out")
+    target = tmp_path / "out" / TARGET
+    options = TargetOptions(name="hf", path=str(target))
+
+    def read() -> list[Any]:
+        again = load_target(options)
+        return [again.target.fingerprint, load_tokenizer(options).get_vocab(), str(again.target.model.config)]
+
+    shares = refused((file for file in files(target) if file.name != LISTED), read, FEW, removed=False)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= shares.keys()
+    assert set(shares.values()) == {1.0}
+    assert TARGET not in (tmp_path / "out" / LISTED).read_text()
+
+
+def test_whoever_changes_an_export_on_purpose_deletes_the_list(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "medusa")
+    written(found, golden, "vllm", tmp_path / "out")
+    wanted = imported(tmp_path / "out")
+    (tmp_path / "out" / CARD).write_text("mine")  # a card is everybody's to write
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    assert imported(tmp_path / "out") == wanted
+    record = tmp_path / "out" / "drafttrain.json"
+    record.write_text(record.read_text().replace("medusa", "medusb"))
+    with pytest.raises(UserError, match=f"If you changed it on purpose, delete {LISTED} there"):
+        imported(tmp_path / "out")
+    (tmp_path / "out" / LISTED).unlink()
+    assert imported(tmp_path / "out") == wanted  # as earlier versions wrote it
+
+
+def test_a_list_holds_what_lies_below(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "draft_model-lora")
+    written(found, golden, "transformers", tmp_path / "out", adapter=True)
+    names = {p.relative_to(tmp_path / "out").as_posix() for p in files(tmp_path / "out")}
+    assert "base/model.safetensors" in names
+    list_files(tmp_path / "out", without=(CARD,))
+    text = (tmp_path / "out" / LISTED).read_text()
+    assert all(name in text for name in names - {LISTED})
+    with safe_open(tmp_path / "out" / "base" / "model.safetensors", "pt") as opened_file:
+        assert list(opened_file.keys())

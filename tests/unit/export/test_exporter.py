@@ -1,0 +1,450 @@
+"""Every supported pair is exported and drafts the same; what cannot be exported says so and leaves nothing."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafttrain.core.errors import ParityError, UserError
+from drafttrain.core.files import write_sealed_json
+from drafttrain.core.sampling import Sampling
+from drafttrain.core.tree import DraftTree
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.drafters import families
+from drafttrain.drafters.checkpoint import META
+from drafttrain.export import golden as material
+from drafttrain.export import matrix
+from drafttrain.export.card import Measured
+from drafttrain.export.exporter import Wanted, check_wanted
+from drafttrain.export.golden import GOLDEN, TENSORS, store, stored
+from drafttrain.export.opened import Opened
+from drafttrain.export.parity import check_model
+from drafttrain.export.table import STACKS, TABLE, Layout, asked, loads
+from drafttrain.model.target import LoraSpec
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.load import LoadedTarget
+from tests.damage import refused
+from tests.exports import CASES, TEXTS, checkpoint, deep, loaded, opened, written
+from tests.helpers import tiny_model
+
+ROOT = Path(__file__).parents[3]
+PAIRS = {  # case -> the stacks that it goes to
+    "eagle3": ["vllm", "sglang", "trtllm", "speculators", "llamacpp", "openvino"],
+    "eagle3-whole": ["vllm", "sglang", "trtllm", "speculators", "llamacpp", "openvino"],
+    "eagle3-two": ["vllm", "sglang", "trtllm", "speculators"],
+    "eagle3-last": ["vllm"],
+    "eagle3-unlike": ["vllm", "speculators"],
+    "eagle3-scaled": ["vllm", "sglang", "trtllm", "speculators", "openvino"],
+    "eagle3-normed": ["vllm", "sglang", "trtllm", "speculators"],
+    "peagle": ["vllm", "speculators"],
+    "peagle-normed": ["vllm"],
+    "pard": ["vllm", "trtllm"],
+    "pard-lora": ["vllm", "trtllm"],
+    "eagle": ["vllm", "sglang", "lmdeploy"],
+    "eagle-bias": ["sglang"],
+    "medusa": ["vllm", "tgi", "official"],
+    "medusa-deep": ["vllm", "tgi"],
+    "hydra": ["official"],
+    "redrafter": ["official"],
+    "mlp_speculator": ["tgi", "official"],
+    "mlp_speculator-tied": ["tgi", "official"],
+    "mtp": ["official"],
+    "mtp-qwen3": ["speculators"],
+    "dflash": ["vllm", "sglang", "trtllm", "speculators", "transformers", "llamacpp", "openvino", "official"],
+    "dflash-unlike": ["vllm", "sglang", "trtllm", "speculators", "transformers", "openvino", "official"],
+    "dspark": ["speculators"],
+    "dspark-in-place": ["speculators"],
+    "dflash2": ["speculators"],
+    "dflash2-unlike": ["speculators"],
+    "draft_model": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
+    "draft_model-lora": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
+}
+
+WIDE = {("eagle", "lmdeploy")}  # whose files hold the target's embedding, which keeps its precision
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", PAIRS)
+def test_every_supported_pair_drafts_the_same(case: str, dtype: str, tmp_path: Path) -> None:
+    found, golden = opened(tmp_path, case)
+    exported = written(found, golden, "all", tmp_path / "out", dtype)
+    stacks = [stack for stack in PAIRS[case] if dtype == "float32" or (case, stack) not in WIDE]
+    assert list(exported.written) == stacks
+    assert set(exported.written) | set(exported.refused) == set(STACKS)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        [*stacks, "drafttrain.json", "drafttrain-checksums.json"]
+    )
+    for stack, parity in exported.written.items():
+        assert parity.drafts == golden.draft_PK.numel() and parity.gap < 0.5
+        for file in (tmp_path / "out" / stack).glob("*.safetensors"):
+            tensors = load_file(file)
+            if (CASES[case][0], stack) == ("eagle3", "speculators"):  # the target's own, in its dtype
+                embedding = found.loaded.target.model.get_input_embeddings().weight  # type: ignore[attr-defined]
+                assert torch.equal(tensors.pop("embed_tokens.weight"), embedding)
+            assert {x.dtype for x in tensors.values() if x.is_floating_point()} == {getattr(torch, dtype)}
+        card = (tmp_path / "out" / stack / "README.md").read_text()
+        assert "targets/tiny" in card and str(tmp_path / "out" / stack) in card
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_draft_models_of_other_architectures(architecture: str, tmp_path: Path) -> None:
+    found, golden = opened(tmp_path, "draft_model", loaded(architecture))
+    assert written(found, golden, "vllm", tmp_path / "out").written["vllm"].gap < 0.5
+
+
+def test_a_tied_head_is_not_written_twice(tmp_path: Path) -> None:
+    model: Any = tiny_model()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    target = LoadedTarget(HFTarget(model), loaded().tokenizer, "tied", loaded().description)
+    found, golden = opened(tmp_path, "draft_model", target)
+    written(found, golden, "vllm", tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_a_target_that_was_trained_too_comes_merged(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found, golden = opened(tmp_path, "medusa", spec=LoraSpec(rank=2))
+    for stack, folder in (("vllm", ""), ("all", "vllm")):
+        out = tmp_path / stack
+        written(found, golden, stack, out)
+        assert f"vllm serve {out / 'target'} " in (out / folder / "README.md").read_text()
+        assert "Its output is not the original's" in (out / folder / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "vllm" / "target", dtype=torch.float32)
+    row = int(golden.count_P[0])
+    roots = [int(m(golden.text_PT[:1, :row]).logits[0, -1].argmax()) for m in (model, found.loaded.target.model)]
+    assert roots == [int(golden.root_P[0])] * 2
+    assert same_weights(model, found.loaded.target.model) and not same_weights(model, loaded().target.model)
+    weights = next((tmp_path / "vllm" / "target").glob("*.safetensors"))
+    tensors = load_file(weights)
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, weights)
+    with pytest.raises(ParityError, match=r"Parity: target: model.norm.weight was not saved as it is"):
+        check_model(weights.parent, found.loaded.target.model)
+
+
+def same_weights(first: Any, second: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_heads_that_share_the_targets_keep_its_precision(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path, "medusa-shared")
+    assert list(written(found, golden, "all", tmp_path / "out").written) == ["vllm", "tgi", "official"]
+    with pytest.raises(UserError, match="share the target's output matrix, which is float32; export with dtype=float32"):
+        written(found, golden, "vllm", tmp_path / "narrow", "bfloat16")
+
+
+def test_a_draft_model_brings_the_targets_tokenizer_and_template(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path, "draft_model")
+    written(found, golden, "transformers", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]["vocab"]["w9"] == 9
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_transformers_itself_reads_a_draft_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found, golden = opened(tmp_path, "draft_model-lora")
+    written(found, golden, "transformers", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    row = int(golden.count_P[0])
+    text = torch.cat([golden.text_PT[0, :row], golden.root_P[:1], golden.draft_PK[0, :-1]])
+    chosen = model(text[None]).logits[0, row:].argmax(-1)
+    assert chosen.tolist() == golden.draft_PK[0].tolist()
+
+
+def test_transformers_itself_reads_dflash(tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    found, golden = opened(tmp_path, "dflash")
+    written(found, golden, "transformers", tmp_path / "out")
+    model, about = AutoModel.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    assert type(model).__name__ == "MuseGlimmerAssistantModel"
+    assert not about["missing_keys"] and not about["unexpected_keys"]
+    assert model.config.target_layer_ids == [0, 1, 2] and model.config.rope_parameters["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize("case", [case for case in PAIRS if case != "draft_model-lora"])
+def test_golden_drafts_are_the_decoders(case: str, tmp_path: Path) -> None:
+    found, golden = opened(tmp_path, case)
+    drafter, trees = found.drafter.eval(), list[DraftTree]()
+    propose = drafter.propose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, "propose", lambda *a: trees.append(propose(*a)) or trees[-1])
+        for row, text in enumerate(TEXTS):
+            trees.clear()
+            Decoder(found.loaded.target, drafter, "greedy", Sampling(), frozenset(), 8).run([text], 1)
+            assert trees[0].token_BN[0].tolist() == [int(golden.root_P[row]), *golden.draft_PK[row].tolist()]
+
+
+def test_golden_material_survives_the_disk(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path, "eagle3")
+    again = stored(found.directory)
+    assert again is not None and again.facts == golden.facts and again.sha256 == found.meta.sha256
+    assert again.states.keys() == golden.states.keys() == {-1, 0, 1, 2, 3, 4}
+    for name in ("text_PT", "count_P", "root_P", "draft_PK", "token_PKR", "logit_PKR", "lse_PK", "ids"):
+        assert torch.equal(getattr(again, name), getattr(golden, name)), name
+
+
+def described(directory: Path, **changes: Any) -> None:
+    """As if the checkpoint had been saved so."""
+    content = json.loads((directory / META).read_text())
+    assert all(content[name] != value for name, value in changes.items())
+    del content["checksum"]
+    write_sealed_json(directory / META, content | changes)
+
+
+def test_golden_material_of_other_weights_does_not_count(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path, "medusa")
+    described(found.directory, sha256="0" * 64)
+    assert stored(found.directory) is None
+    (found.directory / GOLDEN).unlink()
+    assert stored(found.directory) is None
+    store(found.directory, golden)
+    content = (found.directory / GOLDEN).read_bytes()
+    (found.directory / GOLDEN).write_bytes(content[:-40])
+    with pytest.raises(UserError, match=r"golden.safetensors: damaged or cut off .* export makes it again"):
+        stored(found.directory)
+
+
+def test_a_changed_byte_of_golden_material_is_found_or_changes_nothing(tmp_path: Path) -> None:
+    found, _ = opened(tmp_path, "medusa")
+
+    def read() -> list[Any]:
+        golden = stored(found.directory)
+        assert golden is not None
+        return [golden.facts, golden.sha256, *(getattr(golden, name).tolist() for name in TENSORS)]
+
+    assert refused([found.directory / GOLDEN], read, 1500, removed=False)[GOLDEN] > 0.95
+    tensors = load_file(found.directory / GOLDEN)  # as earlier versions wrote it
+    about = {"facts": read()[0], "sha256": read()[1]}
+    wanted = read()
+    save_file(tensors, found.directory / GOLDEN, {"drafttrain": json.dumps(about)})
+    assert read() == wanted
+
+
+def test_a_target_in_bfloat16_makes_no_ties(tmp_path: Path) -> None:
+    """Its head would round logits to three digits; golden ones are of its weights in float32."""
+    model = tiny_model().bfloat16()
+    target = LoadedTarget(HFTarget(model), loaded().tokenizer, "narrow", loaded().description)  # type: ignore[arg-type]
+    for case, stacks in (("eagle", 3), ("eagle3", 6), ("dflash", 8), ("medusa-shared", 3)):
+        found, golden = opened(tmp_path / case, case, target)
+        assert golden.logit_PKR.dtype == torch.float32 and golden.states[-1].dtype == torch.bfloat16
+        for dtype in ("float32", "bfloat16"):
+            assert len(written(found, golden, "all", tmp_path / case / dtype, dtype).written) == stacks
+
+
+def test_weights_come_in_shards(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path, "draft_model")
+    written(found, golden, "vllm", tmp_path / "out", max_shard_size="20KB")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 1 and sorted(set(index["weight_map"].values())) == files
+    with pytest.raises(UserError, match="max_shard_size is 'many'; write a size such as 5GB"):
+        written(found, golden, "vllm", tmp_path / "other", max_shard_size="many")
+
+
+@pytest.mark.parametrize(
+    ("case", "stack", "says"),
+    [
+        (
+            "eagle3-normed",
+            "openvino",
+            r"trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, speculators load it as",
+        ),
+        (
+            "eagle3-last",
+            "sglang",
+            r"last block, and sglang .* train with drafter.taps below 3; vllm load it as it is",
+        ),
+        ("eagle3-two", "openvino", "taps 2 blocks, and openvino takes exactly three"),
+        ("eagle3", "lmdeploy", "its taps are not the official ones"),
+        (
+            "eagle-bias",
+            "vllm",
+            "fc has a trained bias, for which vllm has no place; train with drafter.bias=false; sglang load",
+        ),
+        ("medusa-deep", "official", "its heads have 2 blocks each, and the authors' code repeats one"),
+        ("hydra-deep", "official", "its heads have 3 blocks each, .*; train with drafter.layers=2; no other stack loads it"),
+        ("hydra-deep", "all", "no stack loads this hydra drafter: official: its heads have 3 blocks each"),
+        ("dflash-shifted", "vllm", "its slots are shifted"),
+    ],
+)
+def test_a_drafter_that_a_stack_cannot_load_is_refused(case: str, stack: str, says: str, tmp_path: Path) -> None:
+    found, golden = opened(tmp_path, case)
+    with pytest.raises(UserError, match=says):
+        written(found, golden, stack, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00004"]
+
+
+def test_pairs_that_no_loader_serves_name_those_that_do() -> None:
+    with pytest.raises(
+        UserError, match="medusa cannot be exported to sglang: no loader of this family; vllm, tgi, official load"
+    ):
+        asked("medusa", "sglang")
+    with pytest.raises(UserError, match="prompt_lookup cannot be exported: nothing is trained; turn on the stack's own n-gram"):
+        asked("prompt_lookup", "vllm")
+    with pytest.raises(UserError, match="cascade cannot be exported: no stack runs drafters together"):
+        asked("cascade", "all")
+    with pytest.raises(UserError, match="format is 'vlm'; choose one of vllm, sglang"):
+        asked("medusa", "vlm")
+
+
+def test_the_table_has_a_row_for_every_family_and_stack() -> None:
+    assert TABLE.keys() == families().keys()
+    assert all(rows.keys() == STACKS.keys() for rows in TABLE.values())
+    covered = {(CASES[case][0], stack) for case, stacks in PAIRS.items() for stack in stacks}
+    assert {(family, stack) for family in TABLE for stack in loads(family)} - covered == {
+        ("eagle3", "lmdeploy"),
+        ("dflash", "lmdeploy"),
+    }
+
+
+def test_lmdeploy_takes_official_taps_alone(tmp_path: Path) -> None:
+    """Which it finds by itself; a target of six blocks or more has three of them."""
+    target = deep()
+    found, golden = opened(tmp_path, "eagle3", target, taps=None)
+    assert found.drafter.taps.blocks == (1, 3, 4)
+    assert written(found, golden, "lmdeploy", tmp_path / "out").written["lmdeploy"].gap < 0.5
+    whole, golden = opened(tmp_path / "whole", "eagle3-whole", target, taps=None)
+    written(whole, golden, "lmdeploy", tmp_path / "all")
+    assert not load_file(tmp_path / "all" / "model.safetensors")["d2t"].any()  # it maps by it whether it is there or not
+    other = LoadedTarget(target.target, target.tokenizer, "deep", target.description | {"architecture": "Qwen3ForCausalLM"})
+    found, golden = opened(tmp_path / "other", "eagle3", other, taps=None)
+    with pytest.raises(UserError, match="lmdeploy gives out no states of Qwen3ForCausalLM targets for this family"):
+        written(found, golden, "lmdeploy", tmp_path / "none")
+
+
+def test_lmdeploy_takes_blocks_for_qwen3_alone(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "one", "dflash", loaded("qwen3"))
+    assert written(found, golden, "lmdeploy", tmp_path / "out").written["lmdeploy"].gap < 0.5
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dflash_config"]["block_size"] == 4
+    for target, taps, says in (
+        ("llama", [0, 1, 2], "LMDeploy gives out no states of llama targets"),
+        ("qwen3", [1, 0, 2], "its taps do not ascend"),
+    ):
+        found, golden = opened(tmp_path / target / str(taps[0]), "dflash", loaded(target), taps=taps)
+        with pytest.raises(UserError, match=says):
+            written(found, golden, "lmdeploy", tmp_path / "none")
+
+
+def test_the_page_shows_the_table_of_now() -> None:
+    file = ROOT / "docs" / "export.md"
+    page = file.read_text(encoding="utf-8")
+    assert matrix.renewed(page, matrix.facts_beside(file)) == page, "run make export-matrix"
+
+
+def test_the_page_shows_no_run_that_did_not_hold() -> None:
+    """And of broken exports none that got past: the texts were the target's own, what was accepted was not ours."""
+    facts = matrix.facts_beside(ROOT / "docs" / "export.md")
+    assert all(run["ours"] == run["theirs"] and run["same_texts"] == run["prompts"] for run in facts["runs"].values())
+    assert all(run["ours"] != run["theirs"] and run["same_texts"] == run["prompts"] for run in facts["broken"].values())
+    assert all(isinstance(TABLE[run["family"]][run["stack"]], Layout) for run in facts["runs"].values())
+
+
+def test_readers_share_nothing_with_the_exporter() -> None:
+    allowed = {"torch", "safetensors", "gguf", "numpy", "regex", *sys.stdlib_module_names}
+    for file in (ROOT / "drafttrain" / "export" / "readers").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] in allowed or name.startswith("drafttrain.export.readers"), (
+                    f"{file.name} imports {name}"
+                )
+
+
+def wanted(out: Path, **changes: Any) -> Wanted:
+    return Wanted(["vllm"], out, **{"dtype": "float32", "several": False, **changes})
+
+
+def test_what_is_there_stays_unless_an_export_may_be_replaced(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "medusa")
+    out = tmp_path / "out"
+    out.mkdir()
+    check_wanted(wanted(out))  # empty
+    (out / "thesis.txt").touch()
+    with pytest.raises(UserError, match="which exists; name another directory, or add overwrite=true"):
+        check_wanted(wanted(out))
+    with pytest.raises(UserError, match=r"which no export has written \(no drafttrain.json there\), so it stays"):
+        check_wanted(wanted(out, overwrite=True))
+    (out / "thesis.txt").unlink()
+    for dtype in ("float32", "bfloat16"):
+        check_wanted(wanted(out, overwrite=True))
+        written(found, golden, "vllm", out, dtype, overwrite=True)
+        assert json.loads((out / "drafttrain.json").read_text())["dtype"] == dtype
+    with pytest.raises(UserError, match="dtype is 'int8'; choose one of float32, bfloat16, float16"):
+        check_wanted(wanted(out, dtype="int8"))
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, golden = opened(tmp_path / "run", "medusa")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for place in ("drafttrain.export.files.save_file", "os.fsync"):
+        monkeypatch.setattr(place, full)
+        with pytest.raises(UserError, match=r"disk full while writing .*out: nothing of it was kept, free space under"):
+            written(found, golden, "vllm", tmp_path / "out")
+        monkeypatch.undo()
+        assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "medusa")
+    found.tensors["heads.0.output.weight"][0, 0] = 1e6
+    with pytest.raises(UserError, match=r"lm_heads.0.weight reaches 1e\+06, more than float16 holds; export with"):
+        written(found, golden, "vllm", tmp_path / "out", "float16")
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    path = checkpoint(tmp_path / "nan", "medusa")
+    state = load_file(path / "drafter.safetensors")
+    state["heads.0.output.weight"][0, 0] = torch.nan
+    save_file(state, path / "drafter.safetensors")
+    described(path, sha256=hashlib.sha256((path / "drafter.safetensors").read_bytes()).hexdigest())
+    with pytest.raises(UserError, match=r"heads.0.output.weight holds NaN or infinity: training diverged"):
+        Opened.of(path, loaded())
+
+
+def test_a_checkpoint_of_another_target_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="checkpoint of another target: its weight fingerprint"):
+        Opened.of(checkpoint(tmp_path, "medusa"), loaded(seed=1))
+
+
+def test_the_card_has_what_was_measured(tmp_path: Path) -> None:
+    entry = {"name": "step-00004", "tau": 2.345, "speedup": 1.678, "policy": "greedy"}
+    training = {"steps": 4, "data": {"path": "talks.jsonl"}}
+    report = {"checkpoints": [entry], "environment": {"device": "cpu"}, "training": training}
+    found, golden = opened(tmp_path / "checkpoints", "medusa")
+    assert Measured.of(found.directory) == Measured()
+    written(found, golden, "vllm", tmp_path / "before")
+    assert "not in a report of its run" in (tmp_path / "before" / "README.md").read_text()
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    written(found, golden, "vllm", tmp_path / "out", "bfloat16")
+    card = (tmp_path / "out" / "README.md").read_text()
+    for text in (
+        "tau 2.35 tokens",
+        "1.68x",
+        "4 steps on `talks.jsonl`",
+        "vllm serve targets/tiny",
+        '"method": "medusa"',
+        "0.33",
+    ):
+        assert text in card, text
+
+
+def test_texts_of_any_tokenizer() -> None:
+    texts = material.texts_for(loaded())
+    assert [len(text) for text in texts] == [24, 12] * 3
+    assert all(0 <= token < 64 for text in texts for token in text)

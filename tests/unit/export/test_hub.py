@@ -1,0 +1,199 @@
+"""`push_to_hub`, against a hub of our own on this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from drafttrain.core.checksums import LISTED
+from drafttrain.core.errors import UserError
+from drafttrain.export import hub
+from drafttrain.export.hub import Repository, is_repository
+from drafttrain.model.target import LoraSpec
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import load_target
+from tests.exports import checkpoint, opened, written
+
+TOKEN = "hf_" + "s" * 34
+Command = Callable[..., int]
+
+
+@dataclass
+class Hub:
+    """What arrived. refuses: the path at which it answers 403, repeating the token."""
+
+    address: str = ""
+    asked: list[str] = field(default_factory=list)
+    created: list[dict[str, Any]] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+    tokens: set[str | None] = field(default_factory=set)
+    refuses: str = "nowhere"
+
+
+def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            there = "create" not in hub.refuses
+            self.answer({"id": "me/mine", "sha": "0" * 40, "siblings": []} if there else {}, 200 if there else 404)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            hub.asked.append(self.path)
+            hub.tokens.add(self.headers.get("Authorization"))
+            if hub.refuses in self.path:
+                self.answer({"error": f"{TOKEN} may not"}, 403)
+            elif self.path.endswith("/repos/create"):
+                hub.created.append(json.loads(body))
+                self.answer({"url": f"{hub.address}/me/mine"})
+            elif "/preupload/" in self.path:
+                listed = [
+                    {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in json.loads(body)["files"]
+                ]
+                self.answer({"files": listed})
+            elif "/commit/" in self.path:
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                self.answer({"commitUrl": f"{hub.address}/me/mine/commit/1", "commitOid": "1", "success": True})
+            else:
+                self.answer({"errors": [], "warnings": []})
+
+        def answer(self, content: dict[str, Any], code: int = 200) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return Handler
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    found = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(found))
+    found.address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", found.address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield found
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("run") / "checkpoints", "medusa", load_target(TargetOptions()))
+
+
+def export(command: Command, run: Path, *more: str) -> int:
+    return command("export", f"checkpoint={run}", "format=vllm", "out=out", "push_to_hub=me/mine", *more)
+
+
+def kept() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path("out").iterdir()}
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_all_that_was_written_arrives(
+    private: bool, served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(command, run, *([] if private else ["push_private=false"])) == 0
+    said = capsys.readouterr()
+    assert f"uploaded: {served.address}/me/mine/commit/1" in said.out and TOKEN not in said.out + said.err
+    assert served.created[0]["name"] == "mine" and served.created[0]["organization"] == "me"
+    assert (served.created[0].get("private"), served.created[0].get("visibility")) in (
+        [(True, None), (None, "private")] if private else [(False, None), (None, "public")]
+    )
+    assert served.files == kept() and served.tokens == {f"Bearer {TOKEN}"}
+    assert not any(TOKEN.encode() in content for content in served.files.values())
+    card = served.files["README.md"].decode()
+    assert '"model": "me/mine"' in card and "base_model" not in card and str(Path.cwd()) not in card
+
+
+@pytest.mark.parametrize("step", ["/repos/create", "/preupload/", "/commit/"])
+def test_what_fails_to_arrive_stays_here(
+    step: str, served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.refuses = step
+    assert export(command, run) == 2
+    error = capsys.readouterr().err
+    assert "out is complete and stays, but its upload to me/mine failed (" in error
+    assert error.rstrip().endswith("repeat it: hf upload me/mine out . --private")
+    last = error.rstrip().splitlines()[-1]
+    assert last.startswith("drafttrain: ") and TOKEN not in error
+    assert sorted(kept()) == ["README.md", "config.json", LISTED, "drafttrain.json", "model.safetensors"] and not served.files
+
+
+def test_a_hub_that_is_not_there(
+    served: Hub, command: Command, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert export(command, run) == 2
+    assert "is complete and stays" in capsys.readouterr().err and kept()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["push_to_hub=mine"], "push_to_hub is 'mine'; name a repository as OWNER/NAME"),
+        (["push_to_hub=me/mi ne"], "push_to_hub is 'me/mi ne'; name a repository as OWNER/NAME"),
+        (["push_to_hub=me/mine/more"], "push_to_hub is 'me/mine/more'; name a repository as OWNER/NAME"),
+        (["push_to_hub=me/mine", "format=all"], "push_to_hub is given with format=all"),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_done(
+    arguments: list[str], says: str, served: Hub, command: Command, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["format=vllm"] if "format=all" not in arguments else []
+    assert command("export", f"checkpoint={run}", "out=out", *given, *arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+    assert not Path("out").exists() and not served.asked
+
+
+def test_without_a_login_nothing_is_begun(
+    command: Command, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    assert export(command, run) == 2
+    assert "push_to_hub needs a login to the hub; run hf auth login, or set HF_TOKEN" in capsys.readouterr().err
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert export(command, run) == 2
+    assert "HF_HUB_OFFLINE forbids it" in capsys.readouterr().err and not Path("out").exists()
+
+
+def test_the_card_says_how_to_get_what_is_read_from_files(served: Hub, tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "one", "eagle3")
+    written(found, golden, "llamacpp", tmp_path / "out", repository=Repository("me/mine", True))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "`hf download me/mine --local-dir mine` makes one" in card and "-md mine/draft.gguf" in card
+    assert "base_model: targets/tiny" in card
+    found, golden = opened(tmp_path / "two", "medusa", spec=LoraSpec(rank=2))
+    written(found, golden, "vllm", tmp_path / "adapted", repository=Repository("me/mine", True))
+    card = (tmp_path / "adapted" / "README.md").read_text()
+    assert "vllm serve mine/target " in card and '"model": "mine"' in card and str(tmp_path) not in card
+
+
+def test_names_of_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_repository("meta-llama/Llama-3.1-8B") and is_repository("gpt2")
+    Path("models").mkdir()
+    assert not any(map(is_repository, ("models", "/data/llama", "../llama", "a/b/c")))
+    with pytest.raises(UserError, match="OWNER/NAME"):
+        Repository("gpt2", True).check()

@@ -1,0 +1,116 @@
+"""What was exported comes back bit by bit, and goes out again as it was."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drafttrain.core.checksums import LISTED
+from drafttrain.export.exporter import RECORD
+from drafttrain.export.files import DTYPES, Source
+from drafttrain.export.golden import Golden, made
+from drafttrain.export.importers import convert
+from drafttrain.export.importers.convert import converted
+from drafttrain.export.importers.directory import Foreign
+from drafttrain.export.importers.table import IMPORTERS
+from drafttrain.export.layouts.renames import Renames
+from drafttrain.export.opened import Opened
+from drafttrain.export.table import TABLE, layout, loads
+from drafttrain.targets.load import LoadedTarget
+from tests.exports import CASES, TEXTS, deep, loaded, opened, written
+
+NOT_BACK = ("llamacpp",)  # GGUF is not imported
+PAIRS = [(family, stack) for family in TABLE for stack in loads(family) if stack not in NOT_BACK]
+TAPPED = {("eagle3", "lmdeploy"): "deep", ("dflash", "lmdeploy"): "qwen3"}  # the targets whose states it gives out
+ELSEWHERE = ("source", "path", "blocks", "lora_rank", "lora_alpha")  # a language model comes back as one from a directory
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Checkpoints by case and target, opened once each."""
+
+    @cache
+    def open_case(case: str, target: str) -> tuple[Opened, Golden, LoadedTarget]:
+        of = deep() if target == "deep" else loaded(target)
+        more: dict[str, Any] = {"taps": None} if target == "deep" else {}
+        return *opened(tmp_path_factory.mktemp("run"), case, of, **more), of
+
+    return open_case
+
+
+def imported(directory: Path, target: LoadedTarget) -> Opened:
+    return Opened.of(converted(Foreign(directory), target, lambda text: None), target)
+
+
+def weights_of(directory: Path) -> dict[str, Tensor]:
+    return {name: x for file in directory.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def check_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]), name
+
+
+def network(found: Opened) -> dict[str, Any]:
+    """Its options, those that were left to a rule as they came out."""
+    return found.meta.options | found.drafter.settled()
+
+
+@pytest.mark.parametrize(("family", "stack"), PAIRS)
+def test_what_goes_out_comes_back(family: str, stack: str, exported: Any, tmp_path: Path) -> None:
+    """Weights bit by bit in the exported dtype, and options: all, and without our record those that the layout can tell."""
+    back = 0
+    for case in (case for case, (of, _) in CASES.items() if of == family):
+        found, golden, target = exported(case, TAPPED.get((family, stack), "llama"))
+        for dtype in ("float32", "bfloat16") if not back else ("float32",):
+            if layout(family, stack).refuse(Source(found, stack, dtype)) is not None:
+                continue
+            out = tmp_path / f"{case}-{dtype}"
+            written(found, golden, stack, out, dtype)
+            again = imported(out, target)
+            kept = ELSEWHERE if family in ("draft_model", "pard") else ()
+            assert {k: v for k, v in network(again).items() if k not in kept} == {
+                k: v for k, v in network(found).items() if k not in kept
+            }
+            wanted = {f"lm.model.{n}": x for n, x in weights_of(out).items()} if kept else found.tensors
+            check_same(again.tensors, {n: x.to(DTYPES[dtype]) if x.is_floating_point() else x for n, x in wanted.items()})
+            check_drafts(again, golden if dtype == "float32" else made(again, TEXTS))
+            written(again, made(again, TEXTS), stack, tmp_path / f"{case}-{dtype}-again", dtype)
+            check_same(weights_of(out), weights_of(tmp_path / f"{case}-{dtype}-again"))
+            for name in (RECORD, LISTED):
+                (out / name).unlink()
+            bare = imported(out, target)
+            check_same(bare.tensors, again.tensors)
+            about = bare.meta.imported
+            assert about is not None and about["dtype"] == dtype
+            assert {k: network(bare)[k] for k in about["determined"]} == {k: network(again)[k] for k in about["determined"]}
+            back += 1
+    assert back, "the pair has a case that it exports"
+
+
+def check_drafts(found: Opened, golden: Golden) -> None:
+    assert torch.equal(made(found, TEXTS).draft_PK, golden.draft_PK)
+
+
+def test_every_exported_layout_has_a_way_back() -> None:
+    names = {(row.family, row.name) for row in IMPORTERS}
+    assert {(family, layout(family, stack).name) for family, stack in PAIRS} <= names
+
+
+def test_names_go_both_ways() -> None:
+    renames = Renames({"a.{i}.b.{part}": "{i}.{part}.x", "c.{rest}": "{rest}"})
+    assert renames.theirs("a.12.b.bias") == "12.bias.x" and renames.ours("12.bias.x") == "a.12.b.bias"
+    assert renames.theirs("c.d.e") == "d.e" and renames.ours("d.e") == "c.d.e"
+    assert renames.theirs("b") is None

@@ -1,0 +1,578 @@
+"""Published drafters, written by hand: what they are taken for, what they draft, and what is wrong with them, in one line."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafttrain.core.errors import UserError
+from drafttrain.drafters import families
+from drafttrain.export import parity
+from drafttrain.export.files import Files
+from drafttrain.export.golden import made
+from drafttrain.export.importers import convert, directory
+from drafttrain.export.importers.convert import converted
+from drafttrain.export.importers.directory import Foreign, fetched
+from drafttrain.export.opened import Opened
+from drafttrain.export.readers import (
+    causal_lm,
+    dflash,
+    dflash2,
+    dspark,
+    eagle,
+    eagle3,
+    hydra,
+    medusa,
+    mlp_speculator,
+    peagle,
+    redrafter,
+)
+from drafttrain.model.layers import LayerOptions
+from drafttrain.runs.given_checkpoint import check_start
+from drafttrain.targets.load import LoadedTarget
+from tests.exports import LINEAR, TEXTS, deep, loaded
+from tests.official import IDS, LAYOUTS, LLAMA, D, H, Made, V, put
+
+READERS = {  # of layouts whose directories have all that a stack's reader asks for
+    "eagle3": eagle3.portable("vllm"),
+    "eagle3, speculators": eagle3.speculators,
+    "peagle": peagle.portable,
+    "peagle, speculators": peagle.speculators,
+    "pard": causal_lm.parallel,
+    "eagle": eagle.reader("sglang"),
+    "medusa, vllm": medusa.vllm,
+    "medusa": medusa.official("official"),
+    "hydra": hydra.read,
+    "redrafter": redrafter.read,
+    "mlp_speculator": mlp_speculator.read,
+    "dflash": dflash.zlab,
+    "dflash, speculators": dflash.speculators,
+    "dflash, transformers": dflash.transformers,
+    "dspark, speculators": dspark.speculators,
+    "dflash2, speculators": dflash2.speculators,
+}
+NETWORK = {
+    "eagle3": {"taps": [0, 1, 2], "draft_vocab": D, "fc_norm": False, "norm_output": False, "norm_before_residual": False},
+    "eagle3, speculators": {"taps": [0, 1, 2], "draft_vocab": D, "norm_before_residual": True},
+    "peagle": {"taps": [0, 1, 2], "layers": 3, "mask_token": 60, "draft_vocab": D, "fc_norm": False},
+    "peagle, speculators": {"layers": 3, "mask_token": 60, "norm_before_residual": True},
+    "pard": {"source": "hf", "mask_token": 60},
+    "eagle": {"bias": True},
+    "medusa, vllm": {"heads": 3, "layers": 1, "init": "copy"},
+    "medusa": {"heads": 3, "layers": 1, "init": "copy"},
+    "hydra": {"heads": 2, "layers": 2, "prefix_layer": False},
+    "redrafter": {"layers": 2, "length": 4},
+    "mlp_speculator": {"n_predict": 3, "inner_dim": 24, "tie_weights": False, "scale_input": True},
+    "dflash": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "mask_token": 63, "slots": "in_place"},
+    "dspark, speculators": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "slots": "shifted", "rank": 8},
+    "dflash2, speculators": {"block_size": 4, "layers": 2, "slots": "in_place", "rank": 8, "candidates": 6, "group": 16},
+    "draft_model": {"source": "hf", "lora_rank": 0},
+}
+Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def imported(folder: Path, target: LoadedTarget | None = None) -> tuple[Opened, list[str]]:
+    """(the drafter, what was said)."""
+    said: list[str] = []
+    target = target or loaded()
+    return Opened.of(converted(Foreign(folder), target, said.append), target), said
+
+
+def changed(layout: str, change: Change) -> Made:
+    config, tensors, file = LAYOUTS[layout]()
+    change(config, tensors)
+    return config, {name: x.contiguous() for name, x in tensors.items()}, file
+
+
+@pytest.mark.parametrize("layout", READERS)
+def test_what_is_imported_drafts_as_its_files_do(layout: str, tmp_path: Path) -> None:
+    """As an independent reader of the stack reads them."""
+    folder = put(tmp_path / "hand", LAYOUTS[layout]())
+    found, _ = imported(folder)
+    golden = made(found, TEXTS)
+    reading = READERS[layout](folder, parity.engine_of(found, Files({}, {})), parity.points_of(golden))
+    assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
+    options = found.meta.options | found.drafter.settled()
+    assert {key: options[key] for key in NETWORK.get(layout, {})} == NETWORK.get(layout, {})
+    assert all(value is None for value in options.get("layer", {}).values())
+
+
+def test_a_draft_model_drafts_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = put(tmp_path / "hand", LAYOUTS["draft_model"]())
+    found, _ = imported(folder)
+    golden, model = made(found, TEXTS), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    row = int(golden.count_P[0])
+    text = torch.cat([golden.text_PT[0, :row], golden.root_P[:1], golden.draft_PK[0, :-1]])
+    assert model(text[None]).logits[0, row:].argmax(-1).tolist() == golden.draft_PK[0].tolist()
+    assert found.meta.options["path"] == str(folder)
+
+
+def tied(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    config["tie_word_embeddings"] = True
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def tied_once(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tied(config, tensors)
+    del tensors["lm_head.weight"]
+
+
+def test_a_tied_head_may_come_once_or_twice(tmp_path: Path) -> None:
+    drafters = [imported(put(tmp_path / str(i), changed("draft_model", c)))[0] for i, c in enumerate((tied, tied_once))]
+    assert drafters[0].meta.sha256 == drafters[1].meta.sha256
+    model: Any = drafters[0].drafter.language_model()
+    assert model.model.lm_head.weight.data_ptr() == model.model.model.embed_tokens.weight.data_ptr()
+    with pytest.raises(UserError, match=r"says tie_word_embeddings, and lm_head.weight is not the embedding"):
+        imported(put(tmp_path / "bad", changed("draft_model", lambda config, _: config.update(tie_word_embeddings=True))))
+
+
+def test_a_padded_vocabulary_is_brought_to_the_targets(tmp_path: Path) -> None:
+    def pad(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config["vocab_size"] = V + 8
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = torch.cat([tensors[name], torch.ones(8, H)]).bfloat16()
+
+    folder = put(tmp_path / "hand", changed("draft_model", pad))
+    loaded().tokenizer.save_pretrained(folder)
+    target = copy.copy(loaded().target)
+    target.tokenizer = loaded().tokenizer
+    found, _ = imported(folder, dataclasses.replace(loaded(), target=target))
+    whole = LAYOUTS["draft_model"]()[1]
+    assert torch.equal(found.tensors["lm.model.lm_head.weight"], whole["lm_head.weight"].bfloat16())
+
+
+def test_both_names_of_the_layer_are_one_drafter(tmp_path: Path) -> None:
+    first, second = (
+        imported(put(tmp_path / str(i), LAYOUTS[name]()))[0] for i, name in enumerate(("eagle3", "eagle3, layers.0"))
+    )
+    assert first.meta.options == second.meta.options and first.meta.sha256 == second.meta.sha256
+
+
+def no_ids(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    del config[IDS], config["eagle_config"]
+
+
+@pytest.mark.parametrize(
+    ("change", "taps"),
+    [
+        (lambda config, _: config.pop(IDS), [0, 1, 2]),  # nested alone: the outputs' numbers
+        (lambda config, _: config["eagle_config"].pop(IDS), [0, 1, 2]),  # top level alone: the inputs'
+        (lambda config, _: config.pop("eagle_config"), [0, 1, 2]),
+        (lambda config, _: config.update({IDS: [2, 4], "eagle_config": {}}), [1, 3]),
+    ],
+)
+def test_layer_ids_where_stacks_look_for_them(change: Change, taps: list[int], tmp_path: Path) -> None:
+    def change_all(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        change(config, tensors)
+        tensors["fc.weight"] = tensors["fc.weight"][:, : len(taps) * H]
+
+    found, _ = imported(put(tmp_path / "hand", changed("eagle3", change_all)))
+    assert found.meta.options["taps"] == taps
+
+
+def test_layer_ids_that_are_not_said_are_the_usual_ones(tmp_path: Path) -> None:
+    folder = put(tmp_path / "hand", changed("eagle3", no_ids))
+    assert imported(folder, deep())[0].meta.options["taps"] == [1, 3, 4]
+    with pytest.raises(UserError, match=r"names no layer ids, and the usual ones are \[2, 2, 1\]; of a target of 4 blocks"):
+        imported(folder)
+
+
+def absolute(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["d2t"] += torch.arange(D)
+
+
+def test_d2t_as_ids_is_kept_as_offsets(tmp_path: Path) -> None:
+    right, said = imported(put(tmp_path / "right", LAYOUTS["eagle3"]()))
+    assert not any("d2t holds" in line for line in said)
+    for number, change in enumerate((absolute, lambda c, t: (absolute(c, t), t.pop("t2d")))):
+        found, said = imported(put(tmp_path / str(number), changed("eagle3", change)))
+        assert found.meta.sha256 == right.meta.sha256
+        assert sum("d2t holds the target's ids; they are kept as offsets" in line for line in said) == 1
+
+
+def test_t2d_is_made_where_it_is_missing(tmp_path: Path) -> None:
+    right, _ = imported(put(tmp_path / "right", LAYOUTS["eagle3"]()))
+    found, _ = imported(put(tmp_path / "bare", changed("eagle3", lambda _, tensors: tensors.pop("t2d"))))
+    assert found.meta.sha256 == right.meta.sha256
+
+
+def test_the_flag_of_the_residual_is_what_the_writer_takes_it_for(tmp_path: Path) -> None:
+    found, said = imported(
+        put(tmp_path / "a", changed("eagle3, speculators", lambda config, _: config.pop("norm_before_residual")))
+    )
+    assert found.meta.options["norm_before_residual"] is False
+    assert any("does not say norm_before_residual: false, as speculators takes it (vLLM takes true)" in line for line in said)
+    found, said = imported(put(tmp_path / "b", changed("eagle3", lambda config, _: config.pop("norm_before_residual"))))
+    assert found.meta.options["norm_before_residual"] is False and len(said) == 1
+
+
+def test_layers_of_another_shape_than_the_targets(tmp_path: Path) -> None:
+    """As most published ones are: no rope_theta means 10,000, whatever the target's is."""
+
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for key in ("rope_theta", "rms_norm_eps", "head_dim"):
+            del config[key]
+        config |= {"rope_scaling": {"type": "linear", "factor": 2.0}, "intermediate_size": 24}
+        for name in ("gate", "up"):
+            tensors[f"midlayer.mlp.{name}_proj.weight"] = tensors[f"midlayer.mlp.{name}_proj.weight"][:24]
+        tensors["midlayer.mlp.down_proj.weight"] = tensors["midlayer.mlp.down_proj.weight"][:, :24]
+
+    model: Any = loaded().target.model
+    theta = model.config.rope_parameters["rope_theta"]
+    found, _ = imported(put(tmp_path / "hand", changed("eagle3", change)))
+    assert theta == 10000.0
+    assert LayerOptions.of(found.meta.options["layer"]) == LayerOptions(intermediate_size=24, rope_scaling=LINEAR)
+
+
+@pytest.mark.parametrize(("config_bias", "zero", "bias"), [(False, True, False), (True, True, True), (True, False, True)])
+def test_the_bias_of_eagle(config_bias: bool, zero: bool, bias: bool, tmp_path: Path) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config["bias"] = config_bias
+        if zero:
+            tensors["fc.bias"].zero_()
+
+    found, _ = imported(put(tmp_path / "hand", changed("eagle", change)))
+    assert found.meta.options["bias"] is bias and ("fc.bias" in found.tensors) is bias
+
+
+def test_tensors_that_are_the_targets_are_not_kept(tmp_path: Path) -> None:
+    embedding = loaded().target.model.get_input_embeddings().weight.detach()
+    for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+        made = changed("eagle3", lambda _, t, d=dtype: t.update({"embed_tokens.weight": embedding.to(d)}))
+        found, _ = imported(put(tmp_path / str(number), made))
+        assert "embed_tokens.weight" not in found.tensors
+    other = changed("eagle3", lambda _, t: t.update({"embed_tokens.weight": embedding.flip(0)}))
+    with pytest.raises(UserError, match=r"embed_tokens.weight is not this target's embedding, and drafters here have none"):
+        imported(put(tmp_path / "other", other))
+
+
+def test_weights_keep_their_dtype(tmp_path: Path) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        narrow = changed("eagle3", lambda _, t, d=dtype: t.update({n: x.to(d) for n, x in t.items() if x.is_floating_point()}))
+        found, _ = imported(put(tmp_path / str(dtype), narrow))
+        assert {x.dtype for x in found.tensors.values() if x.is_floating_point()} == {dtype}
+        assert found.meta.imported is not None and found.meta.imported["dtype"] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("medusa", "medusa_lm_head.pt"), ("eagle3", "pytorch_model.bin"), ("draft_model", "pytorch_model.bin")]
+)
+def test_pickles_are_read_once_and_kept_as_safetensors(
+    name: str, file: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, tensors, _ = LAYOUTS[name]()
+    folder = put(tmp_path / "hand", (config, tensors, file))
+    found, said = imported(folder)
+    right, _ = imported(put(tmp_path / "safe", LAYOUTS[name]()))
+    assert found.meta.sha256 == right.meta.sha256
+    assert any(line.startswith(f"note: {file} is a pickle: its tensors alone were read, and are kept") for line in said)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["config.json", file])
+    monkeypatch.setattr(convert, "taken", lambda *_: pytest.fail("converted again"))
+    assert imported(folder)[0].meta == found.meta
+    monkeypatch.setattr(directory, "load_file", lambda *_: pytest.fail("read again"))
+    assert imported(tmp_path / "safe")[0].meta == right.meta
+    assert len(list((cache / "imports").iterdir())) == 2
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return print, ("code in a pickle ran",)
+
+
+def test_code_in_a_pickle_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = put(tmp_path / "hand", (*LAYOUTS["medusa"]()[:2], "medusa_lm_head.pt"))
+    torch.save({"0.0.linear.weight": Evil()}, folder / "medusa_lm_head.pt")
+    with pytest.raises(UserError, match=r"medusa_lm_head.pt: damaged, cut off, or no tensors"):
+        imported(folder)
+    assert "code in a pickle ran" not in capsys.readouterr().out
+
+
+def test_more_heads_than_the_configuration_says(tmp_path: Path) -> None:
+    """As in the first published heads."""
+    found, said = imported(put(tmp_path / "hand", changed("medusa", lambda config, _: config.update(medusa_num_heads=2))))
+    assert found.meta.options["heads"] == 3
+    assert "note: config.json says medusa_num_heads 2, its weights have 3 heads: 3 it is" in said
+
+
+def test_blocks_without_biases_have_zeros(tmp_path: Path) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config["medusa_fc_bias"] = False
+        for name in [name for name in tensors if name.endswith("bias")]:
+            del tensors[name]
+
+    found, _ = imported(put(tmp_path / "hand", changed("medusa, vllm", change)))
+    biases = [x for name, x in found.tensors.items() if name.endswith("bias")]
+    assert len(biases) == 3 and not any(x.any() for x in biases)
+
+
+def test_stages_that_share_their_weights_may_come_once(tmp_path: Path) -> None:
+    def tied(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config["tie_weights"] = True
+        for name in list(tensors):
+            _, part, stage, _ = name.split(".")
+            first = 1 if part == "proj" else 0
+            if int(stage) > first:
+                tensors[name] = tensors[name.replace(f".{stage}.", f".{first}.")].clone()
+
+    def once(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tied(config, tensors)
+        for name in [n for n in tensors if ".2." in n or (".1." in n and "proj" not in n)]:
+            del tensors[name]
+
+    both = [imported(put(tmp_path / str(i), changed("mlp_speculator", c)))[0] for i, c in enumerate((tied, once))]
+    assert both[0].meta.sha256 == both[1].meta.sha256 and both[0].meta.options["tie_weights"]
+    with pytest.raises(UserError, match=r"says tie_weights, and speculator.emb.1.weight is not that of stage 0"):
+        imported(put(tmp_path / "bad", changed("mlp_speculator", lambda config, _: config.update(tie_weights=True))))
+
+
+def narrowed(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["midlayer.self_attn.q_proj.weight"] = tensors["midlayer.self_attn.q_proj.weight"][:16]
+
+
+def put_in(name: str, value: Tensor) -> Change:
+    return lambda _, tensors: tensors.update({name: value})
+
+
+MISTAKES: dict[str, tuple[str, Change, str]] = {
+    "unknown": (
+        "eagle3",
+        lambda c, t: t.pop("fc.weight"),
+        r"no drafter that is known here: architectures \['LlamaForC.*known: port",
+    ),
+    "another hidden size": (
+        "eagle3",
+        lambda c, t: c.update(hidden_size=48),
+        "its hidden size is 48, this target's is 32; give the",
+    ),
+    "another vocabulary": ("medusa, vllm", lambda c, t: c.update(vocab_size=99), "its vocab_size is 99, this target's is 64"),
+    "another depth": ("dflash", lambda c, t: c.update(num_target_layers=36), "its num_target_layers is 36, this target's is 4"),
+    "missing": ("eagle3", lambda c, t: t.pop("norm.weight"), "model.safetensors lacks norm.weight, by what config.json says"),
+    "unexpected": ("eagle3", put_in("layers.1.x", torch.ones(1)), r"has unexpected layers\.1\.x"),
+    "no place": (
+        "medusa, vllm",
+        put_in("token_map", torch.ones(1)),
+        "has unexpected token_map, for which drafters of medusa have no",
+    ),
+    "a bias of attention": (
+        "eagle",
+        put_in("layers.0.self_attn.q_proj.bias", torch.ones(32)),
+        "has unexpected layers.0.self_attn",
+    ),
+    "shape": ("eagle3", narrowed, r"q_proj.weight is \[16, 64\], by config.json and this target it should be \[32, 64\]"),
+    "NaN": ("eagle3", put_in("norm.weight", torch.full((H,), torch.nan)), "norm.weight holds NaN or infinity"),
+    "dtype": (
+        "eagle3",
+        put_in("norm.weight", torch.ones(H).to(torch.float8_e4m3fn)),
+        "norm.weight is torch.float8_e4m3fn; weights",
+    ),
+    "whole numbers": (
+        "eagle3",
+        put_in("norm.weight", torch.ones(H, dtype=torch.int64)),
+        "norm.weight is torch.int64, torch.float32 is",
+    ),
+    "d2t of floats": ("eagle3", put_in("d2t", torch.zeros(D)), "d2t is torch.float32"),
+    "d2t beyond": (
+        "eagle3",
+        put_in("d2t", torch.full((D,), 40)),
+        "d2t gives the tokens that t2d marks neither as offsets nor as ids",
+    ),
+    "no d2t": ("eagle3", lambda c, t: t.pop("d2t"), "drafts of 40 tokens, this target has 64, and no d2t says which"),
+    "draft vocabulary": (
+        "eagle3",
+        lambda c, t: c.update(draft_vocab_size=41),
+        "draft_vocab_size is 41, lm_head.weight has 40 rows",
+    ),
+    "layer ids": (
+        "eagle3",
+        lambda c, t: c.update({IDS: [0, 1, 2]}),
+        r"contradict each other: .* is \[0, 1, 2\], .* means \[1, 2, 3\]",
+    ),
+    "a layer too many": (
+        "eagle3",
+        lambda c, t: c.update({IDS: [1, 2, 5], "eagle_config": {}}),
+        r"layer ids are \[1, 2, 5\]; of a",
+    ),
+    "two layers": (
+        "eagle3",
+        lambda c, t: c.update(num_hidden_layers=2),
+        "num_hidden_layers is 2, and drafters of this family have one",
+    ),
+    "yarn": (
+        "eagle3",
+        lambda c, t: c.update(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+        "rope_scaling is of the type 'yarn'",
+    ),
+    "GELU": (
+        "eagle",
+        lambda c, t: c.update(hidden_act="gelu"),
+        "hidden_act is 'gelu', and layers of drafters are gated by SiLU",
+    ),
+    "a window": ("dflash", lambda c, t: c.update(layer_types=["sliding_attention"] * 2), "attention is 'sliding'"),
+    "no mask": (
+        "dflash",
+        lambda c, t: c["dflash_config"].pop("mask_token_id"),
+        "config.json's dflash_config does not say mask_token_id",
+    ),
+    "another head": ("hydra", lambda c, t: c.update(hydra_head_arch="prefix-mlp"), "hydra_head_arch is 'prefix-mlp'"),
+    "a projection": ("redrafter", lambda c, t: c.update(exit_dim=16), "exit_dim is 16, behind a projection"),
+    "a gated bias": (
+        "dspark, speculators",
+        lambda c, t: c.update(markov_head_type="gated"),
+        "markov_head_type is 'gated', and the token before gives a plain bias here",
+    ),
+    "no confidence": (
+        "dspark, speculators",
+        lambda c, t: c.update(enable_confidence_head=False),
+        "enable_confidence_head is False",
+    ),
+    "three taps": ("dflash2, speculators", lambda c, t: c.update(conv_kernel_size=3), "conv_kernel_size is 3"),
+    "another form": ("dflash", lambda c, t: c.update(speculators_model_type="dflash3"), "speculators_model_type 'dflash3'"),
+    "layers from 0": (
+        "dflash, speculators",
+        lambda c, t: c.update(aux_hidden_state_layer_ids=[0, 1, 2]),
+        "aux_hidden_state_layer_ids is \\[0, 1, 2\\]; of a target of 4 blocks, 1 to 4 can be read",
+    ),
+    "another type of speculators": (
+        "eagle3, speculators",
+        lambda c, t: c.update(speculators_model_type="unheard"),
+        "speculators_model_type 'unheard'",
+    ),
+    "no mask token": ("peagle", lambda c, t: c.pop("pard_token"), "one mask token is needed, as pard_token or ptd_token_id"),
+    "two mask tokens": ("peagle", lambda c, t: c.update(ptd_token_id=5), "has pard_token 60, ptd_token_id 5: correct it"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(mistake: str, cache: Path, tmp_path: Path) -> None:
+    layout, change, says = MISTAKES[mistake]
+    with pytest.raises(UserError, match=says) as caught:
+        imported(put(tmp_path / "hand", changed(layout, change)))
+    assert "\n" not in str(caught.value) and not cache.exists()
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def twice(folder: Path) -> None:
+    save_file({"0.0.linear.weight": torch.ones(H, H)}, folder / "medusa_lm_head.safetensors")
+
+
+def ambiguous(folder: Path) -> None:
+    save_file(LAYOUTS["eagle3"]()[1] | LAYOUTS["hydra"]()[1], folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (cut, "model.safetensors: damaged, cut off, or no tensors"),
+        (twice, "holds model.safetensors and medusa_lm_head.safetensors; keep the drafter's own"),
+        (ambiguous, r"could be portable \(eagle3\) and hydra_lm_head \(hydra\)"),
+        (lambda folder: (folder / "config.json").unlink(), "got no drafter.json, config.json or adapter_config.json there"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json: damaged or cut off"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "x.safetensors"), "got x.safetensors; rename the file"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {"a": "b.safetensors"}})
+            ),
+            "index.json names 'b.safetensors', which is not there",
+        ),
+    ],
+)
+def test_a_damaged_directory_is_one_line(harm: Callable[[Path], object], says: str, tmp_path: Path) -> None:
+    folder = put(tmp_path / "hand", LAYOUTS["eagle3"]())
+    harm(folder)
+    with pytest.raises(UserError, match=says) as caught:
+        imported(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_shards_are_one_drafter(tmp_path: Path) -> None:
+    right, _ = imported(put(tmp_path / "whole", LAYOUTS["eagle3"]()))
+    folder = put(tmp_path / "parts", LAYOUTS["eagle3"]())
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = {name: f"model-{i % 2 + 1:05d}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for file in set(names.values()):
+        save_file({name: x for name, x in tensors.items() if names[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert imported(folder)[0].meta.sha256 == right.meta.sha256
+
+
+def test_a_hub_id_is_fetched_without_pickles_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def snapshot(**wanted: Any) -> str:
+        asked.append(wanted)
+        folder = tmp_path / wanted["repo_id"]
+        pickled = "pytorch_model*.bin" in wanted["allow_patterns"]
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text("{}")
+        if pickled or "safe" in wanted["repo_id"]:
+            shutil.rmtree(folder)
+            put(folder, (*LAYOUTS["eagle3"]()[:2], "pytorch_model.bin" if pickled else "model.safetensors"))
+        return str(folder)
+
+    monkeypatch.setattr(directory, "snapshot_download", snapshot)
+    one, _ = imported(fetched("owner/safe@v2"))
+    assert len(asked) == 1 and asked[0]["revision"] == "v2" and "*.bin" not in str(asked[0]["allow_patterns"])
+    two, said = imported(fetched("owner/old"))
+    assert len(asked) == 3 and asked[2]["revision"] is None and any("is a pickle" in line for line in said)
+    assert one.meta.sha256 == two.meta.sha256
+
+    def unreachable(**_: Any) -> str:
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr(directory, "snapshot_download", unreachable)
+    with pytest.raises(UserError, match=r"is no directory here, and could not be fetched as a hub id \(no route to host\)"):
+        fetched("owner/gone")
+
+
+def test_the_numbers_here_are_the_targets() -> None:
+    shape = loaded().target.shape
+    assert (shape.vocab_size, shape.hidden_size, shape.blocks) == (V, H, 4)
+    assert (shape.heads, shape.kv_heads, shape.head_dim) == (
+        LLAMA["num_attention_heads"],
+        LLAMA["num_key_value_heads"],
+        LLAMA["head_dim"],
+    )
+
+
+def test_a_draft_model_can_start_one_that_was_made_otherwise(tmp_path: Path) -> None:
+    """The same network, whatever its weights came from first."""
+    folder = put(tmp_path / "hand", LAYOUTS["draft_model"]())
+    meta = imported(folder)[0].meta
+    pruned = dataclasses.asdict(families()["draft_model"].options(blocks=2))
+    check_start("hand", meta, pruned, {})
+    with pytest.raises(UserError, match=r"train.init hand: .* has other options than this one; add drafter.lora_rank=0$"):
+        check_start("hand", meta, pruned | {"lora_rank": 4}, {})
+
+
+def test_what_to_add_is_typed_as_hydra_reads_it(tmp_path: Path) -> None:
+    scaled = changed("eagle3", lambda config, _: config.update(rope_scaling=dict(LINEAR), rope_theta=500.0))
+    meta = imported(put(tmp_path / "hand", scaled))[0].meta
+    plain = dataclasses.asdict(families()["eagle3"].options(draft_vocab=D))
+    words = "add drafter.layer.rope_theta=500.0 drafter.layer.rope_scaling='{rope_type:linear,factor:2.0}' drafter.taps=[0,1,2]"
+    with pytest.raises(UserError, match=re.escape(words)):
+        check_start("hand", meta, plain, {"taps": [1, 2]})

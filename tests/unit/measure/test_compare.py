@@ -1,0 +1,365 @@
+"""Runs side by side: what is refused, what is called a difference, and the files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import wandb
+import wandb_workspaces.reports.v2 as wr
+
+from drafttrain.core.errors import UserError
+from drafttrain.measure.compare import CompareOptions
+from drafttrain.measure.compare.columns import cell_rows, figure_rows, header
+from drafttrain.measure.compare.ranking import frontier, ranked
+from drafttrain.measure.compare.rows import rows_of
+from drafttrain.measure.compare.runs import Found
+from drafttrain.measure.compare.significance import Pair, holm, interval, permutation_p, speedup, tau
+from tests.reports import engine_of
+from tests.runs import report, version_1, write
+
+Command = Callable[..., int]
+FAST = CompareOptions(samples=500)
+
+
+def compared(*reports: dict[str, Any], **options: Any) -> Any:
+    rows = rows_of([Found(f"runs/{i}", made) for i, made in enumerate(reports)], "best")
+    return ranked(rows, CompareOptions(**({"samples": 500} | options)))
+
+
+def by_hand(a_PC: np.ndarray, b_PC: np.ndarray) -> float:
+    """The exact permutation p-value, one exchange at a time."""
+    gaps = []
+    for swaps in product([False, True], repeat=len(a_PC)):
+        first = [y if swap else x for x, y, swap in zip(a_PC, b_PC, swaps, strict=True)]
+        second = [x if swap else y for x, y, swap in zip(a_PC, b_PC, swaps, strict=True)]
+        gaps.append(
+            abs(sum(x[0] for x in first) / sum(x[1] for x in first) - sum(y[0] for y in second) / sum(y[1] for y in second))
+        )
+    return sum(gap >= gaps[0] - 1e-12 for gap in gaps) / len(gaps)
+
+
+def test_a_p_value_is_the_share_of_exchanges_as_extreme() -> None:
+    random = np.random.default_rng(1)
+    for _ in range(5):
+        a_PC, b_PC = (random.integers(5, 60, (7, 2)).astype(float) for _ in range(2))
+        assert permutation_p(a_PC, b_PC, tau, 100, 0) == pytest.approx(by_hand(a_PC, b_PC), abs=1e-12)
+    assert permutation_p(a_PC, a_PC, tau, 100, 0) == 1.0
+
+
+def test_p_values_without_a_difference_are_uniform_and_with_one_are_small() -> None:
+    random, found = np.random.default_rng(2), []
+    for trial in range(300):
+        verifications_P = random.integers(15, 40, 30).astype(float)
+        a_PC, b_PC = (np.stack([verifications_P * random.normal(2.0, 0.2, 30), verifications_P], 1) for _ in range(2))
+        found.append(permutation_p(a_PC, b_PC, tau, 200, trial))
+    assert 0.02 < np.mean(np.array(found) < 0.05) < 0.09
+    assert 0.4 < np.mean(found) < 0.6
+    b_PC[:, 0] *= 1.5
+    assert permutation_p(a_PC, b_PC, tau, 2000, 0) == pytest.approx(1 / 2001)
+
+
+def test_holm_corrects_for_the_number_of_pairs_and_keeps_the_order() -> None:
+    given = [0.01, 0.04, 0.03, None]
+    pairs = holm([Pair(0, i + 1, "tau", 9, p=p) for i, p in enumerate(given)])
+    assert [p.corrected for p in pairs] == [pytest.approx(0.03), pytest.approx(0.06), pytest.approx(0.06), None]
+    assert holm([Pair(0, 1, "tau", 9, p=0.7), Pair(0, 2, "tau", 9, p=0.8)])[1].corrected == 1.0
+
+
+def test_the_interval_covers_the_mean_it_was_drawn_around() -> None:
+    inside = 0
+    for seed in range(60):
+        (row,) = rows_of([Found("x", report(tau=2.2, count=40, seed=seed))], "best")
+        found = interval(row, tau, 500, seed)
+        assert found is not None and found.low < row.entry["tau"] < found.high
+        inside += found.low <= 2.2 <= found.high
+    assert 50 <= inside <= 60
+
+
+def test_the_frontier_is_what_nothing_dominates() -> None:
+    random = np.random.default_rng(3)
+    points = [(i, float(random.integers(0, 6)), float(random.integers(0, 6))) for i in range(40)]
+    for i, cost, speed in points:
+        better = [j for j, c, s in points if c <= cost and s >= speed and (c, s) != (cost, speed)]
+        assert (i in frontier(points)) == (not better)
+    assert frontier([]) == frozenset()
+
+
+def test_words_say_who_is_ahead_and_what_is_chance() -> None:
+    found = compared(report(2.0, 1.2, seed=1), report(2.0, 1.21, seed=2), report(3.0, 2.0, seed=3), sort="tau")
+    assert found.rows[0].label == "runs/2"
+    assert re.fullmatch(r"behind \(p = 0\.00\d+\)", found.against_first(1)) or found.against_first(1) == "behind (p < 0.001)"
+    between = next(p for p in found.pairs if p.figure == "tau" and p.first == 1)
+    assert between.words(0.05).startswith("not distinguishable (p = ")
+    assert between.difference == pytest.approx(found.rows[1].entry["tau"] - found.rows[2].entry["tau"])
+    assert between.prompts == 24
+    turned = compared(report(2.0, 1.2), report(3.0, 2.0, seed=3), sort="name")
+    assert turned.tested == "speedup" and turned.against_first(1).startswith("ahead")
+
+
+def test_speed_is_compared_with_each_run_s_own_baseline() -> None:
+    """Twice as slow a machine on both sides changes nothing."""
+    fast, slow = report(2.0, 1.5, seed=1), report(2.0, 1.5, seed=1)
+    for prompt in slow["checkpoints"][0]["per_prompt"]:
+        prompt["decode_ms"] *= 2
+        prompt["baseline_decode_ms"] *= 2
+    pair = next(p for p in compared(fast, slow).pairs if p.figure == speedup.__name__)
+    assert (pair.difference, pair.p) == (pytest.approx(0.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"environment__processor": "Other CPU"}, "hardware (Example CPU; Other CPU)"),
+        ({"environment__accelerator": "NVIDIA X"}, "hardware (Example CPU; NVIDIA X)"),
+        ({"environment__threads": 8}, "threads (1; 8)"),
+        ({"target__fingerprint": "beef"}, "target (f00d; beef)"),
+        ({"target__dtype": "bfloat16"}, "target's dtype (float32; bfloat16)"),
+        ({"entry__policy": "lossless"}, "policy (greedy; lossless)"),
+        ({"entry__temperature": 1.0}, "temperature (0.0; 1.0)"),
+        ({"entry__batch_size": 4}, "batch size (1; 4)"),
+        ({"measure__decode": {"max_new_tokens": 64, "top_k": 0}}, "max_new_tokens (128; 64)"),
+        ({"count": 23}, "prompts (embedded, 24 of digest"),
+    ],
+)
+def test_what_was_measured_otherwise_is_not_ranked(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"they differ in {named}")):
+        compared(report(), report(**change))
+    mixed = compared(report(), report(**change), mixed=True)
+    assert len(mixed.rows) == 2 and any(named in note for note in mixed.notes)
+
+
+def test_same_names_do_not_hide_other_prompts() -> None:
+    other = report()
+    for prompt in other["checkpoints"][0]["per_prompt"]:
+        prompt["prompt"] = "e" * 16
+    with pytest.raises(UserError, match="differ in prompts"):
+        compared(report(), other)
+    pairs = compared(report(), other, mixed=True).pairs
+    assert {pair.words(0.05) for pair in pairs} == {"too few prompts in common (0)"}
+
+
+def test_older_reports_compare_without_tests() -> None:
+    found = compared(version_1(report(2.0)), version_1(report(3.0, 1.9)))
+    assert [row.entry["speedup"] for row in found.rows] == [1.9, 1.5]
+    assert found.against_first(1) == "no values by prompt"
+    assert found.tau_intervals == [None, None]
+    assert any("older reports" in note for note in found.notes)
+    assert found.points() == []
+
+
+def test_costs_are_of_the_checkpoint_or_of_its_whole_run() -> None:
+    made = report()
+    rows = rows_of([Found("a", made), Found("b", version_1(made) | {"training": {"tokens": 7}})], "best")
+    assert rows[0].cost("hours") == pytest.approx(120 / 3600)
+    assert [row.cost("flops") for row in rows] == [None, None]
+    assert [row.cost("tokens") for row in rows] == [50_000, 7]
+    assert ranked([rows[0]], FAST).cost == "hours"
+
+
+def test_engines_stand_beside_the_run_that_was_measured_with_them() -> None:
+    engines = [engine_of("openvino", "OpenVINO GenAI"), engine_of("vllm", "vLLM", error="it did not start")]
+    without, measured = report(2.0), report(2.4, 1.9) | {"engines": engines}
+    comparison = compared(without, measured)
+    said = "OpenVINO GenAI 1.20x [1.10-1.30], 240 / 200 tokens/s, tau 2.00"
+    assert header(comparison)[-1] == "engines" and [row[-1] for row in cell_rows(comparison)] == [said, "-"]
+    names, lines = figure_rows(comparison)
+    assert [line[names.index("openvino_tau")] for line in lines] == [2.0, None] and "vllm_tau" not in names
+    assert header(compared(without, report(2.4, 1.9)))[-1] != "engines"
+
+
+def test_sorting() -> None:
+    made = [
+        report(2.0, 1.9, entry__parameters=5),
+        report(3.0, 1.2, seed=1, entry__parameters=3),
+        report(2.5, 1.5, seed=2, entry__parameters=9, entry__speedup=None),
+    ]
+    order = {
+        sort: [row.label[-1] for row in compared(*made, sort=sort).rows] for sort in ("speedup", "tau", "parameters", "name")
+    }
+    assert order == {"speedup": ["0", "1", "2"], "tau": ["1", "2", "0"], "parameters": ["1", "0", "2"], "name": ["0", "1", "2"]}
+
+
+class Page(HTMLParser):
+    """Tags that are open, and links to anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.abouts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.links += [given[k] or "" for k in ("src", "href", "xlink:href") if k in given]
+        self.abouts += [given["data-about"] or ""] if "data-about" in given else []
+        if tag not in ("meta", "link", "line", "circle", "polyline", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_command_writes_a_table_a_page_and_figures(command: Command, tmp_path: Path, capsys: Any) -> None:
+    for name, (tau_, rate) in {"lr=0.1, x": (2.0, 0.001), "b <i>": (2.6, 0.0003)}.items():
+        write(tmp_path / "runs" / name, report(tau_, tau_ / 1.5), f"train: {{lr: {rate}}}\noutput: {name!r}\n")
+    (tmp_path / "runs" / "unmeasured").mkdir()
+    (tmp_path / "runs" / "unmeasured" / "run.json").write_text("{}", encoding="utf-8")
+    assert command("compare", "runs", "compare.samples=500", "out=it's out") == 0
+    said = capsys.readouterr().out
+    assert "behind" in said and "train.lr=0.0003" in said and "runs/unmeasured" in said
+    folder = tmp_path / "it's out"
+    assert {file.name for file in folder.iterdir()} == {"compare.csv", "pairs.csv", "compare.md", "compare.html"}
+    lines = list(csv.DictReader((folder / "compare.csv").open(encoding="utf-8")))
+    assert [line["run"] for line in lines] == ["runs/b <i>", "runs/lr=0.1, x"]
+    assert [line["train.lr"] for line in lines] == ["0.0003", "0.001"]
+    assert float(lines[0]["speedup"]) == pytest.approx(2.6 / 1.5) and float(lines[0]["training_hours"]) == pytest.approx(1 / 30)
+    pairs = list(csv.DictReader((folder / "pairs.csv").open(encoding="utf-8")))
+    assert [pair["figure"] for pair in pairs] == ["speedup", "tau"] and float(pairs[1]["low"]) > 0
+    text = (folder / "compare.md").read_text(encoding="utf-8")
+    assert "| 1 | runs/b <i> |" in text and "| behind (p = 0.002) |" in text and "runs/unmeasured" in text
+    text = (folder / "compare.html").read_text(encoding="utf-8")
+    page = Page()
+    page.feed(text)
+    assert page.open == [] and page.links == ["data:,"] and "://" not in text and "b <i>" not in text
+    assert len(page.abouts) == 4 and all("1.73x" in a or "1.33x" in a for a in page.abouts)
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (["a/run", "b/run"], 2),
+        (["a/run", "./a/run/report.json", "a/*"], 1),
+        (["**"], 4),
+        (["b/lr=*"], 1),
+        (["b/lr=1"], 1),
+        (["a/run/checkpoints/step-00400"], 1),
+        ([".", "compare.checkpoints=all"], 4),
+    ],
+)
+def test_runs_are_found(words: list[str], count: int, command: Command, tmp_path: Path, capsys: Any) -> None:
+    for name in ("a/run", "b/run", "b/lr=1", "c/deep/er/2026"):
+        write(tmp_path / name, report())
+    (tmp_path / "a/run/checkpoints/step-00400").mkdir(parents=True)
+    (tmp_path / "a/run/checkpoints/step-00400/drafter.json").write_text("{}", encoding="utf-8")
+    assert command("compare", *words, "compare.samples=100", "out=out") == 0
+    assert len((tmp_path / "out/compare.csv").read_text(encoding="utf-8").splitlines()) == 1 + count
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no run is named; give run directories"),
+        (["nowhere"], "no run 'nowhere': neither a path nor a glob, nor a W&B run"),
+        (["no*here"], "'no*here' matches 0 paths, none of them with a report.json"),
+        (["empty"], "empty has no report.json; measure it"),
+        (["torn"], "torn/report.json cannot be read as a report"),
+        (["other"], "other/report.json is no report of a measurement"),
+        (["newer"], "newer/report.json: schema_version 99 is newer than 2; update drafttrain"),
+        (["fine", "compare.sort=speed"], "compare.sort is 'speed'; choose speedup, tau"),
+        (["fine", "compare.checkpoints=last"], "compare.checkpoints is 'last'; choose best or all"),
+        (["fine", "compare.level=2"], "compare.level is 2"),
+        (["fine", "out=fine/report.json"], "out is 'fine/report.json', a file"),
+        (
+            ["fine", "slow"],
+            "the runs were not measured alike, so no rank would mean anything; they differ in threads (1; 9); each run's",
+        ),
+        (["run/checkpoints/step-00009"], "run/checkpoints/step-00009 was not measured by its run; measure it"),
+    ],
+)
+def test_mistakes_get_one_line(words: list[str], message: str, command: Command, tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "fine", report())
+    write(tmp_path / "slow", report(environment__threads=9))
+    write(tmp_path / "newer", report() | {"schema_version": 99})
+    write(tmp_path / "other", {"a": 1})
+    write(tmp_path / "torn", {})
+    (tmp_path / "torn/report.json").write_text('{"schema', encoding="utf-8")
+    (tmp_path / "run/checkpoints/step-00009").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-00009/drafter.json").write_text("{}", encoding="utf-8")
+    assert command("compare", *words, *(["out=out"] if not any("out=" in w for w in words) else [])) == 2
+    err = capfd.readouterr().err
+    assert err.startswith(f"drafttrain: {message}") and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+class Weights:
+    """W&B's public API, of one run."""
+
+    def __init__(self, made: dict[str, Any] | None) -> None:
+        self.made = made
+
+    def run(self, path: str) -> Any:
+        if path != "me/drafttrain/abc123":
+            raise wandb.errors.CommError(f"could not find run <Run {path}\n(not found)>")
+        other = SimpleNamespace(type="drafter")
+        artifacts = [other] if self.made is None else [other, SimpleNamespace(type="report", download=self.download)]
+        return SimpleNamespace(config={"train": {"lr": 0.5}}, logged_artifacts=lambda: artifacts)
+
+    def download(self, root: str) -> None:
+        (Path(root) / "report.json").write_text(json.dumps(self.made), encoding="utf-8")
+
+
+def test_a_run_at_wandb(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    write(tmp_path / "here", report(2.0, 1.2), "train: {lr: 0.1}\n")
+    monkeypatch.setattr(wandb, "Api", lambda: Weights(report(3.0, 2.0, seed=1)))
+    assert command("compare", "here", "me/drafttrain/abc123", "compare.samples=500", "out=out") == 0
+    lines = list(csv.DictReader((tmp_path / "out/compare.csv").open(encoding="utf-8")))
+    assert [line["where"] for line in lines] == ["me/drafttrain/abc123", "here"]
+    assert [line["train.lr"] for line in lines] == ["0.5", "0.1"]
+    assert command("compare", "https://wandb.ai/me/drafttrain/runs/abc123", "compare.samples=500") == 0
+    capfd.readouterr()
+    assert command("compare", "me/drafttrain/other") == 2
+    assert "cannot read W&B run me/drafttrain/other: could not find run" in capfd.readouterr().err
+    monkeypatch.setattr(wandb, "Api", lambda: Weights(None))
+    assert command("compare", "me/drafttrain/abc123") == 2
+    assert "W&B run me/drafttrain/abc123 has no report" in capfd.readouterr().err
+
+
+def test_the_comparison_as_a_report_at_wandb(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    write(tmp_path / "here", report(2.0, 1.2), "train: {lr: 0.1}\n")
+    write(tmp_path / "logged", report(2.5, 1.5, seed=2), "train: {lr: 0.2}\n")
+    noted = {"entity": "me", "project": "drafts", "id": "xyz", "group": None}
+    (tmp_path / "logged/wandb.json").write_text(json.dumps(noted), encoding="utf-8")
+    monkeypatch.setattr(wandb, "Api", lambda: Weights(report(3.0, 2.0, seed=1)))
+    saved: list[Any] = []
+    monkeypatch.setattr(wr.Report, "save", lambda made: saved.append(made))
+    monkeypatch.setattr(wr.Report, "url", "https://wandb.ai/me/all/reports/1")
+    words = ["here", "logged", "me/drafttrain/abc123", "compare.samples=500", "compare.cost=tokens"]
+    assert command("compare", *words, "compare.wandb=me/all") == 0
+    assert "saved https://wandb.ai/me/all/reports/1 (in its table alone, not being at W&B: here)" in capfd.readouterr().out
+    (made,) = saved
+    _, grid, _, table = made.blocks
+    assert (made.entity, made.project) == ("me", "all") and "## Pairs" in table.text and "| 3 |" in table.text
+    assert [(r.entity, r.project, "abc123" in r.filters, "xyz" in r.filters) for r in grid.runsets] == [
+        ("me", "drafttrain", True, False), ("me", "drafts", False, True)
+    ]  # fmt: skip
+    assert [panel.title for panel in grid.panels] == ["tau", "speedup", "speedup over training tokens"]
+    assert grid.panels[2].x == wr.SummaryMetric("training_tokens")
+
+    def refused(_: Any) -> None:
+        raise wandb.errors.CommError("permission\ndenied")
+
+    monkeypatch.setattr(wr.Report, "save", refused)
+    assert command("compare", *words, "compare.wandb=me/all") == 2
+    assert "cannot save the report in me/all: permission denied; check the name" in capfd.readouterr().err
+    assert command("compare", *words, "compare.wandb=all") == 2
+    assert "compare.wandb is 'all'; name a project as ENTITY/PROJECT" in capfd.readouterr().err
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    assert command("compare", *words, "compare.wandb=me/all") == 2
+    assert "pip install 'drafttrain[reports]'" in capfd.readouterr().err

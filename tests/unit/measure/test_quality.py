@@ -1,0 +1,107 @@
+"""Monitors, exactness, the two-sample test and the likelihood of outputs.
+
+Shapes: B rows, N positions, R logit rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain.measure.distribution import chi_square_tail, p_value, two_sample
+from drafttrain.measure.exactness import Match, compare, first_difference
+from drafttrain.measure.monitors import counted, ends_in_loop, longest_repeat, missed_stop
+from drafttrain.measure.quality import mean_log_likelihood
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.target import Taps, TargetOut
+
+STOP = frozenset({0})
+
+
+class FixedTarget:
+    """The same logits at every position."""
+
+    def __init__(self, logits: list[float]) -> None:
+        self.logits_V = torch.tensor(logits)
+
+    def __call__(
+        self, token_BN: Tensor, kv: KVCache | None, ancestor: None, position_BN: Tensor, taps: Taps, logit_row_BR: Tensor
+    ) -> TargetOut:
+        return TargetOut(self.logits_V.expand(*logit_row_BR.shape, -1))
+
+
+def test_repetition_is_measured_in_tokens() -> None:
+    assert longest_repeat([1, 2, 1, 2, 1, 2, 9]) == 6
+    assert longest_repeat([1, 2, 1, 2, 9]) == 0
+    assert longest_repeat([]) == 0
+
+
+def test_a_loop_is_a_long_repeated_tail() -> None:
+    assert ends_in_loop([9, 8] + [1, 2, 3] * 6)
+    assert not ends_in_loop([1, 2, 3] * 6 + [9])
+    assert not ends_in_loop([5] * 10)  # too short to call a loop
+    assert not ends_in_loop([5] * 40 + [0], STOP)
+
+
+def test_stop_misses_and_counts() -> None:
+    assert missed_stop([1, 2], STOP)
+    assert not missed_stop([1, 0], STOP)
+    assert counted([[1] * 20, [1, 2, 0]], STOP) == {"loops": 1, "stop_misses": 1, "longest_repeat": 20}
+
+
+def test_first_difference_sees_an_early_end() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "logits", "match"),
+    [
+        (torch.float32, [8.0, 8.0, 0.0], Match.UNEXPLAINED),
+        (torch.bfloat16, [8.0, 7.95, 0.0], Match.EXPLAINED),
+        (torch.bfloat16, [8.0, 7.5, 0.0], Match.UNEXPLAINED),
+        (torch.bfloat16, [7.0, 6.99, 8.0], Match.UNEXPLAINED),  # neither token is the greatest
+    ],
+)
+def test_only_rounding_of_a_narrow_dtype_explains_a_divergence(dtype: torch.dtype, logits: list[float], match: Match) -> None:
+    target = FixedTarget(logits)
+    assert compare(target, dtype, [[2]], [[2, 0, 2]], [[2, 1, 2]]) == [match]
+    assert compare(target, dtype, [[2]], [[2, 0]], [[2, 0]]) == [Match.SAME]
+
+
+@pytest.mark.parametrize(("statistic", "freedom", "p"), [(3.841, 1, 0.05), (18.307, 10, 0.05), (5.0, 0, 1.0)])
+def test_chi_square_tail_matches_the_tables(statistic: float, freedom: int, p: float) -> None:
+    assert chi_square_tail(statistic, freedom) == pytest.approx(p, abs=1e-4)
+
+
+def draws(law: list[float], count: int, seed: int) -> list[int]:
+    return torch.multinomial(torch.tensor(law), count, True, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_two_samples_of_one_law_pass_and_of_two_laws_fail() -> None:
+    law = [0.5, 0.3, 0.15, 0.05]
+    assert two_sample(draws(law, 400, 1), draws(law, 400, 2)) > 0.01
+    assert two_sample(draws(law, 400, 1), draws([0.3, 0.5, 0.15, 0.05], 400, 2)) < 1e-4
+
+
+def test_p_values_are_calibrated() -> None:
+    law = [0.4, 0.3, 0.2, 0.1]
+    small = sum(two_sample(draws(law, 300, 2 * i), draws(law, 300, 2 * i + 1)) < 0.1 for i in range(200))
+    assert 8 <= small <= 36
+
+
+def test_an_early_end_counts_as_an_outcome() -> None:
+    long, short = [[1, 2, 3, 4]] * 200, [[1, 2]] * 200
+    assert p_value(long, long) == 1.0
+    assert p_value(long, short) < 1e-6
+
+
+def test_log_likelihood_is_per_output_token() -> None:
+    target = FixedTarget([math.log(0.5), math.log(0.3), math.log(0.2)])
+    wanted = (math.log(0.5) + math.log(0.2) + math.log(0.3)) / 3
+    assert mean_log_likelihood(target, [[0, 1], [2]], [[0, 2], [1]]) == pytest.approx(wanted)
+    assert mean_log_likelihood(target, [], []) is None

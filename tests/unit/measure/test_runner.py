@@ -1,0 +1,298 @@
+"""A whole measurement of a small random target: the report has its schema's keys, and greedy output is exact."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafttrain.commands.measure import measure, measure_run
+from drafttrain.core.errors import UserError
+from drafttrain.data.documents import long_prompts, read_documents
+from drafttrain.drafters import families
+from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, checkpoint_name, save_drafter
+from drafttrain.measure import DecodeOptions, MeasureOptions
+from drafttrain.measure import runner as runner_module
+from drafttrain.measure.flags import best
+from drafttrain.measure.report import rounded
+from drafttrain.measure.runner import CheckpointRef
+from drafttrain.runs.options import RunOptions
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.quantised import QuantisedTarget
+
+VOCABULARY = 64
+SCHEMA = json.loads((Path(runner_module.__file__).parent / "report.schema.json").read_text(encoding="utf-8"))
+
+
+class Letters:
+    """A tokenizer without a chat template: one token per character."""
+
+    chat_template = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [1 + ord(c) % (VOCABULARY - 1) for c in text]}
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedTarget:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=1, max_position_embeddings=512, **sizes)
+    target = HFTarget(LlamaForCausalLM(config), frozenset({0}))
+    return LoadedTarget(target, Letters(), "nowhere", {"name": "hf", "path": "nowhere"})  # type: ignore[arg-type]
+
+
+def checkpoint(folder: Path, loaded: LoadedTarget, step: int) -> CheckpointRef:
+    family, target = families()["medusa"], loaded.target
+    options = family.options(heads=2, paths=[[0], [1], [0, 0]])
+    torch.manual_seed(step)
+    drafter = family.build(options, target)
+    shape = target.shape
+    sizes = (shape.vocab_size, shape.hidden_size, shape.blocks)
+    record = TargetRecord("hf", "nowhere", None, "float32", *sizes, target.fingerprint)
+    meta = CheckpointMeta("medusa", dataclasses.asdict(options), drafter.decode_settings(), record, step)
+    path = folder / checkpoint_name(step)
+    path.mkdir()
+    save_drafter(path, drafter.state_dict(), meta)
+    return CheckpointRef(path.name, path, step)
+
+
+def prompts(folder: Path, longest: int = 12) -> Path:
+    records = [{"question_id": i, "category": "ab"[i % 2], "turns": ["x" * (longest - i)]} for i in range(3)]
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in records), encoding="utf-8")
+    return path
+
+
+def options(folder: Path, **decode: Any) -> RunOptions:
+    small = MeasureOptions(minutes=0.0, repeats=2, timed_prompts=2, batch_sizes=[1, 2])
+    settings = DecodeOptions(max_new_tokens=12, **decode)
+    return RunOptions(measure=small, decode=settings, prompts=str(prompts(folder)), output=str(folder))
+
+
+def check(value: Any, schema: dict[str, Any], at: str = "report") -> None:
+    """The part of JSON Schema that the report's schema uses."""
+    if "$ref" in schema:
+        schema = SCHEMA["$defs"][schema["$ref"].rsplit("/", 1)[1]]
+    if "const" in schema or "enum" in schema:
+        assert value in schema.get("enum", [schema.get("const")]), at
+        return
+    kinds = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "boolean": bool,
+        "integer": int,
+        "number": (int, float),
+        "null": type(None),
+    }
+    wanted = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    assert any(isinstance(value, kinds[k]) and (k == "boolean" or not isinstance(value, bool)) for k in wanted), (
+        f"{at}: {value!r}"
+    )
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        assert schema.get("minimum", value) <= value <= schema.get("maximum", value), f"{at}: {value}"
+    if isinstance(value, dict):
+        assert not set(schema.get("required", ())) - set(value), f"{at} lacks {set(schema['required']) - set(value)}"
+        for key, part in schema.get("properties", {}).items():
+            if key in value:
+                check(value[key], part, f"{at}.{key}")
+    if isinstance(value, list):
+        for i, part in enumerate(value):
+            check(part, schema.get("items", {"type": list(kinds)}), f"{at}[{i}]")
+
+
+def test_a_report_is_whole_and_greedy_output_is_exact(loaded: LoadedTarget, tmp_path: Path) -> None:
+    refs = [checkpoint(tmp_path, loaded, step) for step in (1, 2)]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 2.0, "agreement": [0.5, 0.2], "expected_tau": 1.6}\n', encoding="utf-8")
+    console = Console(file=(tmp_path / "console.txt").open("w", encoding="utf-8"), width=80)
+    measure_run(loaded, refs, options(tmp_path), tmp_path / "out", console, {"final_loss": 2.0}, metrics)
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    check(report, SCHEMA)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "report.html",
+        "report.json",
+        "report.md",
+        "acceptance.png",
+        "speedup.png",
+        "training.png",
+    }
+    assert report["best"] in {r.name for r in refs}
+    for entry in report["checkpoints"]:
+        assert (entry["exact_matches"], entry["transformers_exact_matches"], entry["unexplained"]) == (3, 3, 0)
+        assert entry["emitted"] == sum(p["tokens"] - 1 for p in entry["per_prompt"])
+        assert entry["tau"] == pytest.approx(entry["emitted"] / entry["verifications"], rel=1e-5)
+        for sample, one in zip(entry["samples"], entry["per_prompt"], strict=True):
+            assert sum(len(accepted) + len(own) for _, accepted, own in sample["runs"]) + len(sample["first"]) == one["tokens"]
+            assert all(drafts == len(accepted) and len(own) <= 1 for drafts, accepted, own in sample["runs"])
+        assert sum(drafts for s in entry["samples"] for drafts, *_ in s["runs"]) == entry["accepted"]
+        assert [(s["by"], s["value"]) for s in entry["slices"]] == [
+            ("category", "a"),
+            ("category", "b"),
+            ("batch_size", 1),
+            ("batch_size", 2),
+        ]
+    assert any("measure.minutes=0" in note for note in report["measure"]["notes"])
+    console.file.close()
+    assert "step-00002" in (tmp_path / "console.txt").read_text(encoding="utf-8")
+
+
+def test_other_temperatures_and_contexts_are_slices(loaded: LoadedTarget, tmp_path: Path) -> None:
+    (tmp_path / "long").mkdir()
+    for i in range(5):
+        (tmp_path / "long" / f"{i}.txt").write_text("word " * (40 if i else 10))
+    asked = options(tmp_path)
+    asked.measure.minutes, asked.measure.batch_sizes, asked.measure.transformers = 1.0, [1], False
+    asked.measure.temperatures, asked.measure.contexts = [0.0, 0.8], [150, 100_000]
+    asked.measure.documents = str(tmp_path / "long")
+    report = measure_run(loaded, [checkpoint(tmp_path, loaded, 1)], asked, tmp_path / "out", Console(quiet=True))
+    check(json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8")), SCHEMA)
+    slices = {(s["by"], s["value"]): s for s in report["checkpoints"][0]["slices"] if s["by"] in ("temperature", "context")}
+    assert list(slices) == [("temperature", 0.8), ("context", 150)], "0.0 is the headline's own"
+    assert slices["temperature", 0.8]["exact_matches"] is None, "lossless sampling has other numbers than plain decoding"
+    context = slices["context", 150]
+    assert (context["prompts"], context["exact_matches"]) == (2, 2), "measure.timed_prompts of the four documents that are long"
+    assert any("contexts of 100,000 tokens were left out" in note for note in report["measure"]["notes"])
+    asked.measure.documents = str(tmp_path / "none")
+    with pytest.raises(UserError, match=r"measure\.documents .*none: expected a text file, or a folder"):
+        measure_run(loaded, [checkpoint(tmp_path, loaded, 2)], asked, tmp_path / "out", Console(quiet=True))
+
+
+def test_prompts_from_documents_have_the_length_that_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("".join(chr(97 + i % 26) for i in range(900)))
+    documents, letters = read_documents(str(tmp_path / "one.txt")), Letters()
+    found = long_prompts(letters, documents, 200, 4)  # type: ignore[arg-type]
+    assert [len(tokens) for _, tokens in found] == [200] * 4 and len({tuple(tokens) for _, tokens in found}) == 4
+    assert long_prompts(letters, documents, 300, 4) == []  # type: ignore[arg-type]
+    assert all(name.endswith(".py") and len(text) > 50_000 for name, text in read_documents(None)), "the standard library"
+
+
+@pytest.mark.parametrize(
+    ("policy", "key"),
+    [
+        ("lossless", "distribution_p_value"),
+        ("coupled", "distribution_p_value"),
+        ("typical", "quality_delta"),
+        ("threshold", "quality_delta"),
+    ],
+)
+def test_sampling_reports_what_its_policy_promises(
+    loaded: LoadedTarget, tmp_path: Path, policy: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafttrain.measure.distribution.SAMPLES", 64)
+    decode = options(tmp_path, policy=policy, temperature=1.0)
+    measure_run(loaded, [checkpoint(tmp_path, loaded, 1)], decode, tmp_path / "out", Console(quiet=True))
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    check(report, SCHEMA)
+    entry = report["checkpoints"][0]
+    assert entry[key] is not None
+    assert entry["exact_matches"] == (3 if policy == "coupled" else None)
+    assert (entry["expected_tau"] is None) == (key == "quality_delta")
+    if key == "distribution_p_value":
+        assert entry["distribution_p_value"] > 1e-4
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        {"window": 1},
+        {"draft_length": 1, "repetition_penalty": 1.5},
+        {"min_new_tokens": 9},
+        {"fallback": True},
+    ],
+    ids=str,
+)
+def test_settings_apply_to_plain_decoding_and_to_transformers_too(
+    loaded: LoadedTarget, tmp_path: Path, decode: dict[str, Any]
+) -> None:
+    run = options(tmp_path, **decode)
+    measure_run(loaded, [checkpoint(tmp_path, loaded, 1)], run, tmp_path / "out", Console(quiet=True))
+    entry = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))["checkpoints"][0]
+    assert (entry["exact_matches"], entry["transformers_exact_matches"]) == (3, 3)
+    assert (entry["expected_tau"] is None) == ("fallback" in decode)
+    if "window" in decode or "draft_length" in decode:
+        assert len(entry["alpha_by_position"]) <= 1
+
+
+def test_a_drafter_for_whole_weights_is_measured_on_quantised_ones_and_the_report_says_so(
+    loaded: LoadedTarget, tmp_path: Path
+) -> None:
+    """Against the quantised target's own text."""
+    ref = checkpoint(tmp_path, loaded, 1)
+    target = QuantisedTarget(copy.deepcopy(loaded.target.model), "int8", torch.device("cpu"), frozenset({0}))
+    here = dataclasses.replace(loaded, target=target)
+    report = measure_run(here, [ref], options(tmp_path), tmp_path / "out", Console(quiet=True))
+    said = "step-00001 was trained for this target with whole weights, here it drafts for int8 ones"
+    assert said in report["measure"]["notes"]
+    entry = report["checkpoints"][0]
+    assert (entry["exact_matches"], entry["transformers_exact_matches"]) == (3, 3)
+
+
+def test_prompts_that_do_not_fit_are_left_out_and_said_so(loaded: LoadedTarget, tmp_path: Path) -> None:
+    run = options(tmp_path)
+    run.prompts = str(prompts(tmp_path, longest=501))  # 501, 500 and 499 tokens; 512 - 12 = 500 fit
+    report = measure_run(loaded, [checkpoint(tmp_path, loaded, 1)], run, tmp_path / "out", Console(quiet=True))
+    assert report["checkpoints"][0]["prompts"] == 2
+    assert "1 of 3 prompts are too long for the target and were left out" in report["measure"]["notes"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": 600}, "none of the 3 prompts fits: the shortest has 598 tokens"),
+        ({"batch_sizes": []}, "measure.batch_sizes is"),
+        ({"batch_sizes": [0]}, "measure.batch_sizes is"),
+        ({"repeats": 0}, "measure.repeats is 0"),
+        ({"policy": "gredy"}, "decode.policy is 'gredy'"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"max_new_tokens": 1}, "decode.max_new_tokens is 1"),
+    ],
+)
+def test_bad_settings_get_one_line_and_write_nothing(
+    loaded: LoadedTarget, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    run = options(tmp_path)
+    for name, value in change.items():
+        if name == "prompts":
+            run.prompts = str(prompts(tmp_path, longest=value))
+        else:
+            setattr(run.measure if hasattr(run.measure, name) else run.decode, name, value)
+    with pytest.raises(UserError, match=message) as caught:
+        measure_run(loaded, [checkpoint(tmp_path, loaded, 1)], run, tmp_path / "out", Console(quiet=True))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_measure_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="checkpoint is not set"):
+        measure(RunOptions(output=str(tmp_path)), {})
+    with pytest.raises(UserError, match=r"drafter\.json"):
+        measure(RunOptions(output=str(tmp_path), checkpoint=str(tmp_path)), {})
+
+
+def test_best_is_the_fastest_only_when_it_stands_clear() -> None:
+    def entry(name: str, tau: float, speed: float | None, spread: float = 0.1) -> dict[str, Any]:
+        low, high = (None, None) if speed is None else (speed - spread, speed + spread)
+        return {"name": name, "tau": tau, "speedup": speed, "speedup_min": low, "speedup_max": high}
+
+    assert best([entry("a", 2.0, 1.9), entry("b", 2.2, 1.5)]) == "a"
+    assert best([entry("a", 2.0, 1.6), entry("b", 2.2, 1.5)]) == "b"
+    assert best([entry("a", 2.0, None), entry("b", 2.2, None)]) == "b"
+
+
+def test_figures_are_cut_to_six_digits() -> None:
+    assert rounded({"a": [1.23456789, 3], "b": None, "c": True}) == {"a": [1.23457, 3], "b": None, "c": True}
+    assert rounded(SimpleNamespace) is SimpleNamespace

@@ -1,0 +1,225 @@
+"""What acceptance and costs are worth: formulas against enumeration, against our verifiers, and against a report."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drafttrain.core.tree import TreeShape, arrivals
+from drafttrain.measure.simulate import SimulateOptions
+from drafttrain.measure.simulate.formulas import (
+    best_tree,
+    expected_tokens,
+    full_tree,
+    geometric_ranks,
+    operations,
+    speedup,
+    tree_tokens,
+)
+from drafttrain.measure.simulate.measured import Measured, token_cost
+from drafttrain.measure.simulate.outcome import alpha_of, simulated
+from drafttrain.measure.simulate.scenario import MOST_BATCH, Scenario, StepCosts
+from drafttrain.measure.simulate.toy import sampled_chain, tree_trial
+from tests.runs import report, version_1, write
+
+Command = Callable[..., int]
+
+
+@pytest.mark.parametrize(
+    ("alpha", "K", "tokens"), [(0.6, 5, 2.38), (0.7, 5, 2.94), (0.8, 5, 3.69), (0.9, 5, 4.69), (0.6, 4, 2.31), (0.7, 4, 2.77)]
+)
+def test_expected_tokens_are_the_published_ones(alpha: float, K: int, tokens: float) -> None:
+    assert expected_tokens([alpha] * K) == pytest.approx((1 - alpha ** (K + 1)) / (1 - alpha))
+    assert expected_tokens([alpha] * K) == pytest.approx(tokens, abs=0.006)
+
+
+def test_the_theorems() -> None:
+    """Leviathan et al., arXiv 2211.17192: 3.8, 3.11, and table 1's row alpha 0.8, gamma 5."""
+    alpha, K, c = 0.8, 5, 0.05
+    tokens = expected_tokens([alpha] * K)
+    assert speedup(tokens, K * c, 1.0) == pytest.approx((1 - alpha**6) / ((1 - alpha) * (K * c + 1)))
+    assert operations(tokens, K, 0.0) == pytest.approx((1 - alpha) * (K + 1) / (1 - alpha**6))
+    assert (round(speedup(tokens, 0.0, 1.0), 2), round(operations(tokens, K, 0.0), 2)) == (3.69, 1.63)
+    assert expected_tokens([1.0] * 4) == 5.0 and expected_tokens([]) == 1.0 and expected_tokens([0.0]) == 1.0
+
+
+def test_a_gain_is_there_where_alpha_exceeds_the_draft_s_cost() -> None:
+    """Their corollary 3.9: with one draft (1 + alpha) / (1 + c)."""
+    for alpha, c in ((0.3, 0.2), (0.2, 0.3)):
+        shape = Scenario((alpha,), [], StepCosts(c, 0.0)).best_chain()
+        assert (shape.speedup > 1.0) == (alpha > c)
+    assert Scenario((0.3,), [], StepCosts(0.1, 0.0)).break_even_draft_cost() == pytest.approx(0.3)
+    assert Scenario((0.3,), [], StepCosts(0.1, 0.0)).break_even_alpha() == pytest.approx(0.1, abs=1e-5)
+
+
+def test_trees() -> None:
+    ranks = [[0.5, 0.2, 0.1], [0.6, 0.1], [0.9]]
+    assert full_tree(2, 2) == [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
+    assert tree_tokens(ranks, full_tree(1, 3)) == pytest.approx(expected_tokens([0.5, 0.6, 0.9]))
+    assert tree_tokens(geometric_ranks(0.7, 2, 3), full_tree(2, 3)) == pytest.approx(expected_tokens([1 - 0.3**2] * 3))
+    every = [path for path in full_tree(3, 3) if tree_tokens(ranks, [path]) > 1.0]
+    for nodes in range(1, 6):
+        closed = [c for c in combinations(every, nodes) if all(p[:-1] in c for p in c if len(p) > 1)]
+        most = max(tree_tokens(ranks, paths) for paths in closed)
+        assert tree_tokens(ranks, best_tree(ranks, nodes)) == pytest.approx(most)
+    assert len(best_tree(ranks, 99)) == len(every) and best_tree([], 3) == []
+
+
+def test_a_tree_s_formula_is_what_counting_drawn_ranks_gives() -> None:
+    ranks, random = [[0.5, 0.3], [0.4, 0.2]], np.random.default_rng(0)
+    table = np.stack([random.choice(3, 40_000, p=[*row, 1 - sum(row)]) for row in ranks], 1)
+    paths = [(0,), (1,), (0, 0), (1, 1)]
+    counted = 1.0 + float(arrivals(torch.from_numpy(table), paths).sum(-1).mean())
+    assert tree_tokens(ranks, paths) == pytest.approx(counted, abs=0.02)
+
+
+@pytest.mark.parametrize("alphas", [[0.7] * 5, [0.9, 0.5, 0.2], [1.0, 1.0], [0.0, 0.5]])
+def test_a_sampled_chain_through_the_verifier_gives_the_formula(alphas: list[float]) -> None:
+    trial = sampled_chain(alphas, 20_000, seed=3)
+    assert trial.formula == expected_tokens(alphas)
+    assert trial.agrees and trial.error <= 0.02
+
+
+@pytest.mark.parametrize("policy", ["greedy", "lossless", "coupled"])
+def test_trees_through_every_exact_policy_give_the_formula(policy: str) -> None:
+    ranks = [[0.5, 0.2, 0.1], [0.6, 0.1], [0.7]]
+    trial = tree_trial(policy, ranks, best_tree(ranks, 8), 20_000, seed=5)
+    assert trial.agrees and 0 < trial.error <= 0.02
+    assert not replace(trial, formula=trial.formula + 0.1).agrees
+    assert trial.shape == "tree of 8" and TreeShape.of(best_tree(ranks, 8)).max_depth == 3
+
+
+def test_verifying_costs_more_in_a_batch() -> None:
+    costs = StepCosts(0.0, 0.01)
+    assert costs.verify(1, 7) == 1.0 and costs.verify(6) == pytest.approx(1.05)
+    assert costs.verify(6, 100_000) == pytest.approx(6.0, abs=0.01)
+    assert StepCosts(0.1, 0.0, 0.2, parallel=True).speedup(2.0, 4, 5) == pytest.approx(2 / 1.3)
+    assert StepCosts(0.1, 0.0, 0.2).speedup(2.0, 4, 5) == pytest.approx(2 / 1.6)
+
+
+def test_break_even_points_are_where_the_best_chain_crosses_one() -> None:
+    scenario = Scenario((0.7,), [], StepCosts(0.05, 0.01, 0.02))
+    batch, draft, alpha = scenario.break_even_batch(), scenario.break_even_draft_cost(), scenario.break_even_alpha()
+    assert batch and draft and alpha
+    assert scenario.best_chain(batch).speedup < 1.0 <= scenario.best_chain(batch - 1).speedup
+    for cost, gains in ((draft - 1e-6, True), (draft + 1e-6, False)):
+        assert (replace(scenario, costs=replace(scenario.costs, draft=cost)).best_chain().speedup >= 1.0) == gains
+    assert scenario.at(alpha).best_chain().speedup == pytest.approx(1.0, abs=1e-4)
+    assert Scenario((0.9,), [], StepCosts(0.0, 0.0)).break_even_batch() is None
+    poor = Scenario((0.1,), [], StepCosts(0.5, 1.0))
+    assert (poor.break_even_batch(), poor.break_even_draft_cost(), poor.break_even_alpha()) == (1, None, None)
+    assert MOST_BATCH == 4096
+
+
+def measured(**changes: Any) -> Measured:
+    made = report(**changes)
+    entry = made["checkpoints"][0]
+    entry |= {"offered_by_position": [100, 60], "accepted_by_position": [70, 42], "verifications": 100, "tau": 2.12}
+    return Measured.of("run", entry)
+
+
+def test_a_report_s_figures_come_back_at_its_own_settings() -> None:
+    found = measured()
+    assert found.alpha_K == (0.7, 0.6)  # 42 of the 70 that got so far, though only 60 of them were offered more
+    tau, speed = found.expected()
+    assert tau == pytest.approx(1 + 0.7 + 0.42) and speed == pytest.approx(2.12 / (0.2 + 1.5 + 0.3 / 4.0))
+    assert found.token == pytest.approx((6.0 - 4.0) / (3 - 1) / 4.0)
+    outcome = simulated(SimulateOptions(alpha="+0.05", trials=1000), found)
+    assert outcome.asked_K == pytest.approx((0.75, 0.65)) and outcome.scenario.alpha_K == pytest.approx((0.75, 0.65))
+    assert outcome.scenario.costs == StepCosts(0.1, found.token, pytest.approx(0.075))
+    assert outcome.scenario.ranks[0] == pytest.approx([0.65, 0.2, 0.1])
+    assert outcome.plain()["what_if"]["then"]["tau"] == pytest.approx(1 + 0.75 + 0.75 * 0.65)
+    fixed = simulated(SimulateOptions(alpha="0.9", draft_cost=0.0, trials=1000), found)
+    assert fixed.asked_K == (0.9, 0.9) and fixed.change is None and fixed.scenario.costs.draft == 0.0
+
+
+def test_a_chain_is_not_credited_with_a_tree_s_branches() -> None:
+    tree = measured(entry__verify_nodes=7.0)
+    assert tree.chain_K == (0.6, 0.5) and measured().chain_K == (0.7, 0.6)
+    assert simulated(SimulateOptions(trials=1000), tree).chains[1].tokens == pytest.approx(1 + 0.6 + 0.3)
+    old = Measured.of("old", version_1(report(entry__verify_nodes=7.0))["checkpoints"][0])
+    assert old.alpha_K == (0.7, 0.6) == old.chain_K and old.ranks is None
+
+
+def test_the_cost_of_a_token_is_the_slope_over_all_batch_sizes() -> None:
+    def part(batch: int) -> dict[str, Any]:
+        line = {"batch_size": batch, "verify_nodes": 5.0, "by": "batch_size"}
+        return line | {"plain_step_ms": 10 + 0.2 * (batch - 1), "verify_ms": 10 + 0.2 * (5 * batch - 1)}
+
+    assert token_cost({"slices": [part(1), part(4), part(16)]}) == pytest.approx(0.02)
+    assert token_cost(part(2) | {"slices": []}) == pytest.approx(0.02)
+    assert token_cost(part(1) | {"slices": [], "verify_ms": 8.0}) == 0.0
+
+
+def test_changes_of_alpha_are_told_from_values() -> None:
+    found = [alpha_of(text) for text in (None, "0.8", "1", "+0.05", "-.1")]
+    assert found == [(None, False), (0.8, False), (1.0, False), (0.05, True), (-0.1, True)]
+
+
+def test_the_command(command: Command, tmp_path: Path, capsys: Any) -> None:
+    made = report()
+    verified = made["checkpoints"][0]["verifications"]
+    made["checkpoints"][0]["accepted_by_position"] = [int(0.7 * verified), int(0.42 * verified)]
+    write(tmp_path / "run=1", made)
+    asked = ("simulate.alpha=+0.05", "simulate.trials=1000", "out=a/b.png")
+    assert command("simulate", "report=run=1/report.json", *asked) == 0
+    said = capsys.readouterr().out
+    assert "with alpha +0.05, all else as measured" in said and said.count("agrees") == 4
+    assert "no gain where a draft pass costs" in said and "no gain from batch size" in said
+    assert (tmp_path / "a/b.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((tmp_path / "a/b.json").read_text(encoding="utf-8"))
+    assert found["what_if"]["then"]["tau"] > found["what_if"]["now"]["tau"]
+    assert len(found["chains"]) == 10 and found["batches"]["256"]["speedup"] < found["batches"]["1"]["speedup"]
+    assert command("simulate", "simulate.alpha=0.8", "simulate.ranks=[[0.6,0.2],[0.5]]", "simulate.trials=1000") == 0
+    assert "acceptance 0.80 at every position" in capsys.readouterr().out
+    assert len(list((tmp_path / "outputs/simulate").glob("*.png"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["simulate.alpha=+0.05"], "simulate.alpha is +0.05, a change, of no report; name one with report=FILE"),
+        (["simulate.alpha=high"], "simulate.alpha is 'high'; set an acceptance as 0.8"),
+        (["simulate.alpha=1.5"], "simulate.alpha is '1.5'"),
+        (["simulate.draft_cost=-1"], "simulate.draft_cost, token_cost and other_cost are in plain steps"),
+        (["simulate.lengths=[]"], "simulate.lengths is []; give one or more"),
+        (["simulate.batch_sizes=[0]"], "simulate.batch_sizes is [0]; give one or more"),
+        (["simulate.nodes=0"], "simulate.nodes is 0; set it to 1 or more"),
+        (["simulate.trials=5"], "simulate.trials is 5; set it to 100 or more"),
+        (["simulate.alphas=[2]"], "simulate.alphas is [2.0]; give shares"),
+        (["simulate.ranks=[[0.9,0.2]]"], "simulate.ranks is [[0.9, 0.2]]; give for each depth"),
+        (["simulate.ranks=3"], "simulate.ranks is 3; give for each depth"),
+        (["out=x.pdf"], "out is 'x.pdf'; name the picture with out=FILE.png"),
+        (["report=nowhere"], "no run 'nowhere'"),
+        (["report=runs"], "runs holds 2 reports; name one of them, such as report=runs/a"),
+        (["report=runs/a", "checkpoint=x"], "report is 'runs/a' and checkpoint 'x'; leave one of them out"),
+        (["report=runs/b"], "runs/b step-00400: report.json has no speedup, verify_cost; name a report of a drafter"),
+    ],
+)
+def test_mistakes_get_one_line(words: list[str], message: str, command: Command, tmp_path: Path, capfd: Any) -> None:
+    write(tmp_path / "runs/a", report())
+    write(tmp_path / "runs/b", report(entry__speedup=None, entry__verify_cost=None))
+    assert command("simulate", *words) == 2
+    err = capfd.readouterr().err
+    assert err.startswith(f"drafttrain: {message}") and err.count("\n") == 1
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_notebook_prints_what_is_kept_in_it(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = runpy.run_path(str(root / "scripts/run_notebook.py"))
+    notebook = json.loads((root / "docs/simulate.ipynb").read_text(encoding="utf-8"))
+    assert script["outputs_of"](notebook) == script["kept_outputs"](notebook)
+    assert (tmp_path / "simulate.png").read_bytes().startswith(b"\x89PNG")
+    notebook["cells"][1]["source"] = ["print(1)"]
+    with pytest.raises(NameError):
+        script["outputs_of"](notebook)

@@ -1,0 +1,91 @@
+"""Times and the budget, on invented clocks: no machine's speed is asserted."""
+
+from __future__ import annotations
+
+import pytest
+
+from drafttrain.decoding.decoder import Decoded
+from drafttrain.decoding.request import Result
+from drafttrain.decoding.scheduler import Costs
+from drafttrain.measure.cases import Case, spread, waves
+from drafttrain.measure.plan import Budget, Plan, plan
+from drafttrain.measure.speed import Race, costs, race, speedup, throughput, tpot, ttft
+
+
+def lap(*times: tuple[int, float, float, float]) -> Decoded:
+    """(tokens, started, first, ended) of each request."""
+    return Decoded(
+        [Result(i, 3, [1] * n, n - 1, n - 1, started=s, first=f, ended=e) for i, (n, s, f, e) in enumerate(times)], Costs()
+    )
+
+
+def test_tpot_pools_tokens_and_ttft_averages_requests() -> None:
+    laps = [lap((11, 0.0, 1.0, 3.0)), lap((2, 5.0, 5.5, 6.0))]
+    assert tpot(laps) == pytest.approx(2.5 / 11)
+    assert ttft(laps) == pytest.approx(0.75)
+
+
+def test_throughput_of_a_wave_is_over_its_own_wall_time() -> None:
+    wave = [lap((11, 0.0, 1.0, 3.0), (6, 0.0, 1.0, 2.0))]
+    assert throughput(wave) == pytest.approx(15 / 2)
+    assert throughput(wave, prefill=True) == pytest.approx(17 / 3)
+    assert throughput([lap((1, 0.0, 1.0, 1.0))]) is None
+
+
+def test_speedup_compares_each_repeat_with_its_own_baseline() -> None:
+    baseline = [[lap((11, 0, 0, 2.0))], [lap((11, 0, 0, 4.0))], [lap((11, 0, 0, 3.0))]]
+    ours = [[lap((11, 0, 0, 1.0))], [lap((11, 0, 0, 1.0))], [lap((11, 0, 0, 1.0))]]
+    ratio = speedup(baseline, ours)
+    assert ratio is not None
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((3.0, 2.0, 4.0))
+
+
+def test_contenders_take_turns_on_every_wave() -> None:
+    order: list[tuple[str, int]] = []
+
+    def contender(name: str):  # type: ignore[no-untyped-def]
+        return lambda wave: order.append((name, wave[0])) or lap((2, 0, 0, 1))
+
+    laps = race({n: contender(n) for n in ("plain", "ours", "other")}, [[0], [1]], repeats=2, once=frozenset({"other"}))
+    first = [(n, w) for w in (0, 1) for n in ("plain", "ours", "other")]
+    assert order == first + [(n, w) for n, w in first if n != "other"]
+    assert [len(laps[n]) for n in ("plain", "ours", "other")] == [2, 2, 1]
+
+
+def test_a_slice_takes_the_waves_that_hold_nothing_else() -> None:
+    timed = Race(2, [[0, 1], [2, 3]], {"plain": [[lap((2, 0, 0, 1)), lap((2, 0, 0, 3))]]})
+    assert timed.of("plain", {2, 3, 9})[0][0].results[0].ended == 3
+    assert timed.of("plain", {1, 2}) == []
+    assert timed.of("absent") == []
+
+
+def test_costs_add_up() -> None:
+    total = costs([[Decoded([], Costs(1, 2, 3, 4, 5))], [Decoded([], Costs(1, 1, 1, 1, 1))]])
+    assert total == Costs(2, 3, 4, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("each", "seconds", "wanted", "got"),
+    [
+        (1.0, 100.0, (16, 3), Plan(16, 3)),
+        (1.0, 21.0, (16, 3), Plan(7, 3)),
+        (1.0, 2.0, (16, 3), Plan(1, 2)),
+        (1.0, 0.0, (16, 3), Plan(1, 1)),
+    ],
+)
+def test_plan_cuts_waves_before_repeats(each: float, seconds: float, wanted: tuple[int, int], got: Plan) -> None:
+    assert plan(each, seconds, *wanted) == got
+
+
+def test_budget_never_stops_before_forty_prompts() -> None:
+    budget = Budget(seconds=1.0)
+    assert not budget.enough(39, 1e6, passes=3)
+    assert budget.enough(40, 1e6, passes=3)
+    assert not budget.enough(400, 0.1, passes=3)
+
+
+def test_every_prefix_of_the_cases_is_spread_over_the_categories() -> None:
+    cases = [Case(str(i), c, [1]) for i, c in enumerate("aaabbc")]
+    assert [c.category for c in spread(cases)] == list("abcaba")
+    assert [c.question_id for c in spread(cases)] == list("035142")
+    assert waves(5, 2) == [[0, 1], [2, 3], [4]]

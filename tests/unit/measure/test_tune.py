@@ -1,0 +1,182 @@
+"""`drafttrain tune`: which shapes are considered, who decides, and what is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.commands import tune as tune_file
+from drafttrain.core.errors import UserError
+from drafttrain.drafters import families
+from drafttrain.drafters.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter, tuned_settings
+from drafttrain.measure import DecodeOptions
+from drafttrain.measure.cases import Case
+from drafttrain.measure.decoding import decoder_of, depth_limit
+from drafttrain.measure.tuning import shapes_of
+from drafttrain.model.drafter import Drafter, Preferred
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import LoadedTarget, load_target
+from tests.exports import record_of
+from tests.helpers import tiny_target
+
+QUICK = ("measure.limit=8", "decode.max_new_tokens=16", "tune.minutes=0.02", "tune.repeats=1", "tune.finalists=2", "output=out")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedTarget:
+    return load_target(TargetOptions())
+
+
+def built(family: str, target: Any, **options: Any) -> Drafter:
+    torch.manual_seed(0)
+    return families()[family].build(families()[family].options(**options), target).eval()
+
+
+def saved(folder: Path, loaded: LoadedTarget, family: str, **options: Any) -> Path:
+    drafter, record = built(family, loaded.target, **options), record_of(loaded)
+    own = dataclasses.asdict(families()[family].options(**options))
+    path = folder / checkpoint_name(1)
+    path.mkdir(parents=True)
+    save_drafter(path, drafter.state_dict(), CheckpointMeta(family, own, drafter.decode_settings(), record, 1))
+    return path
+
+
+def decide(monkeypatch: pytest.MonkeyPatch, gained: float) -> list[dict[str, Any]]:
+    """The first finalist wins the first race, and the last one by `gained`; the settings of each race."""
+    seen: list[dict[str, Any]] = []
+
+    def race(self: Any, name: str, settings: dict[str, Any], cases: Sequence[Case], seconds: float) -> dict[str, float]:
+        seen.append({"settings": settings, "questions": [case.question_id for case in cases]})
+        rates = dict.fromkeys(settings, 1.0)
+        return rates | {list(settings)[1]: 2.0 if len(seen) == 1 else gained}
+
+    monkeypatch.setattr(tune_file.Tuner, "race", race)
+    return seen
+
+
+def ranks(seed: int) -> torch.Tensor:
+    return torch.randint(0, 4, (60, 3), generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_tree_that_can_be_chosen_is_tried_at_every_depth_and_size() -> None:
+    texts, target = [ranks(0), ranks(1)], tiny_target()
+    found = shapes_of(built("medusa", target, heads=3), texts, trees=True)
+    assert {shape.depth for shape in found} == {1, 2, 3} and len({shape.nodes for shape in found}) > 5
+    assert all(max(map(len, shape.paths)) == shape.depth and len(shape.paths) == shape.nodes for shape in found)
+    assert not any("nodes" in shape.settings for shape in found)
+    dynamic = shapes_of(built("medusa", target, heads=3, tree="dynamic", width=4), texts, trees=True)
+    assert all(shape.settings["nodes"] == shape.nodes for shape in dynamic)
+
+
+@pytest.mark.parametrize("options", [{"tree": "chain"}, {"paths": [[0], [1], [0, 0], [0, 0, 0]]}])
+def test_of_a_proposal_that_is_given_the_depth_alone_is_chosen(options: dict[str, Any]) -> None:
+    found = shapes_of(built("medusa", tiny_target(), heads=3, **options), [ranks(0)], trees=True)
+    assert [shape.settings for shape in found] == [{"draft_length": 1}, {"draft_length": 2}, {"draft_length": 3}]
+    assert [shape.nodes for shape in found] == ([1, 2, 3] if "tree" in options else [2, 3, 4])
+
+
+def test_what_wins_on_the_other_prompts_is_kept_and_decoded_with(
+    command: Callable[..., int],
+    loaded: LoadedTarget,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, races = saved(tmp_path, loaded, "medusa", heads=3), decide(monkeypatch, 1.25)
+    assert command("tune", f"checkpoint={path}", *QUICK) == 0
+    first, last = races
+    assert not set(first["questions"]) & set(last["questions"]), "some prompts choose, others decide"
+    settings = last["settings"]["chosen"]
+    assert settings == list(first["settings"].values())[1] == tuned_settings(path)
+    drafter, _ = load_drafter(path, loaded.target)
+    assert [list(p) for p in drafter.paths()] == settings["paths"] and drafter.preferred.draft_length == settings[
+        "draft_length"
+    ]
+    assert decoder_of(loaded, DecodeOptions(), drafter).controls.draft_length == settings["draft_length"]
+    (kept,) = (tmp_path / "out" / "tune").glob("*/tune.json")
+    found = json.loads(kept.read_text())
+    assert found["chosen"]["better"] and len(found["surface"]) > 2 and (kept.parent / "surface.png").stat().st_size > 1000
+    assert "1.25x the speed of as trained on the other prompts" in capsys.readouterr().out
+
+
+def test_what_is_not_faster_there_is_not_kept(
+    command: Callable[..., int],
+    loaded: LoadedTarget,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = saved(tmp_path, loaded, "draft_model", blocks=1, draft_length=3)
+    decide(monkeypatch, 0.97)
+    assert command("tune", f"checkpoint={path}", *QUICK) == 0
+    assert tuned_settings(path) == {}
+    assert "is not faster on the other prompts (0.97x): nothing is written" in capsys.readouterr().out
+
+
+def test_really_raced_a_drafter_that_trains_nothing(command: Callable[..., int], loaded: LoadedTarget, tmp_path: Path) -> None:
+    path = saved(tmp_path, loaded, "prompt_lookup", draft_length=4)
+    assert command("tune", f"checkpoint={path}", *QUICK, "tune.batch_size=2", "tune.objective=throughput") == 0
+    (kept,) = (tmp_path / "out" / "tune").glob("*/tune.json")
+    found = json.loads(kept.read_text())
+    assert [row["settings"] for row in found["finalists"]] == [{}, *({"draft_length": d} for d in (1, 2, 3, 4))]
+    assert all(row["raced"] > 0 for row in found["finalists"]) and found["finalists"][0]["raced"] == 1.0
+    assert bool(tuned_settings(path)) is found["chosen"]["better"]
+
+
+def test_a_drafter_that_samples_gets_a_temperature(
+    command: Callable[..., int], loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path, loaded, "draft_model", blocks=11, draft_length=2)
+    decide(monkeypatch, 1.5)
+    assert command("tune", f"checkpoint={path}", *QUICK, "decode=sampling", "decode.temperature=0.8") == 0
+    settings = tuned_settings(path)
+    drafter, _ = load_drafter(path, loaded.target)
+    assert drafter.preferred == Preferred(
+        settings["draft_length"], settings.get("draft_temperature"), settings.get("temperature")
+    )
+    drafter.prefer({"draft_temperature": 0.4, "temperature": 0.8})
+    drawn = [
+        decoder_of(
+            loaded, DecodeOptions(policy="lossless", temperature=t, draft_temperature=own), drafter
+        ).sampling.draft_temperature
+        for t, own in ((0.8, None), (1.0, None), (0.8, 0.7))
+    ]
+    assert drawn == [0.4, None, 0.7], "found for its temperature; what the user sets comes first"
+    assert depth_limit(DecodeOptions(draft_length=5), drafter) == 5
+
+
+def test_a_file_that_tune_did_not_write_is_named(loaded: LoadedTarget, tmp_path: Path) -> None:
+    path = saved(tmp_path, loaded, "prompt_lookup", draft_length=4)
+    (path / "decode.json").write_text("[]")
+    with pytest.raises(UserError, match=r"decode\.json: expected what drafttrain tune writes.*delete it"):
+        load_drafter(path, loaded.target)
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        (("tune.objective=speed",), "tune.objective is 'speed'; choose tpot or throughput"),
+        (("tune.finalists=0",), "tune.finalists is 0; set it to 1 or more"),
+        (("tune.minutes=0",), "tune.minutes is 0; give more than 0"),
+        (("decode.window=2",), "decode.window is set"),
+        (("measure.limit=8", "tune.batch_size=5"), "8 prompts leave 4 to choose on and as many to decide, a batch has 5"),
+    ],
+)
+def test_a_mistake_gets_one_line(
+    command: Callable[..., int],
+    loaded: LoadedTarget,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    asked: tuple[str],
+    line: str,
+) -> None:
+    path = saved(tmp_path, loaded, "prompt_lookup", draft_length=4)
+    assert command("tune", f"checkpoint={path}", *asked) == 2
+    error = capsys.readouterr().err
+    assert line in error and len(error.strip().splitlines()) == 1

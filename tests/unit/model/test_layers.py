@@ -1,0 +1,79 @@
+"""A drafter's own decoder layers: their shape, and how their positions turn."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from transformers import DeepseekV3Config, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from drafttrain.cli.config import register
+from drafttrain.core.errors import UserError
+from drafttrain.model.layers import LayerOptions, rotary
+from drafttrain.targets.structure import shape_of
+from tests.exports import LINEAR, LLAMA3
+from tests.helpers import tiny_target
+
+
+@pytest.mark.parametrize("scaling", [LINEAR, LLAMA3], ids=lambda scaling: scaling["rope_type"])
+def test_positions_are_scaled_as_by_transformers(scaling: dict[str, Any]) -> None:
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=2, rope_theta=500.0, rope_scaling=dict(scaling), max_position_embeddings=512
+    )
+    turn_F, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+    position_BN = torch.tensor([[0, 1, 7, 300]])
+    cos_BND, sin_BND = rotary(position_BN, 32, 500.0, torch.float32, scaling)
+    plain_BND, _ = rotary(position_BN, 32, 500.0, torch.float32)
+    angle_BNF = position_BN[..., None] * turn_F
+    torch.testing.assert_close(cos_BND[..., :16], angle_BNF.cos(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(sin_BND[..., 16:], angle_BNF.sin(), atol=1e-4, rtol=0)
+    assert not torch.allclose(cos_BND, plain_BND, atol=1e-2)
+
+
+def test_only_what_differs_from_the_target_is_an_option() -> None:
+    of = tiny_target().shape
+    own = LayerOptions(kv_heads=4, rope_theta=5.0, rope_scaling=LINEAR)
+    assert LayerOptions.between(own.shape(of), of) == own == LayerOptions.of(asdict(own))
+    assert LayerOptions(heads=of.heads).shape(of) == LayerOptions().shape(of)
+    assert LayerOptions.between(LayerOptions(heads=of.heads).shape(of), of) == LayerOptions.between(None, of) == LayerOptions()
+
+
+def test_a_target_whose_attention_is_latent_has_as_many_kv_heads_as_heads() -> None:
+    """Its configuration has a number of KV heads that nothing reads: 128, unless it is given."""
+    latent = {"num_attention_heads": 4, "qk_rope_head_dim": 4}
+    for kv_heads, wanted in ((None, 4), (3, 4), (2, 2)):
+        config = DeepseekV3Config(**latent, **({} if kv_heads is None else {"num_key_value_heads": kv_heads}))
+        layer = LayerOptions().shape(shape_of(config))
+        assert (layer.heads, layer.kv_heads, layer.head_dim) == (4, wanted, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"heads": 3}, "drafter.layer has 3 heads of width 8 over 2 KV heads; choose an even width, and KV heads that divide"),
+        ({"head_dim": 7}, "heads of width 7"),
+        ({"rope_theta": -1.0}, r"drafter.layer.rope_theta is -1.0; set it above 0, or to null: as the target's"),
+        ({"intermediate_size": 0}, r"drafter.layer.intermediate_size is 0; set it above 0"),
+        ({"depth": 3}, r"drafter.layer has no setting depth; it has heads, kv_heads"),
+        (
+            {"rope_scaling": {"rope_type": "yarn"}},
+            "rope_scaling is of the type 'yarn'; layers of drafters know default, linear",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of the type linear lacks factor; add numbers"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_one_line(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        LayerOptions.of(given).shape(tiny_target().shape)
+
+
+def test_it_is_typed_as_the_command_says() -> None:
+    register()
+    typed = ["drafter=eagle3", "drafter.layer.rope_theta=500", "drafter.layer.rope_scaling={rope_type:linear,factor:2.0}"]
+    with initialize_config_module("drafttrain.conf", version_base="1.3"):
+        layer = compose("config", typed).drafter.layer
+    assert layer.rope_theta == 500.0 and dict(layer.rope_scaling) == LINEAR

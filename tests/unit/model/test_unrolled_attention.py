@@ -1,0 +1,68 @@
+"""Attention of training on own outputs: against all scores at once, values and gradients, and what it keeps in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain.model import unrolled_attention as op
+from drafttrain.model.masks import Documents
+
+DOCUMENTS = Documents(torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2, [0] * 13]))
+
+
+@pytest.mark.parametrize("rows", [None, 4, 256])  # by the fused kernel; in blocks, the last one short, or all at once
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
+def test_as_all_scores_at_once(
+    dtype: torch.dtype, close: float, steps: int, documents: Documents | None, rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rows is not None:
+        monkeypatch.setattr(op, "ROWS", rows)
+        monkeypatch.setattr(op, "_kernel", lambda q_BhTD: None)
+    torch.manual_seed(0)
+    q, *both = (torch.randn(2, 3, 13, 8, dtype=dtype, requires_grad=True) for _ in range(1 + 2 * steps))
+    weight = torch.randn(2, 3, 13, 8, dtype=dtype)
+
+    def run(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        out = function(q, both[:steps], both[steps:], documents)
+        return out, *torch.autograd.grad((out * weight).sum(), [q, *both])
+
+    for ours, naive in zip(run(op.unrolled), run(op.reference), strict=True):
+        torch.testing.assert_close(ours, naive, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_gradients_hold_numerically(documents: Documents | None) -> None:
+    torch.manual_seed(1)
+    tensors = [torch.randn(2, 1, 13, 4, dtype=torch.float64, requires_grad=True) for _ in range(5)]
+    assert torch.autograd.gradcheck(lambda q, *both: op.unrolled(q, both[:2], both[2:], documents), tensors)
+
+
+def test_what_is_kept_for_the_backward_pass_grows_with_the_text_not_its_square() -> None:
+    def kept(length: int) -> int:
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            tensors = [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(5)]
+            op.unrolled(tensors[0], tensors[1:3], tensors[3:], Documents(torch.zeros(1, length, dtype=torch.long)))
+        return sum(sizes)
+
+    assert kept(600) == 2 * kept(300)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 6e-2), (torch.float16, 1e-2)])
+def test_fused_kernels_of_a_gpu_as_all_scores_at_once(dtype: torch.dtype, close: float, documents: Documents | None) -> None:
+    torch.manual_seed(0)
+    q, *both = (torch.randn(2, 3, 13, 64, dtype=dtype, device="cuda", requires_grad=True) for _ in range(7))
+    where = None if documents is None else Documents(documents.number_BT.cuda())
+    found = [f(q, both[:3], both[3:], where) for f in (op.unrolled, op.reference)]
+    slopes = [torch.autograd.grad(out.float().square().sum(), [q, *both]) for out in found]
+    torch.testing.assert_close(*found, atol=close, rtol=close)
+    for ours, naive in zip(*slopes, strict=True):
+        torch.testing.assert_close(ours, naive, atol=4 * close, rtol=4 * close)

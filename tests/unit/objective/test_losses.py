@@ -1,0 +1,272 @@
+"""The chunked objective against a whole-tensor computation, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from drafttrain.core.errors import UserError
+from drafttrain.drafters import families
+from drafttrain.features.online import Online
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import FINAL
+from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from drafttrain.ops.divergence import AT_ONCE, NAMES, divergence, outcome, reference
+from drafttrain.targets.hf import HFTarget
+from tests.helpers import crossed, tiny_target
+
+PACKED = ["llama", "mistral-sliding", "gpt2", "gemma3-sliding"]
+
+
+def padded_batch(vocab: int = 64) -> TrainBatch:
+    generator = torch.Generator().manual_seed(3)
+    token = torch.randint(0, vocab, (3, 14), generator=generator)
+    document = torch.zeros_like(token)
+    document[1, 10:], document[2, 6:] = -1, -1
+    mask = torch.rand(token.shape, generator=generator) < 0.7
+    return TrainBatch(token, torch.arange(14).expand(3, 14), document, mask & (document >= 0))
+
+
+def drafter_of(name: str, target: object, **options: int) -> Drafter:
+    family = families()[name]
+    drafter = family.build(family.options(**options), target)
+    torch.manual_seed(2)
+    for parameter in drafter.parameters():
+        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    return drafter
+
+
+def test_divergences() -> None:
+    q = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
+    p = torch.randn(50, 9, generator=torch.Generator().manual_seed(1))
+    label = torch.arange(50) % 9
+    torch.testing.assert_close(
+        divergence("ce", q.log_softmax(-1), p.log_softmax(-1), label), F.cross_entropy(q, label, reduction="none")
+    )
+    kl = F.kl_div(q.log_softmax(-1), p.softmax(-1), reduction="none").sum(-1)
+    torch.testing.assert_close(divergence("kl", q.log_softmax(-1), p.log_softmax(-1), label), kl)
+    alpha = torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1)
+    torch.testing.assert_close(divergence("lk", q.log_softmax(-1), p.log_softmax(-1), label), -alpha.log())
+    torch.testing.assert_close(divergence("tvd", q.log_softmax(-1), p.log_softmax(-1), label), 1 - alpha)
+    torch.testing.assert_close(
+        divergence("kl", p.log_softmax(-1), p.log_softmax(-1), label), torch.zeros(50), atol=1e-6, rtol=0
+    )
+    with pytest.raises(ValueError, match="choose ce, kl, rkl, jsd, tvd, lk"):
+        divergence("mse", q, p, label)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [1, 3, 7, 8])
+def test_the_twin_works_on_some_rows_at_a_time(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AT_ONCE, "cpu", rows * 11)
+    q, p = torch.randn(7, 11, generator=torch.Generator().manual_seed(0)), torch.randn(7, 11)
+    label = torch.arange(7)
+    whole, parts = reference(q, p, label, name, want_slope=True), outcome(q, p, label, name, want_slope=True)
+    for a, b in zip(parts, whole, strict=True):
+        assert a is not None and b is not None
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert outcome(q, p, label, name, want_slope=False).slope_CV is None
+    assert outcome(q, p, label, name, want_slope=True, into=q).slope_CV is q
+    torch.testing.assert_close(q, whole.slope_CV, rtol=1e-6, atol=1e-7)
+
+
+def test_a_chunk_has_a_bound() -> None:
+    options = LossOptions(chunk=1024)
+    assert [options.at_once(vocab) for vocab in (2048, 131_072, 262_144, 1 << 30)] == [1024, 1024, 512, 1]
+    assert LossOptions(chunk=7).at_once(262_144) == 7
+
+
+@pytest.mark.parametrize("chunk", [7, 4096])  # recomputed in the backward pass, or whole
+@pytest.mark.parametrize(("name", "loss"), crossed(sorted(families()), ["ce", "kl", "rkl", "jsd", "tvd", "lk"]))
+def test_chunks_change_neither_loss_nor_gradient(name: str, loss: str, chunk: int) -> None:
+    target = tiny_target()
+    drafter = drafter_of(name, target).train()
+    if not drafter.trained:
+        pytest.skip("trains nothing: it has no loss")
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    total, counts = Objective(drafter, target, LossOptions(loss, chunk))(filled)
+    total.backward()
+    chunked = [p.grad.clone() for p in drafter.parameters()]
+    drafter.zero_grad()
+    naive = torch.zeros(())
+    final, token = filled.hidden[FINAL].flatten(0, 1), filled.token_BT.flatten()
+    totals = []
+    for prediction in drafter.predict(filled):
+        q = prediction.head(prediction.hidden_MH)
+        p = target.head(final[prediction.label_M - 1])
+        naive = naive + (prediction.weight * naive_loss(loss, q, p, token[prediction.label_M])).sum()
+        naive = naive if prediction.aux is None else naive + prediction.aux
+        if prediction.confidence is not None:
+            naive = naive + doubt(prediction, q, p)
+        if not prediction.counted:
+            continue
+        totals.append(len(q))
+        assert float(counts.correct[prediction.step]) == float((q.argmax(-1) == p.argmax(-1)).sum())
+    naive.backward()
+    torch.testing.assert_close(total, naive)
+    assert counts.total.tolist()[: len(totals)] == totals
+    for a, p in zip(chunked, drafter.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
+
+
+def naive_loss(name: str, q_MV: torch.Tensor, p_MV: torch.Tensor, label_M: torch.Tensor) -> torch.Tensor:
+    """Over what the head offers, row by row; 0 where it does not offer what is to be learnt."""
+    losses = []
+    for q_V, p_V, label in zip(q_MV, p_MV, label_M.tolist(), strict=True):
+        token_D = (q_V > -torch.inf).nonzero()[:, 0].tolist()
+        learnt = label if name == "ce" else int(p_V.argmax())
+        if learnt not in token_D:
+            losses.append(torch.zeros(()))
+            continue
+        place = torch.tensor([token_D.index(label) if label in token_D else 0])
+        q, p = (x[token_D].log_softmax(-1)[None] for x in (q_V, p_V))
+        losses.append(divergence(name, q, p, place)[0])
+    return torch.stack(losses) if losses else torch.zeros(0)
+
+
+def doubt(prediction: Prediction, q_MV: torch.Tensor, p_MV: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy of a confidence with the share of its draft's law that is accepted."""
+    assert prediction.confidence is not None
+    sure_M = prediction.confidence(prediction.hidden_MH).sigmoid()
+    share_M = torch.minimum(q_MV.softmax(-1), p_MV.softmax(-1)).sum(-1).detach()
+    apart_M = -(share_M * sure_M.log() + (1 - share_M) * (1 - sure_M).log())
+    return (prediction.weight * apart_M).sum()
+
+
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("name", ["medusa", "dflash2"])
+def test_a_mix_is_the_sum_of_its_parts(name: str, chunk: int) -> None:
+    target, mix = tiny_target(), {"ce": 0.1, "tvd": 1.8, "kl": 0.5}
+    drafter = drafter_of(name, target).train()
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    parameters = list(drafter.parameters())
+
+    def found(options: LossOptions) -> tuple[torch.Tensor, ...]:
+        total, _ = Objective(drafter, target, options)(filled)
+        return total, *torch.autograd.grad(total, parameters, allow_unused=True)
+
+    parts = [found(LossOptions(part, chunk)) for part in mix]
+    for whole, *apart in zip(found(LossOptions("mix", chunk, mix)), *parts, strict=True):
+        torch.testing.assert_close(whole, sum(w * x for w, x in zip(mix.values(), apart, strict=True)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [("mse", {}), ("mix", {}), ("kl", {"ce": 1.0}), ("mix", {"mse": 1.0}), ("mix", {"ce": 0.0})])
+def test_a_loss_that_is_none_is_refused(wrong: tuple[str, dict[str, float]]) -> None:
+    with pytest.raises(UserError, match=r"loss\."):
+        LossOptions(wrong[0], mix=wrong[1]).check()
+
+
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("name", sorted(families()))
+def test_the_end_to_end_loss_is_the_drafts_that_are_not_accepted(name: str, chunk: int) -> None:
+    """Against a loop over sources and depths, with the laws computed whole."""
+    target = tiny_target()
+    drafter = drafter_of(name, target).train()
+    if not drafter.trained:
+        pytest.skip("trains nothing: it has no loss")
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    total, counts = Objective(drafter, target, LossOptions("e2e_tv", chunk))(filled)
+    total.backward()
+    found = [p.grad.clone() for p in drafter.parameters()]
+    drafter.zero_grad()
+    naive, counted = naive_end_to_end(drafter, target, filled)
+    naive.backward()
+    torch.testing.assert_close(total, naive)
+    torch.testing.assert_close(float(counts.loss.sum()), counted)
+    for a, p in zip(found, drafter.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [7, 4096])
+def test_the_end_to_end_loss_of_a_part_of_the_vocabulary_is_of_the_whole_one(chunk: int) -> None:
+    """What the drafter has no token for counts as not accepted: nothing is renormalised, nothing left out."""
+    target = tiny_target()
+    drafter = drafter_of("eagle3", target, draft_vocab=20).train()
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    total, _ = Objective(drafter, target, LossOptions("e2e_tv", chunk))(filled)
+    naive, _ = naive_end_to_end(drafter, target, filled)
+    torch.testing.assert_close(total, naive)
+    parameters = list(drafter.parameters())
+    for a, b in zip(torch.autograd.grad(total, parameters), torch.autograd.grad(naive, parameters), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def naive_end_to_end(drafter: Drafter, target: HFTarget, filled: TrainBatch) -> tuple[torch.Tensor, float]:
+    """The loss with all its other parts, and what the log sums up of it."""
+    final, K = filled.hidden[FINAL].flatten(0, 1), drafter.draft_length
+    alpha: dict[tuple[int, int], torch.Tensor] = {}  # by source and depth
+    other = torch.zeros(())
+    whole = False
+    for prediction in drafter.predict(filled):
+        q = prediction.whole(prediction.head(prediction.hidden_MH), target.shape.vocab_size).softmax(-1)
+        p = target.head(final[prediction.label_M - 1]).softmax(-1)
+        accepted = torch.minimum(q, p).sum(-1)
+        other = other if prediction.aux is None else other + prediction.aux
+        if prediction.confidence is not None:
+            other = other + doubt(prediction, q.log(), p.log())
+        if not prediction.counted:
+            other = other + (prediction.weight * (1 - accepted)).sum()
+            continue
+        whole = whole or prediction.every_step
+        for i, (source, label) in enumerate(zip(prediction.source_M.tolist(), prediction.label_M.tolist(), strict=True)):
+            for depth in range(K) if prediction.every_step else [prediction.step]:
+                start = label - 2 - depth if prediction.every_step else source
+                if start >= 0 and start // 14 == label // 14:
+                    alpha[start, depth] = accepted[i]
+    parts = []
+    for start, depth in alpha:
+        parts.append(1 - torch.stack([alpha[start, d] for d in range(depth + 1) if (start, d) in alpha]).prod())
+    loss = torch.stack(parts).double().sum()  # as the log sums it up
+    return other + (loss / K).float(), float(loss.detach()) * (K if whole else 1)
+
+
+@pytest.mark.parametrize(("name", "architecture"), crossed(sorted(families()), PACKED))
+def test_packed_documents_do_not_leak(name: str, architecture: str) -> None:
+    """A document's losses are the same alone and behind another one; so are the target's states."""
+    target = tiny_target(architecture)
+    kept = {"retention": 1} if "retention" in families()[name].options.__dataclass_fields__ else {}  # all slots, none by lot
+    drafter = drafter_of(name, target, **kept).train(architecture != "gpt2")  # whose copies have dropout
+    if not drafter.trained:
+        pytest.skip("trains nothing: it has no loss")
+    generator = torch.Generator().manual_seed(5)
+    first, second = torch.randint(0, 64, (1, 6), generator=generator), torch.randint(0, 64, (1, 7), generator=generator)
+    states = [Online(target, drafter.taps).fill(one_document(t)) for t in (first, second)]
+    packed = TrainBatch(
+        torch.cat([first, second], 1),
+        torch.cat([torch.arange(6), torch.arange(7)])[None],
+        torch.tensor([[0] * 6 + [1] * 7]),
+        torch.ones(1, 13, dtype=torch.bool),
+    )
+    packed = Online(target, drafter.taps).fill(packed)
+    for key, state in packed.hidden.items():
+        torch.testing.assert_close(state, torch.cat([s.hidden[key] for s in states], 1), rtol=1e-4, atol=1e-4)
+    objective = Objective(drafter, target, LossOptions())
+    alone = sum(objective(s)[0] for s in states)
+    torch.testing.assert_close(objective(packed)[0], alone)
+
+
+def one_document(token: torch.Tensor) -> TrainBatch:
+    return TrainBatch(
+        token, torch.arange(token.shape[1])[None], torch.zeros_like(token), torch.ones_like(token, dtype=torch.bool)
+    )
+
+
+def test_teacher_forced_counts_only_whole_supervised_futures() -> None:
+    target = tiny_target()
+    drafter = drafter_of("medusa", target).eval()
+    batch = Online(target, drafter.taps).fill(padded_batch())
+    hits = teacher_forced(drafter, target, batch)
+    mask, document = batch.mask_BT, batch.document_BT
+    whole = [
+        (b, t)
+        for b in range(3)
+        for t in range(14)
+        if t + drafter.draft_length + 1 < 14
+        and all(mask[b, t + k] and document[b, t + k] >= 0 for k in range(1, drafter.draft_length + 2))
+    ]
+    assert hits.rank_MK.shape == (len(whole), drafter.draft_length)
+    assert hits.length_D == [n for n in (sum(b == row for b, _ in whole) for row in range(3)) if n]
+    assert int(hits.rank_MK.min()) >= 0 and int(hits.rank_MK.max()) <= 10
+    assert float(hits.mass_MK.min()) >= 0.0 and float(hits.mass_MK.max()) <= 1.0 + 1e-6

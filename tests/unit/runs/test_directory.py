@@ -1,0 +1,58 @@
+"""A run's directory: it appears whole, and going on removes what a killed process left in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain.core.files import HOST
+from drafttrain.runs import directory as rundir
+from drafttrain.runs.directory import RunDirectory
+from drafttrain.runs.options import RunOptions
+
+
+class Alone:
+    first = True
+
+    def share(self, value: Any) -> Any:
+        return value
+
+
+def opened(output: Path) -> RunDirectory:
+    options = RunOptions(output=str(output), name="medusa", resume="auto")
+    return RunDirectory.open(options, {"name": "medusa"}, Alone(), print)  # type: ignore[arg-type]
+
+
+def ended_process() -> int:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+def test_a_run_goes_on_without_what_a_killed_process_left(tmp_path: Path) -> None:
+    """Killed while it removed an old checkpoint, after its last step: nothing is saved and pruned any more."""
+    run, left = opened(tmp_path), f"tmp-{HOST}-{ended_process()}"
+    (run.path / "checkpoints" / f"step-00002.{left}").mkdir()
+    (run.path / f"run.json.{left}").touch()
+    again = opened(tmp_path)
+    assert again.path == run.path
+    assert not list(again.path.rglob("*.tmp-*"))
+
+
+def test_a_run_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its run.json nothing could go on with it."""
+    with monkeypatch.context() as patched:
+        patched.setattr(rundir, "environment", lambda device: [][1])
+        with pytest.raises(IndexError):
+            opened(tmp_path)
+    assert not list((tmp_path / "medusa").iterdir())
+    (tmp_path / "medusa" / f"2026-01-01_00-00-00.tmp-{HOST}-{ended_process()}").mkdir()
+    run = opened(tmp_path)
+    assert [path.name for path in (tmp_path / "medusa").iterdir()] == [run.path.name]
+    assert json.loads((run.path / "run.json").read_text())["finished"] is False

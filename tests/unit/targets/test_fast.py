@@ -1,0 +1,128 @@
+"""Our runner of the Llama family: transformers' logits, its trees, its gradients, and weights that are joined in place."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.model.target import FINAL, Taps
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.fast import FastTarget, why_not
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.load import load_target
+from tests.helpers import ARCHITECTURES, GATED, prompts, tiny_model
+
+WIDE = {k: v for k, v in GATED.items() if k != "head_dim"}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    **{name: ARCHITECTURES[name] for name in ("llama", "mistral-sliding", "qwen2", "qwen3")},
+    "llama-biases": LlamaConfig(**GATED, attention_bias=True, mlp_bias=True),
+    "llama3-rope": LlamaConfig(**GATED, rope_parameters=LLAMA3 | {"original_max_position_embeddings": 64}),
+    "qwen3-yarn": Qwen3Config(**GATED, rope_parameters=YARN),
+    "qwen2-tied-sliding": Qwen2Config(
+        **WIDE, tie_word_embeddings=True, use_sliding_window=True, sliding_window=6, max_window_layers=2
+    ),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[HFTarget, FastTarget]:
+    """The same random weights under both runners; the second's projections are joined in place."""
+    monkeypatch.setitem(ARCHITECTURES, request.param, CONFIGS[request.param])
+    models = [tiny_model(request.param) for _ in range(2)]
+    for model in models:  # biases start at zero: a runner that dropped them would look right
+        generator = torch.Generator().manual_seed(3)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.data = torch.randn(parameter.shape, generator=generator)
+    return HFTarget(models[0]), FastTarget(models[1])
+
+
+def test_logits_taps_and_fingerprint_are_transformers(pair: tuple[HFTarget, FastTarget]) -> None:
+    theirs, ours = pair
+    assert ours.trees and ours.fingerprint == theirs.fingerprint
+    token, position = torch.randint(0, 64, (3, 40)), torch.arange(40).expand(3, 40)
+    wanted, found = (t(token, None, None, position, Taps((0, 2), final=True)) for t in pair)
+    torch.testing.assert_close(found.logits_BRV, wanted.logits_BRV, rtol=1e-5, atol=2e-5)
+    for key in (0, 2, FINAL):
+        torch.testing.assert_close(found.hidden[key], wanted.hidden[key], rtol=1e-5, atol=2e-5)
+
+
+def test_ragged_decoding_equals_generate(pair: tuple[HFTarget, FastTarget]) -> None:
+    _, ours = pair
+    asked = prompts(3, seed=2)
+    results = Decoder(ours, None, "greedy", Sampling(), frozenset(), 24, prefill_chunk=5).run(asked, batch_size=3).results
+    for prompt, result in zip(asked, results, strict=True):
+        wanted = ours.model.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert result.tokens == wanted[0, len(prompt) :].tolist()
+
+
+def test_a_pruned_copy_trains_like_transformers(pair: tuple[HFTarget, FastTarget]) -> None:
+    token, position = torch.randint(0, 64, (2, 12)), torch.arange(12).expand(2, 12)
+    gradients = []
+    for target in pair:
+        copy = target.pruned(2)
+        copy.train()
+        copy(token, None, None, position, Taps()).logits_BRV.logsumexp(-1).sum().backward()
+        gradients.append({name: p.grad for name, p in copy.named_parameters()})
+    theirs, ours = gradients
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_joined_weights_are_shared_and_follow_training() -> None:
+    target = FastTarget(tiny_model())
+    block, attention = target._chain[0], target.model.model.layers[0].self_attn
+    assert attention.q_proj.weight.data_ptr() == block.qkv.weight.data_ptr()
+    copy, token, position = target.pruned(2), torch.tensor([[3, 1, 4]]), torch.arange(3)[None]
+    for _ in range(2):  # decodes, trains on, and decodes again with the new weights
+        copy.eval()
+        kv = copy.new_cache(1, 8)
+        with torch.no_grad():
+            cached = copy(token, kv, None, position, Taps()).logits_BRV
+            torch.testing.assert_close(cached, copy.model(token).logits, rtol=1e-5, atol=1e-5)
+            copy.train()
+            for parameter in copy.parameters():
+                parameter.mul_(0.9)
+
+
+def test_the_head_passes_gradients_on() -> None:
+    """A drafter may train through the target's own head, on as few rows as a verification has."""
+    target, gradients = FastTarget(tiny_model()), []
+    for head in (target.head, target.model.get_output_embeddings()):
+        hidden = torch.linspace(-1, 1, 3 * 32).view(3, 32).requires_grad_()
+        head(hidden).logsumexp(-1).sum().backward()
+        gradients.append(hidden.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_without_logits_blocks_past_the_last_tap_are_left_out() -> None:
+    target, ran = FastTarget(tiny_model()), []
+    for number, block in enumerate(target._chain):
+        original = block.forward
+        block.forward = lambda *a, number=number, original=original: (ran.append(number), original(*a))[1]
+    token, position = torch.tensor([[3, 1, 4]]), torch.arange(3)[None]
+    out = target(token, None, None, position, Taps((1,)), torch.empty(1, 0, dtype=torch.long))
+    assert ran == [0, 1] and out.logits_BRV is None and set(out.hidden) == {1}
+
+
+def test_what_it_cannot_run_is_named(tmp_path) -> None:
+    assert "GPT2LMHeadModel is not one of" in why_not(tiny_model("gpt2"))
+    model = tiny_model()
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    assert "changes with the length" in why_not(model)
+    assert type(load_target(TargetOptions(runner="hf")).target) is HFTarget
+    assert type(load_target(TargetOptions()).target) is FastTarget
+    assert load_target(TargetOptions(runner="fast")).description["runner"] == "fast"
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    load_target(TargetOptions()).tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"runner=fast cannot run this model: GPT2LMHeadModel"):
+        load_target(TargetOptions(name="hf", path=str(tmp_path), runner="fast"))
+    with pytest.raises(UserError, match="choose hf, fast or auto"):
+        load_target(TargetOptions(runner="vllm"))

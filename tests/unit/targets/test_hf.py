@@ -1,0 +1,105 @@
+"""transformers models as targets: exact for ragged batches and trees, or refused in one line."""
+
+import pytest
+import torch
+
+from drafttrain.core.errors import UserError
+from drafttrain.model.target import FINAL, Taps
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.load import load_target
+from tests.helpers import ARCHITECTURES, prompts, tiny_model, tiny_target
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_probe_accepts_trees(name: str) -> None:
+    assert tiny_target(name).trees
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_plain_decoding_equals_generate(name: str) -> None:
+    from drafttrain.core.sampling import Sampling
+    from drafttrain.decoding.decoder import Decoder
+
+    target, asked = tiny_target(name), prompts(3, seed=2)
+    results = Decoder(target, None, "greedy", Sampling(), frozenset(), 24, prefill_chunk=5).run(asked, batch_size=3).results
+    for prompt, result in zip(asked, results, strict=True):
+        wanted = target.model.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert result.tokens == wanted[0, len(prompt) :].tolist()
+
+
+def test_taps_are_block_outputs_by_number() -> None:
+    target = tiny_target()
+    token, position = torch.tensor([prompts(1, longest=12)[0] + [1, 2]]), None
+    position = torch.arange(token.shape[1])[None]
+    out = target(token, None, None, position, Taps((0, 2), final=True))
+    wanted = target.model(token, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(out.hidden[0], wanted[1])
+    torch.testing.assert_close(out.hidden[2], wanted[3])
+    torch.testing.assert_close(out.hidden[FINAL], wanted[-1])
+    torch.testing.assert_close(out.logits_BRV, target.model(token).logits)
+    assert set(out.hidden) == {0, 2, FINAL}
+
+
+def test_a_pruned_copy_is_the_first_blocks_and_trainable() -> None:
+    target = tiny_target()
+    copy = target.pruned(2)
+    token = torch.tensor([[3, 1, 4, 1, 5]])
+    middle = target(token, None, None, torch.arange(5)[None], Taps((1,))).hidden[1]
+    torch.testing.assert_close(copy(token, None, None, torch.arange(5)[None], Taps((1,))).hidden[1], middle)
+    assert all(p.requires_grad for p in copy.parameters()) and not any(p.requires_grad for p in target.parameters())
+    with pytest.raises(UserError, match=r"choose 1\.\.4"):
+        target.pruned(5)
+
+
+def test_taps_outside_the_target_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"exceed the target's 4 blocks"):
+        Taps((1, 4)).check(4)
+
+
+def test_an_architecture_that_cannot_be_decoded_exactly_is_refused_in_one_line() -> None:
+    from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig
+
+    bloom = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    mamba = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)
+    for config, reason in ((bloom, "cannot decode with our KV cache"), (mamba, "no attention heads")):
+        with pytest.raises(UserError, match=reason) as refused:
+            HFTarget(AutoModelForCausalLM.from_config(config))
+        assert "\n" not in str(refused.value) and "choose another target" in str(refused.value)
+
+
+def test_an_architecture_that_ignores_the_mask_decodes_chains_only() -> None:
+    from transformers import AutoModelForCausalLM, MptConfig
+
+    from drafttrain.core.sampling import Sampling
+    from drafttrain.decoding.decoder import Decoder
+    from drafttrain.drafters.medusa import Medusa, MedusaOptions
+
+    model = AutoModelForCausalLM.from_config(MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, max_seq_len=64))
+    target = HFTarget(model)
+    assert not target.trees
+    tree, chain = (Medusa(MedusaOptions(heads=2, paths=t), target) for t in ([[0], [1]], [[0], [0, 0]]))
+    with pytest.raises(UserError, match="exact for chains only"):
+        Decoder(target, tree, "greedy", Sampling(), frozenset(), 8)
+    plain, ours = (
+        Decoder(target, d, "greedy", Sampling(), frozenset(), 8).run([[3, 1, 4]]).results[0].tokens for d in (None, chain)
+    )
+    assert ours == plain
+
+
+def test_load_target_says_what_is_missing(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"needs target\.path"):
+        load_target(TargetOptions(name="hf"))
+    with pytest.raises(UserError, match="does not exist"):
+        load_target(TargetOptions(name="hf", path=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load_target(TargetOptions(name="hf", path=str(tmp_path)))
+    tiny_model().config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no \*\.safetensors weights"):
+        load_target(TargetOptions(name="hf", path=str(tmp_path)))
+    with pytest.raises(UserError, match="choose embedded or hf"):
+        load_target(TargetOptions(name="tiny"))
+    with pytest.raises(UserError, match=r"target\.dtype is 'int8'"):
+        load_target(TargetOptions(dtype="int8"))

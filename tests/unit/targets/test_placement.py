@@ -1,0 +1,321 @@
+"""Memory estimates, quantised targets, and what keeps a drafter's memory low, against what is really there."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from drafttrain.cli.config import register
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.features.online import Online
+from drafttrain.features.prefetch import Prefetch
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.drafter import trainable
+from drafttrain.model.target import Taps
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.runs import placement as placing
+from drafttrain.targets import TargetOptions, estimate
+from drafttrain.targets.estimate import Need, Outline, choose, kept_bytes, need_of, outline
+from drafttrain.targets.load import load_target
+from drafttrain.targets.quantised import QuantisedLinear, QuantisedTarget, whole_fingerprint
+from drafttrain.train import DeepSpeedOptions, TrainOptions
+from drafttrain.train.engine import World, settings
+from drafttrain.train.memory import state_bytes
+from drafttrain.train.optimizer import hidden_matrices, make_optimizer
+from tests.contract.test_families import NAMES, build
+from tests.helpers import ARCHITECTURES, prompts, tiny_model, tiny_target
+
+CPU = torch.device("cpu")
+
+
+def bare(name: str = "llama") -> Outline:
+    with torch.device("meta"):
+        return Outline(AutoModelForCausalLM.from_config(ARCHITECTURES[name]))
+
+
+def packed_batch() -> TrainBatch:
+    """Two rows, one of two documents."""
+    generator = torch.Generator().manual_seed(0)
+    token_BT = torch.randint(0, 64, (2, 48), generator=generator)
+    document_BT = torch.zeros(2, 48, dtype=torch.long)
+    document_BT[1, 30:] = 1
+    position_BT = torch.arange(48).repeat(2, 1)
+    position_BT[1, 30:] -= 30
+    return TrainBatch(token_BT, position_BT, document_BT, torch.ones(2, 48, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_drafter_without_weights_has_the_real_ones_parameters(name: str) -> None:
+    with torch.device("meta"):
+        drafter = build(name, bare())
+    assert trainable(drafter) == trainable(build(name, tiny_target()))
+    assert all(p.is_meta for p in drafter.parameters())
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+def test_the_estimate_of_a_target_is_its_size(name: str, kind: str | None) -> None:
+    if kind is not None and name == "gpt2":  # its maps are transposed, and no nn.Linear
+        with pytest.raises(UserError, match="has none in its blocks"):
+            QuantisedTarget(tiny_model(name), kind, CPU)
+        return
+    model = tiny_model(name)
+    target = QuantisedTarget(model, kind, CPU) if kind else tiny_target(name)
+    real = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    estimate = need_of(bare(name), kind, drafter=0, activations=0)
+    assert estimate.target == real
+
+
+def test_sharing_divides_the_blocks_alone() -> None:
+    need = Need(target=100, blocks=80, live=10, drafter=7, activations=3)
+    assert [need.of_target(p, 4) for p in ("replicated", "zero3", "tensor_parallel")] == [100, 20 + 20 + 10, 20 + 20]
+    assert need.total("zero3", 4) == 60
+    assert choose(need, free=110, processes=4) == "replicated"
+    assert choose(need, free=109, processes=4) == "zero3"
+    with pytest.raises(UserError, match=r"^training needs about 0\.0 MB in each process .*lower train\.micro_batch"):
+        choose(need, free=59, processes=4)
+    with pytest.raises(UserError):
+        choose(need, free=109, processes=1)
+
+
+def test_the_training_state_is_what_an_optimiser_really_holds() -> None:
+    drafter = build("eagle3", tiny_target())
+    options = TrainOptions()
+    optimizer = make_optimizer(Objective(drafter, tiny_target(), LossOptions()), options)
+    for parameter in drafter.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    kept = list(drafter.parameters()) + [p.grad for p in drafter.parameters()]
+    kept += [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+    real = sum(t.numel() * t.element_size() for t in kept)
+    assert state_bytes(trainable(drafter), options, DeepSpeedOptions(), 1) == real
+    sharded = [state_bytes(1000, options, DeepSpeedOptions(zero_stage=stage), 4) for stage in range(4)]
+    assert sharded == [16000, 8000 + 3000, 4000 + 1000 + 3000, 1000 + 1000 + 3000]
+    offloaded = DeepSpeedOptions(zero_stage=3, offload_optimizer=True, offload_parameters=True)
+    assert state_bytes(1000, options, offloaded, 4) == 1000
+
+
+@pytest.mark.parametrize(("kind", "step"), [("int8", 127), ("int4", 7)])
+def test_a_quantised_weight_is_within_half_a_step(kind: str, step: int) -> None:
+    linear = torch.nn.Linear(64, 24, bias=True)
+    made = QuantisedLinear(linear, {"int8": 8, "int4": 4}[kind], CPU)
+    widest = linear.weight.abs().amax(1, keepdim=True) if kind == "int8" else linear.weight.abs().max()
+    error = (made._product.widened(torch.float32) - linear.weight).detach()
+    assert bool((error.abs() <= widest / step * 0.501).all()) and float(error.abs().max()) > 0
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(made(x), x @ made._product.widened(torch.float32).T + linear.bias)
+    torch.testing.assert_close(made(x)[:1], made(x[:1]))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_what_decodes_beside_a_quantised_target_writes_its_own_text(kind: str) -> None:
+    target = QuantisedTarget(tiny_model(), kind, CPU)
+    assert target.trees
+    plain, ours = (
+        [r.tokens for r in Decoder(target, drafter, "greedy", Sampling(), frozenset(), 20).run(prompts(3, seed=3), 2).results]
+        for drafter in (None, build("medusa", target))
+    )
+    assert ours == plain
+    whole = tiny_target()
+    assert target.fingerprint == f"{whole.fingerprint}-{kind}" and whole_fingerprint(target.fingerprint) == whole.fingerprint
+    with pytest.raises(UserError, match="copies whole blocks of the target"):
+        build("draft_model", target)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (TargetOptions(weights="int2"), r"target\.weights is 'int2'; choose int8 or int4, or null"),
+        (TargetOptions(weights="int8", runner="fast"), r"reads whole weights, target\.weights is int8"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(options: TargetOptions, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        load_target(options)
+
+
+def test_a_quantised_target_is_loaded_by_its_name() -> None:
+    loaded = load_target(TargetOptions(weights="int8"))
+    assert loaded.description["weights"] == "int8" and loaded.description["runner_reason"] == "its weights are int8"
+    assert loaded.description["parameters"] == load_target(TargetOptions()).description["parameters"]
+    assert outline(TargetOptions()).shape == loaded.target.shape
+
+
+class Alive(TorchDispatchMode):
+    """Notes every tensor that is made; `bytes` of those that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.made.append(weakref.ref(tensor.untyped_storage()))
+        return out
+
+    @property
+    def bytes(self) -> int:
+        alive = {id(storage): storage.nbytes() for ref in self.made if (storage := ref()) is not None}
+        return sum(alive.values())
+
+
+def gradients(name: str, target: Any, again: bool) -> tuple[int, list[torch.Tensor]]:
+    """(bytes that the drafter's predictions keep alive, [loss, every gradient])."""
+    drafter = build(name, target, noise=0.3).train()
+    if again:
+        drafter.recompute()
+    batch = Online(target, drafter.taps).fill(packed_batch())
+    torch.manual_seed(0)
+    with Alive() as alive:
+        predictions = list(drafter.predict(batch))
+        kept = alive.bytes
+    assert predictions
+    torch.manual_seed(0)
+    loss, _ = Objective(drafter, target, LossOptions())(batch)
+    loss.backward()
+    return kept, [loss.detach(), *(p.grad for p in drafter.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("target", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_are_computed_again_give_the_same_gradients_from_less_memory(name: str, target: str) -> None:
+    frozen = tiny_target(target)
+    if not build(name, frozen).trained:
+        pytest.skip("trains nothing")
+    (whole, kept), (least, again) = (gradients(name, frozen, again) for again in (False, True))
+    for one, other in zip(kept, again, strict=True):
+        assert torch.equal(one, other)
+    assert least < 0.8 * whole
+    if (name, target) == ("pard", "gpt2"):  # a mask of all columns for each layer: its page says that no estimate has it
+        return
+    estimate = kept_bytes(build(name, frozen), 64, 2 * build(name, frozen).fed(48))
+    assert 0.3 * whole < estimate < 3 * whole
+
+
+@pytest.mark.parametrize("asked", [[0, 1, 2], [0, 2, 1]])
+def test_states_that_were_begun_early_are_those_of_their_batch(asked: list[int]) -> None:
+    """Whether or not the batch that is asked for is the one that was begun."""
+    source = Online(tiny_target(), Taps((1, 2)))
+    batches = [replace(packed_batch(), token_BT=packed_batch().token_BT.roll(shift)) for shift in range(3)]
+    filled: list[TrainBatch] = []
+    prefetch = Prefetch(lambda batch: filled.append(batch) or source.fill(batch), CPU)
+    for number in asked:
+        found = prefetch.fill(batches[number])
+        prefetch.start(batches[(number + 1) % 3])
+        for key, state in source.fill(batches[number]).hidden.items():
+            assert torch.equal(found.hidden[key], state)
+    assert len(filled) == (4 if asked == [0, 1, 2] else 6)
+
+
+def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
+    target = tiny_target()
+    objective = Objective(build("eagle3", target), target, LossOptions())
+    named = dict(objective.named_parameters())
+    chosen = {name for name, p in named.items() if p in hidden_matrices(objective)}
+    assert chosen == {name for name, p in named.items() if p.ndim == 2} - {"drafter.lm_head.weight"}
+    options = TrainOptions(optimizer="muon", lr=0.01, weight_decay=0.1)
+    twin = {name: torch.nn.Parameter(p.detach().clone()) for name, p in named.items()}
+    ours = make_optimizer(objective, options)
+    theirs = [
+        torch.optim.Muon([twin[n] for n in sorted(chosen)], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([twin[n] for n in named if n not in chosen], lr=0.01, betas=options.betas, weight_decay=0.1),
+    ]
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in named.items():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            twin[name].grad = parameter.grad.clone()
+        for optimizer in (ours, *theirs):
+            optimizer.step()
+    for name, parameter in named.items():
+        assert torch.equal(parameter, twin[name]), name
+    assert set(ours.state) == set(named.values())
+
+
+@pytest.mark.parametrize(
+    ("train", "deepspeed", "line"),
+    [
+        (TrainOptions(optimizer="sgd"), DeepSpeedOptions(), r"train\.optimizer is 'sgd'; choose adamw or muon"),
+        (TrainOptions(), DeepSpeedOptions(offload_optimizer=True), r"offload_optimizer needs ZeRO stage 1, got 0"),
+        (TrainOptions(), DeepSpeedOptions(2, offload_parameters=True), r"offload_parameters needs ZeRO stage 3, got 2"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused(train: TrainOptions, deepspeed: DeepSpeedOptions, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        settings(train, deepspeed, 1)
+
+
+class Two(World):
+    """The first of two processes that have the same free memory."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+def placed(monkeypatch: pytest.MonkeyPatch, free: int, *more: str) -> tuple[placing.Place, str]:
+    """What is chosen for heads on the embedded target over two processes, and the line that says so."""
+    register()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(placing, "free_bytes", lambda device, neighbours: free)
+    with initialize_config_module("drafttrain.conf", version_base="1.3"):
+        config = compose("config", ["recipe=medusa", "decode.tree_nodes=4", *more])
+    options: Any = OmegaConf.to_object(config)
+    placing.check_placement(options)
+    lines: list[str] = []
+    return placing.place(options, Two(0, 2), lines.append), lines[0]
+
+
+def test_a_placement_is_chosen_from_what_is_free_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy, line = placed(monkeypatch, 10**9)
+    assert (roomy.placement, roomy.sharing, roomy.shared) == ("replicated", 1, False)
+    assert line.startswith("placement: replicated, about ") and line.endswith("of 1.0 GB free in each process")
+    blocks, whole = roomy.need.blocks, roomy.need.total("replicated", 2)
+    assert blocks == 4 * sum(p.numel() for p in load_target(TargetOptions()).target.backbone[0].layers.parameters())
+    with pytest.raises(UserError, match=r"lower train\.micro_batch"):  # its blocks are whole at once: sharding saves nothing
+        placed(monkeypatch, whole - 1)
+    monkeypatch.setattr(estimate, "LIVE", 10)
+    assert placed(monkeypatch, whole - 1)[0].placement == "zero3"
+    with pytest.raises(UserError, match=r"lower train\.micro_batch"):
+        placed(monkeypatch, whole - blocks)
+    assert placed(monkeypatch, 10**9, "target.placement=tensor_parallel")[0].sharing == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (("target.placement=nowhere",), "choose auto, replicated, zero3, tensor_parallel"),
+        (("target.placement=zero3", "target.tensor_parallel=2"), "leave one of them out"),
+        (("target.tensor_parallel=3",), "this machine runs 2 of the processes"),
+        (("target.placement=zero3", "target.runner=fast"), "needs whole weights"),
+        (("target.placement=zero3", "target.weights=int8"), "needs the whole target in every process"),
+        (("target.placement=zero3", "decode.tree_nodes=null"), "times a whole target in one process"),
+        (("target.placement=zero3", "drafter.adapter.rank=4"), "an adapter of the target needs all of it"),
+    ],
+)
+def test_what_a_shared_target_cannot_do_is_refused(more: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=line):
+        placed(monkeypatch, 10**9, *more)
+
+
+def test_a_control_group_limits_what_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(estimate, "CGROUP", tmp_path)
+    unlimited = estimate.free_bytes(CPU, 1)
+    assert unlimited > 10**7
+    (tmp_path / "memory.max").write_text("10000000\n")
+    (tmp_path / "memory.current").write_text("4000000\n")
+    assert estimate.free_bytes(CPU, 2) == 3000000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert estimate.free_bytes(CPU, 1) > 10**7

@@ -1,0 +1,73 @@
+"""A target's first blocks as a target, and its norm: the same weights, the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttrain.core.errors import UserError
+from drafttrain.model.target import FINAL, Taps
+from drafttrain.targets.estimate import Outline
+from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.quantised import QuantisedTarget
+from tests.helpers import ARCHITECTURES, tiny_model, tiny_target
+
+TEXT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
+AT = torch.arange(8).expand(2, -1)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_norm_of_the_last_blocks_output_is_what_the_head_reads(name: str) -> None:
+    target = tiny_target(name)
+    with torch.inference_mode():
+        hidden = target(TEXT, None, None, AT, Taps((3,), final=True)).hidden
+        torch.testing.assert_close(target.norm(hidden[3]), hidden[FINAL])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_first_blocks_end_where_the_whole_model_passes(name: str) -> None:
+    target = tiny_target(name)
+    view = target.shallow(2)
+    with torch.inference_mode():
+        passed = target(TEXT, None, None, AT, Taps((1,))).hidden[1]
+        own = view(TEXT, None, None, AT, Taps((1,), final=True))
+        torch.testing.assert_close(own.hidden[1], passed)
+        torch.testing.assert_close(own.logits_BRV, target.head(target.norm(passed)))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_with_a_cache_too_over_the_same_memory(fast: bool) -> None:
+    target = FastTarget(tiny_model()) if fast else HFTarget(tiny_model())
+    view = target.shallow(3)
+    assert view.shape.blocks == 3 and view.new_cache(1, 8).layers == 3
+    held = {p.untyped_storage().data_ptr() for p in target.model.parameters()}
+    assert {p.untyped_storage().data_ptr() for p in view.model.parameters()} <= held
+    kv, empty = view.new_cache(2, 16), TEXT[:, :0]
+    with torch.inference_mode():
+        view(TEXT[:, :5], kv, None, AT[:, :5], Taps(), empty)
+        kv.keep(AT[:, :5], torch.tensor([5, 5]))
+        found = view(TEXT[:, 5:], kv, None, AT[:, 5:], Taps((2,)))
+        wanted = target(TEXT, None, None, AT, Taps((2,))).hidden[2][:, 5:]
+        torch.testing.assert_close(found.hidden[2], wanted)
+        torch.testing.assert_close(found.logits_BRV, target.head(target.norm(wanted)))
+        assert target(TEXT, None, None, AT, Taps()).logits_BRV is not None and target.shape.blocks == 4
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for blocks in (0, 4):
+        with pytest.raises(UserError, match=r"choose 1\.\.3"):
+            tiny_target().shallow(blocks)
+    with pytest.raises(UserError, match="first blocks, whose weights"):
+        QuantisedTarget(tiny_model(), "int8", torch.device("cpu")).shallow(2)
+
+
+def test_on_meta_it_has_shapes_alone() -> None:
+    with torch.device("meta"):
+        assert Outline(tiny_model_on_meta()).shallow(1).shape.blocks == 1
+
+
+def tiny_model_on_meta() -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(ARCHITECTURES["llama"])

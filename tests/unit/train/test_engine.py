@@ -1,0 +1,37 @@
+"""How a batch is divided among processes and micro-batches."""
+
+from dataclasses import replace
+
+import pytest
+
+from drafttrain.core.errors import UserError
+from drafttrain.train import TrainOptions
+from drafttrain.train.engine import World, accumulation, divided
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "processes", "found"),
+    [(8, 8, 1, 8), (4, 4, 2, 2), (12, 4, 2, 3), (3, 2, 1, 1), (64, 100, 4, 16), (14, 4, 2, 1)],
+)
+def test_a_micro_batch_divides_its_processs_share(batch: int, micro: int, processes: int, found: int) -> None:
+    options, world = TrainOptions(global_batch=batch, micro_batch=micro), World(0, processes)
+    fitted = divided(options, world)
+    assert fitted == replace(options, micro_batch=found)
+    assert accumulation(fitted, world) * found * processes == batch
+
+
+@pytest.mark.parametrize(("batch", "micro", "processes"), [(3, 1, 2), (0, 1, 1), (4, 0, 1), (1, 1, 2)])
+def test_a_batch_that_processes_cannot_share_is_refused(batch: int, micro: int, processes: int) -> None:
+    with pytest.raises(UserError, match=f"number of processes, {processes}"):
+        divided(TrainOptions(global_batch=batch, micro_batch=micro), World(0, processes))
+
+
+def test_processes_that_hold_sequences_together_share_a_batch_as_one() -> None:
+    options, world = TrainOptions(global_batch=6, micro_batch=4, sequence_parallel=2), World(0, 4)
+    fitted = divided(options, world)
+    assert fitted.micro_batch == 3 and accumulation(fitted, world) == 1
+    with pytest.raises(UserError, match=r"number of processes, 4 / train.sequence_parallel=2"):
+        divided(replace(options, global_batch=5), world)
+    for together in (0, 3, 8):
+        with pytest.raises(UserError, match=r"train.sequence_parallel is .; set it to a divisor .* 4"):
+            divided(replace(options, sequence_parallel=together), world)

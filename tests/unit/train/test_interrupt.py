@@ -1,0 +1,117 @@
+"""A signal ends what can be ended at once, waits for what is held, and is lost nowhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from drafttrain.core.errors import Interrupted
+from drafttrain.train.interrupt import SIGNALS, Interrupt
+
+pytestmark = pytest.mark.usefixtures("ctrl_c_is_heard")
+
+
+def hear(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_it_ends_what_is_not_held(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=f"by {number.name}"), Interrupt():
+        hear(number)
+        raise AssertionError("it went on")
+    assert signal.getsignal(number) == before
+
+
+def test_what_is_held_goes_on_and_can_look() -> None:
+    with Interrupt() as interrupt:
+        with interrupt.held():
+            hear(signal.SIGTERM)
+            hear(signal.SIGUSR1)
+            assert interrupt.asked
+        with pytest.raises(Interrupted):
+            interrupt.check()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_one_that_a_finaliser_swallows_comes_again_and_is_not_printed() -> None:
+    class Swallows:
+        def __del__(self) -> None:
+            hear(signal.SIGTERM)
+
+    with pytest.raises(Interrupted), Interrupt():
+        Swallows()
+        time.sleep(5)
+        raise AssertionError("it was lost")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_so_does_the_second_ctrl_c() -> None:
+    class Swallows:
+        def __del__(self) -> None:
+            hear(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt, interrupt.held():
+        hear(signal.SIGINT)
+        Swallows()
+        time.sleep(5)
+        raise AssertionError("it was lost")
+
+
+def test_a_second_one_does_not_disturb_the_way_out() -> None:
+    cleaned = False
+    with pytest.raises(Interrupted), Interrupt():
+        try:
+            hear(signal.SIGTERM)
+        finally:
+            time.sleep(1.2)  # longer than it takes to be reminded
+            hear(signal.SIGTERM)
+            cleaned = True
+    assert cleaned
+
+
+def test_what_fails_because_others_ended_is_an_interruption() -> None:
+    with pytest.raises(Interrupted, match="while it was starting"), Interrupt() as interrupt, interrupt.held():
+        hear(signal.SIGTERM)
+        raise RuntimeError("connection closed by peer")
+    with pytest.raises(RuntimeError), Interrupt():
+        raise RuntimeError("a bug")
+
+
+def test_the_first_ctrl_c_lets_a_step_end_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt, interrupt.held():
+        hear(signal.SIGINT)
+        assert interrupt.asked
+        said = capfd.readouterr().err
+        assert said.count("\n") == 2 and "saved first; once more ends at once" in said
+        hear(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_ends_what_is_not_held() -> None:
+    with pytest.raises(Interrupted, match="by SIGINT"), Interrupt():
+        hear(signal.SIGINT)
+
+
+def test_a_second_ctrl_c_ends_the_way_out() -> None:
+    with pytest.raises(KeyboardInterrupt), Interrupt():
+        try:
+            hear(signal.SIGINT)
+        finally:
+            time.sleep(1.2)  # longer than it takes to be reminded
+            hear(signal.SIGINT)
+
+
+def test_where_ctrl_c_is_ignored_it_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            hear(signal.SIGINT)
+            assert not interrupt.asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,23 @@
+"""Learning rates at the points that define them."""
+
+import pytest
+
+from drafttrain.core.errors import UserError
+from drafttrain.train import TrainOptions
+from drafttrain.train.schedule import learning_rate
+
+
+def test_cosine_and_wsd() -> None:
+    cosine = TrainOptions(steps=100, lr=2.0, warmup=0.1, schedule="cosine", min_lr=0.1)
+    assert learning_rate(cosine, 0) == pytest.approx(0.2)
+    assert learning_rate(cosine, 9) == pytest.approx(2.0)
+    assert learning_rate(cosine, 55) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert learning_rate(cosine, 99) < 0.21
+    wsd = TrainOptions(steps=100, lr=2.0, warmup=0.1, schedule="wsd", decay=0.2)
+    assert [learning_rate(wsd, s) for s in (10, 79, 90)] == pytest.approx([2.0, 2.0, 1.0])
+    assert learning_rate(TrainOptions(steps=100, lr=2.0, schedule="constant"), 99) == 2.0
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(UserError, match="choose one of cosine, wsd, constant"):
+        learning_rate(TrainOptions(schedule="linear"), 0)

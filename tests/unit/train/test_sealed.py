@@ -1,0 +1,135 @@
+"""Training goes on from checkpoints whose files are what was saved, and says which others it found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafttrain.commands.measure import spent
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import CHECKSUM, write_sealed_json
+from drafttrain.train.keeper import PROGRESS, Progress
+from drafttrain.train.sealed import SUMS, damage, file_sums, newest_valid, seal
+from tests.damage import refused
+
+FILES = ("drafter.safetensors", "optimizer-00000.safetensors", "trainer.json")
+
+
+def write(directory: Path) -> Path:
+    directory.mkdir()
+    for name in FILES:
+        (directory / name).write_bytes(name.encode() * 100)
+    seal(directory, file_sums(*(directory / name for name in FILES)))
+    return directory
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "flipped": flip,
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-20]),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
+    "emptied": lambda file: file.write_bytes(b""),
+    "removed": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", [*FILES, SUMS])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_any_damage_to_any_file_is_seen_and_named(how: str, name: str, tmp_path: Path) -> None:
+    directory = write(tmp_path / "step-00001")
+    assert damage(directory) is None
+    DAMAGES[how](directory / name)
+    assert name in (damage(directory) or "")
+
+
+def test_the_newest_whole_one_is_taken_and_the_others_step_aside(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert newest_valid(tmp_path, said.append) is None
+    steps = [write(tmp_path / f"step-0000{step}") for step in (1, 2, 3, 4)]
+    flip(steps[3] / FILES[1])
+    (steps[2] / SUMS).unlink()
+    assert newest_valid(tmp_path, said.append) == steps[1]
+    assert [line.split(" is ")[0] for line in said] == ["checkpoint step-00004", "checkpoint step-00003"]
+    assert FILES[1] in said[0] and SUMS in said[1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *("step-00001", "step-00002", "step-00003.damaged", "step-00004.damaged"),
+    ]
+    assert newest_valid(tmp_path, said.append) == steps[1] and len(said) == 2
+
+
+def test_any_changed_byte_of_any_file_is_seen_or_changes_nothing(tmp_path: Path) -> None:
+    directory = write(tmp_path / "step-00001")
+    listed = (directory / SUMS).read_bytes()
+
+    def read() -> bytes:
+        if (found := damage(directory)) is not None:
+            raise UserError(found)
+        return listed
+
+    shares = refused([directory / name for name in (*FILES, SUMS)], read)
+    assert shares.pop(SUMS) > 0.9  # but for spaces and line feeds
+    assert set(shares.values()) == {1.0}
+
+
+EDITS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "another name": lambda sums: {name.replace("00000", "00001"): value for name, value in sums.items()},
+    "a name less": lambda sums: {name: value for name, value in sums.items() if name != FILES[1]},
+    "a name more": lambda sums: sums | {"other": "0"},
+    "another case": lambda sums: {name: value.upper() for name, value in sums.items()},
+    "none": lambda sums: {},
+}
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("how", EDITS)
+def test_names_are_compared_too(how: str, sealed: bool, tmp_path: Path) -> None:
+    """sealed: the checksum of the list is left as it was; else as in checkpoints of earlier versions, which had none."""
+    directory = write(tmp_path / "step-00001")
+    content = json.loads((directory / SUMS).read_text())
+    seal = {CHECKSUM: content.pop(CHECKSUM)}
+    (directory / SUMS).write_text(json.dumps(content))
+    assert damage(directory) is None
+    (directory / SUMS).write_text(json.dumps(EDITS[how](content) | (seal if sealed and how != "none" else {})))
+    assert damage(directory) is not None
+
+
+def test_pieces_that_nobody_saved_are_damage_and_later_files_are_not(tmp_path: Path) -> None:
+    directory = write(tmp_path / "step-00001")
+    for name in ("decode.json", "golden.safetensors", "notes.txt"):
+        (directory / name).write_text("{}")
+    assert damage(directory) is None
+    (directory / "optimizer-00001.safetensors").write_bytes(b"x")
+    assert damage(directory) == f"optimizer-00001.safetensors is not in {SUMS}"
+
+
+def test_any_changed_byte_of_where_training_stood_is_seen_or_changes_nothing(tmp_path: Path) -> None:
+    content = {"step": 1200, "tokens": 345678, "seconds": 12.5, "device": "cpu", "loss": 1.25, "measured_tau": 2.5}
+    write_sealed_json(tmp_path / PROGRESS, content)
+
+    def read() -> tuple[Progress, dict[str, Any] | None]:
+        return Progress.of(tmp_path), spent(tmp_path)
+
+    assert refused([tmp_path / PROGRESS], read)[PROGRESS] > 0.8
+    (tmp_path / PROGRESS).write_text(json.dumps(content))  # as earlier versions wrote it
+    assert Progress.of(tmp_path) == Progress(**content)
+    (tmp_path / PROGRESS).unlink()
+    assert spent(tmp_path) is None  # a drafter of other people
+
+
+def test_whoever_changes_a_file_on_purpose_removes_its_entry(tmp_path: Path) -> None:
+    directory = write(tmp_path / "step-00001")
+    (directory / "trainer.json").write_text("{}")
+    assert "trainer.json is damaged" in (damage(directory) or "")
+    content = json.loads((directory / SUMS).read_text())
+    del content[CHECKSUM], content["trainer.json"]
+    (directory / SUMS).write_text(json.dumps(content))
+    assert damage(directory) is None

@@ -1,0 +1,173 @@
+"""What a step cost is counted, not guessed; a step that hangs shows its stacks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drafttrain.core.errors import UserError
+from drafttrain.model.batch import TrainBatch
+from drafttrain.train.flops import Flops
+from drafttrain.train.peaks import named_peak
+from drafttrain.train.profile import Profile, window
+from drafttrain.train.telemetry import Meter
+
+
+def batch(B: int, T: int) -> TrainBatch:
+    grid_BT = torch.zeros(B, T, dtype=torch.long)
+    return TrainBatch(grid_BT, torch.arange(T).expand(B, T), grid_BT, torch.ones(B, T, dtype=torch.bool))
+
+
+def test_products_count_twice_again_for_a_trained_matrix_and_once_for_a_frozen_one() -> None:
+    B, T, H, V, flops = 2, 5, 8, 11, Flops()
+    trained, frozen = nn.Linear(H, H, bias=False), nn.Linear(H, V, bias=False).requires_grad_(False)
+    with flops.counting(batch(B, T)):
+        with torch.no_grad():
+            states_BTH = trained(torch.randn(B, T, H))  # as a target's: forward alone
+        frozen(trained(states_BTH)).sum().backward()
+    forward, head = 2 * B * T * H * H, 2 * B * T * H * V
+    assert flops.of(batch(B, T)) == pytest.approx(forward + (forward + forward) + (head + head))  # no gradient of the states
+    assert flops.of(batch(3, 7)) == pytest.approx(flops.of(batch(B, T)) * 21 / 10)
+
+
+def test_what_is_computed_again_to_save_memory_does_not_count() -> None:
+    layer, x_BTH = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(2, 5, 8, requires_grad=True)
+    counts = []
+    for again in (False, True):
+        flops = Flops()
+        with flops.counting(batch(2, 5)):
+            (checkpoint(layer, x_BTH, use_reentrant=False) if again else layer(x_BTH)).sum().backward()
+        counts.append(flops.of(batch(2, 5)))
+    assert counts[0] == counts[1] == 2 * 3 * 2 * 10 * 64
+
+
+def test_what_is_computed_again_inside_a_function_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3 makes a `Function` of every linear map, in whose forward pass gradients are off."""
+    plain = torch.nn.functional.linear
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return plain(x, weight, bias)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+            x, weight = ctx.saved_tensors
+            return grads[0] @ weight, torch.einsum("bto,bti->oi", grads[0], x), grads[0].sum((0, 1))
+
+    monkeypatch.setattr(torch.nn.functional, "linear", Linear.apply)
+    test_what_is_computed_again_to_save_memory_does_not_count()
+
+
+def test_attention_grows_with_the_square_of_the_length() -> None:
+    flops, q_BhTD = Flops(), torch.randn(2, 3, 16, 8)
+    with flops.counting(batch(2, 16)), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        torch.nn.functional.scaled_dot_product_attention(q_BhTD, q_BhTD, q_BhTD)
+    assert flops.of(batch(2, 16)) == pytest.approx(2 * 2 * 2 * 3 * 16 * 16 * 8)
+    flops.per_position, flops.per_pair = 3.0, 5.0
+    assert flops.of(batch(2, 7)) == 3.0 * 14 + 5.0 * 2 * 49
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA GH200 480GB", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("An accelerator of tomorrow", None),
+    ],
+)
+def test_peaks_are_those_of_the_named_device(name: str, peak: float | None) -> None:
+    assert named_peak(name) == peak
+
+
+def test_shares_of_a_step_add_up() -> None:
+    meter = Meter(torch.device("cpu"))
+    with meter.data():
+        torch.randn(100, 100)
+    with meter.micro_batch(batch(1, 4)), meter.target():
+        torch.randn(50, 50) @ torch.randn(50, 50)
+    cost = meter.step()
+    assert cost.mfu is None and 0 < cost.data_share < 1 and 0 < cost.target_share < 1
+    assert cost.data_share + cost.target_share + cost.rest_share == pytest.approx(1.0)
+    assert cost.peak_memory > 2**20
+    assert (later := meter.step()).target_share == later.data_share == 0.0, "of the new step alone"
+    meter.peak = 1e9
+    with meter.micro_batch(batch(1, 4)):
+        pass
+    assert (cost := meter.step()).mfu == pytest.approx(2 * 50**3 / cost.seconds / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("option", "first", "last", "steps"),
+    [
+        (False, 0, 100, []),
+        (True, 0, 100, [5, 6, 7]),
+        (True, 0, 3, [1, 2, 3]),
+        (True, 98, 100, [98, 99, 100]),
+        ([2, 4], 0, 9, [2, 3, 4]),
+    ],
+)
+def test_the_window_of_a_profile(option: bool | list[int], first: int, last: int, steps: list[int]) -> None:
+    assert list(window(option, first, last)) == steps
+
+
+@pytest.mark.parametrize("option", [[3], [4, 2], [0, 2], "yes", 3, [1.5, 2]])
+def test_a_window_that_is_none_is_refused(option: object) -> None:
+    with pytest.raises(UserError, match=r"train\.profile is .*; set it to true, false, or the first and last step"):
+        window(option, 0, 10)
+
+
+def test_a_trace_of_the_window_can_be_opened(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Profile(range(2, 4), tmp_path / "trace-rank0.json.gz", said.append) as trace:
+        for step in (1, 2, 3, 4):
+            with trace.step(step):
+                torch.full((4, 4), float(step)).matmul(torch.eye(4))
+    events = json.loads(gzip.decompress((tmp_path / "trace-rank0.json.gz").read_bytes()))["traceEvents"]
+    assert sum(event.get("name") == "aten::matmul" for event in events) == 2
+    assert len(said) == 1 and "perfetto" in said[0]
+
+
+HANGS = """
+import sys, time
+from pathlib import Path
+from typing import Any
+from drafttrain.train.watchdog import Watchdog
+
+def waits_for_a_rank_that_never_comes():
+    time.sleep(0.9)
+
+with Watchdog(Path(sys.argv[1]), 3, float(sys.argv[2]), print) as watchdog:
+    waits_for_a_rank_that_never_comes()
+"""
+
+
+def test_a_hanging_step_leaves_its_stacks(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path), "0.3"], capture_output=True, text=True, timeout=60)
+    assert "waits_for_a_rank_that_never_comes" in (tmp_path / "rank-3.stack").read_text()
+    assert done.stdout == f"no step has ended for 0.3 seconds; every process's stacks are in {tmp_path}/rank-*.stack\n"
+
+
+def test_a_run_that_does_not_hang_leaves_nothing(tmp_path: Path) -> None:
+    for seconds in ("60", "0"):
+        subprocess.run([sys.executable, "-c", HANGS, str(tmp_path / "logs"), seconds], check=True, timeout=60)
+    assert not list(tmp_path.iterdir())
