@@ -251,7 +251,7 @@ def test_doctor_complains_of_a_folder_that_takes_no_file(command: Command, tmp_p
 def test_a_late_ctrl_c_leaves_no_traceback(ending: str, code: int) -> None:
     script = (
         "import atexit, os, signal\n"
-        "from drafttrain import cli\n"
+        "from drafttrain.cli import main as cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "ctrl_c = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
         f"{ending}\n"
