@@ -65,7 +65,7 @@ def a_few(cases: list[pytest.Function]) -> list[pytest.Function]:
     """
     marker = cases[0].get_closest_marker("sampled")
     assert marker is not None
-    values = [set(case.callspec.indices.items()) for case in cases]
+    values = [{(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases]
     open_ = [
         i for i, case in enumerate(cases) if all(case.callspec.params[name] in only for name, only in marker.kwargs.items())
     ]

@@ -166,6 +166,7 @@ def both(material: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("placement", PLACEMENTS[1:])
 def test_losses_are_those_of_a_replicated_target(placement: str, case: str, both: list[dict[str, Found]]) -> None:
@@ -175,6 +176,7 @@ def test_losses_are_those_of_a_replicated_target(placement: str, case: str, both
         assert found[placement]["fingerprint"] == found["replicated"]["fingerprint"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS[1:])
 def test_batches_of_other_shapes_and_documents_keep_their_own_states(placement: str, both: list[dict[str, Found]]) -> None:
     """One process has two rows of 48 tokens, one of them of two documents; the other a single row of 20."""

@@ -150,6 +150,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bound", [None, 40])
 @pytest.mark.parametrize(("name", "options"), FAMILIES)
 def test_a_dynamic_tree_holds_the_likeliest_paths(
@@ -164,6 +165,7 @@ def test_a_dynamic_tree_holds_the_likeliest_paths(
         assert len({len(p) for p in found}) > 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bound", [None, 40])
 @pytest.mark.parametrize(("name", "options"), FAMILIES)
 def test_a_static_trees_tokens_have_their_ranks(

@@ -98,12 +98,14 @@ def dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(contract.SHAPES, "eagle", DYNAMIC)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 def test_with_a_dynamic_tree_greedy_output_is_plain_decodings(noise: float, batch: int, dynamic: None) -> None:
     contract.test_greedy_output_is_plain_decodings("eagle", noise, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
     [

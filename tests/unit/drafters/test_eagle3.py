@@ -143,6 +143,7 @@ FULL: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", FULL)
 @pytest.mark.parametrize("check", CHECKS)
 def test_with_a_draft_vocabulary_it_does_what_every_family_must(
