@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -59,6 +61,12 @@ def tiny_model(name: str = "llama", seed: int = 0) -> torch.nn.Module:
         if parameter.ndim == 2:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 1.2 / parameter.shape[1] ** 0.5)
     return model
+
+
+def chosen(request: pytest.FixtureRequest, test: Callable[..., None], *names: str) -> list[tuple[Any, ...]]:
+    """The values of these parameters for which this session runs the test: what a fixture of its module must provide."""
+    items = (item for item in request.session.items if isinstance(item, pytest.Function) and item.function is test)
+    return list(dict.fromkeys(tuple(item.callspec.params[name] for name in names) for item in items))
 
 
 def tiny_target(name: str = "llama", seed: int = 0, stop: frozenset[int] = frozenset()) -> HFTarget:
