@@ -42,3 +42,37 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., in
     monkeypatch.setattr(sys, "argv", ["drafttrain"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     return lambda *arguments: cli.run(arguments)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tests marked `sampled`, all cases but a few are slow: see `a_few`."""
+    by_test: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled") and hasattr(item, "callspec"):
+            by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for cases in by_test.values():
+        few = a_few(cases)
+        for item in cases:
+            if item not in few:
+                item.add_marker(pytest.mark.slow)
+
+
+def a_few(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """So many that each value of each parameter occurs in one, of those values that the marker leaves.
+
+    `sampled(name=["medusa", "eagle3"])` leaves two values of the parameter `name`, and all of the others.
+    """
+    marker = cases[0].get_closest_marker("sampled")
+    assert marker is not None
+    values = [{(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases]
+    open_ = [
+        i for i, case in enumerate(cases) if all(case.callspec.params[name] in only for name, only in marker.kwargs.items())
+    ]
+    assert open_, f"no case is left by {marker}"
+    wanted, few = set().union(*(values[i] for i in open_)), []
+    while wanted:
+        best = max(open_, key=lambda i: len(values[i] & wanted))
+        wanted -= values[best]
+        few.append(cases[best])
+    return few

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +30,8 @@ from drafttrain.model.drafter import Commit, Drafter
 from drafttrain.model.target import Taps
 from drafttrain.targets.hf import HFTarget
 
+# a family of each kind: heads, recurrent, block, a model of its own, composed of others, nothing to learn
+FEW = ("medusa", "eagle3", "dspark", "draft_model", "cascade", "prompt_lookup")
 COMMON = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 512}
 GATED = COMMON | {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
 ARCHITECTURES: dict[str, PreTrainedConfig] = {
@@ -61,20 +63,10 @@ def tiny_model(name: str = "llama", seed: int = 0) -> torch.nn.Module:
     return model
 
 
-def crossed(longer: Iterable[Any], shorter: Iterable[Any]) -> list[Any]:
-    """All pairs, for `parametrize`. Each of the longer axis has one of the shorter one, in turn, among the fast tests, and the
-    others among the slow ones."""
-    second = [*shorter]
-    return [
-        pytest.param(a, b, marks=() if i % len(second) == j else pytest.mark.slow)
-        for i, a in enumerate(longer)
-        for j, b in enumerate(second)
-    ]
-
-
-def some(every: Iterable[Any], step: int) -> list[Any]:
-    """All of them, for `parametrize`; each `step`-th is among the fast tests, the others are slow."""
-    return [pytest.param(one, marks=pytest.mark.slow if i % step else ()) for i, one in enumerate(every)]
+def chosen(request: pytest.FixtureRequest, test: Callable[..., None], *names: str) -> list[tuple[Any, ...]]:
+    """The values of these parameters for which this session runs the test: what a fixture of its module must provide."""
+    items = (item for item in request.session.items if isinstance(item, pytest.Function) and item.function is test)
+    return list(dict.fromkeys(tuple(item.callspec.params[name] for name in names) for item in items))
 
 
 def tiny_target(name: str = "llama", seed: int = 0, stop: frozenset[int] = frozenset()) -> HFTarget:

@@ -45,11 +45,27 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """lossless: the output follows the target's own law (for greedy: is token-identical to plain greedy decoding)."""
+    """Which drafts are accepted, and what that promises of the output."""
 
     name: str
-    lossless: bool
+    lossless: bool  # the output follows the target's own distribution; greedy: it is plain greedy decoding's, token for token
     verify: Callable[[DraftTree, Tensor, Tensor, Tensor, Sampling], Verdict]
+    keyed: bool = (
+        False  # the target samples with the noise that plain sampling uses at a position: the output is plain sampling's
+    )
+    at_zero: bool = True  # may be used at temperature 0
+    above_zero: bool = True  # may be used at temperatures above 0
+
+    def repeats_plain(self, sampling: Sampling) -> bool:
+        """Whether the output equals plain decoding's token for token."""
+        return self.lossless and (sampling.greedy or self.keyed)
+
+    def agreement_is_acceptance(self, drawn: bool) -> bool:
+        """Whether sum min(p, q) is the probability of acceptance. `drawn`: drafts are sampled from q.
+
+        Under the keyed policy, samples of p and q with the same noise agree less often than that.
+        """
+        return self.lossless and not (self.keyed and drawn)
 
 
 def greedy(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
@@ -95,11 +111,11 @@ LEAST = 0.3  # of the threshold policy, unless set
 POLICIES = {
     p.name: p
     for p in (
-        Policy("greedy", True, greedy),
+        Policy("greedy", True, greedy, above_zero=False),
         Policy("lossless", True, lossless),
-        Policy("coupled", True, coupled),
-        Policy("typical", False, typical),
-        Policy("threshold", False, partial(threshold, least=LEAST)),
+        Policy("coupled", True, coupled, keyed=True),
+        Policy("typical", False, typical, at_zero=False),
+        Policy("threshold", False, partial(threshold, least=LEAST), at_zero=False),
     )
 }
 
@@ -111,14 +127,15 @@ def policy_for(name: str, sampling: Sampling, least: float = LEAST) -> Policy:
     """
     if name not in POLICIES:
         raise ValueError(f"decode.policy is {name!r}; choose one of {', '.join(POLICIES)}")
-    if name == "greedy" and not sampling.greedy:
+    policy = POLICIES[name]
+    if not sampling.greedy and not policy.above_zero:
         raise ValueError(
-            f"decode.policy=greedy at temperature {sampling.temperature}; set decode.policy=lossless, or temperature 0"
+            f"decode.policy={name} at temperature {sampling.temperature}; set decode.policy=lossless, or temperature 0"
         )
-    if name in ("typical", "threshold") and sampling.greedy:
+    if sampling.greedy and not policy.at_zero:
         raise ValueError(f"decode.policy={name} at temperature 0; set decode.temperature above 0, or decode.policy=greedy")
     if name == "threshold":
         if not 0.0 < least < 1.0:
             raise ValueError(f"decode.threshold is {least}; set it above 0 and below 1")
-        return replace(POLICIES[name], verify=partial(threshold, least=least))
-    return POLICIES[name]
+        return replace(policy, verify=partial(threshold, least=least))
+    return policy

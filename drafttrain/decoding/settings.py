@@ -64,7 +64,7 @@ class DecoderSettings:
     ) -> None:
         self.target, self.drafter, self.controls = target, drafter, controls
         self.policy = policy_for(policy, sampling, controls.threshold)
-        self.sampling = replace(sampling, shared_noise=policy == "coupled")
+        self.sampling = replace(sampling, shared_noise=self.policy.keyed)
         if drafter is not None and not target.trees and any(set(path) != {0} for path in drafter.paths()):
             raise UserError("the drafter proposes trees; this target's architecture is exact for chains only: draft a chain")
         self.prefill_chunk = prefill_chunk

@@ -24,6 +24,7 @@ from drafttrain.drafters.common.merged import Merged
 from drafttrain.drafters.common.pending import CachedDrafter, OwnCache, Staged, with_root
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Target, TargetOut
 from drafttrain.ops.sample import sample
@@ -73,11 +74,11 @@ class Cascade(CachedDrafter):
             raise UserError("drafter.inner proposes trees; this target's architecture is exact for chains only: draft a chain")
         self.taps, self.draft_length, self.trained = self.middle.taps, self.middle.draft_length, self.middle.trained
         self.starts_usable = self.middle.starts_usable
-        self._model = [model]  # in a list: registered below the middle
+        self._model = FrozenRef(model)
 
     @property
     def model(self) -> Target:
-        return self._model[0]
+        return self._model.module
 
     @property
     def max_nodes(self) -> int:

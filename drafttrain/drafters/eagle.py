@@ -90,11 +90,11 @@ class Eagle(Recurrent):
 
     def logits(self, state_H: Tensor) -> Tensor:
         """By the target's head, in the target's dtype."""
-        target = self._target[0]
+        target = self._target.module
         return target.head(state_H.to(target.head_weight.dtype))
 
     def settled(self) -> dict[str, Any]:
-        return {"layer": asdict(LayerOptions.between(self.layer_shape, self._target[0].shape))}
+        return {"layer": asdict(LayerOptions.between(self.layer_shape, self._target.module.shape))}
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Step i's feature at source t stands for the target's at t + 1 + i, where the law of label t + 2 + i is read."""

@@ -23,6 +23,7 @@ from drafttrain.drafters.common.proposal import Proposal, TreeOptions
 from drafttrain.drafters.common.recurrent import Recurrent
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import Attention, DecoderLayer, LayerOptions, RMSNorm
 from drafttrain.model.target import Taps, Target, TargetShape
 
@@ -66,7 +67,7 @@ class Spoken(Drafter):
 
     d2t: Tensor | None
     t2d: Tensor | None
-    _target: list[Target]
+    _target: FrozenRef[Target]
 
     def listen(self, blocks: Sequence[int], fc_norm: bool, shape: TargetShape) -> None:
         """Make the parts that fuse the outputs of these blocks."""
@@ -77,7 +78,7 @@ class Spoken(Drafter):
 
     def speak(self, vocab: int | None) -> None:
         """Make the head. vocab: so many of the target's tokens; None: all."""
-        of = self._target[0].shape
+        of = self._target.module.shape
         if vocab is not None and not 1 <= vocab <= of.vocab_size:
             raise UserError(f"drafter.draft_vocab is {vocab}; the target has {of.vocab_size} tokens, leave it out for all")
         self.lm_head = nn.Linear(of.hidden_size, vocab or of.vocab_size, bias=False)
@@ -87,7 +88,7 @@ class Spoken(Drafter):
 
     def _choose(self, ids_D: Tensor) -> None:
         """Take these target tokens, ascending, for the vocabulary; the head starts from the target's rows of them."""
-        head_weight = self._target[0].head_weight.detach()
+        head_weight = self._target.module.head_weight.detach()
         self.lm_head.weight.data.copy_(head_weight[ids_D.to(head_weight.device)])
         if self.d2t is not None and self.t2d is not None:
             ids_D = ids_D.to(self.d2t.device)
@@ -133,7 +134,7 @@ class Eagle3(Spoken, Recurrent):
         return self.midlayer.self_attn
 
     def settled(self) -> dict[str, Any]:
-        own = LayerOptions.between(self.layer_shape, self._target[0].shape)
+        own = LayerOptions.between(self.layer_shape, self._target.module.shape)
         return {"taps": list(self.taps.blocks), "layer": asdict(own)}
 
     def enter(self, token_BN: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from drafttrain.drafters.common.autoregressive import Autoregressive, Autoregres
 from drafttrain.drafters.common.proposal import Proposal, TreeOptions
 from drafttrain.drafters.common.recurrent import UnrolledAttention
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention, AttentionShape, RMSNorm, recomputed
 from drafttrain.model.target import Taps, Target, TargetShape
@@ -61,7 +62,7 @@ class EarlyExit(Autoregressive):
         shape = target.shape
         self.blocks = max(1, shape.blocks // 3) if options.blocks is None else options.blocks
         # in lists: read, never trained or saved with the drafter
-        self._target, self._first = [target], [target.shallow(self.blocks)]
+        self._target, self._first = FrozenRef(target), FrozenRef(target.shallow(self.blocks))
         self.trained = self.starts_usable = options.adapter
         self.taps = Taps((self.blocks - 1,)) if options.adapter else Taps()
         self.adapter = ExitAdapter(shape) if options.adapter else None
@@ -89,24 +90,24 @@ class EarlyExit(Autoregressive):
 
     def _logits(self, state_H: Tensor) -> Tensor:
         """[..., V] by the target's norm and head, in its dtype."""
-        target = self._target[0]
+        target = self._target.module
         return target.head(target.norm(state_H.to(target.head_weight.dtype)))
 
     def language_model(self) -> Target | None:
-        return self._first[0] if self.adapter is None else None
+        return self._first.module if self.adapter is None else None
 
     @property
     def last_position(self) -> int:
-        return self._target[0].shape.max_positions - 1
+        return self._target.module.shape.max_positions - 1
 
     def caches_for(self, slots: int, max_len: int) -> list[KVCache]:
-        caches = [self._first[0].new_cache(slots, max_len)]
-        return caches if self.adapter is None else [*caches, KVCache(1, slots, max_len, self._target[0].device)]
+        caches = [self._first.module.new_cache(slots, max_len)]
+        return caches if self.adapter is None else [*caches, KVCache(1, slots, max_len, self._target.module.device)]
 
     def run(
         self, state: AutoregressiveState, token_BN: Tensor, ancestor_BNN: Tensor | None, position_BN: Tensor, row_BR: Tensor
     ) -> Tensor | None:
-        first = self._first[0]
+        first = self._first.module
         if self.adapter is None:
             return first(token_BN, state.kv, ancestor_BNN, position_BN, Taps(), row_BR).logits_BRV
         out = first(token_BN, state.kv, ancestor_BNN, position_BN, self.taps, token_BN[:, :0])

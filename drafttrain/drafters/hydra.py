@@ -25,6 +25,7 @@ from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.causal_attention import causal
 from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import DecoderLayer, ResidualBlock, RMSNorm, recomputed
 from drafttrain.model.target import FINAL, Taps, Target, TargetShape
@@ -122,7 +123,7 @@ class Heads(Proposing):
             head.weight.data.copy_(target.head_weight.detach())  # type: ignore[operator]
             nn.init.zeros_(head.bias)  # type: ignore[arg-type]
         self._width = width
-        self._target = [target]  # in a list: read, never trained or saved with the drafter
+        self._target = FrozenRef(target)
         self.proposal = Proposal(options, options.heads, target)
 
     def base(self, batch: TrainBatch) -> Tensor:
@@ -131,7 +132,7 @@ class Heads(Proposing):
 
     def _joined(self, state_I: Tensor, known_D: Tensor) -> Tensor:
         """[..., I + D H]: a state [..., I] and the embeddings of the D tokens that follow it."""
-        return torch.cat([state_I, self._target[0].embed(known_D).flatten(-2).to(state_I.dtype)], -1)
+        return torch.cat([state_I, self._target.module.embed(known_D).flatten(-2).to(state_I.dtype)], -1)
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Head k (from 0) knows the k + 1 tokens after its source and predicts the next one."""

@@ -19,6 +19,7 @@ from drafttrain.drafters.common.dynamic_tree import Grower, StaticTree, grown_fr
 from drafttrain.drafters.common.last_state import Tip, TipDrafter, blank
 from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import ResidualBlock, recomputed
 from drafttrain.model.target import FINAL, LoraSpec, Taps, Target
 from drafttrain.ops.residual_heads import ResidualHeads, ranked, residual
@@ -111,7 +112,7 @@ class Medusa(TipDrafter, Proposing):
                 head.output.weight.data.copy_(target.head_weight.detach())
         self.heads = nn.ModuleList(heads)
         self._width = shape.hidden_size
-        self._target = [target]  # in a list: read, never trained or saved with the drafter
+        self._target = FrozenRef(target)
         self._stack: Stack | None = None
         self.proposal = Proposal(options, options.heads, target, independent=True)
 
@@ -121,7 +122,7 @@ class Medusa(TipDrafter, Proposing):
         return own if own is not None else self._shared
 
     def _shared(self, hidden_H: Tensor) -> Tensor:
-        target = self._target[0]
+        target = self._target.module
         return target.head(hidden_H.to(target.head_weight.dtype))
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:

@@ -73,7 +73,7 @@ class MTP(Recurrent):
         return self.module.self_attn
 
     def settled(self) -> dict[str, Any]:
-        return {"layer": asdict(LayerOptions.between(self.layer_shape, self._target[0].shape))}
+        return {"layer": asdict(LayerOptions.between(self.layer_shape, self._target.module.shape))}
 
     def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
         return hidden[FINAL].to(self.module.eh_proj.weight.dtype)
@@ -89,11 +89,11 @@ class MTP(Recurrent):
 
     def logits(self, state_H: Tensor) -> Tensor:
         """By the target's norm and head, in the target's dtype."""
-        target = self._target[0]
+        target = self._target.module
         return target.head(state_H.to(target.head_weight.dtype) if self.norm_output else self._normed(state_H))
 
     def _normed(self, state_H: Tensor) -> Tensor:
-        target = self._target[0]
+        target = self._target.module
         return target.norm(state_H.to(target.head_weight.dtype))
 
     @property

@@ -27,6 +27,7 @@ from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
 from drafttrain.drafters.eagle3 import Eagle3Layer, Spoken, taps_of
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention, DecoderLayer, LayerOptions, RMSNorm, recomputed
 from drafttrain.model.mask_chain_attention import attended
@@ -82,7 +83,7 @@ class PEagle(Spoken, CachedDrafter, Proposing):
 
     def __init__(self, options: PEagleOptions, target: Target) -> None:
         super().__init__()
-        self._target = [target]  # in a list: read, never trained or saved with the drafter
+        self._target = FrozenRef(target)
         self.draft_length = options.draft_length
         self.proposal = Proposal(options, self.draft_length, target, independent=True)
         self.retention = Retention(options.retention, options.least_retention)
@@ -104,7 +105,7 @@ class PEagle(Spoken, CachedDrafter, Proposing):
         self.speak(options.draft_vocab)
 
     def settled(self) -> dict[str, Any]:
-        own = LayerOptions.between(self.layer_shape, self._target[0].shape)
+        own = LayerOptions.between(self.layer_shape, self._target.module.shape)
         return {"taps": list(self.taps.blocks), "mask_token": self.mask_token, "layer": asdict(own)}
 
     @property

@@ -18,6 +18,7 @@ from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.target import Taps, Target
 
 
@@ -60,13 +61,13 @@ class PromptLookup(Drafter):
                 "set each to 1 or more, and min_ngram no higher than max_ngram"
             )
         self.taps, self.draft_length, self.most, self.least = Taps(), options.draft_length, most, least
-        self._target = [target]  # in a list: it tells the device, and is no part of the drafter
+        self._target = FrozenRef(target)
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         return iter(())
 
     def open(self, slots: int, max_len: int) -> LookupState:
-        device = self._target[0].device
+        device = self._target.module.device
         token_SP = torch.zeros(slots, max_len + 2, dtype=torch.long, device=device)
         return LookupState(token_SP, torch.zeros(slots, dtype=torch.long, device=device), powers(max_len + 2, device))
 

@@ -24,6 +24,7 @@ from drafttrain.core.tree import DraftTree, Path, TreeShape, tuned_paths
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.last_state import Tip, TipDrafter, blank
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import ResidualBlock, recomputed
 from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
@@ -72,7 +73,7 @@ class ReDrafter(TipDrafter):
         output = nn.Linear(2 * width, vocab, bias=False)
         output.weight.data.zero_()[:, :width].copy_(target.head_weight.detach())
         self.lm_head = nn.Sequential(*(ResidualBlock(2 * width) for _ in range(options.layers)), output)
-        self._target = [target]  # in a list: read, never trained or saved with the drafter
+        self._target = FrozenRef(target)
         self._paths: list[Path] = [(rank,) + (0,) * d for d in range(options.length) for rank in range(options.width)]
 
     @staticmethod
@@ -90,7 +91,7 @@ class ReDrafter(TipDrafter):
 
     def _recur(self, token: Tensor, recurrent_H: Tensor) -> Tensor:
         """[..., H] the state after one more token."""
-        embedded_H = self._target[0].embed(token).to(recurrent_H.dtype)
+        embedded_H = self._target.module.embed(token).to(recurrent_H.dtype)
         return F.silu(self.rnn_w(embedded_H) + self.rnn_u(recurrent_H))
 
     def _hidden(self, hidden_H: Tensor, recurrent_H: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ def _evidence(
     limits = [depth for depth in (depth_limit(bench.decode, drafter), bench.decode.window) if depth is not None]
     tokens = [r.tokens for r in ours]
     sampled = not bench.sampling.greedy and drafter.samples
-    identical = bench.sampling.greedy or bench.decode.policy == "coupled"  # what plain decoding with the same keys gives
+    identical = POLICIES[bench.decode.policy].repeats_plain(bench.sampling)
     hits = _hits(bench, drafter, cases, plain) if drafter.trained and _foretold(bench, sampled) else None
     return Evidence(
         cases=cases,
@@ -228,8 +228,7 @@ def _evidence(
 
 def _foretold(bench: Bench, sampled: bool) -> bool:
     """Whether agreement foretells acceptance: not where a policy accepts by another rule, nor where not every step drafts."""
-    by_choice = bench.decode.policy == "coupled" and sampled  # equal draws agree less often than sum min(p, q)
-    return POLICIES[bench.decode.policy].lossless and not bench.decode.fallback and not by_choice
+    return POLICIES[bench.decode.policy].agreement_is_acceptance(sampled) and not bench.decode.fallback
 
 
 def _hits(bench: Bench, drafter: Drafter, cases: Sequence[Case], plain: Sequence[Result]) -> list[Hits]:

@@ -49,10 +49,10 @@ def other_slices(asked: Sequence[Condition], drafters: Mapping[str, Drafter]) ->
         cases = condition.cases[: bench.options.timed_prompts]
         label = f"{condition.by} {condition.value:g}"
         timed = bench.race(dict(drafters), cases, size, bench.budget.left / (len(asked) - done), label)
-        same = bench.sampling.greedy or bench.decode.policy == "coupled"
+        same = POLICIES[bench.decode.policy].repeats_plain(bench.sampling)
         for name in drafters:
             keys = race_keys(timed, name)
-            keys["exact_matches"] = keys["exact_matches"] if same and POLICIES[bench.decode.policy].lossless else None
+            keys["exact_matches"] = keys["exact_matches"] if same else None
             found[name].append({"by": condition.by, "value": condition.value, "batch_size": size} | keys)
     return found
 
@@ -61,7 +61,7 @@ def at_temperature(decode: DecodeOptions, temperature: float) -> DecodeOptions:
     """The same decoding at another temperature, by a policy that goes with it."""
     if temperature == 0.0:
         return replace(decode, policy="greedy", temperature=0.0)
-    return replace(decode, policy="lossless" if decode.policy == "greedy" else decode.policy, temperature=temperature)
+    return replace(decode, policy=decode.policy if POLICIES[decode.policy].above_zero else "lossless", temperature=temperature)
 
 
 def _contexts(bench: Bench) -> list[Condition]:

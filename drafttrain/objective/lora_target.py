@@ -45,7 +45,7 @@ class AdaptedObjective(Objective):
 
     def _hold(self, batch: TrainBatch, final_BTH: Tensor) -> Tensor:
         """The sum over supervised tokens of what keeps the adapted target where it was, or near the text."""
-        pairs, original, name = batch.future(1), self._target[0], "kl" if self.adapter.spec.hold == "distil" else "ce"
+        pairs, original, name = batch.future(1), self._target.module, "kl" if self.adapter.spec.hold == "distil" else "ce"
         law_BTH = final_BTH.detach()
         if name == "kl":
             with torch.no_grad():

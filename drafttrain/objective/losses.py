@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from drafttrain.core.errors import UserError
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.target import Target
 from drafttrain.objective.scores import Outcome, Terms, offered, restricted
 from drafttrain.objective.teacher import Law, law_of
@@ -124,20 +125,20 @@ class Objective(nn.Module):
         super().__init__()
         self.drafter, self.options = drafter, options
         self.at_once = options.at_once(target.shape.vocab_size)
-        self._target = [target]  # in a list: frozen, and not the engine's to shard or save
+        self._target = FrozenRef(target)
 
     @property
     def vocabularies(self) -> set[int]:
         """Rows of heads and embeddings: the target's tokens, and the part of them that the drafter has."""
         own = getattr(self.drafter, "ids", None)
-        return {self._target[0].shape.vocab_size} | (set() if own is None else {len(own)})
+        return {self._target.module.shape.vocab_size} | (set() if own is None else {len(own)})
 
     def forward(self, batch: TrainBatch, progress: float = 1.0) -> tuple[Tensor, StepCounts]:
         """(the sum of all weighted losses over this batch's predictions, their counts). The caller normalises.
 
         progress: the share of the steps done when this one is; for objectives that change on the way.
         """
-        law, token_P = law_of(batch, self._target[0]), batch.token_BT.flatten()
+        law, token_P = law_of(batch, self._target.module), batch.token_BT.flatten()
         alive_P = torch.ones_like(token_P, dtype=torch.bool)
         total, rows, held = token_P.new_zeros((), dtype=torch.float32), [], 0
         reach = Reach(batch, self.drafter.foretold) if self.options.name == END_TO_END else None

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from drafttrain.core.errors import UserError
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.target import LoraSpec
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
@@ -46,17 +47,17 @@ class Adapter(nn.Module):
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
                 _plant(self, name.replace(f".{NAME}.", "."), parameter)
-        # in lists: the frozen weights are neither ours to move nor the engine's to shard or save
-        self._original, self._target = [original], [HFTarget(model.eval(), original.stop_ids, frozen=False)]
+        self._original = FrozenRef(original)
+        self._target = FrozenRef(HFTarget(model.eval(), original.stop_ids, frozen=False))
 
     @property
     def target(self) -> HFTarget:
-        return self._target[0]
+        return self._target.module
 
     @torch.no_grad()
     def merged(self) -> HFTarget:
         """A frozen target of the original's runner whose weights hold the matrices' products, added in float32."""
-        original = self._original[0]
+        original = self._original.module
         model = shadow(original.model)
         layers: list[tuple[str, Any]] = [(n, m) for n, m in self.target.model.named_modules() if isinstance(m, LoraLayer)]
         for name, layer in layers:

@@ -190,7 +190,7 @@ class FastTarget(HFTarget):
     joins = True
 
     def _prepare(self) -> None:
-        config, backbone = self.model.config, self.backbone[0]
+        config, backbone = self.model.config, self.backbone.module
         types = getattr(config, "layer_types", None)
         window = getattr(config, "sliding_window", None)
         slides = [types[i] == "sliding_attention" if types else window is not None for i in range(self.shape.blocks)]
@@ -262,7 +262,7 @@ class FastTarget(HFTarget):
         if self._angles is None or self._angles[0].device != like.device or self._angles[0].dtype != like.dtype:
             with torch.inference_mode(False), torch.no_grad():  # a model may decode first and be trained then
                 position_1P = torch.arange(self.shape.max_positions, device=like.device)[None]
-                cos_1PD, sin_1PD = self.backbone[0].rotary_emb(like, position_1P)
+                cos_1PD, sin_1PD = self.backbone.module.rotary_emb(like, position_1P)
                 sin_PD = sin_1PD[0].clone()
                 sin_PD[:, : sin_PD.shape[-1] // 2] *= -1
                 self._angles = (cos_1PD[0].clone(), sin_PD)
@@ -292,4 +292,4 @@ class FastTarget(HFTarget):
                 hidden[number] = x_BNH
         if not logits:
             return TargetOut(None, hidden)
-        return self._outcome(norm(self.backbone[0].norm, x_BNH, delta_BNH)[1], hidden, taps, logit_row_BR)
+        return self._outcome(norm(self.backbone.module.norm, x_BNH, delta_BNH)[1], hidden, taps, logit_row_BR)

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
 from drafttrain.core.errors import UserError
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents, additive, seen
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
@@ -86,7 +87,7 @@ class HFTarget(PrunedTarget):
         self.stop_ids, self.trees = stop_ids, True
         config = model.config.get_text_config()
         self.shape = shape_of(config)
-        self.backbone: list[Any] = [model.base_model]  # in a list: already registered below `model`
+        self.backbone: FrozenRef[Any] = FrozenRef(model.base_model)
         self._norm: list[nn.Module] | None = None  # before the head, once asked for
         self._captured: dict[int, Tensor] = {}
         self._wanted: frozenset[int] = frozenset()
@@ -180,7 +181,7 @@ class HFTarget(PrunedTarget):
         elif kv is not None or ancestor_BNN is not None:
             inputs["attention_mask"] = self._mask(kv, ancestor_BNN, position_BN)
         self._captured, self._wanted = {}, frozenset(taps.blocks)
-        final_BNH = self.backbone[0](**inputs).last_hidden_state
+        final_BNH = self.backbone.module(**inputs).last_hidden_state
         hidden, self._captured, self._wanted = self._captured, {}, frozenset()
         return self._outcome(final_BNH, hidden, taps, logit_row_BR)
 

@@ -27,7 +27,7 @@ from drafttrain.model.drafter import Commit, Drafter
 from drafttrain.model.kv_cache import PAGE
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
-from tests.helpers import crossed, prompts, some, tiny_model, tiny_target
+from tests.helpers import FEW, prompts, tiny_model, tiny_target
 
 
 def decode(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], batch: int, **settings: Any) -> list[Any]:
@@ -37,8 +37,10 @@ def decode(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], ba
     return Decoder(target, drafter, policy, sampling, stop, settings.pop("tokens", 30), **settings).run(asked, batch).results
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("noise", [0.0, 1.0])
-@pytest.mark.parametrize(("name", "batch"), crossed(NAMES, [1, 4]))
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_output_is_plain_decodings(name: str, noise: float, batch: int) -> None:
     """Ragged prompts, rows that stop at different times, prompts longer than a prefill chunk."""
     target, asked = tiny_target(), prompts(6, seed=3)
@@ -50,6 +52,7 @@ def test_greedy_output_is_plain_decodings(name: str, noise: float, batch: int) -
     assert all(p.emitted == p.verifications for p in plain)
 
 
+@pytest.mark.sampled(name=("medusa", "eagle3", "draft_model"))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", [name for name in NAMES if issubclass(families()[name].options, TreeOptions)])
 def test_trees_grown_by_confidence_change_no_output(name: str, temperature: float) -> None:
@@ -67,6 +70,7 @@ def test_trees_grown_by_confidence_change_no_output(name: str, temperature: floa
     assert sum(r.emitted - r.verifications for r in drafted) > 0
 
 
+@pytest.mark.sampled(name=("medusa", "eagle3", "draft_model"))
 @pytest.mark.parametrize("tree", [{"tree": "static", "paths": [[0]]}, {"tree": "dynamic", "width": 1, "nodes": 2}])
 @pytest.mark.parametrize("name", [name for name in NAMES if issubclass(families()[name].options, TreeOptions)])
 def test_a_small_tree_needs_no_more_room_than_a_text_has(name: str, tree: dict[str, Any]) -> None:
@@ -79,7 +83,8 @@ def test_a_small_tree_needs_no_more_room_than_a_text_has(name: str, tree: dict[s
     assert decode(target, drafter, asked, 1, tokens=tokens)[0].tokens == decode(target, None, asked, 1, tokens=tokens)[0].tokens
 
 
-@pytest.mark.parametrize("name", some(NAMES, 2))
+@pytest.mark.sampled(name=("medusa", "eagle3", "draft_model"))
+@pytest.mark.parametrize("name", NAMES)
 def test_long_prompts_enter_beside_rows_that_are_nearly_done(name: str) -> None:
     """The cache holds the longest request and no more, whoever shares a step with it."""
     target = tiny_target()
@@ -92,6 +97,7 @@ def test_long_prompts_enter_beside_rows_that_are_nearly_done(name: str) -> None:
         assert sum(r.verifications for r in ours) == sum(r.verifications for r in decode(target, drafter, asked, 1, tokens=40))
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_stop_tokens_inside_an_accepted_run_cut_exactly_there(name: str) -> None:
     target, asked = tiny_target(), prompts(4, seed=5)
@@ -152,6 +158,7 @@ def test_what_is_trained_is_what_is_drafted(name: str) -> None:
     assert [foretold[i] for i in range(1, len(drafts))] == drafts[1:]
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
     """With the verifier's noise for its own samples too, so that it draws what the verifier will."""
@@ -163,6 +170,7 @@ def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
             assert [r.tokens for r in ours] == [r.tokens for r in plain]
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_that_a_guard_turns_go_on_as_the_targets_own(name: str, every: int | None) -> None:
@@ -246,6 +254,7 @@ def test_states_it_does_not_tap_do_not_matter(name: str) -> None:
         assert torch.equal(a, b.hidden_MH)
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_sampling_follows_the_targets_law_through_the_whole_loop(name: str) -> None:
     """Chi-square of pairs of tokens against plain sampling's exact law, top-k and top-p applied."""
@@ -284,6 +293,7 @@ def pair_law(target: HFTarget, prompt: list[int], sampling: Sampling) -> dict[tu
     return pairs
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_and_loaded_it_drafts_the_same(name: str, tmp_path: Path) -> None:
     target = tiny_target()
@@ -294,6 +304,7 @@ def test_saved_and_loaded_it_drafts_the_same(name: str, tmp_path: Path) -> None:
     assert [(r.tokens, r.verifications, r.accepted) for r in a] == [(r.tokens, r.verifications, r.accepted) for r in b]
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_decodes_in_the_targets_precision(name: str, tmp_path: Path) -> None:
     """A bfloat16 target's drafter costs bfloat16's bytes; its texts are the target's, and it drafts about as well."""
@@ -314,6 +325,7 @@ def reloaded(name: str, drafter: Drafter, target: HFTarget, tmp_path: Path) -> D
     return load_drafter(tmp_path, target)[0]
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_overfitted_on_one_text_it_is_accepted_in_full(name: str) -> None:
     from drafttrain.objective.losses import LossOptions, Objective

@@ -62,6 +62,7 @@ def trained(folder: Path, work: Job) -> dict[str, torch.Tensor]:
     return read_weights(list_checkpoints(folder / "checkpoints")[-1])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("stage", "precision"), [(0, "float32"), (1, "float32"), (2, "float32"), (1, "bfloat16")])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_that_goes_on_ends_with_the_same_weights(stage: int, precision: str, optimizer: str, tmp_path: Path) -> None:

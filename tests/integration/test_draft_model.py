@@ -22,6 +22,7 @@ Command = Callable[..., int]
 SMALL = ("logger=none", "measure.limit=3", "measure.minutes=0.05", "measure.transformers=false", "decode.max_new_tokens=12")
 
 
+@pytest.mark.slow
 def test_an_existing_model_is_measured_before_and_after(
     command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ from drafttrain.train.engine import join_world, leave_world
 from drafttrain.train.progress import Console
 from drafttrain.train.trainer import Job, Trainer
 from tests.contract.test_families import NAMES, SHAPES, build
+from tests.helpers import FEW, chosen
 
 OPTIONS = TrainOptions(steps=2, global_batch=4, micro_batch=2, warmup=0.0, checkpoint_every=2)
 
@@ -43,9 +44,9 @@ def train_every_family(options: RunOptions, resolved: dict[str, Any]) -> None:
     leave_world(world)
 
 
-def run(material: Path, output: Path, stage: int, processes: int) -> Path:
+def run(material: Path, output: Path, stage: int, processes: int, names: list[str]) -> Path:
     target = load_target(TargetOptions(name="hf", path=str(material / "target"))).target
-    learning = [name for name in NAMES if build(name, target).trained]
+    learning = [name for name in names if build(name, target).trained]
     paths = {"target": str(material / "target"), "data": str(material / "data.jsonl"), "output": str(output)}
     output.mkdir()
     for name in learning:
@@ -56,11 +57,13 @@ def run(material: Path, output: Path, stage: int, processes: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(material: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def runs(request: pytest.FixtureRequest, material: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("sharded")
-    return run(material, folder / "one", 0, 1), run(material, folder / "two", 2, 2)
+    names = [name for (name,) in chosen(request, test_two_processes_under_zero_2_train_as_one, "name")]
+    return run(material, folder / "one", 0, 1, names), run(material, folder / "two", 2, 2, names)
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_under_zero_2_train_as_one(name: str, runs: tuple[Path, Path]) -> None:
     one, two = (folder / name for folder in runs)

@@ -79,7 +79,7 @@ def test_in_float32_training_is_that_on_the_target_itself(
 ) -> None:
     features, _ = cached(name, loaded, data, world, tmp_path, format="float32")
     online = train(name, loaded, data, world, tmp_path / "online", None)
-    blocks = [block.register_forward_pre_hook(_must_not_run) for block in loaded.target.backbone[0].layers]
+    blocks = [block.register_forward_pre_hook(_must_not_run) for block in loaded.target.backbone.module.layers]
     try:
         ours = train(name, loaded, data, world, tmp_path / "cached", features)
     finally:
@@ -155,7 +155,7 @@ def test_features_are_found_again_and_damage_is_mended(
     assert f"features: {sum(map(store.layout.tokens, (0, 1, 2))):,} tokens" in said, "whole shards were computed again"
     assert f"{files[0]} is damaged ({len(contents[0]) - 1:,} bytes" in said and f"{files[1]} is damaged (sha256" in said
     assert str(files[2]) not in said and [file.read_bytes() for file in files] == contents
-    for layer in loaded.target.backbone[0].layers:
+    for layer in loaded.target.backbone.module.layers:
         monkeypatch.setattr(layer, "forward", _must_not_run)
     again, said = cached("medusa", loaded, data, world, tmp_path)
     assert again.store.folder == store.folder and "tokens/s" not in said and "training reads them" in said

@@ -143,7 +143,7 @@ def test_the_text_is_cut_at_lines_and_the_target_has_its_size() -> None:
 def test_all_three_are_rehearsed(tmp_path: Path) -> None:
     """In a copy of the checkout, which they leave as it was."""
     checkout, kept = tmp_path / "checkout", tmp_path / "kept"
-    for name in ("drafttrain", "kernels", "docs"):
+    for name in ("drafttrain", "kernels", "benchmarks", "docs"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     before, folder = contents(checkout), ("--rehearse", "--results", str(kept))
     one = run(checkout, "train", *folder, "--only", "loss kl")

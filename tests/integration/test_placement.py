@@ -71,7 +71,7 @@ def loaded_as(placement: str, path: str) -> LoadedTarget:
 
 def watch_blocks(loaded: LoadedTarget, found: Found) -> None:
     """Of the blocks' weights, how many are there while each of them computes."""
-    blocks = loaded.target.backbone[0].layers
+    blocks = loaded.target.backbone.module.layers
 
     def note(*_: Any) -> None:
         found["blocks"] = max(found.get("blocks", 0), sum(p.numel() for p in blocks.parameters()))
@@ -146,7 +146,9 @@ def train_everywhere(options: RunOptions, resolved: dict[str, Any]) -> None:
                 copied = loaded.target.pruned(2)
                 here["copied"] = sum(p.numel() for p in copied.parameters())
                 loaded.target.free()
-                here["left"] = sum(getattr(p, "ds_tensor", p).numel() for p in loaded.target.backbone[0].layers.parameters())
+                here["left"] = sum(
+                    getattr(p, "ds_tensor", p).numel() for p in loaded.target.backbone.module.layers.parameters()
+                )
             if placement == "replicated":
                 filled = Online(loaded.target, Taps(final=True)).fill(packed_batch())
                 here["reductions"] = [reductions(loaded.target, filled, stage, world) for stage in range(3)]
@@ -164,6 +166,7 @@ def both(material: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("placement", PLACEMENTS[1:])
 def test_losses_are_those_of_a_replicated_target(placement: str, case: str, both: list[dict[str, Found]]) -> None:
@@ -173,6 +176,7 @@ def test_losses_are_those_of_a_replicated_target(placement: str, case: str, both
         assert found[placement]["fingerprint"] == found["replicated"]["fingerprint"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS[1:])
 def test_batches_of_other_shapes_and_documents_keep_their_own_states(placement: str, both: list[dict[str, Found]]) -> None:
     """One process has two rows of 48 tokens, one of them of two documents; the other a single row of 20."""

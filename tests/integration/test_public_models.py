@@ -51,6 +51,7 @@ def test_logits_and_states_are_transformers(loaded: LoadedTarget) -> None:
                 torch.testing.assert_close(ours.hidden[FINAL], theirs.hidden_states[-1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_texts_are_transformers_plain_and_drafted(loaded: LoadedTarget) -> None:
     target, asked, family = loaded.target, stories(loaded, 8), families()["draft_model"]
     drafter = family.build(family.options(blocks=max(1, target.shape.blocks - 1), draft_length=3), target).eval()

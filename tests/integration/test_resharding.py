@@ -45,6 +45,7 @@ def resumed(request: pytest.FixtureRequest) -> Cases:
     return cases
 
 
+@pytest.mark.slow
 def test_what_is_read_is_bit_for_bit_what_was_saved(resumed: Cases) -> None:
     for case in resumed:
         saved, read = whole(Path(case["source"])), whole(Path(case["again"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from drafttrain.targets.load import load_target
 from drafttrain.targets.parallel import Part, join, leave
 from drafttrain.targets.split import SplitTarget, _keep_rows, split_target
 from tests.contract.test_families import NAMES, build
-from tests.helpers import ARCHITECTURES, GATED, prompts, tiny_model
+from tests.helpers import ARCHITECTURES, GATED, chosen, prompts, tiny_model
 from tests.recorder import Graph, install
 from tests.reports import counted
 
@@ -102,7 +102,7 @@ def operator(name: str, schema: str, written: str, run: Callable[..., Any]) -> C
     return lambda *tensors, group: known(*tensors)
 
 
-def found_here(part: Part) -> Found:
+def found_here(part: Part, cases: Sequence[tuple[str, str | None]]) -> Found:
     found: Found = {"size": part.size}
     for name in CONFIGS:
         target = split_target(model_of(name), part, CPU)
@@ -111,7 +111,7 @@ def found_here(part: Part) -> Found:
         found[name] |= {"fingerprint": target.fingerprint, "head_weight": target.head_weight, "trees": target.trees}
         found[name]["parameters"] = sum(p.numel() for p in target.model.parameters())
         found[name]["kv_heads"] = target.new_cache(1, 8).store.shape[-2]
-        for drafter in (d for model, d in CASES if model == name):
+        for drafter in (d for model, d in cases if model == name):
             origin = FastTarget(model_of(name)) if drafter in WHOLE else target
             found[f"{name} {drafter}"] = every_text(name, target, drafter_of(drafter, origin))
         if name == "llama":
@@ -126,15 +126,17 @@ def save_what_is_found(options: RunOptions, resolved: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     part = join(2, CPU)
     assert part.share(part.rank) == 0
-    torch.save(found_here(part), Path(resolved["folder"]) / f"{part.rank}.pt")
+    torch.save(found_here(part, resolved["cases"]), Path(resolved["folder"]) / f"{part.rank}.pt")
     leave(part)
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch(save_what_is_found, RunOptions(launcher=LauncherOptions(nproc=2)), {"folder": str(folder)})
+    asked = chosen(request, test_tokens_and_counts_are_those_of_one_process, "model", "name")
+    resolved = {"folder": str(folder), "cases": [*{("llama", "eagle3"), *asked}]}
+    launch(save_what_is_found, RunOptions(launcher=LauncherOptions(nproc=2)), resolved)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -168,6 +170,7 @@ def test_each_process_holds_its_share_alone(name: str, both: list[Found]) -> Non
         assert found["kv_heads"] == 1
 
 
+@pytest.mark.sampled(model=("llama",), name=(None, "eagle3"))
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_tokens_and_counts_are_those_of_one_process(model: str, name: str | None, both: list[Found]) -> None:
     target = FastTarget(model_of(model))

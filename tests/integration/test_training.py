@@ -70,6 +70,7 @@ def kill_after(command: list[str], output: Path, lines: int) -> None:
     process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", ["medusa", pytest.param("eagle3", marks=pytest.mark.slow), pytest.param("draft_model", marks=pytest.mark.slow)]
 )
@@ -86,6 +87,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(recipe: str, material: Path, t
     assert json.loads((run / "run.json").read_text())["finished"]
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_losses_of_one(material: Path, tmp_path: Path) -> None:
     steps = ("recipe=medusa", "train.steps=8")
     one = fit(material, tmp_path / "one", *steps)

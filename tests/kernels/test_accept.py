@@ -154,6 +154,7 @@ def test_the_maximum_is_found_wherever_it_stands(machine: str) -> None:
             assert bonus.tolist() == [(place + 1) % V]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("drawn", [False, True], ids=["given", "drawn"])
 def test_lossless(machine: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = total = 0
@@ -166,6 +167,7 @@ def test_lossless(machine: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert kept > (0.99 if machine == "cpu" else 0.9) * total
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.3, math.inf), (0.02, 0.05)])
 def test_likely(machine: str, epsilon: float, delta: float, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = total = 0

@@ -366,6 +366,7 @@ def test_what_runs_is_said(tmp_path: Path) -> None:
     assert "could not build the operators: ops.cpp:1: error: no such thing)" in state_in(environment)
 
 
+@pytest.mark.slow
 @compiled
 def test_the_library_is_built_once(tmp_path: Path) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path)}

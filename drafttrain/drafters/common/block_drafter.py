@@ -38,6 +38,7 @@ from drafttrain.model.batch import Anchors, Context, Pairs, Prediction, TrainBat
 from drafttrain.model.blockwise_attention import blockwise_attention
 from drafttrain.model.convolution import Bare, Convolved
 from drafttrain.model.drafter import Commit, draft_chain
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import DecoderLayer, LayerOptions, RMSNorm, recomputed
 from drafttrain.model.target import Taps, Target, TargetShape
@@ -132,10 +133,10 @@ class BlockDrafter(CachedDrafter, Proposing):
         parts = [self.fc, *(part for layer in self._layers() for part in (layer.self_attn, layer.mlp))]
         for linear in (m for part in parts for m in part.modules() if isinstance(m, nn.Linear)):
             nn.init.normal_(linear.weight, std=STD)
-        self._target = [target]  # in a list: read, never trained or saved with the drafter
+        self._target = FrozenRef(target)
 
     def settled(self) -> dict[str, Any]:
-        own = LayerOptions.between(self.layer_shape, self._target[0].shape)
+        own = LayerOptions.between(self.layer_shape, self._target.module.shape)
         return {"taps": list(self.shape.taps), "mask_token": self.shape.mask_token, "layer": asdict(own)}
 
     def fed(self, length: int) -> int:
@@ -151,7 +152,7 @@ class BlockDrafter(CachedDrafter, Proposing):
 
     def alone(self, state_H: Tensor) -> Tensor:
         """[..., V] logits by the target's own head, which works in the target's dtype."""
-        target = self._target[0]
+        target = self._target.module
         return target.head(state_H.to(target.head_weight.dtype))
 
     @abstractmethod
@@ -274,7 +275,7 @@ class BlockDrafter(CachedDrafter, Proposing):
     def _block(self, root: Tensor) -> Tensor:
         """[..., S, H] embeddings of blocks with these roots [...]."""
         mask = torch.full_like(root, self.shape.mask_token)[..., None].expand(*root.shape, self.shape.size - 1)
-        return self._target[0].embed(torch.cat([root[..., None], mask], -1)).to(self.fc.weight.dtype)
+        return self._target.module.embed(torch.cat([root[..., None], mask], -1)).to(self.fc.weight.dtype)
 
     def _positions(self, root: Tensor) -> Tensor:
         """[..., S] rotary positions of blocks whose roots stand there."""

@@ -24,6 +24,7 @@ from drafttrain.drafters.common.pending import CachedDrafter, OwnCache, Staged
 from drafttrain.drafters.common.proposal import Proposal, Proposing
 from drafttrain.model.batch import Pairs, TrainBatch
 from drafttrain.model.drafter import Commit, draft_chain
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention, recomputed
 from drafttrain.model.target import Target
@@ -47,7 +48,7 @@ class Recurrent(CachedDrafter, Proposing):
         super().__init__()
         self.proposal, self.draft_length = proposal, proposal.draft_length
         self.samples = proposal.kind == "chain"
-        self._target = [target]  # in a list: read, never trained or saved with the drafter
+        self._target = FrozenRef(target)
 
     @property
     @abstractmethod
@@ -75,7 +76,7 @@ class Recurrent(CachedDrafter, Proposing):
         return None
 
     def embed(self, token_BN: Tensor, like: Tensor) -> Tensor:
-        return self._target[0].embed(token_BN).to(like.dtype)
+        return self._target.module.embed(token_BN).to(like.dtype)
 
     def unroll(
         self, batch: TrainBatch, state_BTH: Tensor, steps: int, detach: bool = False
@@ -155,7 +156,7 @@ class Recurrent(CachedDrafter, Proposing):
     def _whole(self, scored: Scored) -> Tensor:
         """[B, V] one node's logits over the target's vocabulary."""
         logits_BV = scored.logits_BWV[:, 0]
-        return logits_BV if self.ids is None else remap_logits(logits_BV, self.ids, self._target[0].shape.vocab_size)
+        return logits_BV if self.ids is None else remap_logits(logits_BV, self.ids, self._target.module.shape.vocab_size)
 
 
 class UnrolledAttention:

@@ -19,6 +19,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Taps
 
@@ -110,13 +111,13 @@ class TranslatedDraft(Drafter):
     def __init__(self, lm: Any, translation: Translation, draft_length: int) -> None:
         super().__init__()
         self.taps, self.draft_length, self.translation = Taps(), draft_length, translation
-        self._lm = [lm.requires_grad_(False).eval()]  # in a list: its weights are no part of a checkpoint
+        self._lm = FrozenRef(lm.requires_grad_(False).eval())
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         return iter(())
 
     def open(self, slots: int, max_len: int) -> TranslatedState:
-        lm, longest = self._lm[0], max(2 * max_len, CHUNK)  # another tokenizer may need more tokens
+        lm, longest = self._lm.module, max(2 * max_len, CHUNK)  # another tokenizer may need more tokens
         room = max(1, min(lm.shape.max_positions - self.draft_length, longest))
         kv = lm.new_cache(slots, room + self.draft_length + CHUNK)
         return TranslatedState(kv, [[] for _ in range(slots)], [[] for _ in range(slots)], room)
@@ -176,7 +177,7 @@ class TranslatedDraft(Drafter):
 
     def _feed(self, kv: KVCache, token_BN: Tensor, count_B: Tensor) -> Tensor:
         """[B, V] logits at each row's last token; its `count` tokens stay in the cache."""
-        lm, column_N = self._lm[0], torch.arange(token_BN.shape[1], device=token_BN.device)
+        lm, column_N = self._lm.module, torch.arange(token_BN.shape[1], device=token_BN.device)
         position_BN = (kv.length_B[:, None] + column_N).clamp_max(lm.shape.max_positions - 1)
         last_B1 = (count_B - 1).clamp_min(0)[:, None]
         logits_BRV: Tensor = lm(token_BN, kv, None, position_BN, Taps(), last_B1).logits_BRV

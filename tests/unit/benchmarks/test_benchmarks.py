@@ -30,6 +30,7 @@ from tests.helpers import tiny_target
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", train.SECTIONS)
 def test_every_section_is_rehearsed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     divide = "256" if name in ("objective", "attention") else "64"

@@ -81,6 +81,7 @@ def test_a_mistake_gets_one_line_and_exit_code_2(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sweep", [[], ["-m"]])
 @pytest.mark.parametrize(
     ("error", "message"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from drafttrain.ops.build_tree import build_tree
 from drafttrain.ops.tree_attention import ancestors_of
 from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import NAMES, build
-from tests.helpers import crossed, prompts, some, tiny_model, tiny_target
+from tests.helpers import FEW, prompts, tiny_model, tiny_target
 from tests.recorder import Graph, cpu_graphs, recorded
 
 __all__ = ["cpu_graphs"]
@@ -43,10 +42,12 @@ def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[tuple[An
     return [(r.tokens, r.verifications, r.offered, r.accepted, r.nodes, r.emitted, r.ended_by) for r in counted]
 
 
-@pytest.mark.parametrize(("name", "how"), crossed([None, *NAMES], product(POLICIES, [1, 3])))
-def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, how: tuple[str, int]) -> None:
+@pytest.mark.sampled(name=(None, *FEW))
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, policy: str, every: int) -> None:
     """Ragged prompts in chunks, stop tokens, a queue behind three slots, rows that fill up a batch."""
-    policy, every = how
     asked, sampling = prompts(7, seed=3), Sampling(POLICIES[policy], seed=4)
     drafter = None if name is None else build(name, TARGET, 0.3)
     stop = frozenset({7, 11})
@@ -55,7 +56,8 @@ def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, how:
     assert texts(ahead, asked, 3) == texts(decoder, asked, 3)
 
 
-@pytest.mark.parametrize("name", some(NAMES, 6))
+@pytest.mark.sampled(name=("eagle3",))
+@pytest.mark.parametrize("name", NAMES)
 def test_transformers_forward_runs_ahead_too(name: str) -> None:
     target, asked = tiny_target(), prompts(4, seed=5)
     drafter = build(name, target, 0.3)
@@ -63,7 +65,8 @@ def test_transformers_forward_runs_ahead_too(name: str) -> None:
     assert texts(ahead, asked, 2) == texts(one, asked, 2)
 
 
-@pytest.mark.parametrize("name", some(NAMES, 3))
+@pytest.mark.sampled(name=("eagle3", "draft_model"))
+@pytest.mark.parametrize("name", NAMES)
 def test_penalties_limits_and_stop_text_run_ahead(name: str) -> None:
     asked, drafter = prompts(5, seed=6), build(name, TARGET, 0.3)
     free = Decoder(TARGET, None, "greedy", Sampling(repetition_penalty=1.3), max_new_tokens=30).run(asked, 1).results
@@ -83,6 +86,7 @@ def test_penalties_limits_and_stop_text_run_ahead(name: str) -> None:
         assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fallback_that_rests_its_drafter_runs_ahead(name: str) -> None:
     asked, drafter = prompts(3, seed=7), build(name, TARGET, 1.0)
@@ -105,7 +109,9 @@ def test_pooled_pages_and_samples_run_ahead() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("name", "policy"), crossed([None, *NAMES], POLICIES))
+@pytest.mark.sampled(name=(None, *FEW))
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [None, *NAMES])
 def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, policy: str, as_on_a_gpu: FastTarget) -> None:
     """So that a CUDA graph captured from one round is right for all that follow."""
     drafter: Drafter | None = None if name is None else build(name, as_on_a_gpu, 0.3)
@@ -132,7 +138,9 @@ def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, 
         assert seen[2] == seen[3] and seen[4] == seen[5] and seen[6] == seen[0]
 
 
-@pytest.mark.parametrize(("name", "policy"), crossed([None, *NAMES], POLICIES))
+@pytest.mark.sampled(name=(None, *FEW))
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [None, *NAMES])
 def test_replayed_graphs_give_the_same_texts(
     name: str | None, policy: str, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +155,7 @@ def test_replayed_graphs_give_the_same_texts(
     assert 1 <= Graph.made <= 4  # of 5 rows, then of 4, 2 and 1: three rows are filled up
 
 
+@pytest.mark.sampled(name=("eagle3",))
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_replayed_graphs_with_append_and_attention_apart_give_the_same_texts(
     name: str | None, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch

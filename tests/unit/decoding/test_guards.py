@@ -141,6 +141,7 @@ def test_when_all_texts_are_turned_nothing_is_drafted() -> None:
     assert len(asked) < max(r.verifications for r in results) - 10
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("every", [None, 1, 3])
 @pytest.mark.parametrize("policy", ["greedy", "lossless", "coupled", "threshold"])
 def test_stop_ends_the_text_and_changes_nothing_before(policy: str, every: int | None) -> None:

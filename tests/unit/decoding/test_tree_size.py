@@ -10,7 +10,7 @@ from drafttrain.drafters import families
 from drafttrain.ops import library
 from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import NAMES, build
-from tests.helpers import some, tiny_model, tiny_target
+from tests.helpers import FEW, tiny_model, tiny_target
 from tests.recorder import Graph, cpu_graphs
 
 __all__ = ["cpu_graphs"]
@@ -30,6 +30,7 @@ def test_dear_nodes_make_small_trees(a_node: float, nodes: int, monkeypatch: pyt
     assert nodes / 2 <= found <= 2 * nodes
 
 
+@pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", sorted(families()))
 def test_costs_are_taken_of_every_family(name: str) -> None:
     target, family = tiny_target(), families()[name]
@@ -40,7 +41,8 @@ def test_costs_are_taken_of_every_family(name: str) -> None:
     assert treesize.best_nodes(target, drafter, ranks(0.5, 500), (2, 4)) in (2, 4)
 
 
-@pytest.mark.parametrize("name", some(NAMES, 3))
+@pytest.mark.sampled(name=FEW)
+@pytest.mark.parametrize("name", NAMES)
 def test_costs_are_those_of_captured_steps(name: str, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps will be captured: replays alone are timed, by the device's events, and the host launches nothing else."""
     monkeypatch.setattr(library, "has_product", lambda: False)

@@ -140,6 +140,7 @@ def test_a_familys_tree_holds_the_likeliest_paths(name: str, options: dict[str, 
         assert set(paths_of(tree, row)) == set(searched(log_p_KV, 21))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("best", INDEPENDENT, indirect=True)
 @pytest.mark.parametrize(
     "check",
@@ -152,6 +153,7 @@ def test_with_it_a_family_does_what_it_must(check: Any, best: str) -> None:
     check(best)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("best", INDEPENDENT, indirect=True)
 def test_with_it_greedy_output_is_plain_decodings_and_more_is_accepted(best: str) -> None:
     contract.test_greedy_output_is_plain_decodings(best, 1.0, 4)

@@ -61,6 +61,7 @@ def counts(drafter: Drafter, every: int | None = None, batch: int = 3, **setting
     return [(r.tokens, r.verifications, r.offered, r.accepted) for r in decoder.run(prompts(6, seed=3), batch).results]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("inner", INNERS, ids=names)
 def test_greedy_drafts_are_the_middles_own(inner: dict[str, Any], every: int | None) -> None:
@@ -68,6 +69,7 @@ def test_greedy_drafts_are_the_middles_own(inner: dict[str, Any], every: int | N
     assert counts(cascade, every) == counts(middle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", INNERS, ids=names)
 def test_coupled_drafts_are_the_middles_own(inner: dict[str, Any]) -> None:
     """Both draw with the verifier's numbers."""

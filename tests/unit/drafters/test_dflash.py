@@ -138,6 +138,7 @@ def naive(drafter: DFlash, target: HFTarget, batch: TrainBatch, options: DFlashO
     return total
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
 @pytest.mark.parametrize("slots", ["in_place", "shifted"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])

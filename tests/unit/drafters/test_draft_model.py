@@ -72,6 +72,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_source_keeps_the_families_contract(
     variant: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -261,6 +262,7 @@ def test_an_undistilled_draft_is_best_only_with_the_higher_tau() -> None:
     assert not distillation([entry(2, 2.0, 1.0), entry(4, 1.5, 1.0)])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("make", [fast_target, tiny_target, lambda: tiny_target("gpt2")])
 def test_a_quantised_draft_is_nearly_the_same_and_its_checkpoint_whole(make: Any, quantize: str, tmp_path: Path) -> None:

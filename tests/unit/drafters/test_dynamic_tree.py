@@ -97,7 +97,7 @@ def naive_logits(drafter: Proposing, row: int, path: list[int]) -> Tensor:
         logits = drafter.heads[len(path)].output(drafter.heads[len(path)](base))
         return logits.float()
     assert isinstance(drafter, Heads)
-    joined = torch.cat([base, *(drafter._target[0].embed(torch.tensor(token)) for token in known)])
+    joined = torch.cat([base, *(drafter._target.module.embed(torch.tensor(token)) for token in known)])
     logits = drafter.hydra_lm_head[len(path)](drafter.hydra_mlp[len(path)](joined))
     return logits.float()
 
@@ -150,6 +150,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bound", [None, 40])
 @pytest.mark.parametrize(("name", "options"), FAMILIES)
 def test_a_dynamic_tree_holds_the_likeliest_paths(
@@ -164,6 +165,7 @@ def test_a_dynamic_tree_holds_the_likeliest_paths(
         assert len({len(p) for p in found}) > 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bound", [None, 40])
 @pytest.mark.parametrize(("name", "options"), FAMILIES)
 def test_a_static_trees_tokens_have_their_ranks(

@@ -30,7 +30,7 @@ def drafter_of(**options: Any) -> Eagle:
 def test_losses_and_gradients_are_those_of_a_loop(steps: int, top_weight: float) -> None:
     """One forward, and three aligned ones on features that no gradient flows through."""
     drafter = drafter_of(steps=steps, top_weight=top_weight, top_k=4).train()
-    target = drafter._target[0]
+    target = drafter._target.module
     batch = packed_batch(drafter, target)  # type: ignore[arg-type]
     total, counts = Objective(drafter, target, LossOptions("kl", 5))(batch)
     total.backward()
@@ -55,7 +55,7 @@ def test_losses_and_gradients_are_those_of_a_loop(steps: int, top_weight: float)
 
 def test_another_document_of_the_row_changes_nothing() -> None:
     drafter = drafter_of(steps=3).train()
-    batch = packed_batch(drafter, drafter._target[0])  # type: ignore[arg-type]
+    batch = packed_batch(drafter, drafter._target.module)  # type: ignore[arg-type]
     token, hidden = batch.token_BT.clone(), {k: h.clone() for k, h in batch.hidden.items()}
     token[0, :7] = 5
     for h in hidden.values():
@@ -70,7 +70,7 @@ def test_another_document_of_the_row_changes_nothing() -> None:
 
 def test_noise_is_a_function_of_the_batch_and_of_training_alone() -> None:
     drafter = drafter_of(noise=0.1)
-    batch = packed_batch(drafter, drafter._target[0])  # type: ignore[arg-type]
+    batch = packed_batch(drafter, drafter._target.module)  # type: ignore[arg-type]
     clean = next(p.hidden_MH for p in drafter_of().train().predict(batch))
     noisy = [next(p.hidden_MH for p in drafter.train().predict(batch)) for _ in range(2)]
     assert torch.equal(*noisy) and not torch.allclose(noisy[0], clean)
@@ -98,12 +98,14 @@ def dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(contract.SHAPES, "eagle", DYNAMIC)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 def test_with_a_dynamic_tree_greedy_output_is_plain_decodings(noise: float, batch: int, dynamic: None) -> None:
     contract.test_greedy_output_is_plain_decodings("eagle", noise, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
     [

@@ -38,7 +38,7 @@ def drafter_of(**options: Any) -> Eagle3:
 @pytest.mark.parametrize("options", VARIANTS)
 def test_losses_and_gradients_are_those_of_a_loop(options: dict[str, Any], loss: str) -> None:
     drafter = drafter_of(steps=3, **options).train()
-    target, ids = drafter._target[0], drafter.ids
+    target, ids = drafter._target.module, drafter.ids
     batch = packed_batch(drafter, target)  # type: ignore[arg-type]
     total, counts = Objective(drafter, target, LossOptions(loss, 5))(batch)
     total.backward()
@@ -99,7 +99,7 @@ def test_a_law_without_the_target_s_choice_is_no_lesson() -> None:
 
 def test_ranks_and_acceptance_are_counted_over_the_whole_vocabulary() -> None:
     drafter = drafter_of(draft_vocab=40).eval()
-    target = drafter._target[0]
+    target = drafter._target.module
     batch = packed_batch(drafter, target)  # type: ignore[arg-type]
     batch = replace(batch, mask_BT=batch.document_BT >= 0)
     hits = teacher_forced(drafter, target, batch, 5)
@@ -143,6 +143,7 @@ FULL: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", FULL)
 @pytest.mark.parametrize("check", CHECKS)
 def test_with_a_draft_vocabulary_it_does_what_every_family_must(

@@ -71,6 +71,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(contract.SHAPES, "early_exit", {"blocks": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
     [

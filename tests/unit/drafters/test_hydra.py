@@ -217,6 +217,7 @@ def prefixed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds.build is contract.build and isinstance(contract.build("hydra", tiny_target()), HydraPlus)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
 def test_with_a_prefix_layer_too(check: Callable[..., None], prefixed: None) -> None:
     check("hydra")

@@ -58,12 +58,14 @@ def outputs(drafter: Drafter | None, policy: str, sampling: Sampling, every: int
     return [r.tokens for r in decoder.run(asked, 3).results]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("every", [None, 2])
 @EACH
 def test_greedy_output_is_plain_decodings(middle: dict[str, Any], inner: dict[str, Any], every: int | None) -> None:
     assert outputs(merged(middle, inner), "greedy", Sampling(), every) == outputs(None, "greedy", Sampling())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 @EACH
 def test_coupled_output_is_plain_samplings(middle: dict[str, Any], inner: dict[str, Any], temperature: float) -> None:

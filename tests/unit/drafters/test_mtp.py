@@ -22,7 +22,7 @@ def drafter_of(**options: Any) -> MTP:
 @pytest.mark.parametrize("normed", [False, True])
 def test_loss_and_gradients_are_those_of_a_loop(normed: bool) -> None:
     drafter = drafter_of(steps=3, step_decay=0.5, norm_output=normed).train()
-    target = drafter._target[0]
+    target = drafter._target.module
     batch = packed_batch(drafter, target)  # type: ignore[arg-type]
     total, counts = Objective(drafter, target, LossOptions("kl", 5))(batch)
     total.backward()
@@ -46,7 +46,7 @@ def test_the_embedding_comes_first_and_both_are_normed() -> None:
     drafter = drafter_of()
     module, token, state = drafter.module, torch.tensor([[3, 9]]), torch.randn(1, 2, 32)
     residual, read = drafter.enter(token, state)
-    embedded = drafter._target[0].embed(token)
+    embedded = drafter._target.module.embed(token)
     halves = [x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (embedded, state)]
     weight = module.eh_proj.weight
     wanted = (halves[0] * module.enorm.weight) @ weight[:, :32].T + (halves[1] * module.hnorm.weight) @ weight[:, 32:].T

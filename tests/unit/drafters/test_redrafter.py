@@ -260,6 +260,7 @@ def pruned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds.build is contract.build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
 def test_with_final_beams_alone_too(check: Callable[..., None], pruned: None) -> None:
     check("redrafter")

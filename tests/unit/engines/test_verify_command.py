@@ -58,6 +58,7 @@ def asked(exported: Path, checkpoint: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_engine_and_a_broken_export(
     command: Command, exported: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ def test_a_stop_token_ends_a_text_as_its_length_does() -> None:
     assert Rounds([9, 8, 7, 6], [2, 0], 0).counted(Ending(frozenset(), 3), "cut") == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["eagle3", "eagle", "medusa", "dflash", "draft_model"])
 def test_counts_are_those_of_the_decoder(tmp_path: Path, case: str) -> None:
     """A drafter's tree is left aside, and nothing past a text's end counts within it."""

@@ -73,6 +73,7 @@ PAIRS = {  # case -> the stacks that it goes to
 WIDE = {("eagle", "lmdeploy")}  # whose files hold the target's embedding, which keeps its precision
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", PAIRS)
 def test_every_supported_pair_drafts_the_same(case: str, dtype: str, tmp_path: Path) -> None:
