@@ -1,6 +1,6 @@
 """A small module trained, saved and resumed by one process or by two at every ZeRO stage: what test_resharding.py compares.
 
-`python -m tests.integration.resharding FOLDER` writes and resumes in one process. Under `torch.distributed.run --nproc-per-node 2`
+`python -m tests.integration.resharding FOLDER` writes and resumes in one process. In two processes of `torch.distributed.run`
 it also resumes what one process has written there.
 """
 
