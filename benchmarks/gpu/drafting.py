@@ -123,8 +123,8 @@ class Drafting:
         self.session = Session(decoder, 1, self.longest)
         self.session.submit(request)
         self.session.step()  # reads the prompt
-        assert self.session.ahead is not None
-        self.ahead = self.session.ahead
+        assert self.session.runner is not None
+        self.ahead = self.session.runner
         self.launched: Launched | None = None
         for _ in range(TIMED_LAUNCHES + 1):  # captures, then times the parts; each of these waits
             self._launch(1)

@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.gpu.rounding import own_logits
 from drafttrain.core.sampling import Lane, Sampling, law, uniform
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.acceptance import DELTA, EPSILON, LEAST, Policy, Verdict
+from drafttrain.decoding.acceptance import DELTA, EPSILON, LEAST, Policy, AcceptedPath
 from drafttrain.measure.exactness import first_difference
 from drafttrain.targets.hf import HFTarget
 
@@ -89,8 +89,8 @@ class Watch:
 
     def _verify(
         self, policy: Policy, tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling
-    ) -> Verdict:
-        verdict = policy.verify(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
+    ) -> AcceptedPath:
+        verdict = policy.accept(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
         law_BNV = law(logits_BNV.double(), sampling).cpu()
         for row in range(len(position_BN)):
             key = 0 if sampling.key_B is None else int(sampling.key_B[row])
@@ -115,7 +115,7 @@ class Step:
     sampling: Sampling
 
     @staticmethod
-    def of(row: int, tree: DraftTree, law_NV: Tensor, position_BN: Tensor, verdict: Verdict, sampling: Sampling) -> Step:
+    def of(row: int, tree: DraftTree, law_NV: Tensor, position_BN: Tensor, verdict: AcceptedPath, sampling: Sampling) -> Step:
         """sampling: with the row's key alone."""
         count, sampled_BN = int(tree.count_B[row]), tree.sampled_BN
         drawn = tree.q_BNV is not None and sampled_BN is not None

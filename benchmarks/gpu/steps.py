@@ -123,9 +123,9 @@ class Station:
         drafter = None if nodes == 1 else Offered(nodes, target.shape.vocab_size, machine.device)
         decoder = Decoder(target, drafter, "greedy", Sampling(), controls=Controls(read_every=1))
         self.session = Session(decoder, setting.rows, setting.context + ROOM)
-        assert self.session.ahead is not None
-        self.ahead = self.session.ahead
-        self.longest = setting.context + STEPS * decoder.reach + (drafter.widest if drafter else 1)
+        assert self.session.runner is not None
+        self.ahead = self.session.runner
+        self.longest = setting.context + STEPS * decoder.reach + (drafter.max_new_positions if drafter else 1)
         assert self.longest <= setting.context + ROOM
         self.launched: Launched | None = None
         self._stand()

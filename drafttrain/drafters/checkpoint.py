@@ -171,9 +171,7 @@ def filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping
     drafter = build(directory, meta, target)
     _check_state(directory, drafter.state_dict(), state)
     drafter.load_state_dict(state, strict=True)
-    settings = meta.decode | tuned_settings(directory)
-    drafter.use_decode_settings(settings)
-    drafter.prefer(settings)
+    drafter.use_decode_settings(meta.decode | tuned_settings(directory))
     return drafter.to(target.device, target.dtype).eval()
 
 

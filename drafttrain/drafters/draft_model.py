@@ -1,6 +1,6 @@
 """A separate draft model: a small causal LM with a cache of its own, distilled (arXiv 2211.17192, 2302.01318, 2310.08461).
 
-Shapes: B rows, N tokens fed, T positions, M predictions, R logit rows, H hidden, V vocabulary.
+Shapes: B rows, N tokens of one pass, T positions, M predictions, R logit rows, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.autoregressive import Autoregressive, AutoregressiveState
-from drafttrain.drafters.common.proposal import Proposal, TreeOptions
+from drafttrain.drafters.common.autoregressive import Autoregressive
+from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from drafttrain.drafters.common.translation import TranslatedDraft, Translation
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
@@ -55,7 +55,7 @@ class Model:
 def build(options: DraftModelOptions, target: Target) -> Drafter:
     """Raises UserError for options that contradict each other, and for a model that cannot be loaded or cannot draft."""
     check(options)
-    proposal = Proposal(options, options.draft_length, target)
+    proposal = TreeProposal(options, options.draft_length, target)
     found = model_of(options, target, proposal.kind)
     if found.translation is not None:
         return TranslatedDraft(found.lm, found.translation, options.draft_length)
@@ -111,12 +111,12 @@ def check(options: DraftModelOptions) -> None:
 
 
 class DraftModel(Autoregressive):
-    """A model with its own cache; its chains are sampled at temperature above 0, and report the law q of every draft.
+    """A model with its own cache; its chains are sampled at a temperature above 0 and carry the distribution q of every draft.
 
     missing: why the model's own weights are not there; it can then be filled from a checkpoint, and not be trained.
     """
 
-    def __init__(self, options: DraftModelOptions, proposal: Proposal, found: Model) -> None:
+    def __init__(self, options: DraftModelOptions, proposal: TreeProposal, found: Model) -> None:
         super().__init__(proposal)
         lm, self.taps = found.lm, Taps()
         self.lm, self.missing, self.path = lm, found.missing, options.path
@@ -135,13 +135,13 @@ class DraftModel(Autoregressive):
         model: Target = self.lm
         return model
 
-    def caches_for(self, slots: int, max_len: int) -> list[KVCache]:
+    def new_caches(self, slots: int, max_len: int) -> list[KVCache]:
         return [self.lm.new_cache(slots, max_len)]
 
     def run(
-        self, state: AutoregressiveState, token_BN: Tensor, ancestor_BNN: Tensor | None, position_BN: Tensor, row_BR: Tensor
+        self, caches: list[KVCache], token_BN: Tensor, ancestor_BNN: Tensor | None, position_BN: Tensor, row_BR: Tensor
     ) -> Tensor | None:
-        logits_BRV: Tensor | None = self.lm(token_BN, state.kv, ancestor_BNN, position_BN, Taps(), row_BR).logits_BRV
+        logits_BRV: Tensor | None = self.lm(token_BN, caches[0], ancestor_BNN, position_BN, Taps(), row_BR).logits_BRV
         return logits_BRV
 
     @property

@@ -25,7 +25,8 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.drafter import Commit, Drafter, RevertibleState
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps, Target
 
 END = -1  # stands between two texts of one tree
@@ -184,22 +185,14 @@ class Slot:
             self.past.append((tree, ends[-tree.depth :]))
 
 
-@dataclass
-class SuffixState:
-    """trees: of earlier texts, the older first; two at most, so that what they hold is bounded and the latest stays."""
-
-    slots: list[Slot]
-    trees: list[SuffixTree]
-
-
 class Suffix(Drafter):
     """Chains, found on the host: the best of what follows each end of the text, in its own tree and in those before."""
 
     captured = False
     trained = False
+    revertible = True
 
     def __init__(self, options: SuffixOptions, target: Target) -> None:
-        super().__init__()
         if options.depth < 1 or options.draft_length < 1 or options.past < 0:
             raise UserError(
                 f"drafter.depth is {options.depth}, drafter.draft_length {options.draft_length}, drafter.past {options.past}; "
@@ -210,51 +203,60 @@ class Suffix(Drafter):
                 f"drafter.factor is {options.factor:g}, drafter.offset {options.offset:g}, drafter.min_probability "
                 f"{options.min_probability:g}; set factor to 0 or more, factor + offset to 1 or more, the last within 0 and 1"
             )
-        self.taps, self.draft_length, self.options = Taps(), options.draft_length, options
+        super().__init__(Proposal(options.draft_length))
+        self.taps, self.options = Taps(), options
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         return iter(())
 
     def open(self, slots: int, max_len: int) -> SuffixState:
-        depth = self.options.depth
-        return SuffixState([Slot(SuffixTree(depth)) for _ in range(slots)], [SuffixTree(depth)] if self.options.past else [])
+        return SuffixState(self.options, slots)
 
-    def reset(self, state: SuffixState, slot_R: Tensor) -> None:
-        """The text that leaves a slot is one of the earlier ones from here on."""
+
+class SuffixState(RevertibleState):
+    """One tree for each slot, and at most two of earlier texts, so that memory is bounded and the latest texts stay."""
+
+    def __init__(self, options: SuffixOptions, slots: int) -> None:
+        self.options = options
+        self.slots = [Slot(SuffixTree(options.depth)) for _ in range(slots)]
+        self.trees = [SuffixTree(options.depth)] if options.past else []  # of earlier texts, the older first
+
+    def reset(self, slot_R: Tensor) -> None:
+        """A text that leaves its slot becomes one of the earlier texts."""
         for number in slot_R.tolist():
-            slot = state.slots[number]
-            if state.trees:
-                state.trees[-1].append(slot.own.text[slot.written :])
-                if len(state.trees[-1].text) > self.options.past // 2:
-                    state.trees = [state.trees[-1], SuffixTree(self.options.depth)]
-            state.slots[number] = Slot(SuffixTree(self.options.depth))
+            slot = self.slots[number]
+            if self.trees:
+                self.trees[-1].append(slot.own.text[slot.written :])
+                if len(self.trees[-1].text) > self.options.past // 2:
+                    self.trees = [self.trees[-1], SuffixTree(self.options.depth)]
+            self.slots[number] = Slot(SuffixTree(self.options.depth))
 
-    def observe(self, state: SuffixState, commit: Commit, slot_B: Tensor) -> None:
+    def observe(self, commit: Commit, slot_B: Tensor) -> None:
         rows = zip(slot_B.tolist(), commit.count_B.tolist(), commit.token_BA.tolist(), commit.next_BA.tolist(), strict=True)
         for number, count, token, after in rows:
-            slot = state.slots[number]
+            slot = self.slots[number]
             first = [] if slot.own.text else token[:1]
             for new in [*first, *after[:count]] if count else ():
-                slot.add(new, state.trees)
+                slot.add(new, self.trees)
 
-    def read(self, state: SuffixState, commit: Commit, slot_B: Tensor) -> None:
-        self.observe(state, commit, slot_B)
+    def observe_prompt(self, commit: Commit, slot_B: Tensor) -> None:
+        self.observe(commit, slot_B)
         for number in slot_B.tolist():
-            state.slots[number].written = max(0, len(state.slots[number].own.text) - 1)
+            self.slots[number].written = max(0, len(self.slots[number].own.text) - 1)
 
-    def mark(self, state: SuffixState, slot_B: Tensor) -> list[int]:
-        return [len(state.slots[number].own.text) for number in slot_B.tolist()]
+    def snapshot(self, slot_B: Tensor) -> list[int]:
+        return [len(self.slots[number].own.text) for number in slot_B.tolist()]
 
-    def rewind(self, state: SuffixState, slot_B: Tensor, mark: list[int]) -> None:
-        for number, length in zip(slot_B.tolist(), mark, strict=True):
-            slot = state.slots[number]
+    def restore(self, slot_B: Tensor, snapshot: list[int]) -> None:
+        for number, length in zip(slot_B.tolist(), snapshot, strict=True):
+            slot = self.slots[number]
             while len(slot.own.text) > length:
                 change, slot.past = slot.undo.pop()
                 slot.own.take_back(change)
 
-    def propose(self, state: SuffixState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        steps = min(self.draft_length, depth or self.draft_length)
-        slots = [state.slots[number] for number in slot_B.tolist()]
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        steps = min(self.options.draft_length, depth or self.options.draft_length)
+        slots = [self.slots[number] for number in slot_B.tolist()]
         drafts = [self._draft(slot, steps) for slot in slots]
         rows = [
             [*(slot.own.text or [0])[-1:], *draft, *[0] * (steps - len(draft))]
@@ -264,7 +266,7 @@ class Suffix(Drafter):
         return DraftTree.chain(torch.tensor(rows, device=slot_B.device), count_B)
 
     def _draft(self, slot: Slot, steps: int) -> list[int]:
-        """Of all ends and trees the draft of which most tokens are expected to be right."""
+        """The draft with the most expected accepted tokens, over all ends and trees."""
         best: list[int] = []
         most = 0.0
         own: tuple[SuffixTree, list[Cursor]] = (slot.own, [*slot.own.ends])

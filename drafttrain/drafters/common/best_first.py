@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.tree import DraftTree
-from drafttrain.drafters.common.dynamic_tree import Feed, Generation, Scored, choices
+from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored, choices
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top
 from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of
@@ -69,15 +69,15 @@ class BestFirst:
         """Paths among which the nodes are chosen."""
         return sum(kept for _, kept in _growths(depth, nodes, vocab))
 
-    def grow(self, root_B: Tensor, first: Scored, feed: Feed, ids: Tensor | None, depth: int | None) -> DraftTree:
-        """As `Grower.grow`; each depth is fed one node, since all nodes of it have the same logits."""
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
+        """As `Grower.grow`; each depth scores one node, since all nodes of it have the same logits."""
         depths = self.depths[: depth or len(self.depths)]
         node_BW = torch.zeros_like(root_B)[:, None]
         score_BW = torch.zeros_like(node_BW, dtype=torch.float32)
         tokens, scores, parents, held, scored = [root_B[:, None]], [score_BW], [node_BW - 1], 1, first
         for number, growth in enumerate(depths):
             if number:
-                scored = feed(Generation(tokens[-1][:, :1], first.state_BWH, number, torch.zeros_like(tokens[-1][:, :1])))
+                scored = score(Generation(tokens[-1][:, :1], first.state_BWH, number, torch.zeros_like(tokens[-1][:, :1])))
             assert scored.logits_BWV.shape[1] == 1, "best-first search needs drafts that do not know each other"
             ranks = min(self.nodes, scored.logits_BWV.shape[-1])
             gain_BR, choice_BR = (x[:, 0] for x in choices(scored.logits_BWV, ranks, ids))

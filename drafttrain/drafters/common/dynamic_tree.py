@@ -54,13 +54,13 @@ class Scored:
     state_BWH: Tensor
 
 
-Feed = Callable[[Generation], Scored]
+Score = Callable[[Generation], Scored]
 
 
 class Grower(Protocol):
     """What makes a tree of a drafter's scores."""
 
-    def grow(self, root_B: Tensor, first: Scored, feed: Feed, ids: Tensor | None, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
         """No deeper than `depth`. first: of the root, W = 1. ids: target ids of the drafter's vocabulary."""
         ...
 
@@ -74,10 +74,10 @@ def grown_from_slots(
     def scored(draft: int) -> Scored:
         return Scored(logits_BKV[:, draft, None], no_state_B10)
 
-    def feed(nodes: Generation) -> Scored:
+    def score(nodes: Generation) -> Scored:
         return scored(nodes.depth)
 
-    return grower.grow(root_B, scored(0), feed, ids, min(logits_BKV.shape[1], depth or logits_BKV.shape[1]))
+    return grower.grow(root_B, scored(0), score, ids, min(logits_BKV.shape[1], depth or logits_BKV.shape[1]))
 
 
 class Scratch:
@@ -88,7 +88,7 @@ class Scratch:
     """
 
     def __init__(self, kv: KVCache, layer: int = 0) -> None:
-        self.kv, self.layer, self.fed = kv, layer, 0
+        self.kv, self.layer, self.nodes = kv, layer, 0
         self._k_BhMD: Tensor | None = None
         self._v_BhMD: Tensor | None = None
 
@@ -100,7 +100,7 @@ class Scratch:
         if self._k_BhMD is not None and self._v_BhMD is not None:
             k_BhWD, v_BhWD = torch.cat([self._k_BhMD, k_BhWD], 2), torch.cat([self._v_BhMD, v_BhWD], 2)
         self._k_BhMD, self._v_BhMD = k_BhWD, v_BhWD
-        self.fed = M = k_BhWD.shape[2]
+        self.nodes = M = k_BhWD.shape[2]
         bits_BM = F.pad(bits_BW, (M - W, 0))
         if paged(kv):  # the operator's queries are all nodes whose keys are scratch: earlier ones are asked nothing
             kv.put(self.layer, k_BhWD, v_BhWD)
@@ -151,7 +151,7 @@ class StaticTree:
             above = {p: i for i, p in enumerate(fed)}
         return StaticTree(shapes, levels)
 
-    def grow(self, root_B: Tensor, first: Scored, feed: Feed, ids: Tensor | None, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
         """As `Grower.grow`."""
         steps = min(len(self.levels), depth or len(self.levels))
         ranks = self.shapes[-1].max_rank + 1
@@ -164,7 +164,7 @@ class StaticTree:
                 above_F = level.above_W[level.fed_F]
                 state_BFH = scored.state_BWH[:, torch.zeros_like(above_F) if scored.state_BWH.shape[1] == 1 else above_F]
                 bits_BF = level.bits_F.expand(len(root_B), -1)
-                scored = feed(Generation(token_BW[:, level.fed_F], state_BFH, number + 1, bits_BF))
+                scored = score(Generation(token_BW[:, level.fed_F], state_BFH, number + 1, bits_BF))
         return DraftTree.static(torch.cat(tokens, 1), self.shapes[steps - 1])
 
 
@@ -194,7 +194,7 @@ class DynamicTree:
     def candidates(self, depth: int) -> int:
         return self.width + (depth - 1) * self.width**2
 
-    def grow(self, root_B: Tensor, first: Scored, feed: Feed, ids: Tensor | None, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
         """As `Grower.grow`. A smaller depth drafts with the same budget of nodes, as far as there are candidates."""
         steps, W, B = min(self.depth, depth or self.depth), self.width, len(root_B)
         slot_W = torch.arange(W, device=root_B.device)
@@ -204,7 +204,7 @@ class DynamicTree:
         state_BWH = first.state_BWH.expand(B, W, first.state_BWH.shape[-1])
         node_BW, bits_BW, held = (1 + slot_W).expand(B, W), (1 << slot_W).expand(B, W), 1 + W
         for step in range(1, steps):
-            scored = feed(Generation(token_BW, state_BWH, step, bits_BW))
+            scored = score(Generation(token_BW, state_BWH, step, bits_BW))
             gain_BWW, choice_BWW = (x.expand(B, W, W) for x in choices(scored.logits_BWV, W, ids))
             total_BC, choice_BC = (score_BW[..., None] + gain_BWW).flatten(1), choice_BWW.flatten(1)
             tokens.append(choice_BC)

@@ -159,7 +159,7 @@ def test_with_it_greedy_output_is_plain_decodings_and_more_is_accepted(best: str
     contract.test_greedy_output_is_plain_decodings(best, 1.0, 4)
     target, asked = tiny_target(), prompts(6, seed=3)
     drafter = contract.build(best, target)
-    assert isinstance(drafter, Proposing) and drafter.max_nodes == 10
+    assert isinstance(drafter, Proposing) and drafter.proposal.max_nodes == 10
     torch.manual_seed(1)
     chain = families()[best].build(
         families()[best].options(**contract.SHAPES[best] | {"tree": "static", "nodes": None}), target

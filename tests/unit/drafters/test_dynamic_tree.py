@@ -158,7 +158,7 @@ def test_a_dynamic_tree_holds_the_likeliest_paths(
 ) -> None:
     drafter = built(name, target, tree="dynamic", draft_length=4, width=4, nodes=13, **options)
     tree = proposed(drafter, bound)
-    assert tree.token_BN.shape == (3, 14) and drafter.max_nodes == 14 and tree.q_BNV is None
+    assert tree.token_BN.shape == (3, 14) and drafter.proposal.max_nodes == 14 and tree.q_BNV is None
     for row in range(3):
         found = token_paths(tree, row)
         assert set(found) == naive_dynamic(drafter, row, 4, 4, 13)
@@ -174,7 +174,7 @@ def test_a_static_trees_tokens_have_their_ranks(
     drafter = built(name, target, tree="static", draft_length=4, paths=STATIC, **options)
     tree = proposed(drafter, bound)
     for row in range(3):
-        for path, tokens in zip(drafter.paths(), token_paths(tree, row), strict=True):
+        for path, tokens in zip(drafter.proposal.paths, token_paths(tree, row), strict=True):
             best = naive_logits(drafter, row, list(tokens[:-1])).topk(4).indices.tolist()
             assert len(tokens) == len(path) and tokens[-1] == best[path[-1]]
 

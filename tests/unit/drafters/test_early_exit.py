@@ -63,7 +63,7 @@ def test_the_rule_is_a_third_of_the_blocks(blocks: int, exit_after: int) -> None
     model.config.num_hidden_layers = blocks
     torch.manual_seed(0)
     drafter = EarlyExit(EarlyExitOptions(), HFTarget(type(model)(model.config)))
-    assert drafter.settled() == {"blocks": exit_after}
+    assert drafter.resolved_options() == {"blocks": exit_after}
 
 
 @pytest.fixture

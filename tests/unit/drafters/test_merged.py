@@ -127,7 +127,7 @@ def test_the_tree_holds_what_either_proposes_alone(
         parts = [part.propose(own, slot_B, alone) for part, own in drafter._each(state)]
     for row, found in enumerate(token_paths(tree)):
         assert set(found) == set(token_paths(parts[0])[row]) | set(token_paths(parts[1])[row])
-        assert len(found) == len(set(found)) <= drafter.max_nodes
+        assert len(found) == len(set(found)) <= drafter.proposal.max_nodes
 
 
 @pytest.mark.parametrize("every", [None, 1])
@@ -236,7 +236,7 @@ def test_a_longer_draft_beside_it_leaves_a_learners_figures_as_they_are(middle: 
     learner = drafter.lead
     text = one_document(torch.randint(0, 64, (1, 40), generator=torch.Generator().manual_seed(0)))
     filled = Online(TARGET, drafter.taps).fill(text)
-    assert drafter.draft_length == 9 and drafter.foretold == 3 and drafter.paths() == learner.paths()
+    assert drafter.draft_length == 9 and drafter.proposal.predicted_depths == 3 and drafter.proposal.paths == learner.proposal.paths
     ours, alone = (teacher_forced(d, TARGET, filled) for d in (drafter, learner))
     assert len(alone.rank_MK) > 20 and torch.equal(ours.rank_MK, alone.rank_MK)
     for name in ("ce", "e2e_tv"):
@@ -246,8 +246,8 @@ def test_a_longer_draft_beside_it_leaves_a_learners_figures_as_they_are(middle: 
 def test_the_middles_tree_is_searched_as_far_as_there_is_room_beside_the_other() -> None:
     drafter = merged({"family": "medusa", "heads": 3}, {"family": "prompt_lookup", "draft_length": 50})
     texts = [torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0))]
-    drafter.tune(texts, 40)
-    assert len(drafter.paths()) == 13 and drafter.max_nodes == 64
+    drafter.proposal.tune(texts, 40)
+    assert len(drafter.proposal.paths) == 13 and drafter.proposal.max_nodes == 64
     assert drafter.decode_settings() == {"middle": drafter.middle.decode_settings(), "inner": {}}
 
 
@@ -262,10 +262,10 @@ def test_what_cannot_be_merged_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_saved_and_loaded_it_drafts_the_same(tmp_path: Any) -> None:
     middle, inner = {"family": "medusa", "heads": 3}, LOOKUP
     drafter, shape = merged(middle, inner), TARGET.shape
-    drafter.tune([torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0))], 8)
+    drafter.proposal.tune([torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0))], 8)
     record = TargetRecord("hf", "x", None, "float32", shape.vocab_size, shape.hidden_size, shape.blocks, TARGET.fingerprint)
     options = {"family": "cascade", "middle": middle, "inner": inner, "join": "auto"}
     save_drafter(tmp_path, drafter.state_dict(), CheckpointMeta("cascade", options, drafter.decode_settings(), record, 3))
     again = load_drafter(tmp_path, TARGET)[0]
-    assert isinstance(again, Merged) and again.paths() == drafter.paths()
+    assert isinstance(again, Merged) and again.paths() == drafter.proposal.paths
     assert outputs(again, "greedy", Sampling()) == outputs(drafter, "greedy", Sampling())

@@ -102,7 +102,7 @@ def test_the_tree_is_the_beams_shared_prefixes(depth: int | None, nodes: int | N
         ragged.add(len(best))
     assert tree.token_BN.shape[1] == 1 + min(nodes or 16, 4 * (depth or 4)) and tree.q_BNV is None
     assert len(ragged) > 1 or dropped or nodes is not None or depth == 1
-    assert tree.token_BN.shape[1] <= drafter.max_nodes
+    assert tree.token_BN.shape[1] <= drafter.proposal.max_nodes
 
 
 def test_survivors_of_the_worked_example() -> None:
@@ -187,13 +187,13 @@ def test_evaluation_goes_on_to_the_draft_length_and_training_to_its_steps() -> N
 def test_tuning_sets_the_budget_and_the_stand_in_tree() -> None:
     target = tiny_target()
     drafter = shaken(target, width=4, length=3)
-    assert len(drafter.paths()) == 12 and drafter.max_nodes == 13 and drafter.tunable
+    assert len(drafter.proposal.paths) == 12 and drafter.proposal.max_nodes == 13 and drafter.proposal.tunable
     rank = torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(1))
-    drafter.tune([rank[:120], rank[120:]], 5)
-    assert len(drafter.paths()) == 5 and drafter.max_nodes == 6 and drafter.beams == 4
+    drafter.proposal.tune([rank[:120], rank[120:]], 5)
+    assert len(drafter.proposal.paths) == 5 and drafter.proposal.max_nodes == 6 and drafter.beams == 4
     again = shaken(target, width=4, length=3)
     again.use_decode_settings(drafter.decode_settings())
-    assert again.paths() == drafter.paths() and again.max_nodes == 6
+    assert again.paths() == drafter.proposal.paths and again.max_nodes == 6
     fixed = shaken(target, width=4, length=3, nodes=3)
     fixed.tune([rank], 9)
     assert fixed.max_nodes == 4 and len(fixed.paths()) == 3
@@ -206,8 +206,8 @@ def test_a_target_without_trees_gets_a_chain() -> None:
     target.trees = False
     with pytest.raises(UserError, match="exact for chains only"):
         Decoder(target, drafter, "greedy", Sampling())
-    drafter.tune([torch.zeros(50, 3, dtype=torch.long)], 12)
-    assert drafter.paths() == [(0,), (0, 0), (0, 0, 0)]
+    drafter.proposal.tune([torch.zeros(50, 3, dtype=torch.long)], 12)
+    assert drafter.proposal.paths == [(0,), (0, 0), (0, 0, 0)]
     Decoder(target, drafter, "greedy", Sampling())
     tree = proposed(drafter, torch.randn(2, target.shape.hidden_size), torch.tensor([3, 4]))
     assert tree.parent_BN.tolist() == [[-1, 0, 1, 2]] * 2 and tree.count_B.tolist() == [4, 4]

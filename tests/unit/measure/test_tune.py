@@ -95,7 +95,7 @@ def test_what_wins_on_the_other_prompts_is_kept_and_decoded_with(
     settings = last["settings"]["chosen"]
     assert settings == list(first["settings"].values())[1] == tuned_settings(path)
     drafter, _ = load_drafter(path, loaded.target)
-    assert [list(p) for p in drafter.paths()] == settings["paths"] and drafter.preferred.draft_length == settings[
+    assert [list(p) for p in drafter.proposal.paths] == settings["paths"] and drafter.proposal.preferred.draft_length == settings[
         "draft_length"
     ]
     assert decoder_of(loaded, DecodeOptions(), drafter).controls.draft_length == settings["draft_length"]
@@ -137,7 +137,7 @@ def test_a_drafter_that_samples_gets_a_temperature(
     assert command("tune", f"checkpoint={path}", *QUICK, "decode=sampling", "decode.temperature=0.8") == 0
     settings = tuned_settings(path)
     drafter, _ = load_drafter(path, loaded.target)
-    assert drafter.preferred == Preferred(
+    assert drafter.proposal.preferred == Preferred(
         settings["draft_length"], settings.get("draft_temperature"), settings.get("temperature")
     )
     drafter.prefer({"draft_temperature": 0.4, "temperature": 0.8})

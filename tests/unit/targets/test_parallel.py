@@ -257,9 +257,9 @@ def test_the_official_names() -> None:
     names = set(drafter.state_dict())
     assert {"fc.weight", "mask.hidden", "embed_tokens.weight", "norm.weight", "lm_head.weight"} <= names
     assert drafter.layers[0].self_attn.q_proj.in_features == 64 and drafter.layers[1].self_attn.q_proj.in_features == 32
-    assert drafter.settled() | {"layer": None} == {"taps": [0, 2], "mask_token": 9, "layer": None}
+    assert drafter.resolved_options() | {"layer": None} == {"taps": [0, 2], "mask_token": 9, "layer": None}
     assert drafter.embed_tokens.weight.requires_grad and drafter.mask.hidden.shape == (1, 1, 64)
-    assert built("pard", tiny_target(), mask_token=None).settled() == {"mask_token": 63}
+    assert built("pard", tiny_target(), mask_token=None).resolved_options() == {"mask_token": 63}
 
 
 @pytest.mark.parametrize(
