@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.gpu.rounding import own_logits
 from drafttrain.core.sampling import Lane, Sampling, law, uniform
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.acceptance import DELTA, EPSILON, LEAST, Policy, AcceptedPath
+from drafttrain.decoding.acceptance import DELTA, EPSILON, LEAST, AcceptedPath, Policy
 from drafttrain.measure.exactness import first_difference
 from drafttrain.targets.hf import HFTarget
 

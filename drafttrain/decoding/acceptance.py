@@ -76,8 +76,10 @@ def coupled(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_
     return AcceptedPath.of(*choice_accept(tree, choice_BN))
 
 
-def lossless(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> AcceptedPath:
-    """Speculative sampling over a tree; the output follows the target's processed distribution exactly (`lossless_accept`)."""
+def lossless(
+    tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling
+) -> AcceptedPath:
+    """Speculative sampling over a tree. The output follows the target's processed distribution (`lossless_accept`)."""
     return AcceptedPath.of(*lossless_accept(tree, logits_BNV, position_BN, sampling))
 
 

@@ -88,7 +88,7 @@ class Fallback:
         return self._buckets.setdefault(_size(rows), _Bucket())
 
     def _learn(self, bucket: _Bucket, depth: int, seconds: float) -> None:
-        """The first step of a kind may allocate, so the second may only lower its cost. Later outliers count as twice the mean."""
+        """The first step of a kind may allocate, so the second can only lower its cost. Outliers count as twice the mean."""
         cost = bucket.cost.setdefault(depth, _Mean())
         if cost.seen == 1:
             cost.value, cost.seen = min(cost.value, seconds), 2

@@ -84,7 +84,7 @@ class Eagle(Recurrent):
         return {"layer": asdict(LayerOptions.between(self.layer_shape, self._target.module.shape))}
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        """Step i's feature at source t approximates the target's at t + 1 + i, whose head gives the distribution of label t + 2 + i."""
+        """Step i's feature at source t approximates the target's at t + 1 + i, from which label t + 2 + i is predicted."""
         state_BTH, options = self.fuse(batch.hidden), self.options
         final_PH = state_BTH.flatten(0, 1)
         steps, start_BTH = self.predicted_steps, self._noisy(state_BTH, batch)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.acceptance import POLICIES, Policy, AcceptedPath, greedy
+from drafttrain.decoding.acceptance import POLICIES, AcceptedPath, Policy, greedy
 from drafttrain.train import trainer
 
 Command = Callable[..., int]

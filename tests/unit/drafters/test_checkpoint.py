@@ -51,9 +51,6 @@ class Toy(nn.Module):
     def use_decode_settings(self, settings: dict[str, Any]) -> None:
         self.settings = settings
 
-    def prefer(self, settings: dict[str, Any]) -> None:
-        assert settings == self.settings
-
 
 @dataclass
 class ToyTarget:

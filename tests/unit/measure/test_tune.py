@@ -95,9 +95,8 @@ def test_what_wins_on_the_other_prompts_is_kept_and_decoded_with(
     settings = last["settings"]["chosen"]
     assert settings == list(first["settings"].values())[1] == tuned_settings(path)
     drafter, _ = load_drafter(path, loaded.target)
-    assert [list(p) for p in drafter.proposal.paths] == settings["paths"] and drafter.proposal.preferred.draft_length == settings[
-        "draft_length"
-    ]
+    assert [list(p) for p in drafter.proposal.paths] == settings["paths"]
+    assert drafter.proposal.preferred.draft_length == settings["draft_length"]
     assert decoder_of(loaded, DecodeOptions(), drafter).controls.draft_length == settings["draft_length"]
     (kept,) = (tmp_path / "out" / "tune").glob("*/tune.json")
     found = json.loads(kept.read_text())
