@@ -226,7 +226,7 @@ def test_both_are_trained_and_the_figures_are_the_middles() -> None:
     torch.testing.assert_close(loss, losses[0][0] + losses[1][0])
     assert torch.equal(figures.packed(), losses[0][1].packed())
     loss.backward()
-    assert all(p.grad is not None for part in drafter.parts for p in part.parameters() if p.requires_grad)
+    assert all(p.grad is not None for part in drafter.parts.values() for p in part.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize(("middle", "inner"), [(MEDUSA, LOOKUP), (LOOKUP, MEDUSA)], ids=["learner-middle", "learner-inner"])

@@ -19,7 +19,8 @@ from drafttrain.measure import DecodeOptions
 from drafttrain.measure.cases import Case
 from drafttrain.measure.decoding import decoder_of, depth_limit
 from drafttrain.measure.tuning import shapes_of
-from drafttrain.model.drafter import Drafter, Preferred
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.proposal import Preferred
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from tests.exports import record_of
@@ -139,7 +140,7 @@ def test_a_drafter_that_samples_gets_a_temperature(
     assert drafter.proposal.preferred == Preferred(
         settings["draft_length"], settings.get("draft_temperature"), settings.get("temperature")
     )
-    drafter.prefer({"draft_temperature": 0.4, "temperature": 0.8})
+    drafter.use_decode_settings({"draft_temperature": 0.4, "temperature": 0.8})
     drawn = [
         decoder_of(
             loaded, DecodeOptions(policy="lossless", temperature=t, draft_temperature=own), drafter
