@@ -1,4 +1,4 @@
-"""A separate draft model: a small causal LM with a cache of its own, distilled (arXiv 2211.17192, 2302.01318, 2310.08461).
+"""A separate draft model: a small causal LM with its own KV cache, distilled (arXiv 2211.17192, 2302.01318, 2310.08461).
 
 Shapes: B rows, N tokens of one pass, T positions, M predictions, R logit rows, H hidden, V vocabulary.
 """
@@ -38,18 +38,17 @@ class DraftModelOptions(TreeOptions):
     hidden_size: int | None = None  # scratch; null: the target's
     lora_rank: int = 0  # of adapters on every linear map but the head (arXiv 2106.09685); 0: all weights are trained
     lora_alpha: int = 16  # adapters count alpha / rank
-    quantize: str | None = None  # int8, int4: of the weights that it decodes with; measured beside those as they are
+    quantize: str | None = None  # int8, int4: of the weights that it decodes with; measured next to the unquantised ones
     draft_length: int = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The language model that is to draft. missing: why its own weights are not there. translation: where its tokens are
-    others than the target's."""
+    """The language model that drafts."""
 
     lm: Any
-    missing: str | None = None
-    translation: Translation | None = None
+    missing: str | None = None  # why it has no weights of its own
+    translation: Translation | None = None  # for a model of another tokenizer
 
 
 def build(options: DraftModelOptions, target: Target) -> Drafter:
@@ -63,7 +62,7 @@ def build(options: DraftModelOptions, target: Target) -> Drafter:
 
 
 def model_of(options: DraftModelOptions, target: Target, kind: str) -> Model:
-    """kind: of the proposals that it makes as it is. Raises UserError for a model that cannot make them, or has no weights."""
+    """kind: of its proposals. Raises UserError for a model that cannot make them, or has no weights."""
     if options.source == "pruned":
         return Model(target.pruned(options.blocks))
     if options.source == "scratch":
@@ -113,7 +112,7 @@ def check(options: DraftModelOptions) -> None:
 class DraftModel(Autoregressive):
     """A model with its own cache; its chains are sampled at a temperature above 0 and carry the distribution q of every draft.
 
-    missing: why the model's own weights are not there; it can then be filled from a checkpoint, and not be trained.
+    missing: why the model has no weights of its own; it can then be filled from a checkpoint, but not trained.
     """
 
     def __init__(self, options: DraftModelOptions, proposal: TreeProposal, found: Model) -> None:
@@ -156,7 +155,7 @@ class DraftModel(Autoregressive):
         return {"unquantised": plain}
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        """Teacher-forced next tokens: the same model drafts every depth, so one prediction stands for all."""
+        """Teacher-forced next tokens: the same model drafts every depth, so one prediction covers all."""
         no_rows_B0 = batch.token_BT[:, :0]
         position_BT = batch.position_BT.clamp_max(self.lm.shape.max_positions - 1)
         final_BTH = self.lm(batch.token_BT, None, batch.sees(), position_BT, Taps(final=True), no_rows_B0).hidden[FINAL]

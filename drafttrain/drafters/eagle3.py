@@ -30,7 +30,7 @@ from drafttrain.model.target import Taps, Target, TargetShape
 
 @dataclass
 class Eagle3Options(TreeOptions):
-    """A chain over the target's whole vocabulary, unless asked for more."""
+    """By default a chain over the target's whole vocabulary."""
 
     family: str = "eagle3"
     tree: str = "chain"
@@ -54,7 +54,7 @@ class Eagle3Layer(DecoderLayer):
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
     def enter(self, embedded_H: Tensor, state_H: Tensor, before: bool) -> tuple[Tensor, Tensor]:
-        """(the residual, what attention reads). before: the residual is the normed state."""
+        """(the residual, the input of attention). before: the residual is the normed state."""
         normed_H = self.hidden_norm(state_H)
         return normed_H if before else state_H, torch.cat([self.input_layernorm(embedded_H), normed_H], -1)
 

@@ -70,7 +70,7 @@ class EarlyExit(Autoregressive):
         return {"blocks": self.blocks}
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        """The target's own pass gives the exit's states. Under teacher forcing one prediction stands for every depth."""
+        """The target's own pass gives the exit's states. Under teacher forcing one prediction covers every depth."""
         if self.adapter is None:
             return
         exit_BTH = batch.hidden[self.blocks - 1]

@@ -38,12 +38,12 @@ class HydraOptions(TreeOptions):
     family: str = "hydra"
     heads: int = 4
     layers: int = 4  # blocks per head; the first one narrows state and embeddings to the hidden size
-    prefix_layer: bool = False  # one decoder layer over the target's states, with a cache of its own
+    prefix_layer: bool = False  # one decoder layer over the target's states, with its own KV cache
     head_decay: float = 1.0  # head k (from 1) weighs head_decay ** k in the loss
 
 
 class GroundedBlock(nn.Module):
-    """A residual block from I to H: `res_connection` in the identity's place. At the start it gives its first H inputs back."""
+    """A residual block from I to H, with `res_connection` in place of the identity. At first it gives its first H inputs."""
 
     def __init__(self, in_width: int, width: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class PrefixLayer(DecoderLayer):
         return out_BTH
 
     def store(self, hidden_BAH: Tensor, kv: KVCache, count_B: Tensor) -> None:
-        """Only the keys and values: all that later positions need of these."""
+        """Only the keys and values: later positions need nothing else of these."""
         k_BhAD, v_BhAD = self.self_attn.kv(self.input_layernorm(hidden_BAH), _positions(kv, hidden_BAH))
         kv.put(0, k_BhAD, v_BhAD)
         _keep(kv, hidden_BAH, count_B)

@@ -55,7 +55,7 @@ class MedusaHead(nn.Module):
 class Stack:
     """All heads' weights by kind, [K, out, in], so that decoding computes each layer of all heads as one product.
 
-    Frozen heads become views of it, so that it takes no memory of its own; those in training are copied.
+    Frozen heads become views of these tensors, so that they take no extra memory; heads in training are copied.
     """
 
     def __init__(self, heads: Sequence[MedusaHead]) -> None:

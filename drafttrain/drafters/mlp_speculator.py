@@ -1,4 +1,4 @@
-"""MLP speculator: a small recurrent network of its own width, one stage a draft, without attention (arXiv 2404.19124).
+"""MLP speculator: a small recurrent network, one stage for each draft, without attention (arXiv 2404.19124).
 
 Shapes: B rows, T positions, W nodes scored at once, P = B T, M predictions, S slots, H the target's hidden size, I the
 speculator's own, V vocabulary.

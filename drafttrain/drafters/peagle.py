@@ -39,7 +39,7 @@ Attend = Callable[[int, Attention, Tensor], Tensor]
 
 @dataclass
 class PEagleOptions(TreeOptions):
-    """A chain over the target's whole vocabulary, unless asked for more."""
+    """By default a chain over the target's whole vocabulary."""
 
     family: str = "peagle"
     tree: str = "chain"

@@ -97,7 +97,8 @@ class LookupState(RevertibleState):
 
 
 def latest_longest(matched_BP: Tensor, root_B: Tensor, least: int) -> tuple[Tensor, Tensor]:
-    """(place_B, found_B): where before the root the longest match ends, the last of equally long ones; whether of `least`."""
+    """(place_B, found_B): where the longest match before the root ends, the last of equally long ones; whether it has `least`
+    tokens."""
     place_P = torch.arange(matched_BP.shape[1], device=root_B.device)
     possible_BP = (matched_BP >= least) & (place_P < root_B[:, None])
     best_B, place_B = torch.where(possible_BP, matched_BP * len(place_P) + place_P, -1).max(1)

@@ -1,12 +1,12 @@
-"""Suffix decoding: what most often followed the text's last tokens, in this text or in those before it, is the draft; nothing
-is trained (arXiv 2411.04975).
+"""Suffix decoding: the draft is the most frequent continuation of the text's last tokens, in this text or in earlier ones;
+nothing is trained (arXiv 2411.04975).
 
 Shapes: S slots, B rows, K drafts.
 
-A suffix tree holds every piece of a text up to a depth, and for each how often each token came next. What occurred once is no
-node but a place in the text, where the rest is read, so that a tree has about as many nodes as pieces that occurred twice:
+A suffix tree holds every piece of a text up to a depth, and for each piece how often each token came next. A piece that
+occurred once is a place in the text, not a node, so a tree has about as many nodes as pieces that occurred twice:
 
-    text     a b c a b                 root -+- a -- b -- (2)      (2): as the text goes on behind place 2
+    text     a b c a b                 root -+- a -- b -- (2)      (2): as the text goes on after place 2
     ends     b, a b: they              |     +- b -- (2)
              occurred before           +- c (2)
 """
@@ -29,26 +29,28 @@ from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps, Target
 
-END = -1  # stands between two texts of one tree
-UNDONE = 512  # tokens that can be taken back without building a tree anew
+END = -1  # separates two texts of one tree
+UNDONE = 512  # tokens that can be removed again without rebuilding a tree
 
 
 @dataclass
 class SuffixOptions:
-    """How long a match is looked for, and how much of what followed is drafted."""
+    """How long matches are, and how much of a continuation is drafted."""
 
     family: str = "suffix"
     depth: int = 32  # tokens of a text's end matched at most
     draft_length: int = 16
-    factor: float = 1.0  # behind a match of m tokens at most factor * m + offset are drafted
+    factor: float = 1.0  # after a match of m tokens at most factor * m + offset are drafted
     offset: float = 0.0
     min_probability: float = 0.1  # a draft ends where its frequencies multiply to less
     past: int = 65536  # tokens of earlier texts kept, about; 0: each text by itself
 
 
 class Node:
-    """What came next: how often each token, and the node behind it, or the one place where that was. best: the most frequent
-    token, the latest of equally frequent ones."""
+    """The tokens that followed a piece: how often each one, and its node, or its place if it followed once.
+
+    best: the most frequent token, the latest of equally frequent ones.
+    """
 
     __slots__ = ("below", "best", "count", "total")
 
@@ -66,7 +68,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """A node before it got one more token."""
+    """The former values of a node that got one more token."""
 
     node: Node
     token: int
@@ -91,7 +93,7 @@ Change = tuple[list[Node], list[Touched]]  # the ends before, and what the token
 class SuffixTree:
     """Texts, and every piece of them of at most `depth` tokens.
 
-    ends: where the last text's ends stand that occurred before, the longest first; the i-th from the back has i tokens.
+    ends: nodes of the last text's endings that occurred before, the longest first; the i-th from the back has i tokens.
     """
 
     def __init__(self, depth: int) -> None:
@@ -99,7 +101,7 @@ class SuffixTree:
         self.ends: list[Node] = []
 
     def add(self, token: int) -> Change:
-        """One more token of the last text; what `take_back` needs."""
+        """Append a token to the last text. Gives the change for `take_back`."""
         place, before, ends, touched = len(self.text), self.ends, [], []
         self.text.append(token)
         for node in (*before, self.root):
@@ -116,7 +118,7 @@ class SuffixTree:
         return before, touched
 
     def _opened(self, place: int) -> Node:
-        """The node of a piece that came a second time, with what followed it the first."""
+        """The node of a piece that occurred a second time, with the token that followed it the first time."""
         node, after = Node(), self.text[place + 1]
         node.add(after)
         node.below[after] = place + 1
@@ -129,7 +131,7 @@ class SuffixTree:
             node.restore()
 
     def append(self, text: Sequence[int]) -> None:
-        """Another whole text."""
+        """Add another whole text."""
         self.ends = []
         for token in text:
             self.add(token)
@@ -137,7 +139,7 @@ class SuffixTree:
         self.ends = []
 
     def step(self, cursor: Cursor, token: int) -> Cursor | None:
-        """Where this cursor stands one token on; None: nowhere."""
+        """The cursor one token further; None: the piece did not occur."""
         if isinstance(cursor, Node):
             return cursor.below.get(token)
         after = cursor + 1
@@ -165,16 +167,17 @@ class SuffixTree:
 
 @dataclass
 class Slot:
-    """A text and its tree. written: where the reply begins. past: of each tree of earlier texts, where this text's ends stand,
-    the longest first. undo: of the last tokens."""
+    """A text and its tree."""
 
     own: SuffixTree
-    written: int = 0
+    written: int = 0  # where the reply begins
+    # for each tree of earlier texts: the cursors of this text's endings, the longest first
     past: list[tuple[SuffixTree, list[Cursor]]] = field(default_factory=list)
+    # the changes of the last tokens
     undo: deque[tuple[Change, list[tuple[SuffixTree, list[Cursor]]]]] = field(default_factory=lambda: deque(maxlen=UNDONE))
 
     def add(self, token: int, trees: Sequence[SuffixTree]) -> None:
-        """One more token, which is looked for in these trees too."""
+        """Append a token, and follow it in these trees too."""
         before = self.past
         self.undo.append((self.own.add(token), before))
         held = {id(tree): cursors for tree, cursors in before}
@@ -186,7 +189,7 @@ class Slot:
 
 
 class Suffix(Drafter):
-    """Chains, found on the host: the best of what follows each end of the text, in its own tree and in those before."""
+    """Proposes chains, found on the host: the best continuation of the text's endings, in its own tree and in earlier ones."""
 
     captured = False
     trained = False

@@ -1,4 +1,4 @@
-"""The likeliest paths below drafts that do not know each other's tokens, found exactly, all on the device.
+"""The likeliest paths below drafts that do not know each other's tokens, found exactly on the device.
 
 Shapes: B rows, R ranks, P paths that one depth may add, W those kept, M candidates (root included), N nodes.
 
@@ -6,7 +6,7 @@ Every path of a depth has the same choices for its next token, so that a path's 
 term each. Best-first search (a heap of paths, the likeliest taken and its first child and next sibling put in) is serial;
 the same set comes out depth by depth, because a path is among the N likeliest only if few paths are certain to come before it:
 
-    a path at depth d, of the prefix at place i (from 0) and of rank r, comes behind
+    a path at depth d, of the prefix at place i (from 0) and of rank r, comes after
       the (i + 1) (r + 1) - 1 others of its depth with a place and a rank no higher,
       the i + 1 prefixes up to its own, and d - 2 shorter ones
 
@@ -30,11 +30,11 @@ from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What one depth may add. above_P: the prefix's place among those kept a depth before. kept: how many go on."""
+    """The paths that one depth may add."""
 
-    above_P: Tensor
+    above_P: Tensor  # the prefix's place among those kept a depth before
     rank_P: Tensor
-    kept: int
+    kept: int  # how many go on
 
 
 @dataclass(frozen=True, slots=True)

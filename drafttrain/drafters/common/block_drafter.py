@@ -67,17 +67,17 @@ class BlockLayer(DecoderLayer):
         return out_SH
 
     def cached(self, x_BSH: Tensor, position_BS: Tensor, kv: KVCache, number: int) -> Tensor:
-        """One block a row, behind the context that the cache holds."""
+        """One block per row, after the context that the cache holds."""
         B, S, _ = x_BSH.shape
         whole_BSS = torch.ones(B, S, S, dtype=torch.bool, device=x_BSH.device)
         return self.around(x_BSH, lambda in_BSH: self.self_attn.cached(in_BSH, position_BS, kv, number, whole_BSS))
 
-    def beside(
+    def uncached(
         self, x_BASH: Tensor, position_BAS: Tensor, context: tuple[Tensor, Tensor], seen: Context, span: Span | None = None
     ) -> Tensor:
-        """Many blocks a row, each with its own part of one context, whose keys and values [B, h_kv, T, D] are given.
+        """Many blocks per row, each with its own part of one context, whose keys and values [B, h_kv, T, D] are given.
 
-        seen: where the rows are held together (`span`), by the blocks of all processes.
+        seen: the context that each block sees; with `span` (rows shared by processes) that of the blocks of all processes.
         """
         return self.around(x_BASH, lambda in_BASH: self._attended(in_BASH, position_BAS, context, seen, span))
 
@@ -107,8 +107,8 @@ class BlockDrafter(Drafter):
     revertible = True
 
     def __init__(self, options: BlockOptions, target: Target, walks: bool = False, group: int | None = None) -> None:
-        """walks: drafts depend on the one before, so that above temperature 0 a chain is drawn token by token. group: as
-        `BlockLayer`'s."""
+        """walks: drafts depend on the one before, so above temperature 0 a chain is sampled token by token. group: as in
+        `BlockLayer`."""
         shape = BlockShape.of(options, target.shape)
         of = shape.layer.shape(target.shape)
         super().__init__(TreeProposal(options, shape.drafts, target, independent=not walks))
@@ -156,7 +156,7 @@ class BlockDrafter(Drafter):
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Draft i (from 0) predicts the token i + 2 after its source. In evaluation every source is an anchor.
 
-        Where anchors were drawn, each stands for as many as there would be, so that the loss is that of all, in expectation.
+        Where anchors were sampled, each counts for its share of all, so that the expected loss is that of all anchors.
         """
         anchors, token_P = batch.anchors(self.shape.anchors if self.training else None), batch.token_BT.flatten()
         state_BASH = self.states(batch, anchors)
@@ -169,7 +169,7 @@ class BlockDrafter(Drafter):
 
     @torch.no_grad()
     def _paced(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor, alpha: float) -> Tensor:
-        """[B * A, K] D-PACE's weights (arXiv 2605.18810): draft j weighs what the expected accepted length owes to it.
+        """[B * A, K] D-PACE's weights (arXiv 2605.18810): draft j weighs its part of the expected accepted length.
 
         Sum over m >= j of the product over i <= m of (1 - alpha) q_i + alpha, q_i the probability of the true token.
         """
@@ -195,13 +195,13 @@ class BlockDrafter(Drafter):
         for layer in self.all_layers():
             context = layer.self_attn.kv(context_BTH, batch.position_BT)
             parts = zip(x_BASH.split(at_once, 1), position_BAS.split(at_once, 1), sees.split(at_once), strict=True)
-            done = [recomputed(self.recomputes, layer.beside, x, p, context, seen, batch.span) for x, p, seen in parts]
+            done = [recomputed(self.recomputes, layer.uncached, x, p, context, seen, batch.span) for x, p, seen in parts]
             x_BASH = torch.cat(done, 1)
         state_BASH: Tensor = self.norm(x_BASH)
         return state_BASH
 
     def steps(self, batch: TrainBatch, anchors: Anchors) -> Iterator[tuple[int, Tensor, Pairs]]:
-        """(slot, place_M, pairs) of each draft in turn: the slot that makes it, for which anchors, and its labels."""
+        """(slot, place_M, pairs) of each draft in order: the slot that makes it, its anchors and its labels."""
         for step in range(self.draft_length):
             yield self.shape.first + step, *batch.ahead(anchors, 2 + step)
 
@@ -223,7 +223,7 @@ class BlockDrafter(Drafter):
         return self._target.module.embed(torch.cat([root[..., None], mask], -1)).to(self.fc.weight.dtype)
 
     def positions(self, root: Tensor) -> Tensor:
-        """[..., S] rotary positions of blocks whose roots stand there."""
+        """[..., S] rotary positions of blocks whose roots have these positions."""
         return root[..., None] + torch.arange(self.shape.size, device=root.device)
 
     def all_layers(self) -> list[BlockLayer]:

@@ -28,7 +28,7 @@ UNFINISHED = "\ufffd"  # a tokenizer decodes a part of a character to this
 PART = 4  # tokens that one unfinished character has at most
 BEFORE = 16  # draft tokens that are decoded together with the new ones: some decoders change the beginning of a text
 WINDOW = 96  # characters before the new text that are encoded with it
-CHUNK = 64  # columns fed at once
+CHUNK = 64  # columns of one pass
 
 
 @dataclass(frozen=True, slots=True)
