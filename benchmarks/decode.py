@@ -186,8 +186,8 @@ class Bench:
         replies = [r.tokens for r in self.decoder().run(asked, 8).results]
         hits = forced_hits(self.target, self.trained, asked, replies, self.target.device)
         texts = [text for h in hits for text in h.rank_MK.split(h.length_D)]
-        self.trained.tune(texts, best_nodes(self.target, self.trained, texts))
-        return len(self.trained.paths())
+        self.trained.proposal.tune(texts, best_nodes(self.target, self.trained, texts))
+        return len(self.trained.proposal.paths)
 
     def lines(self) -> Iterator[tuple[str, Callable[[], Line]]]:
         yield "plain", lambda: self.line(
@@ -211,7 +211,7 @@ class Bench:
             self.forward(1, 16), self.linears(16), "{:.2f} / {:.2f} ms", at_most=1.25,
         )  # fmt: skip
         if self.trained is not None:
-            own = len(self.trained.paths())
+            own = len(self.trained.proposal.paths)
             yield "speedup", lambda: self.line(
                 f"checkpoint / plain decoding, batch 1, its {own} nodes",
                 self.ours(self.trained), self.ours(None), "{:.0f} / {:.0f} tokens/s", at_least=1.0,

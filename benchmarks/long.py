@@ -66,7 +66,7 @@ def cell(options: RunOptions, resolved: dict[str, Any]) -> None:
     group = sequence_group(TrainOptions(sequence_parallel=world.size), world)
 
     def step(batch: TrainBatch) -> None:
-        own = batch if group is None else batch.part(group, drafter.ahead)
+        own = batch if group is None else batch.part(group, drafter.label_offset)
         objective(online.fill(own))[0].backward()
 
     step(text(64, 1, target.shape.vocab_size))  # gradients, and what is made once

@@ -22,6 +22,7 @@ from benchmarks.common import DiffersError, Work
 from benchmarks.contest import Cell, Entrant, cells_table, contest, draw, record
 from benchmarks.section import Found, Settings
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import FINAL
 from drafttrain.objective.losses import LossOptions, Objective
 
@@ -34,7 +35,7 @@ CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 class OneHead(nn.Module):
     """What `Objective` asks of a drafter: one prediction for every position, through one output matrix."""
 
-    foretold = 1
+    proposal = Proposal(1)
 
     def __init__(self, vocab: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()

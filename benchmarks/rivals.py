@@ -136,7 +136,7 @@ class Ground:
         for start in range(0, len(rows), BATCH):
             hits = teacher_forced(drafter, self.target, self.batch(rows[start : start + BATCH], drafter.taps))
             texts += hits.rank_MK.split(hits.length_D)
-        return float(accepted_length(tuned_sums(drafter, texts, NODES if drafter.tunable else 0).sum(0)))
+        return float(accepted_length(tuned_sums(drafter, texts, NODES if drafter.proposal.tunable else 0).sum(0)))
 
     def tau(self, drafter: Drafter) -> float:
         decoder = Decoder(self.target, drafter, "greedy", Sampling(), self.target.stop_ids, LENGTH)

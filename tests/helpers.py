@@ -26,7 +26,8 @@ from transformers import (
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, TreeShape
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.drafter import Commit, Drafter, DraftState
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
 from drafttrain.targets.hf import HFTarget
 
@@ -85,42 +86,65 @@ class Scripted(Drafter):
     paths: rank paths, or depth for a chain. Knows its text from commits alone, as every drafter does.
     """
 
-    def __init__(self, guess: Callable[[list[int]], list[int]], paths: Sequence[Sequence[int]]) -> None:
-        super().__init__()
-        self.guess, self.shape, self.taps = guess, TreeShape.of(paths), Taps()
-        self.draft_length = self.shape.max_depth
+    def __init__(
+        self,
+        guess: Callable[[list[int]], list[int]],
+        paths: Sequence[Sequence[int]],
+        state: type[ScriptedState] | None = None,
+    ) -> None:
+        self.shape = TreeShape.of(paths)
+        super().__init__(Proposal(self.shape.max_depth, self.shape.paths))
+        self.guess, self.taps, self.state = guess, Taps(), state or ScriptedState
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         raise AssertionError("a scripted drafter is not trained")
 
-    def open(self, slots: int, max_len: int) -> list[list[int]]:
-        return [[] for _ in range(slots)]
+    def open(self, slots: int, max_len: int) -> ScriptedState:
+        return self.state(self, slots)
 
-    def reset(self, state: list[list[int]], slot_R: torch.Tensor) -> None:
+
+class ScriptedState(DraftState):
+    def __init__(self, drafter: Scripted, slots: int) -> None:
+        self.drafter = drafter
+        self.text: list[list[int]] = [[] for _ in range(slots)]
+
+    def reset(self, slot_R: torch.Tensor) -> None:
         for slot in slot_R.tolist():
-            state[slot] = []
+            self.text[slot] = []
 
-    def observe(self, state: list[list[int]], commit: Commit, slot_B: torch.Tensor) -> None:
+    def observe(self, commit: Commit, slot_B: torch.Tensor) -> None:
         for row, (slot, count) in enumerate(zip(slot_B.tolist(), commit.count_B.tolist(), strict=True)):
             if count:
-                after = commit.next_BA[row, :count].tolist()
-                state[slot] = state[slot] + after if state[slot] else [*commit.token_BA[row, :count].tolist(), after[-1]]
+                after, text = commit.next_BA[row, :count].tolist(), self.text[slot]
+                self.text[slot] = text + after if text else [*commit.token_BA[row, :count].tolist(), after[-1]]
 
-    def propose(self, state: list[list[int]], slot_B: torch.Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        rows = []
+    def propose(self, slot_B: torch.Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        rows, shape = [], self.drafter.shape
         for slot in slot_B.tolist():
-            paths = {(): state[slot]}
-            tokens = [state[slot][-1]]
-            for path in self.shape.paths:
+            paths = {(): self.text[slot]}
+            tokens = [self.text[slot][-1]]
+            for path in shape.paths:
                 above = paths[path[:-1]]
-                tokens.append(self.guess(above)[path[-1]])
+                tokens.append(self.drafter.guess(above)[path[-1]])
                 paths[path] = [*above, tokens[-1]]
             rows.append(tokens)
-        tree = DraftTree.static(torch.tensor(rows), self.shape)
+        tree = DraftTree.static(torch.tensor(rows), shape)
         return tree if depth is None else tree.cut(depth)
 
-    def paths(self) -> list[tuple[int, ...]]:
-        return list(self.shape.paths)
+
+def watch_proposals(drafter: Drafter) -> list[DraftTree]:
+    """All proposals of the states that this drafter opens from now on."""
+    seen: list[DraftTree] = []
+    own_open = drafter.open
+
+    def watched(slots: int, max_len: int) -> DraftState:
+        state = own_open(slots, max_len)
+        propose = state.propose
+        state.propose = lambda *a: seen.append(propose(*a)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
+        return state
+
+    drafter.open = watched  # type: ignore[method-assign]
+    return seen
 
 
 def oracle(texts: Sequence[Sequence[int]], vocab: int = 64) -> Callable[[list[int]], list[int]]:

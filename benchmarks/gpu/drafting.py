@@ -123,15 +123,15 @@ class Drafting:
         self.session = Session(decoder, 1, self.longest)
         self.session.submit(request)
         self.session.step()  # reads the prompt
-        assert self.session.ahead is not None
-        self.ahead = self.session.ahead
+        assert self.session.runner is not None
+        self.runner = self.session.runner
         self.launched: Launched | None = None
         for _ in range(TIMED_LAUNCHES + 1):  # captures, then times the parts; each of these waits
             self._launch(1)
 
     @torch.inference_mode()
     def _launch(self, count: int) -> None:
-        self.launched = self.ahead.launch([0], self.longest, None, count)
+        self.launched = self.runner.launch([0], self.longest, None, count)
 
     def seconds(self) -> float:
         """Of one step, of several in a row."""

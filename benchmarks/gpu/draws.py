@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.gpu.rounding import own_logits
 from drafttrain.core.sampling import Lane, Sampling, law, uniform
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.acceptance import DELTA, EPSILON, LEAST, Policy, Verdict
+from drafttrain.decoding.acceptance import DELTA, EPSILON, LEAST, AcceptedPath, Policy
 from drafttrain.measure.exactness import first_difference
 from drafttrain.targets.hf import HFTarget
 
@@ -81,24 +81,24 @@ class Watch:
     margin: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def over(self, policy: Policy) -> Policy:
-        return replace(policy, verify=partial(self._verify, policy))
+        return replace(policy, accept=partial(self._accept, policy))
 
     def of(self, parting: Parting) -> float:
         at = parting.at
         return math.inf if at is None else self.margin.get((parting.request, len(parting.prompt) + at), math.inf)
 
-    def _verify(
+    def _accept(
         self, policy: Policy, tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling
-    ) -> Verdict:
-        verdict = policy.verify(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
+    ) -> AcceptedPath:
+        accepted = policy.accept(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
         law_BNV = law(logits_BNV.double(), sampling).cpu()
         for row in range(len(position_BN)):
             key = 0 if sampling.key_B is None else int(sampling.key_B[row])
             own = replace(sampling, key_B=torch.tensor([key]), temperature_B=None, seed_1=None)
-            step = Step.of(row, tree, law_BNV[row], position_BN, verdict, own)
+            step = Step.of(row, tree, law_BNV[row], position_BN, accepted, own)
             found = step.likely(*LIKELY[policy.name]) if policy.name in LIKELY else step.lossless()
             self.margin |= {(key, position): margin for position, margin in found.items()}
-        return verdict
+        return accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +115,14 @@ class Step:
     sampling: Sampling
 
     @staticmethod
-    def of(row: int, tree: DraftTree, law_NV: Tensor, position_BN: Tensor, verdict: Verdict, sampling: Sampling) -> Step:
+    def of(row: int, tree: DraftTree, law_NV: Tensor, position_BN: Tensor, accepted: AcceptedPath, sampling: Sampling) -> Step:
         """sampling: with the row's key alone."""
         count, sampled_BN = int(tree.count_B[row]), tree.sampled_BN
         drawn = tree.q_BNV is not None and sampled_BN is not None
         q_NV = tree.q_BNV[row].double().cpu() if drawn and tree.q_BNV is not None else None
         sampled = sampled_BN[row].tolist() if drawn and sampled_BN is not None else [False] * count
         rows: list[Any] = [x[row, :count].tolist() for x in (tree.parent_BN, tree.token_BN, position_BN)]
-        path = verdict.path_BA[row, : int(verdict.count_B[row])].tolist()
+        path = accepted.path_BA[row, : int(accepted.count_B[row])].tolist()
         return Step(*rows, path, law_NV, q_NV, sampled, sampling)
 
     def number(self, position: int, lane: Lane, draw: int = 0) -> float:

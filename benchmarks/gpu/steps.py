@@ -30,8 +30,9 @@ from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.measure.floor import kv_bytes, weight_bytes
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.kv_cache import PAGE, KVCache
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
 from drafttrain.targets.fast import FastTarget
 
@@ -60,30 +61,31 @@ class Offered(Drafter):
     """Proposes the same drafts again and again, for nothing: what their verification costs is seen alone."""
 
     def __init__(self, nodes: int, vocab: int, device: torch.device) -> None:
-        super().__init__()
-        self.taps, self.shape = Taps(), TreeShape.of(binary(nodes)).to(device)
-        self.draft_length = self.shape.max_depth
+        shape = TreeShape.of(binary(nodes)).to(device)
+        super().__init__(Proposal(shape.max_depth, shape.paths))
+        self.taps, self.shape = Taps(), shape
         self.draft_1M = torch.randint(vocab, (1, nodes - 1), device=device)
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         raise AssertionError("it is not trained")
 
-    def open(self, slots: int, max_len: int) -> Tensor:
-        return torch.zeros(slots, dtype=torch.long, device=self.draft_1M.device)
+    def open(self, slots: int, max_len: int) -> OfferedState:
+        return OfferedState(self, slots)
 
-    def reset(self, state: Tensor, slot_R: Tensor) -> None:
-        state[slot_R] = 0
 
-    def observe(self, state: Tensor, commit: Commit, slot_B: Tensor) -> None:
-        last_B1 = (commit.count_B - 1).clamp_min(0)[:, None]
-        state[slot_B] = commit.next_BA.gather(1, last_B1)[:, 0]
+class OfferedState(DraftState):
+    def __init__(self, drafter: Offered, slots: int) -> None:
+        self.drafter, self.root_S = drafter, torch.zeros(slots, dtype=torch.long, device=drafter.draft_1M.device)
 
-    def propose(self, state: Tensor, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        token_BN = torch.cat([state[slot_B][:, None], self.draft_1M.expand(len(slot_B), -1)], 1)
-        return DraftTree.static(token_BN, self.shape)
+    def reset(self, slot_R: Tensor) -> None:
+        self.root_S[slot_R] = 0
 
-    def paths(self) -> list[Path]:
-        return list(self.shape.paths)
+    def observe(self, commit: Commit, slot_B: Tensor) -> None:
+        self.root_S[slot_B] = commit.root_B
+
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        token_BN = torch.cat([self.root_S[slot_B][:, None], self.drafter.draft_1M.expand(len(slot_B), -1)], 1)
+        return DraftTree.static(token_BN, self.drafter.shape)
 
 
 def binary(nodes: int) -> list[Path]:
@@ -123,9 +125,9 @@ class Station:
         drafter = None if nodes == 1 else Offered(nodes, target.shape.vocab_size, machine.device)
         decoder = Decoder(target, drafter, "greedy", Sampling(), controls=Controls(read_every=1))
         self.session = Session(decoder, setting.rows, setting.context + ROOM)
-        assert self.session.ahead is not None
-        self.ahead = self.session.ahead
-        self.longest = setting.context + STEPS * decoder.reach + (drafter.widest if drafter else 1)
+        assert self.session.runner is not None
+        self.runner = self.session.runner
+        self.longest = setting.context + STEPS * decoder.reach + (drafter.max_new_positions if drafter else 1)
         assert self.longest <= setting.context + ROOM
         self.launched: Launched | None = None
         self._stand()
@@ -141,7 +143,7 @@ class Station:
 
     @torch.inference_mode()
     def _launch(self, steps: int) -> None:
-        self.launched = self.ahead.launch(range(self.setting.rows), self.longest, None, steps)
+        self.launched = self.runner.launch(range(self.setting.rows), self.longest, None, steps)
 
     def seconds(self) -> float:
         """Of one step, of `STEPS` in a row."""
@@ -160,7 +162,7 @@ class Station:
         grown = (self.session.kv.length_S[: self.setting.rows] - self.setting.context).tolist()
         if made != grown or min(grown) < STEPS:
             raise RedError(f"{STEPS} rounds of {self.nodes} nodes made {made} tokens and kept {grown} positions")
-        found: dict[str, Any] = {"capture_seconds": self.ahead.made.seconds, "capture_bytes": self.ahead.made.bytes}
+        found: dict[str, Any] = {"capture_seconds": self.runner.made.seconds, "capture_bytes": self.runner.made.bytes}
         if seen is not None:
             found |= {"waits": seen.waits, "replays": seen.replays, "products": seen.products, "attention": seen.attention}
         return found

@@ -23,12 +23,11 @@ from benchmarks.gpu.cases import LOSSES, V
 from benchmarks.gpu.machine import Copy, Machine, Race
 from benchmarks.gpu.suite import Job, RedError, SkipError, Suite
 from benchmarks.gpu.throughput import random_batch
-from drafttrain.core.sampling import Sampling
-from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Commit, Drafter, trainable
+from drafttrain.model.drafter import Drafter, trainable
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.ops import divergence
@@ -47,8 +46,8 @@ class Bare(Drafter):
     """One prediction through one output matrix: the loss and nothing else."""
 
     def __init__(self, vocab: int, width: int, device: torch.device) -> None:
-        super().__init__()
-        self.taps, self.draft_length = Taps(final=True), 1
+        super().__init__(Proposal(1))
+        self.taps = Taps(final=True)
         self.output = nn.Linear(width, vocab, bias=False, device=device, dtype=torch.bfloat16)
         self.scale = nn.Parameter(torch.ones(width, device=device, dtype=torch.bfloat16))  # a gradient goes on from the states
 
@@ -58,15 +57,6 @@ class Bare(Drafter):
         yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.output)
 
     def open(self, slots: int, max_len: int) -> Any:
-        raise AssertionError("it decodes nothing")
-
-    def reset(self, state: Any, slot_R: Tensor) -> None:
-        raise AssertionError("it decodes nothing")
-
-    def observe(self, state: Any, commit: Commit, slot_B: Tensor) -> None:
-        raise AssertionError("it decodes nothing")
-
-    def propose(self, state: Any, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         raise AssertionError("it decodes nothing")
 
 

@@ -147,7 +147,7 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console) 
     about, path = loaded.description, loaded.description["path"] or loaded.description["name"]
     size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
     console.say(f"target: {about['architecture']}, {size} ({path}, {about['runner']} runner)")
-    if options.decode.tree_nodes is None and drafter.tunable and options.deepspeed.zero_stage == 3:
+    if options.decode.tree_nodes is None and drafter.proposal.tunable and options.deepspeed.zero_stage == 3:
         raise UserError(
             "decode.tree_nodes=null times whole weights, ZeRO stage 3 shards them; set decode.tree_nodes or a lower stage"
         )
@@ -262,7 +262,7 @@ def _start(
             f"give one of {options.drafter.family}"
         )
     directory = given.checkpoint(loaded, console.say)
-    check_start(init, read_meta(directory), asdict(options.drafter), drafter.settled())
+    check_start(init, read_meta(directory), asdict(options.drafter), drafter.resolved_options())
     return start_weights(directory, drafter, adapter)
 
 

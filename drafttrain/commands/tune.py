@@ -55,7 +55,6 @@ class Tuner:
 
     def use(self, settings: Settings) -> None:
         self.drafter.use_decode_settings(self.trained | settings)
-        self.drafter.prefer(settings)
 
     def race(self, name: str, settings: dict[str, Settings], cases: Sequence[Case], seconds: float) -> dict[str, float]:
         """Speed of each over that of the first, by name: medians over repeats, all in turn over the same prompts."""

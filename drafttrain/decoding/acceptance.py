@@ -1,4 +1,4 @@
-"""Acceptance policies: which path of a verified tree becomes text, and the token that follows it.
+"""AcceptedPath policies: which path of a verified tree becomes text, and which token follows it.
 
 Shapes: B rows, N nodes (root included), A accepted nodes (root included), V vocabulary.
 """
@@ -22,24 +22,20 @@ from drafttrain.ops.sample import sample
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """path_BA: accepted nodes, root first, padded with 0 past count_B; A is N until `trimmed`. bonus_B: the target's token
-    after the last one.
+class AcceptedPath:
+    """The accepted path of each tree. Policies make it without a sync with the host."""
 
-    `last_B` is the last accepted node. No policy asks the device for anything.
-    """
-
-    path_BA: Tensor
-    count_B: Tensor
-    bonus_B: Tensor
-    last_B: Tensor
+    path_BA: Tensor  # accepted nodes, root first, padded with 0 past count_B; A is N until `trimmed`
+    count_B: Tensor  # accepted nodes, root included
+    bonus_B: Tensor  # the target's token after the last accepted node
+    last_B: Tensor  # the last accepted node
 
     @staticmethod
-    def of(path_BA: Tensor, count_B: Tensor, bonus_B: Tensor) -> Verdict:
-        return Verdict(path_BA, count_B, bonus_B, path_BA.gather(1, count_B[:, None] - 1)[:, 0])
+    def of(path_BA: Tensor, count_B: Tensor, bonus_B: Tensor) -> AcceptedPath:
+        return AcceptedPath(path_BA, count_B, bonus_B, path_BA.gather(1, count_B[:, None] - 1)[:, 0])
 
-    def trimmed(self) -> Verdict:
-        """With no more columns than the longest path has nodes; asks the device how many."""
+    def trimmed(self) -> AcceptedPath:
+        """With no more columns than the longest path has nodes. Syncs with the host."""
         return replace(self, path_BA=self.path_BA[:, : max(self.count_B.tolist())])
 
 
@@ -49,10 +45,8 @@ class Policy:
 
     name: str
     lossless: bool  # the output follows the target's own distribution; greedy: it is plain greedy decoding's, token for token
-    verify: Callable[[DraftTree, Tensor, Tensor, Tensor, Sampling], Verdict]
-    keyed: bool = (
-        False  # the target samples with the noise that plain sampling uses at a position: the output is plain sampling's
-    )
+    accept: Callable[[DraftTree, Tensor, Tensor, Tensor, Sampling], AcceptedPath]
+    keyed: bool = False  # the target samples with plain sampling's noise at each position: the output is plain sampling's
     at_zero: bool = True  # may be used at temperature 0
     above_zero: bool = True  # may be used at temperatures above 0
 
@@ -60,39 +54,41 @@ class Policy:
         """Whether the output equals plain decoding's token for token."""
         return self.lossless and (sampling.greedy or self.keyed)
 
-    def agreement_is_acceptance(self, drawn: bool) -> bool:
-        """Whether sum min(p, q) is the probability of acceptance. `drawn`: drafts are sampled from q.
+    def agreement_is_acceptance(self, sampled: bool) -> bool:
+        """Whether sum min(p, q) is the probability of acceptance. `sampled`: drafts are sampled from q.
 
         Under the keyed policy, samples of p and q with the same noise agree less often than that.
         """
-        return self.lossless and not (self.keyed and drawn)
+        return self.lossless and not (self.keyed and sampled)
 
 
-def greedy(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
+def greedy(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> AcceptedPath:
     """The deepest node whose every token is its parent's argmax."""
-    return Verdict.of(*greedy_accept(tree, logits_BNV))
+    return AcceptedPath.of(*greedy_accept(tree, logits_BNV))
 
 
-def coupled(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
+def coupled(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> AcceptedPath:
     """The target chooses at every node with the noise of the next position, as plain sampling would; drafts that are the
     choice are accepted (after arXiv 2408.07978). The output is plain sampling's, token for token.
     """
     B, N = position_BN.shape
     choice_BN = sample(logits_BNV.flatten(0, 1), sampling, (position_BN + 1).flatten(), Lane.TARGET).view(B, N)
-    return Verdict.of(*choice_accept(tree, choice_BN))
+    return AcceptedPath.of(*choice_accept(tree, choice_BN))
 
 
-def lossless(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
-    """Speculative sampling over a tree; the emitted tokens follow the target's processed law exactly (`lossless_accept`)."""
-    return Verdict.of(*lossless_accept(tree, logits_BNV, position_BN, sampling))
+def lossless(
+    tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling
+) -> AcceptedPath:
+    """Speculative sampling over a tree. The output follows the target's processed distribution (`lossless_accept`)."""
+    return AcceptedPath.of(*lossless_accept(tree, logits_BNV, position_BN, sampling))
 
 
 EPSILON, DELTA = 0.09, 0.3
 
 
-def typical(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> Verdict:
+def typical(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> AcceptedPath:
     """Typical acceptance (arXiv 2401.10774, section 2.3.2): p(x) > min(eps, delta * exp(-H(p))). Not lossless."""
-    return Verdict.of(*likely_accept(tree, logits_BNV, position_BN, sampling, EPSILON, DELTA))
+    return AcceptedPath.of(*likely_accept(tree, logits_BNV, position_BN, sampling, EPSILON, DELTA))
 
 
 def threshold(
@@ -102,9 +98,9 @@ def threshold(
     position_BN: Tensor,
     sampling: Sampling,
     least: float,
-) -> Verdict:
+) -> AcceptedPath:
     """A draft is accepted where the target gives it more than `least`. Not lossless."""
-    return Verdict.of(*likely_accept(tree, logits_BNV, position_BN, sampling, least, math.inf))
+    return AcceptedPath.of(*likely_accept(tree, logits_BNV, position_BN, sampling, least, math.inf))
 
 
 LEAST = 0.3  # of the threshold policy, unless set
@@ -137,5 +133,5 @@ def policy_for(name: str, sampling: Sampling, least: float = LEAST) -> Policy:
     if name == "threshold":
         if not 0.0 < least < 1.0:
             raise ValueError(f"decode.threshold is {least}; set it above 0 and below 1")
-        return replace(policy, verify=partial(threshold, least=least))
+        return replace(policy, accept=partial(threshold, least=least))
     return policy

@@ -1,4 +1,4 @@
-"""How deep to draft, or not at all, and how much of a draft to verify: from measured costs and what is accepted."""
+"""How deep to draft, or not at all, and how much of a draft to verify, from measured costs and acceptance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHARE = 0.015  # of all decoding time that trials may lose against plain decodin
 GRACE = 2.0  # plain steps that trials may lose before any time has passed
 PLAIN_EVERY = 256  # drafted steps after which one plain step refreshes its cost
 DEEP_EVERY = 32  # drafted steps after which one goes to the full depth, where that is affordable
-WHOLE_EVERY = 32  # cut drafts after which one is verified whole: what that costs is to be known
+WHOLE_EVERY = 32  # cut drafts after which one is verified whole, so that its cost stays known
 
 
 @dataclass
@@ -27,23 +27,23 @@ class _Mean:
 
 @dataclass
 class _Bucket:
-    """What is known at one batch size. cost: seconds a step, by depth (0 is plain). alpha: acceptance by position from 1."""
+    """The measurements of one batch size."""
 
-    cost: dict[int, _Mean] = field(default_factory=dict)
-    alpha: dict[int, _Mean] = field(default_factory=dict)
+    cost: dict[int, _Mean] = field(default_factory=dict)  # seconds per step, by depth; 0 is plain decoding
+    alpha: dict[int, _Mean] = field(default_factory=dict)  # acceptance by position from 1
     drafted: int = 0  # steps since the last plain one
     shallow: int = 0  # drafted steps since the last full-depth one
-    rested: bool = True  # the next drafted step also pays for what was staged meanwhile
-    total: float = 0.0
-    lost: float = 0.0
+    rested: bool = True  # the next drafted step also processes the positions that are pending since
+    total: float = 0.0  # seconds of all steps
+    lost: float = 0.0  # seconds that trials have lost against plain decoding
 
 
 class Fallback:
-    """Chooses the depth of each step among `depths` and 0, plain decoding; batch sizes are kept apart.
+    """Chooses the depth of each step among `depths` and 0, plain decoding, for each batch size separately.
 
-    The depth with the most tokens per second is taken. While that is plain decoding, a shallow draft is tried now and then,
-    as often as the time that trials have lost so far stays within `SHARE` of all time: a drafter that is never right costs
-    no more than that. What drafts gain over plain decoding pays earlier losses back, and is not saved up.
+    It takes the depth with the most tokens per second. While that is plain decoding, it tries a shallow draft now and then, as
+    long as the time lost by trials stays within `SHARE` of all time: a drafter that is never right costs no more than that.
+    Gains over plain decoding pay earlier losses back, but are not saved for later ones.
     """
 
     def __init__(self, deepest: int) -> None:
@@ -51,7 +51,7 @@ class Fallback:
         self._buckets: dict[int, _Bucket] = {}
 
     def depth(self, rows: int) -> int:
-        """The depth of the next step of so many rows; 0: do not draft."""
+        """The depth of the next step with so many rows; 0: do not draft."""
         bucket, deepest = self._of(rows), self.depths[-1]
         plain = bucket.cost.get(0)
         if plain is None or plain.seen < 2 or bucket.drafted >= PLAIN_EVERY:
@@ -66,7 +66,7 @@ class Fallback:
         return best
 
     def record(self, rows: int, depth: int, seconds: float, emitted: int, reached: list[int]) -> None:
-        """A step took so long and emitted so many tokens; reached: accepted drafts of each row."""
+        """Note a step's seconds and emitted tokens. reached: accepted drafts of each row."""
         bucket = self._of(rows)
         bucket.total += seconds
         if depth == 0:
@@ -88,7 +88,7 @@ class Fallback:
         return self._buckets.setdefault(_size(rows), _Bucket())
 
     def _learn(self, bucket: _Bucket, depth: int, seconds: float) -> None:
-        """The first step of its kind may allocate: the second may only lower it. Later outliers count for twice the mean."""
+        """The first step of a kind may allocate, so the second can only lower its cost. Outliers count as twice the mean."""
         cost = bucket.cost.setdefault(depth, _Mean())
         if cost.seen == 1:
             cost.value, cost.seen = min(cost.value, seconds), 2
@@ -96,7 +96,7 @@ class Fallback:
             cost.add(min(seconds, 2 * cost.value) if cost.seen else seconds)
 
     def _cost(self, bucket: _Bucket, depth: int) -> float:
-        """Seconds of a step; of a depth never run, between its neighbours that were."""
+        """Seconds of a step. The cost of a depth that never ran is interpolated between those that did."""
         if depth in bucket.cost:
             return bucket.cost[depth].value
         plain = bucket.cost[0].value
@@ -108,7 +108,7 @@ class Fallback:
         return low + (high - low) * (depth - lower) / (deeper - lower)
 
     def _rate(self, bucket: _Bucket, depth: int) -> float:
-        """Tokens of a row per second. Acceptance at a position never offered is that of the one before it."""
+        """Tokens of a row per second. A position that was never offered has the acceptance of the one before it."""
         tokens, path, alpha = 1.0, 1.0, 0.0
         for position in range(1, depth + 1):
             alpha = bucket.alpha[position].value if position in bucket.alpha else alpha
@@ -123,15 +123,15 @@ class Fallback:
 
 @dataclass
 class _Curve:
-    """Of one batch size. verify: seconds to verify a draft of each depth. sure: the mean confidence of each position."""
+    """The measurements of one batch size."""
 
-    draft: _Mean = field(default_factory=_Mean)
-    verify: dict[int, _Mean] = field(default_factory=dict)
-    sure: dict[int, _Mean] = field(default_factory=dict)
+    draft: _Mean = field(default_factory=_Mean)  # seconds to draft
+    verify: dict[int, _Mean] = field(default_factory=dict)  # seconds to verify a draft, by depth
+    confidence: dict[int, _Mean] = field(default_factory=dict)  # mean confidence, by position
     cut: int = 0  # drafts since the last one that was verified whole
 
     def seconds(self, depth: int) -> float:
-        """Of a step that has drafted and verifies so deep; a depth never seen lies on a line between its neighbours."""
+        """Seconds of a step that drafts and verifies so deep, interpolated for depths that were never verified."""
         lower = max(d for d in self.verify if d <= depth)
         upper = min(d for d in self.verify if d >= depth)
         low, high = self.verify[lower].value, self.verify[upper].value
@@ -139,30 +139,33 @@ class _Curve:
 
 
 class Cut:
-    """How much of a drafted chain to verify, for drafters that say how sure they are of each draft.
+    """Chooses how much of a drafted chain to verify, for drafters that give a confidence for each draft.
 
-    It decides after drafting and before verification, for all rows of the step; what it leaves out counts as not accepted, so
-    that `Fallback` learns what a draft is worth as it is used. Batch sizes are kept apart.
+    It decides after drafting and before verification, for all rows of the step. Drafts that it leaves out count as not
+    accepted, so that `Fallback` learns the acceptance of drafts as they are used. Batch sizes are separate.
     """
 
     def __init__(self) -> None:
         self._curves: dict[int, _Curve] = {}
 
-    def depth(self, rows: int, total: Sequence[float], drawn: bool) -> int:
-        """total: by depth from 1, the sum over the rows of the confidences' products so far. drawn: drafts were sampled."""
+    def depth(self, rows: int, total: Sequence[float], sampled: bool) -> int:
+        """The depth to verify.
+
+        total: by depth from 1, the sum over the rows of the product of the confidences down to it. sampled: not argmax.
+        """
         curve, deepest = self._of(rows), len(total)
-        typical = [curve.sure[position].value if position in curve.sure else 0.0 for position in range(deepest)]
+        typical = [curve.confidence[position].value if position in curve.confidence else 0.0 for position in range(deepest)]
         above = float(rows)
-        for position, reach in enumerate(total):  # of this step: later ones alone may know it
+        for position, reach in enumerate(total):  # this step's means are for later steps only
             if above > 0.0:
-                curve.sure.setdefault(position, _Mean()).add(reach / above)
+                curve.confidence.setdefault(position, _Mean()).add(reach / above)
             above = reach
         if 0 not in curve.verify or max(curve.verify) < deepest or curve.cut >= WHOLE_EVERY:
             return deepest
-        return worthwhile(rows, total, curve.seconds, typical if drawn else None)
+        return best_depth(rows, total, curve.seconds, typical if sampled else None)
 
     def record(self, rows: int, drafted: int, verified: int, draft: float, verify: float) -> None:
-        """A step drafted and verified so deep, and took so many seconds for either; a plain step drafted 0."""
+        """Note the depths that a step drafted and verified, and the seconds of each; a plain step drafted 0."""
         curve = self._of(rows)
         if drafted:
             curve.draft.add(draft)
@@ -173,14 +176,15 @@ class Cut:
         return self._curves.setdefault(_size(rows), _Curve())
 
 
-def worthwhile(
+def best_depth(
     rows: int, total: Sequence[float], seconds: Callable[[int], float], typical: Sequence[float] | None = None
 ) -> int:
-    """The depth of most tokens a second, the deepest of equals. total: as for `Cut.depth`; seconds: of a whole step, by depth.
+    """The depth with most tokens per second, the deepest of equals.
 
-    typical: for drafts that were sampled. Whether a draft is verified must then not depend on which token it is: those that are
-    would not follow the drafter's law any more, and `min(1, p / q)` would be wrong. The confidence in draft k + 1 knows draft
-    k; so whether k is verified is decided from the confidences down to its own, and these means stand for the deeper ones.
+    total: as for `Cut.depth`. seconds: of a whole step, by depth.
+    typical: mean confidences, for drafts that were sampled. Whether a sampled draft is verified must not depend on its token:
+    otherwise the verified drafts do not follow the draft distribution, and `min(1, p / q)` is wrong. The confidence in draft
+    k + 1 depends on draft k. So draft k is judged by the confidences down to its own, and by these means below it.
     """
     tokens, depth = float(rows), 0
     while depth < len(total):
@@ -195,5 +199,5 @@ def worthwhile(
 
 
 def _size(rows: int) -> int:
-    """Batches that are kept together."""
+    """The power of two that batch sizes are grouped by."""
     return 1 << (rows - 1).bit_length()

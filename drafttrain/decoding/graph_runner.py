@@ -1,6 +1,6 @@
-"""Rounds run ahead of the host, which looks at their results later: as CUDA graphs, or as they are.
+"""Runs decode steps ahead of the host, which reads their results later: as CUDA graphs, or operation by operation.
 
-Shapes: B rows, A new tokens of a round, M rounds.
+Shapes: B rows, A new tokens of a step, M steps.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, cuda
 
-from drafttrain.decoding.step import Round, Row
+from drafttrain.decoding.step import DecodeStep, Row
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Target
 
 Made = TypeVar("Made")
 
-GRAPHS = 32  # of a session at most; the one that was used longest ago goes first
+GRAPHS = 32  # of a session at most; the least recently used one is dropped first
 LEAST_BOUND = 512  # positions: shorter texts share their graphs
-RING = 64  # rounds at most between two looks of the host
+RING = 64  # steps at most between two reads by the host
 WARM_RUNS = 2  # before a capture
-TIMED = 8  # replays of each graph whose parts are timed, one by one
+TIMED = 8  # replays of each graph whose parts are timed
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Seconds of one round's parts on the device."""
+    """Seconds of one step's parts on the device."""
 
     draft: float
     verify: float
@@ -54,50 +54,49 @@ class Captures:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """Rounds under way. rows: waits for them, and gives the rows of each. parts: of one round, where they were timed."""
+    """Decode steps that were launched."""
 
-    rows: Callable[[], list[list[Row]]]
-    parts: Callable[[], Shares | None]
+    rows: Callable[[], list[list[Row]]]  # waits for the steps, and gives the rows of each
+    parts: Callable[[], Shares | None]  # times of one step's parts; None: not timed
 
 
-class Ahead:
-    """Launches rounds over fixed shapes: rows are filled up to a power of two, lengths bounded by another.
+class GraphRunner:
+    """Launches decode steps of fixed shapes: the row count is padded to a power of two, lengths are bounded by another."""
 
-    capture: as one CUDA graph for each (rows, bound, depth, processors' work). Otherwise the same rounds run one operation
-    after the other, on any device.
-    """
-
-    def __init__(self, round: Round, capture: bool) -> None:
-        self.round, self.capture = round, capture
-        self.device, self.widest = round.target.device, round.drafter.widest if round.drafter else 1
+    def __init__(self, step: DecodeStep, capture: bool) -> None:
+        """capture: as one CUDA graph for each (rows, bound, depth, kind of logits processors). Otherwise the same steps run
+        operation by operation, on any device."""
+        self.step, self.capture = step, capture
+        self.device = step.target.device
+        self.max_new_positions = step.drafter.max_new_positions if step.drafter else 1
         self._graphs: dict[Hashable, _Graph] = {}
         self._pool: Any = None
         self.made = Captures()
 
     def launch(self, slots: Sequence[int], longest: int, limit: int | None, steps: int) -> Launched:
-        """longest: positions that no row will have passed when the rounds are over, their drafts included."""
-        rows = min(1 << (len(slots) - 1).bit_length(), self.round.kv.slots)
-        filled = [*slots, *[self.round.kv.nobody] * (rows - len(slots))]
+        """longest: no row is longer after these steps, drafts included."""
+        rows = min(1 << (len(slots) - 1).bit_length(), self.step.kv.slots)
+        filled = [*slots, *[self.step.kv.nobody] * (rows - len(slots))]
         self._bind(longest)
         if self.capture:
             return self._graph(rows, limit).launch(filled, steps, len(slots))
         slot_B = torch.tensor(filled, device=self.device)
-        packed = [self.round.run(slot_B, limit).packed() for _ in range(steps)]
+        packed = [self.step.run(slot_B, limit).packed() for _ in range(steps)]
         return Launched(lambda: [Row.of(p[: len(slots)].tolist()) for p in packed], lambda: None)
 
     def _bind(self, longest: int) -> None:
-        drafter = self.round.drafter
-        bind((self.round.kv, *(drafter.caches(self.round.state) if drafter else [])), longest, self.widest)
+        state = self.step.state
+        bind((self.step.kv, *(state.caches if state is not None else [])), longest, self.max_new_positions)
 
     def _graph(self, rows: int, limit: int | None) -> _Graph:
-        key = (rows, self.round.kv.bound, limit, self.round.processors.kind, self.round.slots.stop.most)
+        key = (rows, self.step.kv.bound, limit, self.step.processors.kind, self.step.slots.stop.most)
         graph = self._graphs.pop(key, None)
         if graph is None:
             while len(self._graphs) >= GRAPHS:
                 self._graphs.pop(next(iter(self._graphs)))
             self._pool = self._pool or cuda.graph_pool_handle()
             began, held = perf_counter(), cuda.memory_reserved(self.device)
-            graph = _Graph(self.round, rows, limit, self.device, self._pool)
+            graph = _Graph(self.step, rows, limit, self.device, self._pool)
             taken, kept = perf_counter() - began, cuda.memory_reserved(self.device) - held
             self.made = Captures(self.made.count + 1, self.made.seconds + taken, self.made.bytes + kept)
         self._graphs[key] = graph  # the latest last
@@ -105,24 +104,24 @@ class Ahead:
 
 
 class _Graph:
-    """One round of one shape, captured; each replay appends its record to a ring on the device."""
+    """One decode step of one shape, captured. Each replay appends its record to a ring on the device."""
 
-    def __init__(self, round: Round, rows: int, limit: int | None, device: torch.device, pool: Any) -> None:
-        self.slot_B = torch.full((rows,), round.kv.nobody, device=device)
+    def __init__(self, step: DecodeStep, rows: int, limit: int | None, device: torch.device, pool: Any) -> None:
+        self.slot_B = torch.full((rows,), step.kv.nobody, device=device)
         self.device = device
         self._slots: list[int] = []
         self._events = [cuda.Event(enable_timing=True, external=True) for _ in range(4)]
         self._timed: list[Shares] = []
-        packed = warmed(lambda: round.run(self.slot_B, limit).packed(), device)  # for rows that are nobody's
+        packed = warmed(lambda: step.run(self.slot_B, limit).packed(), device)  # on the padding slot
         self._ring = packed.new_zeros(RING, *packed.shape)
         self._next_1 = torch.zeros(1, dtype=torch.long, device=device)
 
-        def step() -> None:
-            self._ring.index_copy_(0, self._next_1, round.run(self.slot_B, limit).packed()[None])
+        def replayed() -> None:
+            self._ring.index_copy_(0, self._next_1, step.run(self.slot_B, limit).packed()[None])
             self._next_1.add_(1)
 
-        with round.marked(self._events):
-            self.graph = captured_graph(step, pool)
+        with step.marked(self._events):
+            self.graph = captured_graph(replayed, pool)
 
     def launch(self, slots: list[int], steps: int, rows: int) -> Launched:
         if slots != self._slots:
@@ -160,14 +159,14 @@ def capturable(target: Target, drafter: Drafter | None) -> bool:
 
 
 def bind(caches: Iterable[KVCache], longest: int, widest: int) -> None:
-    """Bound the caches' lengths, so that shapes are fixed. No row passes `longest`, no pass has over `widest` positions."""
+    """Bound the caches' lengths, so that shapes are static. longest: of any row. widest: new positions of one pass at most."""
     bound = max(LEAST_BOUND, 1 << (longest - 1).bit_length())
     for kv in caches:
         kv.bound = min(bound, kv.per_slot * kv.page - widest)  # the new positions need columns too
 
 
 def warmed(work: Callable[[], Made], device: torch.device) -> Made:
-    """Run what is to be captured, on another stream, as often as it takes to build and tune what first uses build and tune."""
+    """Run work before its capture, on another stream, so that kernels are built and tuned. Gives the last result."""
     stream = cuda.Stream(device)
     stream.wait_stream(cuda.current_stream(device))
     with cuda.stream(stream):
@@ -179,14 +178,14 @@ def warmed(work: Callable[[], Made], device: torch.device) -> Made:
 
 
 def captured_graph(work: Callable[[], object], pool: Any = None) -> Any:
-    """Work that is `warmed`, as a CUDA graph. pool: of memory that graphs share. What it reads must outlive it."""
+    """Capture work that is `warmed` as a CUDA graph. pool: memory that graphs share. The inputs must outlive the graph."""
     graph = cuda.CUDAGraph()
-    # other threads (a logger's, a watchdog's) may use the device meanwhile
+    # other threads (a logger, a watchdog) may use the device at the same time
     with cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         work()
     return graph
 
 
 def pinned(x: Tensor) -> Tensor:
-    """On the host, where the device can copy from and to while the host goes on."""
+    """A copy in pinned host memory, for asynchronous copies."""
     return x.pin_memory()

@@ -1,4 +1,4 @@
-"""What changes logits by a request's own text, at every node of a tree: repetition penalty, minimum length.
+"""Logits processors that depend on a request's own text, at every node of a tree: repetition penalty, minimum length.
 
 Shapes: S slots, B active rows, N nodes (root included), A new tokens, K stop tokens, V vocabulary.
 """
@@ -16,8 +16,8 @@ from drafttrain.decoding.request import Request
 class StopTokens:
     """The stop tokens of each slot's request, on the device.
 
-    The table is replaced only where a request has more stop tokens than any before it: captured steps read it where it was when
-    they were captured, so that `most` belongs to what tells them apart.
+    The table is replaced only if a request has more stop tokens than any before it. Captured steps read the table that existed
+    at capture, so `most` is part of their key.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -37,10 +37,10 @@ class StopTokens:
         return self.token_SK.shape[1]
 
 
-class Processors:
-    """Per slot: which tokens its text has, and until when its stop tokens are barred. Off where no request asks for it.
+class LogitsProcessors:
+    """Repetition penalty and minimum length, per slot. They do nothing if no request asks for them.
 
-    Everything is on the device, and nothing is asked of it: a CUDA graph can hold `add` and the call.
+    All data is on the device and nothing syncs with the host: a CUDA graph can hold `add` and the call.
     """
 
     def __init__(self, slots: int, vocab: int, penalty: float, device: torch.device) -> None:
@@ -60,26 +60,26 @@ class Processors:
         self.see(slot, request.prompt)
 
     def see(self, slot: int, text: Sequence[int]) -> None:
-        """The slot's text, the prompt included, is this and nothing else."""
+        """Set the slot's text, prompt included."""
         if self.seen_SV is not None:
             self.seen_SV[slot] = False
             self.seen_SV[slot, torch.tensor(text, device=self._device)] = True
 
     def add(self, slot_B: Tensor, root_B: Tensor, token_BA: Tensor, count_B: Tensor) -> None:
-        """The first count_B tokens of each row became text, which has its root already."""
+        """Append the first count_B tokens of each row to its text. The root is in the text already."""
         if self.seen_SV is not None:
             new_BA = torch.arange(token_BA.shape[1], device=token_BA.device) < count_B[:, None]
             self.seen_SV[slot_B[:, None], torch.where(new_BA, token_BA, root_B[:, None])] = True
 
     def __call__(self, logits_BNV: Tensor, token_BN: Tensor, ancestor_BNN: Tensor, slot_B: Tensor, made_B: Tensor) -> Tensor:
-        """Logits as the request wants them. made_B: tokens of each row's text so far, the root among them.
+        """The processed logits. made_B: new tokens of each row's text so far, the root included.
 
-        A node sees the text and its own path: its root is text already, its drafts would be.
+        A node counts the text and the drafts on its own path as text.
         """
         if self.seen_SV is not None:
             path_BNN = torch.where(ancestor_BNN, token_BN[:, None], token_BN[:, :1, None])
             seen_BNV = self.seen_SV[slot_B][:, None].repeat(1, token_BN.shape[1], 1).scatter_(2, path_BNN, True)
-            # a likely token becomes less so whatever the sign of its logit (arXiv 1909.05858, as transformers does it)
+            # a seen token becomes less likely whatever the sign of its logit (arXiv 1909.05858, as transformers does it)
             lowered_BNV = torch.where(logits_BNV < 0, logits_BNV * self.penalty, logits_BNV / self.penalty)
             logits_BNV = torch.where(seen_BNV, lowered_BNV, logits_BNV)
         if self._barring:
@@ -93,7 +93,7 @@ class Processors:
 
     @property
     def kind(self) -> tuple[bool, int]:
-        """What of the work is asked for: steps of different kinds run different operations."""
+        """Which processors are active. Steps of different kinds run different operations."""
         return self.seen_SV is not None, self._stop.most if self._barring else 0
 
     @property

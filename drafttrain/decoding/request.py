@@ -1,4 +1,4 @@
-"""What is asked of the decoder, and what comes back."""
+"""Decoding requests and their results."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ from drafttrain.decoding.guards.guard import Act, Guard, Watch
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """key names the request in its noise: equal keys and seeds give equal samples. samples: how many texts of one prompt,
-    with keys from `key` on; they share the prompt's pages.
-
-    stop_ids end a text, and are part of it. min_new_tokens: none of them before so many tokens. stop_text: see `StopText`,
-    guard: `Guard`.
-    """
+    """A prompt to continue, and its limits."""
 
     prompt: Sequence[int]
-    key: int = 0
+    key: int = 0  # seeds the request's noise: equal keys and seeds give equal samples
     max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    stop_ids: frozenset[int] = frozenset()
+    min_new_tokens: int = 0  # no stop token before so many tokens
+    stop_ids: frozenset[int] = frozenset()  # tokens that end a text, and are part of it
     stop_text: StopText | None = None
-    samples: int = 1
+    samples: int = 1  # sequences of this prompt, with keys from `key` on; they share the prompt's pages
     guard: Guard | None = None
 
     def __post_init__(self) -> None:
@@ -39,33 +34,26 @@ class Request:
 
 @dataclass(slots=True)
 class Result:
-    """One text. tokens[0] comes from the prefill; the rest, `emitted` of them, from `verifications`.
+    """One generated sequence. Times are seconds of perf_counter."""
 
-    offered[i], accepted[i]: verifications in which a draft at depth i + 1 was offered below an accepted path, and
-    those that accepted it. nodes: draft nodes verified, roots excluded. ended_by: stop, text, length, or the guard that ended
-    it (loop, json); None while it runs. queued, started (its prefill begins), first, ended: seconds of perf_counter. runs:
-    accepted drafts of each verification, in turn; lengths: its tokens that stayed. acts: what guards did. turned: one has cut
-    the text, which is to go on plainly; plain: it does.
-    """
-
-    request: int
+    request: int  # its key
     prompt_tokens: int
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # new tokens; the first comes from the prefill
     verifications: int = 0
-    emitted: int = 0
-    offered: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    nodes: int = 0
-    ended_by: str | None = None
+    emitted: int = 0  # tokens that came from verifications
+    offered: list[int] = field(default_factory=list)  # by depth from 1: verifications that reached a draft of this depth
+    accepted: list[int] = field(default_factory=list)  # by depth from 1: verifications that accepted it
+    nodes: int = 0  # draft nodes verified, roots excluded
+    ended_by: str | None = None  # stop, text, length, or the guard that ended it (loop, json); None while it runs
     queued: float = 0.0
-    started: float = 0.0
-    first: float = 0.0
-    ended: float = 0.0
-    runs: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    acts: list[Act] = field(default_factory=list)
-    turned: bool = False
-    plain: bool = False
+    started: float = 0.0  # its prefill began
+    first: float = 0.0  # first token
+    ended: float = 0.0  # last token
+    runs: list[int] = field(default_factory=list)  # accepted drafts of each verification, in order
+    lengths: list[int] = field(default_factory=list)  # tokens of each verification that stayed in the text
+    acts: list[Act] = field(default_factory=list)  # the actions of guards
+    fell_back: bool = False  # a guard has just cut the text; the scheduler has not switched it to plain decoding yet
+    plain: bool = False  # plain decoding continues it
     _watch: Watch | None = None
 
     @property
@@ -74,13 +62,13 @@ class Result:
         return self.emitted / self.verifications if self.verifications else float("nan")
 
     def begin(self, request: Request, token: int, now: float) -> None:
-        """The first token, of the prefill."""
+        """Add the first token, from the prefill."""
         self.tokens, self.first, self.ended = [token], now, now
         self._watch = None if request.guard is None else Watch(request.guard)
         self._cut(request, 1)
 
     def take(self, request: Request, tokens: list[int], nodes: int, open: bool, now: float) -> Chunk:
-        """A round's tokens, all but the last of them accepted drafts, cut where the text ends.
+        """Add the tokens of one decode step, all but the last of them accepted drafts, cut where the text ends.
 
         open: whether the last accepted node had children, so that one more draft was offered than accepted.
         """
@@ -98,7 +86,7 @@ class Result:
         return Chunk(self, tokens[:kept], drafts)
 
     def _cut(self, request: Request, new: int) -> int:
-        """End the text, if it does within its `new` last tokens; how many of them stay."""
+        """End the text if it ends within its `new` last tokens. Gives how many of them stay."""
         tokens, before = self.tokens, len(self.tokens) - new
         ends = [(i + 1, "stop") for i in range(before, len(tokens)) if tokens[i] in request.stop_ids][:1]
         if request.stop_text is not None and (end := request.stop_text.end(tokens, new)) is not None:
@@ -109,18 +97,18 @@ class Result:
             end, self.ended_by = min(ends, key=lambda e: e[0])
             del tokens[end:]
         if self._watch is not None and (act := self._watch.act(tokens, len(tokens) - before)) is not None:
-            self._obey(act)
+            self._apply(act)
         return len(tokens) - before
 
-    def _obey(self, act: Act) -> None:
-        """A text that ends at the same token anyway is left as it is."""
+    def _apply(self, act: Act) -> None:
+        """Cut the text. Do nothing if it ends at the same token anyway."""
         if self.ended_by and act.kept == len(self.tokens):
             return
         self.acts.append(act)
         del self.tokens[act.kept :]
         self.ended_by = act.guard if act.action == "stop" else None
-        self.turned = act.action == "plain"
-        self.plain = self.plain or self.turned
+        self.fell_back = act.action == "plain"
+        self.plain = self.plain or self.fell_back
 
 
 def _add(counts: list[int], depth_reached: int) -> None:
@@ -131,7 +119,7 @@ def _add(counts: list[int], depth_reached: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens that one round added to a result. The first `drafted` of them are accepted drafts."""
+    """Tokens that one decode step added to a result. The first `drafted` of them are accepted drafts."""
 
     result: Result
     tokens: list[int]

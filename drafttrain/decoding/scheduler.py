@@ -9,36 +9,32 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from drafttrain.decoding.graph_runner import Ahead, Captures, Launched, Shares
-from drafttrain.decoding.logits_processors import Processors
+from drafttrain.decoding.graph_runner import Captures, GraphRunner, Launched, Shares
+from drafttrain.decoding.logits_processors import LogitsProcessors
 from drafttrain.decoding.prefill import Prefill
 from drafttrain.decoding.request import Chunk, Request, Result
 from drafttrain.decoding.settings import DecoderSettings
-from drafttrain.decoding.step import Round, Row, SlotState
+from drafttrain.decoding.step import DecodeStep, Row, SlotState
 from drafttrain.model.kv_cache import pages_for
 
-PREFILL_TOKENS = 8192  # of all prompts that enter in one round
+PREFILL_TOKENS = 8192  # of all prompts that enter in one step
 
 
 @dataclass
 class Costs:
-    """Seconds summed over the decode steps, prefill excluded. host: bookkeeping between the other three that nothing hides.
-
-    captures, capture_seconds, capture_bytes: CUDA graphs made meanwhile, and what making them took; no part of the steps.
-    """
+    """Seconds summed over the decode steps, prefill excluded."""
 
     draft: float = 0.0
     verify: float = 0.0
     commit: float = 0.0
-    host: float = 0.0
+    host: float = 0.0  # bookkeeping between the other three that does not overlap with them
     steps: int = 0
-    captures: int = 0
+    captures: int = 0  # CUDA graphs made; their time is not part of the steps
     capture_seconds: float = 0.0
-    capture_bytes: int = 0
+    capture_bytes: int = 0  # device memory
 
 
 @dataclass(slots=True)
@@ -48,37 +44,37 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _UnderWay:
-    """Rounds that were launched, for these rows; None: for a text that has been cut back meanwhile."""
+class _InFlight:
+    """Decode steps that were launched and not read yet."""
 
-    rows: list[tuple[Request, Result] | None]
+    rows: list[tuple[Request, Result] | None]  # None: a sequence that has been cut since
     limit: int | None
     launched: Launched
     steps: int
 
 
 class Session:
-    """Requests queue, decode in slots and leave. `step` is one round for all that run; iterating runs until all are done.
+    """Requests queue, decode in slots and leave. `step` is one decode step for all that run; iterating runs until all are done.
 
-    pages: of the KV cache, in all; None: every slot has room for max_len positions. A request waits in the queue until slots
-    and pages are free for all its samples.
+    A request waits in the queue until slots and pages are free for all its samples.
     """
 
     def __init__(self, decoder: DecoderSettings, slots: int, max_len: int, pages: int | None = None) -> None:
+        """pages: of the KV cache, in all; None: every slot has room for max_len positions."""
         self.decoder, self.costs, self.max_len = decoder, Costs(), max_len
-        target, device, every = decoder.target, decoder.target.device, slots + 1  # the last slot is nobody's
+        target, device, every = decoder.target, decoder.target.device, slots + 1  # the last one is the padding slot
         self.kv = target.new_cache(slots, max_len, pages)
-        self.state: Any = decoder.drafter.open(every, max_len) if decoder.drafter else None
-        self.processors = Processors(every, target.shape.vocab_size, decoder.sampling.repetition_penalty, device)
+        self.state = decoder.drafter.open(every, max_len) if decoder.drafter else None
+        self.processors = LogitsProcessors(every, target.shape.vocab_size, decoder.sampling.repetition_penalty, device)
         self.slots = SlotState(every, decoder.sampling, device)
-        self.round = Round(
+        self.decode_step = DecodeStep(
             target, decoder.drafter, decoder.policy, decoder.sampling, decoder.controls.window,
-            self.kv, self.state, self.slots, self.processors, decoder.turns, decoder.cut,
+            self.kv, self.state, self.slots, self.processors, decoder.may_fall_back, decoder.cut,
         )  # fmt: skip
-        self.ahead = Ahead(self.round, decoder.captures) if decoder.read_every else None
-        self.prefill = Prefill(self.round, decoder.prefill_chunk, self.ahead is not None)
-        self._under_way: _UnderWay | None = None
-        self._looked = 0.0
+        self.runner = GraphRunner(self.decode_step, decoder.captures) if decoder.read_every else None
+        self.prefill = Prefill(self.decode_step, decoder.prefill_chunk, self.runner is not None)
+        self._in_flight: _InFlight | None = None
+        self._read_at = 0.0  # when the host last read results
         self.queue: deque[_Waiting] = deque()
         self.free = list(range(slots))[::-1]
         self.active: dict[int, tuple[Request, Result]] = {}  # by slot, in the order of the rows
@@ -110,28 +106,28 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
-        """Let waiting requests in, then one decode round; ahead of the host, several. Returns what became known as text."""
+        """Admit waiting requests, then run one decode step; with a runner, launch several. Gives the text read meanwhile."""
         chunks = self._admit()
         if not self.active:
-            self._under_way = None
+            self._in_flight = None
             return chunks
         fallback, rows = self.decoder.fallback, len(self.active)
         limit = fallback.depth(rows) if fallback else self.decoder.controls.draft_length
-        if self.decoder.turns and all(result.plain for _, result in self.active.values()):
+        if self.decoder.may_fall_back and all(result.plain for _, result in self.active.values()):
             limit = 0
-        return chunks + (self._round(limit) if self.ahead is None else self._ahead(self.ahead, limit))
+        return chunks + (self._run(limit) if self.runner is None else self._launch(self.runner, limit))
 
-    def _round(self, limit: int | None) -> list[Chunk]:
-        """One round, looked at at once."""
-        record = self.round.run(self.slot_B, limit)
-        began, drafted, verified, committed = self.round.marks
+    def _run(self, limit: int | None) -> list[Chunk]:
+        """One decode step, whose results are read at once."""
+        record = self.decode_step.run(self.slot_B, limit)
+        began, drafted, verified, committed = self.decode_step.marks
         columns = (record.next_BA, record.count_B, record.nodes_B, record.open_B)
         rows = [Row(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
         chunks = self._record([*self.active.values()], rows)
         self._learn(limit, committed - began, rows)
         if self.decoder.cut is not None:
             deepest = max(row.nodes for row in rows) - 1
-            self.decoder.cut.record(len(rows), self.round.drafted, deepest, drafted - began, committed - drafted)
+            self.decoder.cut.record(len(rows), self.decode_step.drafted, deepest, drafted - began, committed - drafted)
         self._retire()
         self.costs.draft += drafted - began
         self.costs.verify += verified - drafted
@@ -140,37 +136,37 @@ class Session:
         self.costs.steps += 1
         return chunks
 
-    def _ahead(self, ahead: Ahead, limit: int | None) -> list[Chunk]:
-        """Launch rounds, then look at those launched before."""
-        before, steps = self._under_way, self.decoder.read_every or 1
+    def _launch(self, runner: GraphRunner, limit: int | None) -> list[Chunk]:
+        """Launch decode steps, then read those launched before."""
+        before, steps = self._in_flight, self.decoder.read_every or 1
         known = max(result.prompt_tokens + len(result.tokens) for _, result in self.active.values())
         unknown = steps + (before.steps if before else 0)
         if before is None:
-            self._looked = perf_counter()
-        made = ahead.made
-        launched = ahead.launch(list(self.active), known + (unknown + 2) * self.decoder.reach, limit, steps)
-        self._under_way = _UnderWay([*self.active.values()], limit, launched, steps)
-        if ahead.made.count > made.count:
-            self._charge_nobody(ahead.made - made)
-        return self._look(before) if before else []
+            self._read_at = perf_counter()
+        made = runner.made
+        launched = runner.launch(list(self.active), known + (unknown + 2) * self.decoder.reach, limit, steps)
+        self._in_flight = _InFlight([*self.active.values()], limit, launched, steps)
+        if runner.made.count > made.count:
+            self._exclude_capture_time(runner.made - made)
+        return self._read(before) if before else []
 
-    def _charge_nobody(self, made: Captures) -> None:
-        """Capturing happens once for all texts: it is no part of any step, and of the time of none."""
+    def _exclude_capture_time(self, made: Captures) -> None:
+        """Count captures separately: they happen once, and are not part of any step's or sequence's time."""
         self.costs.captures += made.count
         self.costs.capture_seconds += made.seconds
         self.costs.capture_bytes += made.bytes
-        self._looked += made.seconds
+        self._read_at += made.seconds
         for _, result in self.active.values():
             result.started += made.seconds
             result.first += made.seconds
         for result in [r for _, r in self.active.values()] + [r for waiting in self.queue for r in waiting.results]:
             result.queued += made.seconds
 
-    def _look(self, before: _UnderWay) -> list[Chunk]:
-        chunks, looked = [], self._looked
+    def _read(self, before: _InFlight) -> list[Chunk]:
+        chunks, last_read = [], self._read_at
         found = before.launched.rows()
-        self._looked = perf_counter()
-        taken = (self._looked - looked) / before.steps
+        self._read_at = perf_counter()
+        taken = (self._read_at - last_read) / before.steps
         for rows in found:
             chunks += self._record(before.rows, rows)
             self._learn(before.limit, taken, rows)
@@ -186,7 +182,7 @@ class Session:
 
     def _learn(self, limit: int | None, seconds: float, rows: list[Row]) -> None:
         fallback = self.decoder.fallback
-        live = [row for row in rows if row.count and (row.nodes > 1 or not (limit and self.decoder.turns))]
+        live = [row for row in rows if row.count and (row.nodes > 1 or not (limit and self.decoder.may_fall_back))]
         if fallback is not None and limit is not None and live:
             fallback.record(len(rows), limit, seconds, sum(row.count for row in rows), [row.count - 1 for row in live])
 
@@ -242,25 +238,28 @@ class Session:
                 else:
                     self.kv.copy(first, slot)
 
-    def _record(self, texts: Sequence[tuple[Request, Result] | None], rows: list[Row]) -> list[Chunk]:
-        """Count the round per request; rounds of a text that has ended, or was cut back, count for nothing."""
+    def _record(self, sequences: Sequence[tuple[Request, Result] | None], rows: list[Row]) -> list[Chunk]:
+        """Add a decode step to the results. Steps of a sequence that has ended or was cut are dropped."""
         now, chunks = perf_counter(), []
-        for text, row in zip(texts, rows, strict=True):
-            if text is not None and row.count and not (text[1].ended_by or text[1].turned):
-                chunks.append(text[1].take(text[0], row.tokens[: row.count], row.nodes - 1, row.open, now))
+        for sequence, row in zip(sequences, rows, strict=True):
+            if sequence is None or not row.count:
+                continue
+            request, result = sequence
+            if not (result.ended_by or result.fell_back):
+                chunks.append(result.take(request, row.tokens[: row.count], row.nodes - 1, row.open, now))
         return chunks
 
-    def _turn(self) -> None:
-        """Texts that a guard has cut go on plainly from there; what is under way for them is void."""
+    def _fall_back(self) -> None:
+        """Switch sequences that a guard has cut to plain decoding. Their steps in flight are dropped."""
         for slot, (request, result) in self.active.items():
-            if result.turned:
-                self.round.turn(slot, request.prompt, result.tokens)
-                result.turned = False
-                if self._under_way is not None:
-                    self._under_way.rows = [t if t is None or t[1] is not result else None for t in self._under_way.rows]
+            if result.fell_back:
+                self.decode_step.fall_back(slot, request.prompt, result.tokens)
+                result.fell_back = False
+                if self._in_flight is not None:
+                    self._in_flight.rows = [t if t is None or t[1] is not result else None for t in self._in_flight.rows]
 
     def _retire(self, entered: bool = False) -> None:
-        """Free what finished requests held, tell the cache which slots go on, and turn those that guards have cut."""
+        """Free the slots and pages of finished requests, and update the rows of the cache."""
         done = [slot for slot, (_, result) in self.active.items() if result.ended_by]
         for slot in done:
             del self.active[slot]
@@ -269,7 +268,7 @@ class Session:
                 self.kv.release(slot)
         if done or entered:
             self.slot_B = torch.tensor(list(self.active), dtype=torch.long, device=self.slot_B.device)
-            if self.ahead is None:
+            if self.runner is None:
                 self.kv.rows(self.slot_B)
-        if self.decoder.turns:
-            self._turn()
+        if self.decoder.may_fall_back:
+            self._fall_back()

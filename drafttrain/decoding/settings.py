@@ -1,4 +1,4 @@
-"""What a scheduler decodes with: target, drafter, policy, and settings that hold for all its requests."""
+"""The settings of a scheduler: target, drafter, policy, and limits of all its requests."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ from drafttrain.model.target import Target
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """draft_length: no deeper proposals than this; None: as trained. window: drafts of a path offered to one verification,
-    whatever was drafted. threshold: of the policy of that name. fallback: draft and verify only what pays (`Fallback`, `Cut`).
-    read_every: rounds launched before the host looks at the results of those before; None: 1 on a GPU, where rounds are
-    captured as CUDA graphs, and elsewhere each is run and looked at by itself. capture: False for weights that soon change.
-    """
+    """How decode steps run."""
 
-    draft_length: int | None = None
-    window: int | None = None
-    threshold: float = LEAST
-    fallback: bool = False
-    read_every: int | None = None
-    capture: bool = True
+    draft_length: int | None = None  # deepest proposal; None: as trained
+    window: int | None = None  # drafts of a path that one verification gets at most
+    threshold: float = LEAST  # of the policy of that name
+    fallback: bool = False  # draft and verify only as far as it saves time (`Fallback`, `Cut`)
+    read_every: int | None = None  # steps launched before the host reads earlier results; None: 1 where steps are captured as
+    # CUDA graphs, elsewhere each step is run and read by itself
+    capture: bool = True  # False for weights that change soon
 
     def __post_init__(self) -> None:
         if self.read_every is not None and not 1 <= self.read_every <= RING:
@@ -42,10 +39,11 @@ class Controls:
 
 
 class DecoderSettings:
-    """What a session decodes with: target, drafter (None: plainly, with the same target, cache and sampler), policy, settings.
+    """Target, drafter, policy and settings of a session. drafter None: plain decoding with the same target, cache and sampler.
 
     `prefill_chunk` bounds the positions of one prefill pass. stop_ids and the parameters named like those of `Request` are
-    for `request`. A guard that would turn a text to plain decoding is off where decoding is that already, or as good as that.
+    for `request`. Guards with action `plain` are off if the output is plain decoding's anyway: without a drafter, or with a
+    lossless policy.
     """
 
     def __init__(
@@ -65,20 +63,20 @@ class DecoderSettings:
         self.target, self.drafter, self.controls = target, drafter, controls
         self.policy = policy_for(policy, sampling, controls.threshold)
         self.sampling = replace(sampling, shared_noise=self.policy.keyed)
-        if drafter is not None and not target.trees and any(set(path) != {0} for path in drafter.paths()):
+        if drafter is not None and not target.trees and any(set(path) != {0} for path in drafter.proposal.paths):
             raise UserError("the drafter proposes trees; this target's architecture is exact for chains only: draft a chain")
         self.prefill_chunk = prefill_chunk
         self._text: dict[str, Any] = {"stop_ids": stop_ids, "max_new_tokens": max_new_tokens}
         self._text |= {"min_new_tokens": min_new_tokens, "stop_text": stop_text}
         guard = guard or Guard()
         self.guard = guard.without("plain") if drafter is None or self.policy.lossless else guard
-        self.turns = self.guard != self.guard.without("plain")
+        self.may_fall_back = self.guard != self.guard.without("plain")
         self.captures = controls.capture and capturable(target, drafter)
         self.read_every = controls.read_every or (1 if self.captures else None)
-        self.reach = 1 + (drafter.draft_length if drafter else 0)  # tokens of one round at most
-        # a proposal may reach past the last token that counts, and rounds may begin before the host knows that a text has
+        self.reach = 1 + (drafter.draft_length if drafter else 0)  # tokens of one decode step at most
+        # a proposal may reach past the last token that counts, and steps may begin before the host knows that a text has
         # ended: their scratch positions need room too
-        largest = 1 if drafter is None else drafter.widest if self.read_every else drafter.max_nodes
+        largest = 1 if drafter is None else drafter.max_new_positions if self.read_every else drafter.proposal.max_nodes
         self.scratch = largest + (2 * self.reach if self.read_every else 0)
         self.fallback, self.cut = None, None
         if drafter is not None and controls.fallback:

@@ -1,4 +1,4 @@
-"""One decode round, for every drafter: what a CUDA graph holds on a GPU, and what runs as it is elsewhere.
+"""One decode step, for every drafter. On a GPU a CUDA graph holds it; elsewhere it runs operation by operation.
 
 Shapes: S slots, B rows, N tree nodes, A accepted nodes, K stop tokens, V vocabulary.
 """
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, depth
-from drafttrain.decoding.acceptance import Policy, Verdict
+from drafttrain.decoding.acceptance import AcceptedPath, Policy
 from drafttrain.decoding.draft_length import Cut
-from drafttrain.decoding.logits_processors import Processors, StopTokens
+from drafttrain.decoding.logits_processors import LogitsProcessors, StopTokens
 from drafttrain.decoding.request import Request
-from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Taps, Target, TargetOut
 
 
 class SlotState:
-    """What the device knows of each slot's text: its root, its request's key, tokens made, and where it ends.
+    """The device's record of each slot's text.
 
-    done_S: a row that is done goes through further rounds and commits nothing; the host drops it when it looks. plain_S: a row
-    whose drafts are not verified: what it gets is plain decoding, whatever the policy.
-    temperature_S, seed_1: of the sampling.
+    root_S: last accepted token, not in any cache yet. key_S: key of the request. made_S: new tokens so far. limit_S: new tokens
+    at most. done_S: the text has ended; the row commits nothing more, and the host drops it when it reads the results.
+    plain_S: the row has fallen back to plain decoding, whatever the policy. temperature_S, seed_1: of the sampling.
     """
 
     def __init__(self, slots: int, sampling: Sampling, device: torch.device) -> None:
@@ -52,19 +52,19 @@ class SlotState:
         """The first tokens of new texts."""
         self.root_S[slot_B], self.made_S[slot_B] = root_B, 1
 
-    def turn(self, slot: int, tokens: Sequence[int]) -> None:
-        """The slot's text is these tokens, and goes on plainly."""
+    def fall_back(self, slot: int, tokens: Sequence[int]) -> None:
+        """The slot's text is these tokens; plain decoding continues it."""
         self.root_S[slot], self.made_S[slot] = tokens[-1], len(tokens)
         self.done_S[slot], self.plain_S[slot] = False, True
 
     def sampling(self, sampling: Sampling, slot_B: Tensor) -> Sampling:
-        """The settings of these rows, read from the device; where nothing is drawn, they are the same for all."""
+        """The settings of these rows, as device tensors. Without sampling they are the same for all rows."""
         if sampling.greedy and sampling.drafting.greedy:
             return sampling
         return replace(sampling.rows(self.key_S[slot_B]), temperature_B=self.temperature_S[slot_B], seed_1=self.seed_1)
 
     def go_on(self, slot_B: Tensor, token_BA: Tensor, count_B: Tensor) -> None:
-        """The first count_B tokens became text; texts that have reached their end are done."""
+        """Append the first count_B tokens of each row to its text, and mark texts that have ended."""
         made_B = self.made_S[slot_B] + count_B
         new_BA = torch.arange(token_BA.shape[1], device=token_BA.device) < count_B[:, None]
         stops_BA = (token_BA[..., None] == self.stop.token_SK[slot_B][:, None]).any(-1) & new_BA
@@ -74,17 +74,15 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the host asks of a round. next_BA: new tokens, count_B of them. nodes_B: verified, root included. open_B: whether
-    the last accepted node had children, so that one more draft was offered than accepted.
-    """
+    """The results of a decode step that the host reads."""
 
-    next_BA: Tensor
-    count_B: Tensor
-    nodes_B: Tensor
-    open_B: Tensor
+    next_BA: Tensor  # new tokens
+    count_B: Tensor  # how many of them
+    nodes_B: Tensor  # verified nodes, root included
+    open_B: Tensor  # whether the last accepted node had children: then one more draft was offered than accepted
 
     def packed(self) -> Tensor:
-        """[B, A + 3] int64: one tensor to bring over."""
+        """[B, A + 3] int64: one tensor to copy to the host."""
         return torch.cat([self.next_BA, torch.stack([self.count_B, self.nodes_B, self.open_B.long()], 1)], 1)
 
 
@@ -103,30 +101,26 @@ class Row:
 
 
 @dataclass
-class Round:
-    """Propose, verify, commit, observe, for the rows of `slot_B`. marks: when its parts began and ended, in seconds.
-
-    turns: rows may be turned to plain decoding (`turn`); without, rounds do not look for such. cut: leaves out of a draft what
-    is not worth being verified, in rounds that ask the device anyway. drafted: how deep the last of these was, before.
-    """
+class DecodeStep:
+    """Draft, verify, accept and observe, for the rows of `slot_B`."""
 
     target: Target
     drafter: Drafter | None
     policy: Policy
     sampling: Sampling
-    window: int | None
+    window: int | None  # drafts of a path that are verified at most
     kv: KVCache
-    state: Any  # the drafter's
+    state: DraftState | None  # None: without a drafter
     slots: SlotState
-    processors: Processors
-    turns: bool = False
-    cut: Cut | None = None
-    drafted: int = 0
-    marks: list[float] = field(default_factory=list)
+    processors: LogitsProcessors
+    may_fall_back: bool = False  # rows may fall back to plain decoding
+    cut: Cut | None = None  # chooses how much of a chain to verify, in steps that sync with the host anyway
+    drafted: int = 0  # depth of the last such draft before it was cut
+    marks: list[float] = field(default_factory=list)  # when the parts of the last step began and ended, in seconds
     _events: list[Any] = field(default_factory=list)
 
     def run(self, slot_B: Tensor, limit: int | None) -> Record:
-        """limit: no deeper drafts than this; 0: none at all. With a bound on the cache's lengths nothing asks the device."""
+        """limit: deepest draft allowed; 0: none. With a bound on the cache's lengths nothing syncs with the host."""
         kv, fixed = self.kv, self.kv.bound is not None
         self.marks = []
         self._mark()
@@ -136,7 +130,7 @@ class Round:
         tree = self._tree(slot_B, limit, sampling)
         self._mark()
         ancestor_BNN = tree.ancestor_BNN
-        # past the target's last position there are only drafts that are dropped where the text ends
+        # drafts past the target's last position are dropped where the text ends
         position_BN = (kv.length_B[:, None] + depth(ancestor_BNN)).clamp_max(self.target.shape.max_positions - 1)
         kv.room(tree.token_BN.shape[1])
         out = self.target(tree.token_BN, kv, ancestor_BNN, position_BN, self.taps)
@@ -145,19 +139,19 @@ class Round:
         logits_BNV = out.logits_BRV
         if not self.processors.idle:
             logits_BNV = self.processors(logits_BNV, tree.token_BN, ancestor_BNN, slot_B, self.slots.made_S[slot_B])
-        verdict = self.policy.verify(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
-        verdict = self._kept(verdict, slot_B, limit) if fixed else verdict.trimmed()
-        kv.keep(verdict.path_BA, verdict.count_B)
-        commit = commit_of(tree, verdict, out)
+        accepted = self.policy.accept(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
+        accepted = self._without_done(accepted, slot_B, limit) if fixed else accepted.trimmed()
+        kv.keep(accepted.path_BA, accepted.count_B)
+        commit = commit_of(tree, accepted, out)
         self._observe(commit, slot_B, limit)
-        self.processors.add(slot_B, tree.token_BN[:, 0], commit.next_BA, verdict.count_B)
-        self.slots.root_S[slot_B] = verdict.bonus_B
+        self.processors.add(slot_B, tree.token_BN[:, 0], commit.next_BA, accepted.count_B)
+        self.slots.root_S[slot_B] = accepted.bonus_B
         if fixed or not self.processors.idle:
-            self.slots.go_on(slot_B, commit.next_BA, verdict.count_B)
+            self.slots.go_on(slot_B, commit.next_BA, accepted.count_B)
         real_BN = torch.arange(tree.token_BN.shape[1], device=slot_B.device) < tree.count_B[:, None]
-        has_child_B = ((tree.parent_BN == verdict.last_B[:, None]) & real_BN).any(-1)
+        has_child_B = ((tree.parent_BN == accepted.last_B[:, None]) & real_BN).any(-1)
         self._mark()
-        return Record(commit.next_BA, verdict.count_B, tree.count_B, has_child_B)
+        return Record(commit.next_BA, accepted.count_B, tree.count_B, has_child_B)
 
     @property
     def taps(self) -> Taps:
@@ -165,53 +159,53 @@ class Round:
 
     def _tree(self, slot_B: Tensor, limit: int | None, sampling: Sampling) -> DraftTree:
         self.drafted = 0
-        if self.drafter is None or limit == 0:
+        if self.state is None or limit == 0:
             return DraftTree.chain(self.slots.root_S[slot_B][:, None])
-        tree, fixed = self.drafter.propose(self.state, slot_B, sampling, limit), self.kv.bound is not None
-        deepest = [d for d in (self.window, None if fixed else self._worthwhile(tree, slot_B)) if d is not None]
+        tree, fixed = self.state.propose(slot_B, sampling, limit), self.kv.bound is not None
+        deepest = [d for d in (self.window, None if fixed else self._depth_to_verify(tree, slot_B)) if d is not None]
         tree = tree.cut(min(deepest), trim=not fixed) if deepest else tree
-        if self.turns:
-            tree = self._pruned(tree, slot_B)
+        if self.may_fall_back:
+            tree = self._root_only_if_plain(tree, slot_B)
         return tree if fixed else tree.trimmed()
 
-    def _pruned(self, tree: DraftTree, slot_B: Tensor) -> DraftTree:
-        """Rows that are plain are left their root alone, which the drafter no longer knows."""
+    def _root_only_if_plain(self, tree: DraftTree, slot_B: Tensor) -> DraftTree:
+        """Rows that have fallen back get their root alone. The drafter does not know it any more."""
         token_BN = torch.cat([self.slots.root_S[slot_B][:, None], tree.token_BN[:, 1:]], 1)
         return replace(tree, token_BN=token_BN, count_B=tree.count_B.masked_fill(self.slots.plain_S[slot_B], 1))
 
-    def _worthwhile(self, tree: DraftTree, slot_B: Tensor) -> int | None:
-        """How much of a draft is worth being verified, where its drafter knows how sure it is."""
+    def _depth_to_verify(self, tree: DraftTree, slot_B: Tensor) -> int | None:
+        """The depth to verify, chosen from the drafter's confidences; None: no choice, the whole draft."""
         if self.cut is None or tree.confidence_BN is None:
             return None
         self.drafted = tree.token_BN.shape[1] - 1
         reach_BD = tree.confidence_BN[:, 1:].double().cumprod(1)
-        reach_BD = reach_BD.masked_fill(self.slots.plain_S[slot_B][:, None], 0.0) if self.turns else reach_BD
-        return self.cut.depth(len(slot_B), reach_BD.sum(0).tolist(), drawn=tree.q_BNV is not None)
+        reach_BD = reach_BD.masked_fill(self.slots.plain_S[slot_B][:, None], 0.0) if self.may_fall_back else reach_BD
+        return self.cut.depth(len(slot_B), reach_BD.sum(0).tolist(), sampled=tree.q_BNV is not None)
 
-    def _kept(self, verdict: Verdict, slot_B: Tensor, limit: int | None) -> Verdict:
-        """No more columns than drafts can be accepted, and nothing of rows that are done."""
+    def _without_done(self, accepted: AcceptedPath, slot_B: Tensor, limit: int | None) -> AcceptedPath:
+        """No more columns than nodes can be accepted, and count 0 for rows that are done."""
         drafts = [self.drafter.draft_length if self.drafter else 0, limit, self.window]
-        path_BA = verdict.path_BA[:, : 1 + min(d for d in drafts if d is not None)]
-        return replace(verdict, path_BA=path_BA, count_B=verdict.count_B.masked_fill(self.slots.done_S[slot_B], 0))
+        path_BA = accepted.path_BA[:, : 1 + min(d for d in drafts if d is not None)]
+        return replace(accepted, path_BA=path_BA, count_B=accepted.count_B.masked_fill(self.slots.done_S[slot_B], 0))
 
     def _observe(self, commit: Commit, slot_B: Tensor, limit: int | None) -> None:
-        if self.drafter is None:
+        if self.state is None:
             return
-        if self.turns:  # a text that was cut back is no longer the one that the drafter knows
+        if self.may_fall_back:  # the drafter does not know the text of rows that have fallen back
             commit = replace(commit, count_B=commit.count_B.masked_fill(self.slots.plain_S[slot_B], 0))
-        self.drafter.observe(self.state, commit, slot_B)
-        if limit == 0 and self.kv.bound is not None:  # what waits must fit the next proposal, whose width is fixed
-            self.drafter.absorb(self.state, slot_B)
+        self.state.observe(commit, slot_B)
+        if limit == 0 and self.kv.bound is not None:  # pending positions must fit the next proposal, whose width is fixed
+            self.state.catch_up(slot_B)
 
-    def turn(self, slot: int, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """The slot's text goes on plainly behind these tokens of it; whatever was committed past them is forgotten."""
+    def fall_back(self, slot: int, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """Continue the slot's text after these tokens by plain decoding. Later positions are forgotten."""
         self.kv.cut(slot, len(prompt) + len(tokens) - 1)  # the last one is the root, which no cache holds yet
-        self.slots.turn(slot, tokens)
+        self.slots.fall_back(slot, tokens)
         self.processors.see(slot, [*prompt, *tokens])
 
     @contextmanager
     def marked(self, events: list[Any]) -> Iterator[None]:
-        """While this lasts, the parts' ends are also recorded on the device, by these events."""
+        """Within this context the ends of the parts are also recorded on the device, by these events."""
         self._events = events
         yield
         self._events = []
@@ -222,10 +216,12 @@ class Round:
         self.marks.append(perf_counter())
 
 
-def commit_of(tree: DraftTree, verdict: Verdict, out: TargetOut) -> Commit:
-    """Lay the accepted path out in aligned columns: token, the token after it, the target's state at it."""
-    token_BA = tree.token_BN.gather(1, verdict.path_BA)
+def commit_of(tree: DraftTree, accepted: AcceptedPath, out: TargetOut) -> Commit:
+    """The accepted path as aligned columns: token, the token after it, the target's state at it."""
+    token_BA = tree.token_BN.gather(1, accepted.path_BA)
     next_BA = torch.cat([token_BA[:, 1:], token_BA[:, :1]], 1)
-    next_BA = next_BA.scatter(1, (verdict.count_B - 1).clamp_min(0)[:, None], verdict.bonus_B[:, None])
-    hidden = {k: h_BNH.gather(1, verdict.path_BA[..., None].expand(-1, -1, h_BNH.shape[-1])) for k, h_BNH in out.hidden.items()}
-    return Commit(token_BA, next_BA, hidden, verdict.count_B)
+    next_BA = next_BA.scatter(1, (accepted.count_B - 1).clamp_min(0)[:, None], accepted.bonus_B[:, None])
+    hidden = {
+        k: h_BNH.gather(1, accepted.path_BA[..., None].expand(-1, -1, h_BNH.shape[-1])) for k, h_BNH in out.hidden.items()
+    }
+    return Commit(token_BA, next_BA, hidden, accepted.count_B)

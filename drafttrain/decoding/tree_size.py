@@ -24,22 +24,22 @@ from drafttrain.model.target import Target
 
 CANDIDATES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # drafts, the root not counted
 CONTEXT = 128  # committed positions at which costs are taken
-WARM = 2 + WARM_RUNS  # proposals beside those that count: the first one, and those that lead to a graph
+WARM = 2 + WARM_RUNS  # proposals besides those that count: the first one, and those before a capture
 Key = TypeVar("Key", bound=Hashable)
 
 
-def best_nodes(target: Target, drafter: Drafter, texts: Sequence[Tensor], candidates: Sequence[int] = CANDIDATES) -> int:
-    """The node count of most tokens a second at batch size 1: expected tokens a step / (a proposal + a verification).
+def best_nodes(target: Target, drafter: Drafter, sequences: Sequence[Tensor], candidates: Sequence[int] = CANDIDATES) -> int:
+    """The node count with most tokens per second at batch size 1: expected tokens of a step / (proposal + verification).
 
-    texts: as for `Drafter.tune`. Both costs are measured here, as steps will run here, captured or call by call; so the choice
-    holds for this machine and dtype alone.
+    sequences: as for `Proposal.tune`. Both costs are measured as steps will run on this machine, captured or call by call; the
+    choice holds only for this machine and dtype.
     """
     draft, rates = proposal_seconds(target, drafter), {}
     verify = verification_seconds(target, drafter, [n + 1 for n in candidates])
     for nodes in candidates:
-        paths = tuned_paths(texts, nodes)
+        paths = tuned_paths(sequences, nodes)
         if paths:
-            rates[nodes] = (1.0 + expected_nodes(texts, paths)) / (draft + verify[nodes + 1])
+            rates[nodes] = (1.0 + expected_nodes(sequences, paths)) / (draft + verify[nodes + 1])
     return max(rates, key=lambda n: rates[n]) if rates else candidates[0]
 
 
@@ -64,7 +64,7 @@ def verification_seconds(
 
 
 def _chain(size: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(ancestor_BNN, position_BN) of so many nodes behind the context, one below the other: the shape costs nothing."""
+    """(ancestor_BNN, position_BN) of a chain of so many nodes after the context. The tree's shape does not change the cost."""
     ancestor_NN = torch.ones(size, size, dtype=torch.bool, device=device).tril()
     return ancestor_NN.expand(batch, -1, -1), (CONTEXT + torch.arange(size, device=device)).expand(batch, -1)
 
@@ -83,18 +83,16 @@ def proposal_seconds(target: Target, drafter: Drafter, repeats: int = 15, batch:
     """
     device, captured = target.device, capturable(target, drafter)
     room = CONTEXT + repeats + WARM
-    state = drafter.open(batch, max(room, LEAST_BOUND if captured else 0) + drafter.widest)
-    caches, slot_B = drafter.caches(state), torch.arange(batch, device=device)
+    state = drafter.open(batch, max(room, LEAST_BOUND if captured else 0) + drafter.max_new_positions)
+    caches, slot_B = state.caches, torch.arange(batch, device=device)
     if captured:
         for kv in caches:
-            kv.bound = 0  # of what is there before the first positions are read
-    drafter.read(state, _commit(target, drafter, batch, CONTEXT), slot_B)
+            kv.bound = 0  # nothing is in the cache yet
+    state.observe_prompt(_commit(target, drafter, batch, CONTEXT), slot_B)
     if captured:
-        bind(caches, room, drafter.widest)
+        bind(caches, room, drafter.max_new_positions)
     observed = _commit(target, drafter, batch, 1)
-    step = Work(
-        lambda: drafter.propose(state, slot_B, Sampling(), depth).token_BN, lambda: drafter.observe(state, observed, slot_B)
-    )
+    step = Work(lambda: state.propose(slot_B, Sampling(), depth).token_BN, lambda: state.observe(observed, slot_B))
     return median_seconds({depth: step}, device, captured, repeats)[depth]
 
 
@@ -106,14 +104,14 @@ def _commit(target: Target, drafter: Drafter, batch: int, length: int) -> Commit
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """run: what is timed; gives any tensor that it made. after: what has to follow before the next time."""
+    """Something to time."""
 
-    run: Callable[[], Tensor]
-    after: Callable[[], object] = lambda: None
+    run: Callable[[], Tensor]  # is timed; gives any tensor that it made
+    after: Callable[[], object] = lambda: None  # runs after each timing
 
 
 def median_seconds(works: Mapping[Key, Work], device: torch.device, captured: bool, repeats: int) -> dict[Key, float]:
-    """Of each work, all of them in turn: of calls, or, `captured`, of replays of CUDA graphs that hold all of it."""
+    """Median seconds of each work; all are timed in turn. captured: replays of CUDA graphs that hold `run` and `after`."""
     pool = cuda.graph_pool_handle() if captured else None
     times: dict[Key, Callable[[], float]] = {
         key: _replay_timer(work, device, pool) if captured else partial(_call_seconds, work) for key, work in works.items()
@@ -127,7 +125,7 @@ def median_seconds(works: Mapping[Key, Work], device: torch.device, captured: bo
 
 def _call_seconds(work: Work) -> float:
     began = perf_counter()
-    work.run().flatten()[0].item()  # waits for a device that works ahead
+    work.run().flatten()[0].item()  # waits for the device
     taken = perf_counter() - began
     work.after()
     return taken

@@ -1,4 +1,4 @@
-"""A drafter on disk. `step-00400/` holds `drafter.safetensors` (its own tensors) and `drafter.json` (all else).
+"""A drafter on disk. `step-00400/` holds `drafter.safetensors` (its own tensors) and `drafter.json` (everything else).
 
 Where the target was trained too, `drafter.safetensors` also holds the matrices of its adapter, under `adapter.`.
 """
@@ -70,18 +70,15 @@ class TargetRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMeta:
-    """What stands in `drafter.json`. adapter: the `LoraSpec` of a target that was trained too, as plain data; left out where
-    it was not. imported: where a drafter of other people came from, left out where it did not. The last three are filled in by
-    `save_drafter`.
-    """
+    """The content of `drafter.json`. `save_drafter` fills in the last three fields."""
 
     family: str
     options: dict[str, Any]
     decode: dict[str, Any]
     target: TargetRecord
     step: int
-    adapter: dict[str, Any] | None = None
-    imported: dict[str, Any] | None = None
+    adapter: dict[str, Any] | None = None  # the `LoraSpec` of a target that was trained too; left out if it was not
+    imported: dict[str, Any] | None = None  # the origin of a published drafter; left out for our own
     schema_version: int = SCHEMA_VERSION
     version: str = __version__
     sha256: str = ""
@@ -167,13 +164,11 @@ def _take_matrices(directory: Path, state: dict[str, Tensor], adapter: Adapter, 
 
 
 def filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping[str, Tensor]) -> Drafter:
-    """The checkpoint's drafter with these tensors, none of an adapter among them; otherwise as `load_drafter` gives it."""
+    """The checkpoint's drafter with these tensors, without those of an adapter; otherwise as `load_drafter` gives it."""
     drafter = build(directory, meta, target)
     _check_state(directory, drafter.state_dict(), state)
     drafter.load_state_dict(state, strict=True)
-    settings = meta.decode | tuned_settings(directory)
-    drafter.use_decode_settings(settings)
-    drafter.prefer(settings)
+    drafter.use_decode_settings(meta.decode | tuned_settings(directory))
     return drafter.to(target.device, target.dtype).eval()
 
 
@@ -224,7 +219,7 @@ def _checked(meta: CheckpointMeta) -> CheckpointMeta:
 
 
 def tuned_settings(directory: Path) -> dict[str, Any]:
-    """What `drafttrain tune` found best for this checkpoint; nothing without its file. Raises UserError for another file."""
+    """The settings that `drafttrain tune` found best; empty without its file. Raises UserError for a damaged one."""
     file = directory / TUNED
     if not file.is_file():
         return {}
@@ -311,7 +306,7 @@ def prune(run_dir: Path, keep_last: int, keep: set[str]) -> list[Path]:
 def _read_bytes(directory: Path, meta: CheckpointMeta) -> bytes:
     file = directory / WEIGHTS
     if not file.is_file():
-        raise UserError(f"{directory}: expected {WEIGHTS} beside {META}, got none; {ANOTHER}")
+        raise UserError(f"{directory}: expected {WEIGHTS} next to {META}, got none; {ANOTHER}")
     weights = file.read_bytes()
     sha256 = hashlib.sha256(weights).hexdigest()
     if sha256 != meta.sha256:
@@ -327,7 +322,7 @@ def _read_weights(directory: Path, meta: CheckpointMeta) -> dict[str, Tensor]:
 
 
 def build(directory: Path, meta: CheckpointMeta, target: Target) -> Drafter:
-    """A fresh drafter of the family and the options that are written down. Raises UserError where there are none such."""
+    """A fresh drafter with the family and options of the checkpoint. Raises UserError for an unknown family or option."""
     if meta.family not in families():
         near = difflib.get_close_matches(meta.family, families(), n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(families())}"

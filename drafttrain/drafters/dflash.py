@@ -1,4 +1,4 @@
-"""DFlash: a block of drafts in one pass, from masks behind the root and the target's fused states (arXiv 2602.06036).
+"""DFlash: a block of drafts in one pass, from masks after the root and the target's fused states (arXiv 2602.06036).
 
 Shapes: B rows, K drafts, H hidden.
 """
@@ -24,7 +24,7 @@ class DFlash(BlockDrafter):
     of their likeliest tokens."""
 
     def choices(self, state_BKH: Tensor) -> Choices:
-        logits_BKV = self.alone(state_BKH)
+        logits_BKV = self.slot_logits(state_BKH)
         return lambda draft, before_BW: logits_BKV[:, draft, None]
 
 

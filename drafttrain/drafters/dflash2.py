@@ -2,12 +2,12 @@
 
 Shapes: B rows, W nodes of a depth, C candidates, H hidden, R rank, V vocabulary.
 
-The C likeliest tokens of slot t are its candidates. Behind the token a candidate b scores, with U the target's head on the
+The C likeliest tokens of slot t are its candidates. After the token a candidate b scores, with U the target's head on the
 slot's state h_t:
 
     S(a, b) = U_t(b) + sum over R of A[a] * (P h_t) * B[b]
 
-Other tokens are never drafted: the law that a chain is drawn from lies on C tokens.
+Other tokens are never drafted: the draft distribution has C tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CandidateSelector(nn.Module):
         nn.init.normal_(self.hidden_projection.weight, std=STD)
 
     def joint(self, state_H: Tensor, before: Tensor) -> Tensor:
-        """[..., R] what slot and token before say together."""
+        """[..., R] the product of the slot's and the previous token's codes."""
         joint_R: Tensor = self.predecessor_codebook(before) * self.hidden_projection(state_H)
         return joint_R
 
@@ -70,33 +70,33 @@ class DFlash2(BlockDrafter):
         self.candidates = options.candidates
         self.candidate_selector = CandidateSelector(width, vocab, options.rank)
 
-    def informed(self, state_H: Tensor, before: Tensor) -> Tensor:
+    def head_input(self, state_H: Tensor, before: Tensor) -> Tensor:
         return torch.cat([state_H, self.candidate_selector.joint(state_H, before)], -1)
 
-    def head(self, informed_X: Tensor) -> Tensor:
+    def head(self, input_X: Tensor) -> Tensor:
         """Minus infinity for all but the candidates."""
-        alone_V = self.alone(informed_X[..., : self.width])
-        best_C, token_C = alone_V.topk(self.candidates, -1)
-        score_C = self.candidate_selector.scores(best_C, token_C, informed_X[..., self.width :])
-        return torch.full_like(alone_V, -torch.inf).scatter(-1, token_C, score_C)
+        slot_V = self.slot_logits(input_X[..., : self.width])
+        best_C, token_C = slot_V.topk(self.candidates, -1)
+        score_C = self.candidate_selector.scores(best_C, token_C, input_X[..., self.width :])
+        return torch.full_like(slot_V, -torch.inf).scatter(-1, token_C, score_C)
 
     def choices(self, state_BKH: Tensor) -> Choices:
-        alone_BKV, selector = self.alone(state_BKH), self.candidate_selector
-        best_BKC, token_BKC = alone_BKV.topk(self.candidates, -1)
+        slot_BKV, selector = self.slot_logits(state_BKH), self.candidate_selector
+        best_BKC, token_BKC = slot_BKV.topk(self.candidates, -1)
 
         def choose(draft: int, before_BW: Tensor) -> Tensor:
             candidates = (*before_BW.shape, self.candidates)
             best_BWC, token_BWC = (x[:, draft, None].expand(candidates) for x in (best_BKC, token_BKC))
             score_BWC = selector.scores(best_BWC, token_BWC, selector.joint(state_BKH[:, draft, None], before_BW))
-            return alone_BKV.new_full((*before_BW.shape, alone_BKV.shape[-1]), -torch.inf).scatter(-1, token_BWC, score_BWC)
+            return slot_BKV.new_full((*before_BW.shape, slot_BKV.shape[-1]), -torch.inf).scatter(-1, token_BWC, score_BWC)
 
         return choose
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        """What each slot says alone, which makes the candidates; then what is drafted, the choice among them."""
+        """Each slot's own logits, which make the candidates (not counted); then the choice among them, which is drafted."""
         for prediction in super().predict(batch):
             state_MH = prediction.hidden_MH[:, : self.width]
-            yield replace(prediction, hidden_MH=state_MH, head=self.alone, counted=False)
+            yield replace(prediction, hidden_MH=state_MH, head=self.slot_logits, counted=False)
             yield replace(prediction, offers=self.candidates)
 
 

@@ -1,6 +1,6 @@
-"""A separate draft model: a small causal LM with a cache of its own, distilled (arXiv 2211.17192, 2302.01318, 2310.08461).
+"""A separate draft model: a small causal LM with its own KV cache, distilled (arXiv 2211.17192, 2302.01318, 2310.08461).
 
-Shapes: B rows, N tokens fed, T positions, M predictions, R logit rows, H hidden, V vocabulary.
+Shapes: B rows, N tokens of one pass, T positions, M predictions, R logit rows, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.autoregressive import Autoregressive, AutoregressiveState
-from drafttrain.drafters.common.proposal import Proposal, TreeOptions
+from drafttrain.drafters.common.autoregressive import Autoregressive
+from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from drafttrain.drafters.common.translation import TranslatedDraft, Translation
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
@@ -38,24 +38,23 @@ class DraftModelOptions(TreeOptions):
     hidden_size: int | None = None  # scratch; null: the target's
     lora_rank: int = 0  # of adapters on every linear map but the head (arXiv 2106.09685); 0: all weights are trained
     lora_alpha: int = 16  # adapters count alpha / rank
-    quantize: str | None = None  # int8, int4: of the weights that it decodes with; measured beside those as they are
+    quantize: str | None = None  # int8, int4: of the weights that it decodes with; measured next to the unquantised ones
     draft_length: int = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The language model that is to draft. missing: why its own weights are not there. translation: where its tokens are
-    others than the target's."""
+    """The language model that drafts."""
 
     lm: Any
-    missing: str | None = None
-    translation: Translation | None = None
+    missing: str | None = None  # why it has no weights of its own
+    translation: Translation | None = None  # for a model of another tokenizer
 
 
 def build(options: DraftModelOptions, target: Target) -> Drafter:
     """Raises UserError for options that contradict each other, and for a model that cannot be loaded or cannot draft."""
     check(options)
-    proposal = Proposal(options, options.draft_length, target)
+    proposal = TreeProposal(options, options.draft_length, target)
     found = model_of(options, target, proposal.kind)
     if found.translation is not None:
         return TranslatedDraft(found.lm, found.translation, options.draft_length)
@@ -63,7 +62,7 @@ def build(options: DraftModelOptions, target: Target) -> Drafter:
 
 
 def model_of(options: DraftModelOptions, target: Target, kind: str) -> Model:
-    """kind: of the proposals that it makes as it is. Raises UserError for a model that cannot make them, or has no weights."""
+    """kind: of its proposals. Raises UserError for a model that cannot make them, or has no weights."""
     if options.source == "pruned":
         return Model(target.pruned(options.blocks))
     if options.source == "scratch":
@@ -111,12 +110,12 @@ def check(options: DraftModelOptions) -> None:
 
 
 class DraftModel(Autoregressive):
-    """A model with its own cache; its chains are sampled at temperature above 0, and report the law q of every draft.
+    """A model with its own cache; its chains are sampled at a temperature above 0 and carry the distribution q of every draft.
 
-    missing: why the model's own weights are not there; it can then be filled from a checkpoint, and not be trained.
+    missing: why the model has no weights of its own; it can then be filled from a checkpoint, but not trained.
     """
 
-    def __init__(self, options: DraftModelOptions, proposal: Proposal, found: Model) -> None:
+    def __init__(self, options: DraftModelOptions, proposal: TreeProposal, found: Model) -> None:
         super().__init__(proposal)
         lm, self.taps = found.lm, Taps()
         self.lm, self.missing, self.path = lm, found.missing, options.path
@@ -135,13 +134,13 @@ class DraftModel(Autoregressive):
         model: Target = self.lm
         return model
 
-    def caches_for(self, slots: int, max_len: int) -> list[KVCache]:
+    def new_caches(self, slots: int, max_len: int) -> list[KVCache]:
         return [self.lm.new_cache(slots, max_len)]
 
     def run(
-        self, state: AutoregressiveState, token_BN: Tensor, ancestor_BNN: Tensor | None, position_BN: Tensor, row_BR: Tensor
+        self, caches: list[KVCache], token_BN: Tensor, ancestor_BNN: Tensor | None, position_BN: Tensor, row_BR: Tensor
     ) -> Tensor | None:
-        logits_BRV: Tensor | None = self.lm(token_BN, state.kv, ancestor_BNN, position_BN, Taps(), row_BR).logits_BRV
+        logits_BRV: Tensor | None = self.lm(token_BN, caches[0], ancestor_BNN, position_BN, Taps(), row_BR).logits_BRV
         return logits_BRV
 
     @property
@@ -156,7 +155,7 @@ class DraftModel(Autoregressive):
         return {"unquantised": plain}
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        """Teacher-forced next tokens: the same model drafts every depth, so one prediction stands for all."""
+        """Teacher-forced next tokens: the same model drafts every depth, so one prediction covers all."""
         no_rows_B0 = batch.token_BT[:, :0]
         position_BT = batch.position_BT.clamp_max(self.lm.shape.max_positions - 1)
         final_BTH = self.lm(batch.token_BT, None, batch.sees(), position_BT, Taps(final=True), no_rows_B0).hidden[FINAL]

@@ -2,7 +2,7 @@
 
 Shapes: B rows, W nodes of a depth, K drafts, M predictions, H hidden, R rank, V vocabulary.
 
-Slots are shifted: slot k stands at the token before its own, the root for k = 0. With the slot's state h_k:
+Slots are shifted: slot k has the position of the token before its own, the root for k = 0. With the slot's state h_k:
 
     logits_k     = target's head(h_k) + W2 W1[token before]
     confidence_k = sigmoid(linear([h_k; W1[token before]]))        P(draft k is accepted, if those above it are)
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter, Choices
 from drafttrain.drafters.common.block_options import BlockOptions
-from drafttrain.drafters.common.calibration import Calibration
+from drafttrain.drafters.common.calibration import PlattCalibration
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.target import Target
 
@@ -52,12 +51,14 @@ class ConfidenceHead(nn.Module):
         super().__init__()
         self.proj = nn.Linear(width, 1)
 
-    def forward(self, informed_X: Tensor) -> Tensor:
-        logit: Tensor = self.proj(informed_X)[..., 0]
+    def forward(self, input_X: Tensor) -> Tensor:
+        logit: Tensor = self.proj(input_X)[..., 0]
         return logit
 
 
 class DSpark(BlockDrafter):
+    calibration: PlattCalibration
+
     def __init__(self, options: DSparkOptions, target: Target) -> None:
         super().__init__(options, target, walks=True)
         width = target.shape.hidden_size
@@ -66,17 +67,17 @@ class DSpark(BlockDrafter):
         self.width = width
         self.markov_head = MarkovHead(target.shape.vocab_size, options.rank)
         self.confidence_head = ConfidenceHead(width + options.rank)
-        self.calibration = Calibration(self.draft_length)
+        self.calibration = PlattCalibration(self.draft_length)
 
-    def informed(self, state_H: Tensor, before: Tensor) -> Tensor:
+    def head_input(self, state_H: Tensor, before: Tensor) -> Tensor:
         return torch.cat([state_H, self.markov_head.markov_w1(before).to(state_H.dtype)], -1)
 
-    def head(self, informed_X: Tensor) -> Tensor:
-        logits_V = self.alone(informed_X[..., : self.width])
-        return logits_V + self.markov_head.markov_w2(informed_X[..., self.width :]).to(logits_V.dtype)
+    def head(self, input_X: Tensor) -> Tensor:
+        logits_V = self.slot_logits(input_X[..., : self.width])
+        return logits_V + self.markov_head.markov_w2(input_X[..., self.width :]).to(logits_V.dtype)
 
     def choices(self, state_BKH: Tensor) -> Choices:
-        logits_BKV, head = self.alone(state_BKH), self.markov_head
+        logits_BKV, head = self.slot_logits(state_BKH), self.markov_head
 
         def choose(draft: int, before_BW: Tensor) -> Tensor:
             return logits_BKV[:, draft, None] + head.markov_w2(head.markov_w1(before_BW)).to(logits_BKV.dtype)
@@ -87,24 +88,10 @@ class DSpark(BlockDrafter):
         for prediction in super().predict(batch):
             yield replace(prediction, confidence=self.confidence_head)
 
-    def sure(self, tree: DraftTree, state_BKH: Tensor) -> DraftTree:
-        logit_BK = self.confidence_head(self.informed(state_BKH, tree.token_BN[:, :-1]))
-        confidence_BK = self.calibration(logit_BK, tree.q_BNV is not None)
+    def with_confidence(self, tree: DraftTree, state_BKH: Tensor) -> DraftTree:
+        logit_BK = self.confidence_head(self.head_input(state_BKH, tree.token_BN[:, :-1]))
+        confidence_BK = self.calibration.acceptance_probability(logit_BK, tree.q_BNV is not None)
         return replace(tree, confidence_BN=F.pad(confidence_BK, (1, 0), value=1.0))
-
-    def calibrate(self, sure_MK: Tensor, hit_MK: Tensor, mass_MK: Tensor) -> None:
-        self.calibration.fit(sure_MK, hit_MK, mass_MK)
-
-    def assured(self, sure_MK: Tensor, sampled: bool) -> Tensor:
-        confidence_MK: Tensor = self.calibration(sure_MK.to(self.calibration.line_2K2.device), sampled)
-        return confidence_MK.to(sure_MK.device)
-
-    def decode_settings(self) -> dict[str, Any]:
-        return super().decode_settings() | self.calibration.settings()
-
-    def use_decode_settings(self, settings: dict[str, Any]) -> None:
-        super().use_decode_settings(settings)
-        self.calibration.use(settings)
 
 
 FAMILY = Family("dspark", DSparkOptions, DSpark)

@@ -1,4 +1,4 @@
-"""EAGLE: one decoder layer that foretells the target's next feature, read by the target's own head (arXiv 2401.15077).
+"""EAGLE: one decoder layer that predicts the target's next feature, read by the target's own head (arXiv 2401.15077).
 
 With `tree=dynamic` it is EAGLE-2 (arXiv 2406.16858); with `steps` above 1 it is trained on its own features (HASS,
 arXiv 2408.15766).
@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.proposal import Proposal, TreeOptions
+from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.layers import Attention, AttentionShape, GatedMLP, LayerOptions, RMSNorm
-from drafttrain.model.target import FINAL, Taps, Target, TargetShape
+from drafttrain.model.layers import Attention, DecoderLayer, LayerOptions
+from drafttrain.model.target import FINAL, Taps, Target
 
 CHUNK = 1024  # predictions whose logits the loss on the likeliest tokens holds at once
 
@@ -37,7 +37,7 @@ class EagleOptions(TreeOptions):
     steps: int = 1  # forwards of training: the first on the target's features, each further one on the drafter's own
     draft_length: int = 4
     bias: bool = True  # of fc, as officially; not every serving stack has a place for one (docs/export.md)
-    law_weight: float = 0.1  # of the divergence between the laws
+    law_weight: float = 0.1  # of the divergence between the distributions
     feature_weight: float = 1.0  # of the smooth L1 distance between the features
     noise: float = 0.0  # uniform in +- noise * 512 / length, added to the target's features in training; officially 0.1
     top_weight: float = 0.0  # of a cross-entropy over the target's likeliest tokens alone (HASS: 1)
@@ -45,31 +45,20 @@ class EagleOptions(TreeOptions):
     layer: LayerOptions = field(default_factory=LayerOptions)
 
 
-class EagleLayer(nn.Module):
-    """A decoder layer whose input no norm precedes."""
-
-    def __init__(self, shape: TargetShape) -> None:
-        super().__init__()
-        width = shape.hidden_size
-        self.self_attn = Attention(AttentionShape.of(shape, width))
-        self.post_attention_layernorm = RMSNorm(width, shape.norm_eps)
-        self.mlp = GatedMLP(width, shape.intermediate_size)
-
-
 class Eagle(Recurrent):
     """The state is a feature: an approximation of the target's post-norm output one position on."""
 
     def __init__(self, options: EagleOptions, target: Target) -> None:
-        super().__init__(Proposal(options, options.draft_length, target), target)
+        super().__init__(TreeProposal(options, options.draft_length, target), target, options.steps)
         if options.steps < 1 or options.top_k < 1:
             raise UserError(f"drafter.steps is {options.steps}, drafter.top_k {options.top_k}; both must be 1 or more")
         shape, self.options, self.taps = LayerOptions.of(options.layer).shape(target.shape), options, Taps(final=True)
         self.layer_shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=options.bias)
-        self.layers = nn.ModuleList([EagleLayer(shape)])
+        self.layers = nn.ModuleList([DecoderLayer(shape, input_norm=False)])
 
     @property
-    def layer(self) -> EagleLayer:
+    def layer(self) -> DecoderLayer:
         return self.layers[0]  # type: ignore[return-value]
 
     @property
@@ -84,23 +73,21 @@ class Eagle(Recurrent):
         return joined_BNH, joined_BNH
 
     def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
-        state_BNH = residual_BNH + attended_BNH
-        mixed_BNH: Tensor = self.layer.mlp(self.layer.post_attention_layernorm(state_BNH))
-        return state_BNH + mixed_BNH
+        return self.layer.leave(residual_BNH, attended_BNH)
 
     def logits(self, state_H: Tensor) -> Tensor:
         """By the target's head, in the target's dtype."""
         target = self._target.module
         return target.head(state_H.to(target.head_weight.dtype))
 
-    def settled(self) -> dict[str, Any]:
+    def resolved_options(self) -> dict[str, Any]:
         return {"layer": asdict(LayerOptions.between(self.layer_shape, self._target.module.shape))}
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        """Step i's feature at source t stands for the target's at t + 1 + i, where the law of label t + 2 + i is read."""
+        """Step i's feature at source t approximates the target's at t + 1 + i, from which label t + 2 + i is predicted."""
         state_BTH, options = self.fuse(batch.hidden), self.options
         final_PH = state_BTH.flatten(0, 1)
-        steps, start_BTH = self.steps_of(options.steps), self._noisy(state_BTH, batch)
+        steps, start_BTH = self.predicted_steps, self._noisy(state_BTH, batch)
         for step, pairs, hidden_MH in self.unroll(batch, start_BTH, steps, detach=True):
             wanted_MH = final_PH[batch.law_at(pairs.label_M)]
             apart_M = F.smooth_l1_loss(hidden_MH.float(), wanted_MH.float(), reduction="none").mean(-1)
@@ -108,10 +95,6 @@ class Eagle(Recurrent):
             if options.top_weight:
                 aux = aux + options.top_weight * self._top_loss(hidden_MH, wanted_MH)
             yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, options.law_weight, aux=aux)
-
-    @property
-    def ahead(self) -> int:
-        return self.steps_of(self.options.steps) + 1
 
     def _noisy(self, state_BTH: Tensor, batch: TrainBatch) -> Tensor:
         """Noise that is a function of the batch alone: the same in a run that was resumed."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.proposal import Proposal, TreeOptions
+from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
@@ -30,7 +30,7 @@ from drafttrain.model.target import Taps, Target, TargetShape
 
 @dataclass
 class Eagle3Options(TreeOptions):
-    """A chain over the target's whole vocabulary, unless asked for more."""
+    """By default a chain over the target's whole vocabulary."""
 
     family: str = "eagle3"
     tree: str = "chain"
@@ -54,13 +54,13 @@ class Eagle3Layer(DecoderLayer):
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
     def enter(self, embedded_H: Tensor, state_H: Tensor, before: bool) -> tuple[Tensor, Tensor]:
-        """(the residual, what attention reads). before: the residual is the normed state."""
+        """(the residual, the input of attention). before: the residual is the normed state."""
         normed_H = self.hidden_norm(state_H)
         return normed_H if before else state_H, torch.cat([self.input_layernorm(embedded_H), normed_H], -1)
 
 
-class Spoken(Drafter):
-    """Reads fused states of the target; has a head of its own, over the target's vocabulary or a part of it.
+class FusedDrafter(Drafter):
+    """Reads fused states of the target, and has its own head over the target's vocabulary or a part of it.
 
     d2t, t2d: as the official code saves them: target id = i + d2t[i]; whether a target token is in the drafter's vocabulary.
     """
@@ -69,14 +69,14 @@ class Spoken(Drafter):
     t2d: Tensor | None
     _target: FrozenRef[Target]
 
-    def listen(self, blocks: Sequence[int], fc_norm: bool, shape: TargetShape) -> None:
+    def add_fusion(self, blocks: Sequence[int], fc_norm: bool, shape: TargetShape) -> None:
         """Make the parts that fuse the outputs of these blocks."""
         self.taps = Taps(tuple(blocks))
         self.taps.check(shape.blocks)
         self.fc_norm = nn.ModuleList(RMSNorm(shape.hidden_size, shape.norm_eps) for _ in (blocks if fc_norm else ()))
         self.fc = nn.Linear(len(blocks) * shape.hidden_size, shape.hidden_size, bias=False)
 
-    def speak(self, vocab: int | None) -> None:
+    def add_head(self, vocab: int | None) -> None:
         """Make the head. vocab: so many of the target's tokens; None: all."""
         of = self._target.module.shape
         if vocab is not None and not 1 <= vocab <= of.vocab_size:
@@ -113,27 +113,27 @@ class Spoken(Drafter):
         return fused_H
 
 
-class Eagle3(Spoken, Recurrent):
-    """Drafts by recurrence, with one layer."""
+class Eagle3(FusedDrafter, Recurrent):
+    """Drafts with one layer, on its own outputs."""
 
     def __init__(self, options: Eagle3Options, target: Target) -> None:
-        super().__init__(Proposal(options, options.draft_length, target), target)
+        super().__init__(TreeProposal(options, options.draft_length, target), target, options.steps)
         shape = LayerOptions.of(options.layer).shape(target.shape)
         if options.steps < 1:
             raise UserError(f"drafter.steps is {options.steps}; set it to 1 or more")
         self.norm_output, self.before = options.norm_output, options.norm_before_residual
         self.layer_shape = shape
-        self.steps, self.decay = options.steps, options.step_decay
-        self.listen(taps_of(options, shape.blocks), options.fc_norm, shape)
+        self.decay = options.step_decay
+        self.add_fusion(taps_of(options, shape.blocks), options.fc_norm, shape)
         self.midlayer = Eagle3Layer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.speak(options.draft_vocab)
+        self.add_head(options.draft_vocab)
 
     @property
     def attention(self) -> Attention:
         return self.midlayer.self_attn
 
-    def settled(self) -> dict[str, Any]:
+    def resolved_options(self) -> dict[str, Any]:
         own = LayerOptions.between(self.layer_shape, self._target.module.shape)
         return {"taps": list(self.taps.blocks), "layer": asdict(own)}
 
@@ -148,13 +148,9 @@ class Eagle3(Spoken, Recurrent):
         logits_D: Tensor = self.lm_head(state_H if self.norm_output else self.norm(state_H))
         return logits_D
 
-    @property
-    def ahead(self) -> int:
-        return self.steps_of(self.steps) + 1
-
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Training-time test: each step's state feeds the next, at the same index, not detached."""
-        for step, pairs, hidden_MH in self.unroll(batch, self.fuse(batch.hidden), self.steps_of(self.steps)):
+        for step, pairs, hidden_MH in self.unroll(batch, self.fuse(batch.hidden), self.predicted_steps):
             weight = self.decay**step
             yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, weight, vocab_D=self.ids)
 

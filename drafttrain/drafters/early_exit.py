@@ -1,7 +1,7 @@
 """Early exit: the target's first blocks, its norm and its head draft for all of them (arXiv 2404.16710); with an
 adapter one attention layer at the exit is trained (Kangaroo, arXiv 2404.18911).
 
-Shapes: B rows, N tokens fed, T positions, M predictions, R logit rows, H hidden, V vocabulary.
+Shapes: B rows, N tokens of one pass, T positions, M predictions, R logit rows, H hidden, V vocabulary.
 
     x[0..t+1] -- blocks 1..n of the target -- f -- f + attention(norm(f)) -- the target's norm and head -- x[t+2]
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.autoregressive import Autoregressive, AutoregressiveState
-from drafttrain.drafters.common.proposal import Proposal, TreeOptions
+from drafttrain.drafters.common.autoregressive import Autoregressive
+from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from drafttrain.drafters.common.recurrent import UnrolledAttention
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.frozen_ref import FrozenRef
@@ -40,7 +40,7 @@ class EarlyExitOptions(TreeOptions):
 
 
 class ExitAdapter(nn.Module):
-    """What attention adds to the exit's state."""
+    """One attention layer, whose output is added to the exit's state."""
 
     def __init__(self, shape: TargetShape) -> None:
         super().__init__()
@@ -49,29 +49,28 @@ class ExitAdapter(nn.Module):
         nn.init.zeros_(self.self_attn.o_proj.weight)
 
     def read(self, exit_H: Tensor) -> Tensor:
-        """What attention reads of the exit's states, in the adapter's dtype."""
+        """The input of attention for the exit's states, in the adapter's dtype."""
         read_H: Tensor = self.input_layernorm(exit_H.to(self.self_attn.o_proj.weight.dtype))
         return read_H
 
 
 class EarlyExit(Autoregressive):
-    """Its blocks' keys and values are in a cache of its own: the decoder hands on the target's states, not its cache."""
+    """It has its own cache for the first blocks: the decoder passes on the target's states, not the target's cache."""
 
     def __init__(self, options: EarlyExitOptions, target: Target) -> None:
-        super().__init__(Proposal(options, options.draft_length, target))
+        super().__init__(TreeProposal(options, options.draft_length, target))
         shape = target.shape
         self.blocks = max(1, shape.blocks // 3) if options.blocks is None else options.blocks
-        # in lists: read, never trained or saved with the drafter
         self._target, self._first = FrozenRef(target), FrozenRef(target.shallow(self.blocks))
         self.trained = self.starts_usable = options.adapter
         self.taps = Taps((self.blocks - 1,)) if options.adapter else Taps()
         self.adapter = ExitAdapter(shape) if options.adapter else None
 
-    def settled(self) -> dict[str, Any]:
+    def resolved_options(self) -> dict[str, Any]:
         return {"blocks": self.blocks}
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        """The target's own pass gives the exit's states. Under teacher forcing one prediction stands for every depth."""
+        """The target's own pass gives the exit's states. Under teacher forcing one prediction covers every depth."""
         if self.adapter is None:
             return
         exit_BTH = batch.hidden[self.blocks - 1]
@@ -81,7 +80,7 @@ class EarlyExit(Autoregressive):
         yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self._logits, every_step=True)
 
     @property
-    def ahead(self) -> int:
+    def label_offset(self) -> int:
         return 1
 
     def _adapted(self, adapter: ExitAdapter, exit_BTH: Tensor, batch: TrainBatch) -> Tensor:
@@ -100,22 +99,22 @@ class EarlyExit(Autoregressive):
     def last_position(self) -> int:
         return self._target.module.shape.max_positions - 1
 
-    def caches_for(self, slots: int, max_len: int) -> list[KVCache]:
+    def new_caches(self, slots: int, max_len: int) -> list[KVCache]:
         caches = [self._first.module.new_cache(slots, max_len)]
         return caches if self.adapter is None else [*caches, KVCache(1, slots, max_len, self._target.module.device)]
 
     def run(
-        self, state: AutoregressiveState, token_BN: Tensor, ancestor_BNN: Tensor | None, position_BN: Tensor, row_BR: Tensor
+        self, caches: list[KVCache], token_BN: Tensor, ancestor_BNN: Tensor | None, position_BN: Tensor, row_BR: Tensor
     ) -> Tensor | None:
-        first = self._first.module
+        first, (kv, *others) = self._first.module, caches
         if self.adapter is None:
-            return first(token_BN, state.kv, ancestor_BNN, position_BN, Taps(), row_BR).logits_BRV
-        out = first(token_BN, state.kv, ancestor_BNN, position_BN, self.taps, token_BN[:, :0])
-        exit_BNH, (kv,) = out.hidden[self.blocks - 1], state.others
+            return first(token_BN, kv, ancestor_BNN, position_BN, Taps(), row_BR).logits_BRV
+        out = first(token_BN, kv, ancestor_BNN, position_BN, self.taps, token_BN[:, :0])
+        exit_BNH, (adapter_kv,) = out.hidden[self.blocks - 1], others
         B, N = token_BN.shape
         if ancestor_BNN is None:
             ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=token_BN.device).tril().expand(B, N, N)
-        added_BNH = self.adapter.self_attn.cached(self.adapter.read(exit_BNH), position_BN, kv, 0, ancestor_BNN)
+        added_BNH = self.adapter.self_attn.cached(self.adapter.read(exit_BNH), position_BN, adapter_kv, 0, ancestor_BNN)
         at_BRH = row_BR[..., None].expand(-1, -1, exit_BNH.shape[-1])
         return self._logits((exit_BNH + added_BNH).gather(1, at_BRH)) if row_BR.shape[1] else None
 

@@ -1,8 +1,8 @@
 """Hydra: heads that also read the tokens drafted above them; Hydra++ passes the target's state through a layer first
 (arXiv 2402.05109).
 
-Shapes: B rows, T positions, A staged positions, W nodes fed at once, D depth of a node from 1 (root 1), P = B T positions of
-a batch, K heads, M predictions, S slots, H hidden, I = (D + 1) H, V vocabulary.
+Shapes: B rows, T positions, A pending positions, W nodes scored at once, D depth of a node from 1 (root 1), P = B T positions
+of a batch, K heads, M predictions, S slots, H hidden, I = (D + 1) H, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.dynamic_tree import Generation, Grower, Scored
-from drafttrain.drafters.common.last_state import Tip, TipDrafter, blank
-from drafttrain.drafters.common.pending import CachedDrafter, OwnCache, Staged
-from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
+from drafttrain.drafters.common.last_state import LastState
+from drafttrain.drafters.common.pending import CachedState
+from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.causal_attention import causal
 from drafttrain.model.drafter import Commit, Drafter
@@ -38,12 +38,12 @@ class HydraOptions(TreeOptions):
     family: str = "hydra"
     heads: int = 4
     layers: int = 4  # blocks per head; the first one narrows state and embeddings to the hidden size
-    prefix_layer: bool = False  # one decoder layer over the target's states, with a cache of its own
+    prefix_layer: bool = False  # one decoder layer over the target's states, with its own KV cache
     head_decay: float = 1.0  # head k (from 1) weighs head_decay ** k in the loss
 
 
 class GroundedBlock(nn.Module):
-    """A residual block from I to H: `res_connection` in the identity's place. At the start it gives its first H inputs back."""
+    """A residual block from I to H, with `res_connection` in place of the identity. At first it gives its first H inputs."""
 
     def __init__(self, in_width: int, width: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class PrefixLayer(DecoderLayer):
         return out_BTH
 
     def store(self, hidden_BAH: Tensor, kv: KVCache, count_B: Tensor) -> None:
-        """Only the keys and values: all that later positions need of these."""
+        """Only the keys and values: later positions need nothing else of these."""
         k_BhAD, v_BhAD = self.self_attn.kv(self.input_layernorm(hidden_BAH), _positions(kv, hidden_BAH))
         kv.put(0, k_BhAD, v_BhAD)
         _keep(kv, hidden_BAH, count_B)
@@ -97,15 +97,16 @@ def _keep(kv: KVCache, hidden_BAH: Tensor, count_B: Tensor) -> None:
     kv.keep(torch.arange(A, device=hidden_BAH.device).expand(B, A), count_B)
 
 
-class Heads(Proposing):
-    """What both forms share: the heads, and the tree that they fill level by level.
+class HydraBase(Drafter):
+    """Both forms share the heads and the tree that they fill level by level.
 
-    A node's state is what its choice was made from: the state that the heads stand on, then the embeddings of the tokens down
-    to its parent.
+    A node is scored from the base state of the heads and the embeddings of the tokens down to its parent.
     """
 
+    proposal: TreeProposal
+    revertible = True
+
     def __init__(self, options: HydraOptions, target: Target) -> None:
-        super().__init__()
         shape, width = target.shape, target.shape.hidden_size
         if options.heads < 1 or options.layers < 1:
             raise UserError(f"drafter.heads is {options.heads}, drafter.layers {options.layers}; both must be 1 or more")
@@ -113,7 +114,8 @@ class Heads(Proposing):
             raise UserError(
                 f"drafter.heads is {options.heads}; a context of {shape.max_positions} allows {shape.max_positions - 2}"
             )
-        self.taps, self.draft_length, self.decay = Taps(final=True), options.heads, options.head_decay
+        super().__init__(TreeProposal(options, options.heads, target))
+        self.taps, self.decay = Taps(final=True), options.head_decay
         self.hydra_mlp = nn.ModuleList(
             nn.Sequential(GroundedBlock((k + 2) * width, width), *(ResidualBlock(width) for _ in range(options.layers - 1)))
             for k in range(options.heads)
@@ -122,12 +124,11 @@ class Heads(Proposing):
         for head in self.hydra_lm_head:
             head.weight.data.copy_(target.head_weight.detach())  # type: ignore[operator]
             nn.init.zeros_(head.bias)  # type: ignore[arg-type]
-        self._width = width
+        self.width = width
         self._target = FrozenRef(target)
-        self.proposal = Proposal(options, options.heads, target)
 
     def base(self, batch: TrainBatch) -> Tensor:
-        """[B, T, H]: the states that the heads stand on."""
+        """[B, T, H]: the base states of the heads."""
         return batch.hidden[FINAL]
 
     def _joined(self, state_I: Tensor, known_D: Tensor) -> Tensor:
@@ -152,39 +153,31 @@ class Heads(Proposing):
             joined_BWI = self._joined(state_BWI, token_BW[..., None])
             return Scored(self.hydra_lm_head[head](self.hydra_mlp[head](joined_BWI)), joined_BWI)
 
-        def feed(nodes: Generation) -> Scored:
+        def score(nodes: Generation) -> Scored:
             return scored(nodes.depth, nodes.state_BWH, nodes.token_BW)
 
-        return grower.grow(root_B, scored(0, base_BH[:, None], root_B[:, None]), feed, None, depth)
+        return grower.grow(root_B, scored(0, base_BH[:, None], root_B[:, None]), score, None, depth)
 
 
-@dataclass
-class HydraState(Tip):
-    """What the heads stand on, and the tree that they fill."""
-
-    grower: Grower
-
-
-class Hydra(TipDrafter, Heads):
-    """The heads stand on the target's last state: nothing to cache."""
+class Hydra(HydraBase):
+    """The base state of the heads is the target's last state: nothing to cache."""
 
     def open(self, slots: int, max_len: int) -> HydraState:
-        like = next(self.parameters())
-        return HydraState(*blank(slots, self._width, like), self.proposal.grower(like.device))
-
-    def propose(self, state: HydraState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        return self.grow(state.grower, state.hidden_SH[slot_B], state.root_S[slot_B], depth)
+        return HydraState(self, slots)
 
 
-@dataclass
-class PrefixState(OwnCache):
-    """The prefix layer's cache, and what waits for it."""
+class HydraState(LastState):
+    def __init__(self, drafter: Hydra, slots: int) -> None:
+        like = next(drafter.parameters())
+        super().__init__(slots, drafter.width, like)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(like.device)
 
-    grower: Grower
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        return self.drafter.grow(self.grower, self.hidden_SH[slot_B], self.root_S[slot_B], depth)
 
 
-class HydraPlus(CachedDrafter, Heads):
-    """The heads stand on a layer over all states so far, computed once per proposal."""
+class HydraPlus(HydraBase):
+    """The base state of the heads is the output of a layer over all states so far, computed once per proposal."""
 
     def __init__(self, options: HydraOptions, target: Target) -> None:
         super().__init__(options, target)
@@ -194,24 +187,30 @@ class HydraPlus(CachedDrafter, Heads):
         return self.prefix.whole(batch.hidden[FINAL], batch)
 
     def open(self, slots: int, max_len: int) -> PrefixState:
-        kv = KVCache(1, slots, max_len, next(self.parameters()).device)
-        device = kv.length_S.device
-        return PrefixState(kv, Staged(slots, self.draft_length, device), self.proposal.grower(device))
+        return PrefixState(self, slots, max_len)
 
-    def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
-        state.kv.rows(slot_B)
-        self.prefix.store(self._own(commit), state.kv, commit.count_B)
 
-    def propose(self, state: PrefixState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        state.kv.rows(slot_B)
-        staged = self.staged(state, slot_B)
-        base_BH = self.prefix.last(self._own(staged), state.kv, staged.count_B)
-        root_B = staged.next_BA.gather(1, (staged.count_B - 1).clamp_min(0)[:, None])[:, 0]
-        return self.grow(state.grower, base_BH, root_B, depth)
+class PrefixState(CachedState):
+    """The prefix layer's cache."""
 
-    def _own(self, commit: Commit) -> Tensor:
-        """The target's states in the drafter's dtype."""
-        return commit.hidden[FINAL].to(self.prefix.norm.weight.dtype)
+    def __init__(self, drafter: HydraPlus, slots: int, max_len: int) -> None:
+        kv = KVCache(1, slots, max_len, next(drafter.parameters()).device)
+        super().__init__(kv, slots, drafter.draft_length)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(kv.length_S.device)
+
+    def consume(self, commit: Commit, slot_B: Tensor) -> None:
+        self.kv.rows(slot_B)
+        self.drafter.prefix.store(self._final(commit), self.kv, commit.count_B)
+
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        self.kv.rows(slot_B)
+        pending = self.take_pending(slot_B)
+        base_BH = self.drafter.prefix.last(self._final(pending), self.kv, pending.count_B)
+        return self.drafter.grow(self.grower, base_BH, pending.root_B, depth)
+
+    def _final(self, commit: Commit) -> Tensor:
+        """The target's post-norm states in the drafter's dtype."""
+        return commit.hidden[FINAL].to(self.drafter.prefix.norm.weight.dtype)
 
 
 def build(options: HydraOptions, target: Target) -> Drafter:

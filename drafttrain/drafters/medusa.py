@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.core.tree import DraftTree, TreeShape
+from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.dynamic_tree import Grower, StaticTree, grown_from_slots
-from drafttrain.drafters.common.last_state import Tip, TipDrafter, blank
-from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
+from drafttrain.drafters.common.dynamic_tree import StaticTree, grown_from_slots
+from drafttrain.drafters.common.last_state import LastState
+from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Drafter
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import ResidualBlock, recomputed
 from drafttrain.model.target import FINAL, LoraSpec, Taps, Target
@@ -54,7 +55,7 @@ class MedusaHead(nn.Module):
 class Stack:
     """All heads' weights by kind, [K, out, in], so that decoding computes each layer of all heads as one product.
 
-    Frozen heads become views of it, so that it takes no memory of its own; those in training are copied.
+    Frozen heads become views of these tensors, so that they take no extra memory; heads in training are copied.
     """
 
     def __init__(self, heads: Sequence[MedusaHead]) -> None:
@@ -68,7 +69,7 @@ class Stack:
 
     @property
     def current(self) -> bool:
-        """Whether the heads are still views of this."""
+        """Whether the heads are still views of these tensors."""
         first = next(self.heads[0].parameters())
         return not first.requires_grad and first.data_ptr() == self.blocks[0][0].data_ptr()
 
@@ -81,19 +82,13 @@ def joined(parameters: list[Tensor]) -> Tensor:
     return whole
 
 
-@dataclass
-class MedusaState(Tip):
-    """What the heads read, and how their choices become a tree."""
-
-    grower: Grower | list[TreeShape]  # shapes: of a static tree by depth - 1, on the drafter's device; the last is whole
-    stack: Stack
-
-
-class Medusa(TipDrafter, Proposing):
+class Medusa(Drafter):
     """Every head reads the same state, so that all tokens of a tree, static or dynamic, cost one pass."""
 
+    proposal: TreeProposal
+    revertible = True
+
     def __init__(self, options: MedusaOptions, target: Target) -> None:
-        super().__init__()
         shape = target.shape
         if options.heads < 1 or options.layers < 1:
             raise UserError(f"drafter.heads is {options.heads}, drafter.layers {options.layers}; both must be 1 or more")
@@ -103,25 +98,26 @@ class Medusa(TipDrafter, Proposing):
             )
         if options.init not in ("copy", "share"):
             raise UserError(f"drafter.init is {options.init!r}; choose copy or share")
-        self.taps, self.draft_length, self.decay = Taps(final=True), options.heads, options.head_decay
-        self.adapts = LoraSpec.of(options.adapter)
+        adapts = LoraSpec.of(options.adapter)
+        super().__init__(TreeProposal(options, options.heads, target, independent=True))
+        self.taps, self.decay, self.adapts = Taps(final=True), options.head_decay, adapts
         own = options.init == "copy"
         heads = [MedusaHead(shape.hidden_size, shape.vocab_size, options.layers, own) for _ in range(options.heads)]
         for head in heads:
             if head.output is not None:
                 head.output.weight.data.copy_(target.head_weight.detach())
         self.heads = nn.ModuleList(heads)
-        self._width = shape.hidden_size
+        self.width = shape.hidden_size
         self._target = FrozenRef(target)
         self._stack: Stack | None = None
-        self.proposal = Proposal(options, options.heads, target, independent=True)
 
     def _output(self, k: int) -> Callable[[Tensor], Tensor]:
         """Head k's output matrix: its own, or the target's, which works in the target's dtype."""
         own: nn.Linear | None = self.heads[k].output  # type: ignore[assignment]
-        return own if own is not None else self._shared
+        return own if own is not None else self.shared_head
 
-    def _shared(self, hidden_H: Tensor) -> Tensor:
+    def shared_head(self, hidden_H: Tensor) -> Tensor:
+        """[..., V] logits by the target's head."""
         target = self._target.module
         return target.head(hidden_H.to(target.head_weight.dtype))
 
@@ -139,35 +135,48 @@ class Medusa(TipDrafter, Proposing):
                 weight=self.decay ** (k + 1),
             )
 
-    def open(self, slots: int, max_len: int) -> MedusaState:
-        like = next(self.heads.parameters())
+    def stack(self) -> Stack:
+        """The heads' weights as decoding needs them; made again where the heads have changed."""
         if self._stack is None or not self._stack.current:
             self._stack = Stack(list(self.heads))  # type: ignore[arg-type]
-        grower = self.proposal.grower(like.device)
-        kept = grower.shapes if isinstance(grower, StaticTree) else grower
-        return MedusaState(*blank(slots, self._width, like), kept, self._stack)
+        return self._stack
 
-    def propose(self, state: MedusaState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        state_BH, root_B = state.hidden_SH[slot_B], state.root_S[slot_B]
-        if not isinstance(state.grower, list):
-            return self._grown(state.grower, state.stack, state_BH, root_B, depth)
-        shape = state.grower[min(depth or len(state.grower), len(state.grower)) - 1]
-        stack, ranks = state.stack, shape.max_rank + 1
+    def open(self, slots: int, max_len: int) -> MedusaState:
+        return MedusaState(self, slots)
+
+
+class MedusaState(LastState):
+    """The state that the heads read, and the tree that their choices make."""
+
+    def __init__(self, drafter: Medusa, slots: int) -> None:
+        like = next(drafter.heads.parameters())
+        self.stack = drafter.stack()
+        super().__init__(slots, drafter.width, like)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(like.device)
+
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        state_BH, root_B = self.hidden_SH[slot_B], self.root_S[slot_B]
+        if not isinstance(self.grower, StaticTree):
+            return self._grown(state_BH, root_B, depth)
+        shapes, stack = self.grower.shapes, self.stack
+        shape = shapes[min(depth or len(shapes), len(shapes)) - 1]
+        ranks = shape.max_rank + 1
         if stack.fused is not None:
             top_KBR = stack.fused.top(state_BH, shape.max_depth, ranks)
         else:
-            top_KBR = ranked(self._shared(residual(stack.blocks, state_BH, shape.max_depth)), ranks)
+            top_KBR = ranked(self.drafter.shared_head(residual(stack.blocks, state_BH, shape.max_depth)), ranks)
         draft_BN = top_KBR[shape.depth_N[1:] - 1, :, shape.rank_N[1:]].T
         return DraftTree.static(torch.cat([root_B[:, None], draft_BN], 1), shape)
 
-    def _grown(self, grower: Grower, stack: Stack, state_BH: Tensor, root_B: Tensor, depth: int | None) -> DraftTree:
-        """Of the likeliest paths by the product of the heads' probabilities: heads do not see each other's choices."""
-        x_KBH = residual(stack.blocks, state_BH, min(self.draft_length, depth or self.draft_length))
+    def _grown(self, state_BH: Tensor, root_B: Tensor, depth: int | None) -> DraftTree:
+        """The likeliest paths by the product of the heads' probabilities: heads do not see each other's choices."""
+        stack, longest = self.stack, self.drafter.draft_length
+        x_KBH = residual(stack.blocks, state_BH, min(longest, depth or longest))
         if stack.output_KVH is None:
-            logits_KBV = self._shared(x_KBH)
+            logits_KBV = self.drafter.shared_head(x_KBH)
         else:
             logits_KBV = torch.bmm(x_KBH, stack.output_KVH[: len(x_KBH)].transpose(1, 2))
-        return grown_from_slots(grower, root_B, logits_KBV.transpose(0, 1))
+        return grown_from_slots(self.grower, root_B, logits_KBV.transpose(0, 1))
 
 
 FAMILY = Family("medusa", MedusaOptions, Medusa)

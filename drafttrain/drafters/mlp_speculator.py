@@ -1,4 +1,4 @@
-"""MLP speculator: a small recurrent network of its own width, one stage a draft, without attention (arXiv 2404.19124).
+"""MLP speculator: a small recurrent network, one stage for each draft, without attention (arXiv 2404.19124).
 
 Shapes: B rows, T positions, W nodes scored at once, P = B T, M predictions, S slots, H the target's hidden size, I the
 speculator's own, V vocabulary.
@@ -26,10 +26,11 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.dynamic_tree import Generation, Grower, Scored
-from drafttrain.drafters.common.last_state import Tip, TipDrafter, blank
-from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
+from drafttrain.drafters.common.dynamic_tree import Generation, Scored
+from drafttrain.drafters.common.last_state import LastState
+from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Drafter
 from drafttrain.model.layers import recomputed
 from drafttrain.model.target import FINAL, Taps, Target
 
@@ -65,18 +66,21 @@ def unit_rms(x_I: Tensor) -> Tensor:
     return (wide_I * torch.rsqrt(wide_I.square().mean(-1, keepdim=True) + EPS)).to(x_I.dtype)
 
 
-class MLPSpeculator(TipDrafter, Proposing):
-    """emb, proj, ln and head are named as in the official code. A node's state is the one that its choice was made from."""
+class MLPSpeculator(Drafter):
+    """emb, proj, ln and head are named as in the official code."""
+
+    proposal: TreeProposal
+    revertible = True
 
     def __init__(self, options: MLPSpeculatorOptions, target: Target) -> None:
-        super().__init__()
         of, count = target.shape, options.n_predict
         inner = of.hidden_size if options.inner_dim is None else options.inner_dim
         if count < 1 or inner < 1:
             raise UserError(f"drafter.n_predict is {count}, drafter.inner_dim {inner}; both must be 1 or more")
         if count + 2 > of.max_positions:
             raise UserError(f"drafter.n_predict is {count}; a context of {of.max_positions} allows {of.max_positions - 2}")
-        self.taps, self.draft_length, self._width, self.scaled = Taps(final=True), count, of.hidden_size, options.scale_input
+        super().__init__(TreeProposal(options, count, target))
+        self.taps, self.width, self.scaled = Taps(final=True), of.hidden_size, options.scale_input
         kept = 0.5 ** (0.5 / count)  # of a state's weight, from one stage to the next
         self.weight = math.sqrt((1 - kept**2) * inner / 2) / kept
         sets = 1 if options.tie_weights else count
@@ -85,65 +89,67 @@ class MLPSpeculator(TipDrafter, Proposing):
         self.proj = nn.ModuleList(nn.Linear(width, inner, bias=False) for width in widths)
         self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(sets))
         self.head = nn.ModuleList(nn.Linear(inner, of.vocab_size, bias=False) for _ in range(sets))
-        self._begin(target, inner)
-        self.proposal = Proposal(options, count, target)
+        self._initialise(target, inner)
 
-    def _begin(self, target: Target, inner: int) -> None:
+    def _initialise(self, target: Target, inner: int) -> None:
         """From the target's own embeddings and head where the widths allow; embeddings at the scale that `weight` assumes."""
         for proj in self.proj:
             nn.init.normal_(proj.weight, std=inner**-0.5)  # type: ignore[arg-type]
         for emb, head in zip(self.emb, self.head, strict=True):
             for part in (emb, head):
                 nn.init.normal_(part.weight, std=inner**-0.5)  # type: ignore[arg-type]
-            if inner == self._width:
+            if inner == self.width:
                 token_V = torch.arange(target.shape.vocab_size, device=target.device)
                 emb.weight.data.copy_(unit_rms(target.embed(token_V).detach().float()) * inner**-0.5)  # type: ignore[operator]
                 head.weight.data.copy_(target.head_weight.detach())  # type: ignore[operator]
 
-    def settled(self) -> dict[str, Any]:
+    def resolved_options(self) -> dict[str, Any]:
         return {"inner_dim": self.head[0].in_features}
 
-    def _first(self, hidden_H: Tensor) -> Tensor:
-        """What the first stage projects."""
+    def first_input(self, hidden_H: Tensor) -> Tensor:
+        """The input of the first stage."""
         return unit_rms(hidden_H) / math.sqrt(2) if self.scaled else hidden_H
 
-    def _stage(self, stage: int, state: Tensor, token: Tensor) -> Tensor:
+    def stage(self, stage: int, state: Tensor, token: Tensor) -> Tensor:
         """[..., I] the state of stage `stage` (from 0), after one more token."""
         proj, emb, ln = (parts[min(stage, len(parts) - 1)] for parts in (self.proj, self.emb, self.ln))
         out_I: Tensor = F.gelu(ln(proj(state) + self.weight * emb(token)))
         return out_I
 
-    def _head(self, stage: int) -> nn.Module:
+    def head_of(self, stage: int) -> nn.Module:
         return self.head[min(stage, len(self.head) - 1)]
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        state_P = self._first(batch.hidden[FINAL].flatten(0, 1))
+        state_P = self.first_input(batch.hidden[FINAL].flatten(0, 1))
         for stage in range(self.draft_length):
-            state_P = recomputed(self.recomputes, self._stage, stage, state_P, batch.after(1 + stage).flatten())
+            state_P = recomputed(self.recomputes, self.stage, stage, state_P, batch.after(1 + stage).flatten())
             pairs = batch.future(2 + stage)
-            yield Prediction(stage, pairs.source_M, pairs.label_M, state_P[pairs.source_M], self._head(stage))
+            yield Prediction(stage, pairs.source_M, pairs.label_M, state_P[pairs.source_M], self.head_of(stage))
 
     def open(self, slots: int, max_len: int) -> MLPSpeculatorState:
-        like = next(self.parameters())
-        return MLPSpeculatorState(*blank(slots, self._width, like), self.proposal.grower(like.device))
+        return MLPSpeculatorState(self, slots)
 
-    def propose(self, state: MLPSpeculatorState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+
+class MLPSpeculatorState(LastState):
+    """The state that the first stage reads. A node's state is the one that the node was chosen from."""
+
+    def __init__(self, drafter: MLPSpeculator, slots: int) -> None:
+        like = next(drafter.parameters())
+        super().__init__(slots, drafter.width, like)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(like.device)
+
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        drafter = self.drafter
+
         def scored(stage: int, above_BWI: Tensor, token_BW: Tensor) -> Scored:
-            state_BWI = self._stage(stage, above_BWI, token_BW)
-            return Scored(self._head(stage)(state_BWI), state_BWI)
+            state_BWI = drafter.stage(stage, above_BWI, token_BW)
+            return Scored(drafter.head_of(stage)(state_BWI), state_BWI)
 
-        def feed(nodes: Generation) -> Scored:
+        def score(nodes: Generation) -> Scored:
             return scored(nodes.depth, nodes.state_BWH, nodes.token_BW)
 
-        root_B, first_B1H = state.root_S[slot_B], self._first(state.hidden_SH[slot_B])[:, None]
-        return state.grower.grow(root_B, scored(0, first_B1H, root_B[:, None]), feed, None, depth)
-
-
-@dataclass
-class MLPSpeculatorState(Tip):
-    """Where the first stage begins, and the tree that the stages fill."""
-
-    grower: Grower
+        root_B, first_B1H = self.root_S[slot_B], drafter.first_input(self.hidden_SH[slot_B])[:, None]
+        return self.grower.grow(root_B, scored(0, first_B1H, root_B[:, None]), score, None, depth)
 
 
 FAMILY = Family("mlp_speculator", MLPSpeculatorOptions, MLPSpeculator)

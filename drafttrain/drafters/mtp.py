@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.proposal import Proposal, TreeOptions
+from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.layers import Attention, DecoderLayer, LayerOptions, RMSNorm
@@ -57,14 +57,14 @@ class MTP(Recurrent):
     """The target's embedding, final norm and head are shared and frozen."""
 
     def __init__(self, options: MTPOptions, target: Target) -> None:
-        super().__init__(Proposal(options, options.draft_length, target), target)
+        super().__init__(TreeProposal(options, options.draft_length, target), target, options.steps)
         if options.steps < 1 or options.step_decay <= 0:
             raise UserError(
                 f"drafter.steps is {options.steps}, drafter.step_decay {options.step_decay:g}; set steps to 1 or more, "
                 "step_decay above 0"
             )
         shape, self.taps = LayerOptions.of(options.layer).shape(target.shape), Taps(final=True)
-        self.layer_shape, self.steps, self.decay = shape, options.steps, options.step_decay
+        self.layer_shape, self.decay = shape, options.step_decay
         self.norm_output = options.norm_output
         self.module = MTPModule(shape, options.qk_norm)
 
@@ -72,7 +72,7 @@ class MTP(Recurrent):
     def attention(self) -> Attention:
         return self.module.self_attn
 
-    def settled(self) -> dict[str, Any]:
+    def resolved_options(self) -> dict[str, Any]:
         return {"layer": asdict(LayerOptions.between(self.layer_shape, self._target.module.shape))}
 
     def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
@@ -96,13 +96,9 @@ class MTP(Recurrent):
         target = self._target.module
         return target.norm(state_H.to(target.head_weight.dtype))
 
-    @property
-    def ahead(self) -> int:
-        return self.steps_of(self.steps) + 1
-
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Each step's state feeds the next, at the same index, not detached."""
-        for step, pairs, hidden_MH in self.unroll(batch, self.fuse(batch.hidden), self.steps_of(self.steps)):
+        for step, pairs, hidden_MH in self.unroll(batch, self.fuse(batch.hidden), self.predicted_steps):
             yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, self.decay**step)
 
 

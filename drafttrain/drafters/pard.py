@@ -1,8 +1,8 @@
-"""PARD: a small language model that drafts all tokens in one pass, from mask tokens behind the text (arXiv 2504.18583).
+"""PARD: a small language model that drafts all tokens in one pass, from mask tokens after the text (arXiv 2504.18583).
 
-Shapes: B rows, T positions, N columns fed at once, K drafts, H hidden, M predictions, V vocabulary.
+Shapes: B rows, T positions, N columns of one pass, K drafts, H hidden, M predictions, V vocabulary.
 
-Behind the root x[t+1] stand K - 1 mask tokens: mask d, at position t + 1 + d, predicts x[t+2+d]. It sees the text up to the
+After the root x[t+1] come K - 1 mask tokens: mask d, at position t + 1 + d, predicts x[t+2+d]. It sees the text up to the
 root, and the masks before it.
 """
 
@@ -22,8 +22,8 @@ from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.autoregressive import AutoregressiveState
 from drafttrain.drafters.common.dynamic_tree import grown_from_slots
-from drafttrain.drafters.common.pending import Staged, with_root
-from drafttrain.drafters.common.proposal import Proposal
+from drafttrain.drafters.common.pending import with_root
+from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions, Model, check, model_of
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
@@ -52,13 +52,13 @@ def build(options: PardOptions, target: Target) -> Drafter:
             f"drafter.path {options.path!r} has another tokenizer than the target, and masks are tokens of the target's; "
             "choose a model of the target's tokenizer"
         )
-    return Pard(options, Proposal(options, options.draft_length, target, independent=True), found)
+    return Pard(options, TreeProposal(options, options.draft_length, target, independent=True), found)
 
 
 class Pard(DraftModel):
     """Drafts are deterministic at any temperature, since masks do not know each other's tokens."""
 
-    def __init__(self, options: PardOptions, proposal: Proposal, found: Model) -> None:
+    def __init__(self, options: PardOptions, proposal: TreeProposal, found: Model) -> None:
         super().__init__(options, proposal, found)
         self.samples, self.starts_usable = False, False  # it has never seen a mask
         self.retention = Retention(options.retention, options.least_retention)
@@ -67,14 +67,14 @@ class Pard(DraftModel):
         if not 0 <= self.mask_token < vocab:
             raise UserError(f"drafter.mask_token is {self.mask_token}; the draft model embeds 0..{vocab - 1}")
 
-    def settled(self) -> dict[str, Any]:
+    def resolved_options(self) -> dict[str, Any]:
         return {"mask_token": self.mask_token}
 
     @property
     def _slots(self) -> int:
         return self.draft_length - 1
 
-    def fed(self, length: int) -> int:
+    def training_positions(self, length: int) -> int:
         return round(length * (1 + sum(self.retention.shares(self._slots))))
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
@@ -91,29 +91,41 @@ class Pard(DraftModel):
             yield Prediction(depth, pairs.source_M, pairs.label_M, hidden_MH, self.lm.head)
 
     @property
-    def widest(self) -> int:
-        """What was accepted, the root, and the masks behind it."""
-        return max(super().widest, 2 * self.draft_length + 1)
+    def max_new_positions(self) -> int:
+        """Accepted positions, the root, and the masks after it."""
+        return max(super().max_new_positions, 2 * self.draft_length + 1)
 
-    def open(self, slots: int, max_len: int) -> AutoregressiveState:
-        """Masks lie behind the text, however few of their drafts become nodes."""
-        kv = self.lm.new_cache(slots, max_len + self.draft_length)
-        device = kv.length_S.device
-        return AutoregressiveState(kv, Staged(slots, self.draft_length, device), self.proposal.grower(device), [])
+    @property
+    def scratch_positions(self) -> int:
+        """Masks take positions after the text, even if few of their drafts become nodes."""
+        return self.draft_length
 
-    def propose(self, state: AutoregressiveState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        kv, drafts = state.kv, min(self.draft_length, depth or self.draft_length)
+    def open(self, slots: int, max_len: int) -> PardState:
+        return PardState(self, slots, max_len)
+
+
+class PardState(AutoregressiveState):
+    """One pass gives all drafts of a proposal."""
+
+    def __init__(self, drafter: Pard, slots: int, max_len: int) -> None:
+        super().__init__(drafter, slots, max_len)
+        self.pard = drafter
+        self.grower = drafter.proposal.grower(self.kv.length_S.device)
+
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        drafter, kv = self.pard, self.kv
+        drafts = min(drafter.draft_length, depth or drafter.draft_length)
         kv.rows(slot_B)
-        token_BN, last_B = with_root(self.staged(state, slot_B))
+        token_BN, last_B = with_root(self.take_pending(slot_B))
         token_BN = F.pad(token_BN, (0, drafts - 1))
         column_N, last_B1 = torch.arange(token_BN.shape[1], device=token_BN.device), last_B[:, None]
-        token_BN = torch.where(column_N <= last_B1, token_BN, self.mask_token)
-        position_BN = (kv.length_B[:, None] + column_N).clamp_max(self.lm.shape.max_positions - 1)
+        token_BN = torch.where(column_N <= last_B1, token_BN, drafter.mask_token)
+        position_BN = (kv.length_B[:, None] + column_N).clamp_max(drafter.lm.shape.max_positions - 1)
         row_BK = last_B1 + torch.arange(drafts, device=token_BN.device)
-        logits_BKV = self.lm(token_BN, kv, None, position_BN, Taps(), row_BK).logits_BRV
+        logits_BKV = drafter.lm(token_BN, kv, None, position_BN, Taps(), row_BK).logits_BRV
         kv.keep(column_N.expand_as(token_BN), last_B)  # the root's keys are scratch: the next commit brings it again
-        assert state.grower is not None, "made with the state"
-        return grown_from_slots(state.grower, token_BN.gather(1, last_B1)[:, 0], logits_BKV)
+        assert self.grower is not None, "made with the state"
+        return grown_from_slots(self.grower, token_BN.gather(1, last_B1)[:, 0], logits_BKV)
 
 
 FAMILY = Family("pard", PardOptions, build)

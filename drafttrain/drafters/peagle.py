@@ -1,8 +1,8 @@
-"""P-EAGLE: EAGLE-3 that drafts all tokens in one pass, from mask tokens beside a learnt state (arXiv 2602.01469).
+"""P-EAGLE: EAGLE-3 that drafts all tokens in one pass, from mask tokens with a learnt state (arXiv 2602.01469).
 
-Shapes: B rows, T positions, A staged positions, N columns fed at once, K drafts, H hidden, M predictions, V vocabulary.
+Shapes: B rows, T positions, A pending positions, N columns of one pass, K drafts, H hidden, M predictions, V vocabulary.
 
-At index t the drafter reads the token x[t+1] and the target's states at t, and predicts x[t+2]. Behind it stand K - 1 slots, of
+At index t the drafter reads the token x[t+1] and the target's states at t, and predicts x[t+2]. After it come K - 1 slots, of
 the mask token and the mask state: slot d, at position t + d, predicts x[t+2+d]. It sees the indices up to t, and the slots
 before it.
 """
@@ -21,10 +21,10 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.dynamic_tree import Grower, grown_from_slots
-from drafttrain.drafters.common.pending import CachedDrafter, OwnCache, Staged
-from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
-from drafttrain.drafters.eagle3 import Eagle3Layer, Spoken, taps_of
+from drafttrain.drafters.common.dynamic_tree import grown_from_slots
+from drafttrain.drafters.common.pending import CachedState
+from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
+from drafttrain.drafters.eagle3 import Eagle3Layer, FusedDrafter, taps_of
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit
 from drafttrain.model.frozen_ref import FrozenRef
@@ -39,7 +39,7 @@ Attend = Callable[[int, Attention, Tensor], Tensor]
 
 @dataclass
 class PEagleOptions(TreeOptions):
-    """A chain over the target's whole vocabulary, unless asked for more."""
+    """By default a chain over the target's whole vocabulary."""
 
     family: str = "peagle"
     tree: str = "chain"
@@ -58,7 +58,8 @@ class PEagleOptions(TreeOptions):
 
 
 class MaskState(nn.Module):
-    """What stands in for the target's states in a slot. A module: whoever shards parameters gives them to modules' calls."""
+    """The learnt state of a slot, in place of the target's. It is a module, because sharded parameters are gathered for the
+    calls of modules."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -68,24 +69,18 @@ class MaskState(nn.Module):
         return self.hidden
 
 
-@dataclass
-class PEagleState(OwnCache):
-    """grower: of the proposals."""
-
-    grower: Grower
-
-
-class PEagle(Spoken, CachedDrafter, Proposing):
+class PEagle(FusedDrafter):
     """fc, fc_norm, embed_tokens, layers, norm and lm_head are named as in the official code. The embedding is trained.
 
     Drafts are deterministic at any temperature, since slots do not know each other's tokens.
     """
 
+    proposal: TreeProposal
+    revertible = True
+
     def __init__(self, options: PEagleOptions, target: Target) -> None:
-        super().__init__()
+        super().__init__(TreeProposal(options, options.draft_length, target, independent=True))
         self._target = FrozenRef(target)
-        self.draft_length = options.draft_length
-        self.proposal = Proposal(options, self.draft_length, target, independent=True)
         self.retention = Retention(options.retention, options.least_retention)
         of = self.layer_shape = LayerOptions.of(options.layer).shape(target.shape)
         self.mask_token = of.vocab_size - 1 if options.mask_token is None else options.mask_token
@@ -95,16 +90,16 @@ class PEagle(Spoken, CachedDrafter, Proposing):
                 f"0..{of.vocab_size - 1}, and has one layer at least"
             )
         self.before = options.norm_before_residual
-        self.listen(taps_of(options, of.blocks), options.fc_norm, of)
+        self.add_fusion(taps_of(options, of.blocks), options.fc_norm, of)
         self.mask = MaskState(self.fc.in_features)
         self.embed_tokens = nn.Embedding(of.vocab_size, of.hidden_size)
         token_V = torch.arange(of.vocab_size, device=target.device)
         self.embed_tokens.weight.data.copy_(target.embed(token_V).detach())
         self.layers = nn.ModuleList([Eagle3Layer(of), *(DecoderLayer(of) for _ in range(options.layers - 1))])
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
-        self.speak(options.draft_vocab)
+        self.add_head(options.draft_vocab)
 
-    def settled(self) -> dict[str, Any]:
+    def resolved_options(self) -> dict[str, Any]:
         own = LayerOptions.between(self.layer_shape, self._target.module.shape)
         return {"taps": list(self.taps.blocks), "mask_token": self.mask_token, "layer": asdict(own)}
 
@@ -112,19 +107,19 @@ class PEagle(Spoken, CachedDrafter, Proposing):
     def _slots(self) -> int:
         return self.draft_length - 1
 
-    def fed(self, length: int) -> int:
+    def training_positions(self, length: int) -> int:
         return round(length * (1 + sum(self.retention.shares(self._slots))))
 
     def logits(self, state_H: Tensor) -> Tensor:
         logits_D: Tensor = self.lm_head(self.norm(state_H))
         return logits_D
 
-    def _mask_state(self) -> Tensor:
+    def mask_state(self) -> Tensor:
         """[1, 1, H] fused."""
         return self.fused(list(self.mask().chunk(len(self.taps.blocks), -1)))
 
-    def _through(self, token_BN: Tensor, state_BNH: Tensor, attend: Attend) -> Tensor:
-        """[B, N, H] the last layer's output. attend: (number of a layer, its attention, what that reads) -> what comes out."""
+    def through(self, token_BN: Tensor, state_BNH: Tensor, attend: Attend) -> Tensor:
+        """[B, N, H] the last layer's output. attend: (number of a layer, its attention, its input) -> its output."""
         embedded_BNH = self.embed_tokens(token_BN)
 
         def run(number: int, state_BNH: Tensor) -> Tensor:
@@ -145,12 +140,12 @@ class PEagle(Spoken, CachedDrafter, Proposing):
         shares = self.retention.shares(self._slots) if self.training else None
         chains = Chains.behind(batch, shares, self._slots, root=False)
         B, slots = len(batch.token_BT), chains.position_BN.shape[1] - chains.columns
-        state_BNH = torch.cat([self.fuse(batch.hidden), self._mask_state().expand(B, slots, -1)], 1)
+        state_BNH = torch.cat([self.fuse(batch.hidden), self.mask_state().expand(B, slots, -1)], 1)
 
         def attend(number: int, attention: Attention, read_BNI: Tensor) -> Tensor:
             return attention.out(attended(*attention.qkv(read_BNI, chains.position_BN), chains))
 
-        state_BNH = self._through(chains.behind_text(batch.after(1), self.mask_token), state_BNH, attend)
+        state_BNH = self.through(chains.behind_text(batch.after(1), self.mask_token), state_BNH, attend)
         pairs = batch.future(2)
         hidden_MH = state_BNH[:, : chains.columns].flatten(0, 1)[pairs.source_M]
         yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.logits, vocab_D=self.ids)
@@ -158,47 +153,53 @@ class PEagle(Spoken, CachedDrafter, Proposing):
             yield Prediction(depth, pairs.source_M, pairs.label_M, hidden_MH, self.logits, vocab_D=self.ids)
 
     @property
-    def widest(self) -> int:
-        """What was accepted, and the slots behind it."""
-        return max(super().widest, 2 * self.draft_length)
+    def max_new_positions(self) -> int:
+        """Accepted positions, and the slots after them."""
+        return max(super().max_new_positions, 2 * self.draft_length)
 
     def open(self, slots: int, max_len: int) -> PEagleState:
-        """Slots lie behind the text, however few of their drafts become nodes."""
-        kv = KVCache(len(self.layers), slots, max_len + self.draft_length, self.fc.weight.device)
-        device = kv.length_S.device
-        return PEagleState(kv, Staged(slots, self.draft_length, device), self.proposal.grower(device))
+        return PEagleState(self, slots, max_len)
 
-    def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
-        state.kv.rows(slot_B)
-        self._read(state.kv, commit, 0)
 
-    def _read(self, kv: KVCache, commit: Commit, slots: int) -> Tensor:
-        """[B, N, H] the states of each row's positions, with so many slots behind its last; the positions stay in the cache."""
-        B, A = commit.next_BA.shape
+class PEagleState(CachedState):
+    def __init__(self, drafter: PEagle, slots: int, max_len: int) -> None:
+        """Slots take positions after the text, even if few of their drafts become nodes."""
+        kv = KVCache(len(drafter.layers), slots, max_len + drafter.draft_length, drafter.fc.weight.device)
+        super().__init__(kv, slots, drafter.draft_length)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(kv.length_S.device)
+
+    def consume(self, commit: Commit, slot_B: Tensor) -> None:
+        self.kv.rows(slot_B)
+        self._process(commit, 0)
+
+    def _process(self, commit: Commit, slots: int) -> Tensor:
+        """[B, N, H] the states of each row's positions and of so many slots after its last; the positions stay in the cache."""
+        drafter, kv, (B, A) = self.drafter, self.kv, commit.next_BA.shape
         column_N = torch.arange(A + slots, device=commit.next_BA.device)
         real_BN = column_N < commit.count_B[:, None]
-        token_BN = torch.where(real_BN, F.pad(commit.next_BA, (0, slots)), self.mask_token)
-        state_BNH = F.pad(self.fuse(commit.hidden), (0, 0, 0, slots))
-        state_BNH = torch.where(real_BN[..., None], state_BNH, self._mask_state())
+        token_BN = torch.where(real_BN, F.pad(commit.next_BA, (0, slots)), drafter.mask_token)
+        state_BNH = F.pad(drafter.fuse(commit.hidden), (0, 0, 0, slots))
+        state_BNH = torch.where(real_BN[..., None], state_BNH, drafter.mask_state())
         causal_BNN = torch.ones(A + slots, A + slots, dtype=torch.bool, device=column_N.device).tril().expand(B, -1, -1)
         position_BN = kv.length_B[:, None] + column_N
 
         def attend(number: int, attention: Attention, read_BNI: Tensor) -> Tensor:
             return attention.cached(read_BNI, position_BN, kv, number, causal_BNN)
 
-        state_BNH = self._through(token_BN, state_BNH, attend)
+        state_BNH = drafter.through(token_BN, state_BNH, attend)
         kv.keep(column_N[:A].expand(B, A), commit.count_B)
         return state_BNH
 
-    def propose(self, state: PEagleState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        state.kv.rows(slot_B)
-        staged = self.staged(state, slot_B)
-        drafts, last_B1 = min(self.draft_length, depth or self.draft_length), (staged.count_B - 1).clamp_min(0)[:, None]
-        root_B = staged.next_BA.gather(1, last_B1)[:, 0]
-        state_BNH = self._read(state.kv, staged, drafts - 1)
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        drafter = self.drafter
+        self.kv.rows(slot_B)
+        pending = self.take_pending(slot_B)
+        drafts, last_B1 = min(drafter.draft_length, depth or drafter.draft_length), pending.last_B1
+        root_B = pending.root_B
+        state_BNH = self._process(pending, drafts - 1)
         row_BK1 = (last_B1 + torch.arange(drafts, device=last_B1.device))[..., None]
-        logits_BKV = self.logits(state_BNH.gather(1, row_BK1.expand(-1, -1, state_BNH.shape[-1])))
-        return grown_from_slots(state.grower, root_B, logits_BKV, self.ids)
+        logits_BKV = drafter.logits(state_BNH.gather(1, row_BK1.expand(-1, -1, state_BNH.shape[-1])))
+        return grown_from_slots(self.grower, root_B, logits_BKV, drafter.ids)
 
 
 FAMILY = Family("peagle", PEagleOptions, PEagle)

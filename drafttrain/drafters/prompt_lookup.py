@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed an earlier occurrence of the text's last tokens is the draft; nothing is trained
+"""Prompt lookup: the draft is copied from after an earlier occurrence of the text's last tokens; nothing is trained
 (Saxena 2023; arXiv 2304.04487 does the same with references).
 
 Shapes: S slots, B rows, A committed positions, P positions of a text, K drafts.
@@ -17,8 +17,9 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps, Target
 
 
@@ -32,76 +33,72 @@ class PromptLookupOptions:
     draft_length: int = 10  # tokens copied at most
 
 
-@dataclass
-class LookupState:
-    """Each slot's text. length_S: tokens before the root, which stands behind them; the last column takes what is no text.
-
-    power_P: of the hash's base.
-    """
-
-    token_SP: Tensor
-    length_S: Tensor
-    power_P: Tensor
-
-
 class PromptLookup(Drafter):
-    """Chains of at most K tokens; a row whose last token is new proposes its root alone, with padding behind it.
-
-    All on the device: each proposal compares the text's end with every place in it.
-    """
+    """Proposes chains of at most K tokens. A row whose last token is new proposes its root alone, followed by padding."""
 
     trained = False
+    revertible = True
 
     def __init__(self, options: PromptLookupOptions, target: Target) -> None:
-        super().__init__()
         most, least = options.max_ngram, options.min_ngram
         if least < 1 or options.draft_length < 1 or (most is not None and most < least):
             raise UserError(
                 f"drafter.min_ngram is {least}, max_ngram {most}, draft_length {options.draft_length}; "
                 "set each to 1 or more, and min_ngram no higher than max_ngram"
             )
-        self.taps, self.draft_length, self.most, self.least = Taps(), options.draft_length, most, least
+        super().__init__(Proposal(options.draft_length))
+        self.taps, self.most, self.least = Taps(), most, least
         self._target = FrozenRef(target)
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         return iter(())
 
     def open(self, slots: int, max_len: int) -> LookupState:
-        device = self._target.module.device
-        token_SP = torch.zeros(slots, max_len + 2, dtype=torch.long, device=device)
-        return LookupState(token_SP, torch.zeros(slots, dtype=torch.long, device=device), powers(max_len + 2, device))
+        return LookupState(self, slots, max_len, self._target.module.device)
 
-    def reset(self, state: LookupState, slot_R: Tensor) -> None:
-        state.length_S[slot_R] = 0
 
-    def observe(self, state: LookupState, commit: Commit, slot_B: Tensor) -> None:
+class LookupState(RevertibleState):
+    """Each slot's text. All work is on the device: a proposal compares the end of the text with every place in it."""
+
+    def __init__(self, drafter: PromptLookup, slots: int, max_len: int, device: torch.device) -> None:
+        self.drafter = drafter
+        self.token_SP = torch.zeros(slots, max_len + 2, dtype=torch.long, device=device)  # the last column takes padding
+        self.length_S = torch.zeros(slots, dtype=torch.long, device=device)  # tokens before the root, which follows them
+        self.power_P = powers(max_len + 2, device)  # of the hash's base
+
+    def reset(self, slot_R: Tensor) -> None:
+        self.length_S[slot_R] = 0
+
+    def observe(self, commit: Commit, slot_B: Tensor) -> None:
         known_BA = torch.cat([commit.token_BA[:, :1], commit.next_BA], 1)  # ends with the root
-        column_A, spare = torch.arange(known_BA.shape[1], device=slot_B.device), state.token_SP.shape[1] - 1
-        held_B, new_B = state.length_S[slot_B], commit.count_B
+        column_A, spare = torch.arange(known_BA.shape[1], device=slot_B.device), self.token_SP.shape[1] - 1
+        held_B, new_B = self.length_S[slot_B], commit.count_B
         real_BA = (column_A <= new_B[:, None]) & (new_B > 0)[:, None]
         at_BA = torch.where(real_BA, held_B[:, None] + column_A, spare)
-        state.token_SP[slot_B[:, None], at_BA] = known_BA
-        state.length_S[slot_B] = held_B + new_B
+        self.token_SP[slot_B[:, None], at_BA] = known_BA
+        self.length_S[slot_B] = held_B + new_B
 
-    def propose(self, state: LookupState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        text_BP, root_B = state.token_SP[slot_B], state.length_S[slot_B]
-        matched_BP = suffixes(text_BP, root_B, state.power_P) if self.most is None else ngrams(text_BP, root_B, self.most)
-        source_B, found_B = latest_longest(matched_BP, root_B, self.least)
-        steps = min(self.draft_length, depth or self.draft_length)
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        drafter, text_BP, root_B = self.drafter, self.token_SP[slot_B], self.length_S[slot_B]
+        most = drafter.most
+        matched_BP = suffixes(text_BP, root_B, self.power_P) if most is None else ngrams(text_BP, root_B, most)
+        source_B, found_B = latest_longest(matched_BP, root_B, drafter.least)
+        steps = min(drafter.draft_length, depth or drafter.draft_length)
         copied_B = torch.where(found_B, (root_B - source_B).clamp_max(steps), 0)
         at_BK = source_B[:, None] + torch.arange(1, steps + 1, device=slot_B.device)
         draft_BK = text_BP.gather(1, at_BK.clamp_max(text_BP.shape[1] - 1))
         return DraftTree.chain(torch.cat([text_BP.gather(1, root_B[:, None]), draft_BK], 1), 1 + copied_B)
 
-    def mark(self, state: LookupState, slot_B: Tensor) -> Tensor:
-        return state.length_S[slot_B]
+    def snapshot(self, slot_B: Tensor) -> Tensor:
+        return self.length_S[slot_B]
 
-    def rewind(self, state: LookupState, slot_B: Tensor, mark: Tensor) -> None:
-        state.length_S[slot_B] = mark  # what stands behind it is written over before it is read
+    def restore(self, slot_B: Tensor, snapshot: Tensor) -> None:
+        self.length_S[slot_B] = snapshot  # later positions are written again before they are read
 
 
 def latest_longest(matched_BP: Tensor, root_B: Tensor, least: int) -> tuple[Tensor, Tensor]:
-    """(place_B, found_B): where before the root the longest match ends, the last of equally long ones; whether of `least`."""
+    """(place_B, found_B): where the longest match before the root ends, the last of equally long ones; whether it has `least`
+    tokens."""
     place_P = torch.arange(matched_BP.shape[1], device=root_B.device)
     possible_BP = (matched_BP >= least) & (place_P < root_B[:, None])
     best_B, place_B = torch.where(possible_BP, matched_BP * len(place_P) + place_P, -1).max(1)

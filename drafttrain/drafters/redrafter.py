@@ -10,7 +10,7 @@ At index t step i (from 0) knows the tokens x[t+1 .. t+1+i], folded into its rec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,14 @@ from torch.nn import functional as F
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.core.tree import DraftTree, Path, TreeShape, tuned_paths
+from drafttrain.core.tree import DraftTree, TreeShape, tuned_paths
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.last_state import Tip, TipDrafter, blank
+from drafttrain.drafters.common.last_state import LastState
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.drafter import Drafter
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import ResidualBlock, recomputed
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top
@@ -47,34 +49,74 @@ class ReDrafterOptions:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a search went through, level by level, root first; within a level the likeliest first.
-
-    parent_BM: -1 for the root. score_BM: log-probability of the path from the root. final_BM: whether a final beam begins
-    with it.
-    """
+    """All states of a search, level by level, root first; within a level the likeliest first."""
 
     token_BM: Tensor
-    parent_BM: Tensor
-    score_BM: Tensor
-    final_BM: Tensor
+    parent_BM: Tensor  # -1 for the root
+    score_BM: Tensor  # log-probability of the path from the root
+    final_BM: Tensor  # whether a final beam begins with it
 
 
-class ReDrafter(TipDrafter):
-    """Proposes the prefix tree of its beams: its shape changes from round to round, its node count does not."""
+class BeamProposal(Proposal):
+    """The prefix tree of the beams. Its shape changes from step to step, its node count does not.
+
+    `paths` is an estimate, because beams are not rank paths. After training it is the best static tree of as many nodes by
+    held-out ranks: about the acceptance of the beams if they did not adapt to the text. Before, one chain for each first token.
+    """
+
+    def __init__(self, options: ReDrafterOptions) -> None:
+        super().__init__(options.length, [(rank,) + (0,) * d for d in range(options.length) for rank in range(options.width)])
+        self.width, self._nodes_given = options.width, options.nodes
+
+    @property
+    def beams(self) -> int:
+        """One where a chain was tuned (for a target that verifies no trees)."""
+        return self.width if any(any(path) for path in self._paths) else 1
+
+    @property
+    def nodes(self) -> int:
+        """Drafts of a proposal, at most."""
+        return min(self._nodes_given or len(self._paths), self.beams * self.draft_length, MOST_NODES - 1)
+
+    @property
+    def max_nodes(self) -> int:
+        return 1 + self.nodes
+
+    @property
+    def tunable(self) -> bool:
+        return True
+
+    def tune(self, sequences: Sequence[Tensor], nodes: int) -> None:
+        """Set the node budget, unless the options give one, and the estimate `paths`."""
+        budget = min(self._nodes_given or nodes, self.width * self.draft_length, MOST_NODES - 1)
+        self._paths = tuned_paths([ranks_MK[:, : self.draft_length] for ranks_MK in sequences], budget) or [(0,)]
+
+    def settings(self) -> dict[str, Any]:
+        return {"tree": [list(p) for p in self._paths]}
+
+    def use(self, settings: Mapping[str, Any]) -> None:
+        super().use(settings)
+        if "tree" in settings:
+            self._paths = list(TreeShape.of(settings["tree"]).paths)
+
+
+class ReDrafter(Drafter):
+    """Proposes the prefix tree of its beams."""
+
+    proposal: BeamProposal
+    revertible = True
 
     def __init__(self, options: ReDrafterOptions, target: Target) -> None:
-        super().__init__()
         width, vocab = target.shape.hidden_size, target.shape.vocab_size
         self._check(options, vocab)
-        self.taps, self.draft_length = Taps(final=True), options.length
-        self.steps, self.width, self.dropped, self._fixed = options.steps, options.width, options.dropped, options.nodes
+        super().__init__(BeamProposal(options))
+        self.taps, self.steps, self.dropped = Taps(final=True), options.steps, options.dropped
         self.rnn_w = nn.Linear(width, width, bias=False)  # of the token's embedding
         self.rnn_u = nn.Linear(width, width)  # of the state before
         output = nn.Linear(2 * width, vocab, bias=False)
         output.weight.data.zero_()[:, :width].copy_(target.head_weight.detach())
         self.lm_head = nn.Sequential(*(ResidualBlock(2 * width) for _ in range(options.layers)), output)
         self._target = FrozenRef(target)
-        self._paths: list[Path] = [(rank,) + (0,) * d for d in range(options.length) for rank in range(options.width)]
 
     @staticmethod
     def _check(options: ReDrafterOptions, vocab: int) -> None:
@@ -89,59 +131,66 @@ class ReDrafter(TipDrafter):
         if options.nodes is not None and not 1 <= options.nodes < MOST_NODES:
             raise UserError(f"drafter.nodes is {options.nodes}; set it within 1 and {MOST_NODES - 1}, or leave it out")
 
-    def _recur(self, token: Tensor, recurrent_H: Tensor) -> Tensor:
+    def recur(self, token: Tensor, recurrent_H: Tensor) -> Tensor:
         """[..., H] the state after one more token."""
         embedded_H = self._target.module.embed(token).to(recurrent_H.dtype)
         return F.silu(self.rnn_w(embedded_H) + self.rnn_u(recurrent_H))
 
-    def _hidden(self, hidden_H: Tensor, recurrent_H: Tensor) -> Tensor:
-        """[..., 2 H] what the output matrix reads."""
+    def head_input(self, hidden_H: Tensor, recurrent_H: Tensor) -> Tensor:
+        """[..., 2 H] the input of the output matrix."""
         x_2H, (*blocks, _) = torch.cat([hidden_H, recurrent_H], -1), self.lm_head
         for block in blocks:
             x_2H = block(x_2H)
         return x_2H
 
-    def fed(self, length: int) -> int:
+    def training_positions(self, length: int) -> int:
         return length * self.steps
 
     @property
-    def _unrolled(self) -> int:
+    def _predicted_steps(self) -> int:
         return self.steps if self.training else max(self.steps, self.draft_length)
 
     @property
-    def ahead(self) -> int:
-        return self._unrolled + 1
+    def label_offset(self) -> int:
+        return self._predicted_steps + 1
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        """In evaluation it goes on to the draft length, so that every depth that decoding proposes is foretold."""
+        """In evaluation it goes on to the draft length, so that every depth that decoding proposes is predicted."""
         hidden_PH = batch.hidden[FINAL].flatten(0, 1)
         recurrent_PH = torch.zeros_like(hidden_PH)
-        for step in range(self._unrolled):
-            recurrent_PH = self._recur(batch.after(1 + step).flatten(), recurrent_PH)
+        for step in range(self._predicted_steps):
+            recurrent_PH = self.recur(batch.after(1 + step).flatten(), recurrent_PH)
             pairs = batch.future(2 + step)
             sources = (hidden_PH[pairs.source_M], recurrent_PH[pairs.source_M])
-            joined_M = recomputed(self.recomputes, self._hidden, *sources)
+            joined_M = recomputed(self.recomputes, self.head_input, *sources)
             yield Prediction(step, pairs.source_M, pairs.label_M, joined_M, self.lm_head[-1])
 
-    def open(self, slots: int, max_len: int) -> Tip:
-        like = self.rnn_u.weight
-        return Tip(*blank(slots, like.shape[0], like))
+    def open(self, slots: int, max_len: int) -> ReDrafterState:
+        return ReDrafterState(self, slots)
 
-    def propose(self, state: Tip, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        steps = min(self.draft_length, depth or self.draft_length)
-        found = self._search(state.hidden_SH[slot_B], state.root_S[slot_B], steps)
-        return prefix_tree(found, 1 + min(self.nodes, found.token_BM.shape[1] - 1), self.dropped)
+
+class ReDrafterState(LastState):
+    def __init__(self, drafter: ReDrafter, slots: int) -> None:
+        like = drafter.rnn_u.weight
+        super().__init__(slots, like.shape[0], like)
+        self.drafter = drafter
+
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        drafter = self.drafter
+        steps = min(drafter.draft_length, depth or drafter.draft_length)
+        found = self._search(self.hidden_SH[slot_B], self.root_S[slot_B], steps)
+        return prefix_tree(found, 1 + min(drafter.proposal.nodes, found.token_BM.shape[1] - 1), drafter.dropped)
 
     def _search(self, hidden_BH: Tensor, root_B: Tensor, steps: int) -> Search:
         """Each step keeps the `beams` likeliest continuations of all; two that share a prefix share its nodes."""
-        beams, hidden_B1H = self.beams, hidden_BH[:, None]
+        drafter, beams, hidden_B1H = self.drafter, self.drafter.proposal.beams, hidden_BH[:, None]
         token_Bw, recurrent_BwH = root_B[:, None], torch.zeros_like(hidden_B1H)
         score_Bw = torch.zeros_like(root_B, dtype=torch.float32)[:, None]
         tokens, parents, scores, picked = [token_Bw], [torch.full_like(token_Bw, -1)], [score_Bw], []
         for step in range(steps):
-            recurrent_BwH = self._recur(token_Bw, recurrent_BwH)
-            joined_BwI = self._hidden(hidden_B1H.expand_as(recurrent_BwH), recurrent_BwH)
-            logits_XV = self.lm_head[-1](joined_BwI).flatten(0, 1)
+            recurrent_BwH = drafter.recur(token_Bw, recurrent_BwH)
+            joined_BwI = drafter.head_input(hidden_B1H.expand_as(recurrent_BwH), recurrent_BwH)
+            logits_XV = drafter.lm_head[-1](joined_BwI).flatten(0, 1)
             best_XW, choice_XW = top(logits_XV, beams)
             log_XW = best_XW - logits_XV.float().logsumexp(-1, keepdim=True)
             reach_BX = (score_Bw[..., None] + log_XW.view(*token_Bw.shape, beams)).flatten(1)
@@ -154,40 +203,6 @@ class ReDrafter(TipDrafter):
             picked.append(from_BW)
         final_BM = torch.cat([torch.ones_like(root_B, dtype=torch.bool)[:, None], *survivors(picked)], 1)
         return Search(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), final_BM)
-
-    @property
-    def beams(self) -> int:
-        """Where a chain was tuned (a target that verifies no trees) a single one is searched."""
-        return self.width if any(any(path) for path in self._paths) else 1
-
-    @property
-    def nodes(self) -> int:
-        """Most drafts of a proposal."""
-        return min(self._fixed or len(self._paths), self.beams * self.draft_length, MOST_NODES - 1)
-
-    @property
-    def max_nodes(self) -> int:
-        return 1 + self.nodes
-
-    def paths(self) -> list[Path]:
-        """A stand-in: beams are no rank paths, which ones they are differs from round to round.
-
-        After training the best static tree of as many nodes, by held-out ranks: about what the beams are worth, if the text
-        at hand chose nothing. Before, one chain for each first token.
-        """
-        return list(self._paths)
-
-    def tune(self, texts: Sequence[Tensor], nodes: int) -> None:
-        """The node budget, unless the options give one, and the stand-in of `paths`."""
-        budget = min(self._fixed or nodes, self.width * self.draft_length, MOST_NODES - 1)
-        self._paths = tuned_paths([text[:, : self.draft_length] for text in texts], budget) or [(0,)]
-
-    def decode_settings(self) -> dict[str, Any]:
-        return {"tree": [list(p) for p in self._paths]}
-
-    def use_decode_settings(self, settings: dict[str, Any]) -> None:
-        if "tree" in settings:
-            self._paths = list(TreeShape.of(settings["tree"]).paths)
 
 
 def survivors(picked: Sequence[Tensor]) -> list[Tensor]:
@@ -204,9 +219,9 @@ def survivors(picked: Sequence[Tensor]) -> list[Tensor]:
 
 
 def prefix_tree(found: Search, nodes: int, dropped: bool) -> DraftTree:
-    """The `nodes` likeliest candidates that a final beam begins with, or of all; padding behind them where they are fewer.
+    """The `nodes` likeliest candidates: of all, or of those that a final beam begins with. Padding follows if they are fewer.
 
-    Beams that share a prefix came by the same candidates, so each prefix stands here once.
+    Beams that share a prefix share its candidates, so each prefix occurs once.
     """
     stays_BM = torch.ones_like(found.final_BM) if dropped else found.final_BM
     order_BM = (~stays_BM).long().argsort(stable=True, dim=-1)

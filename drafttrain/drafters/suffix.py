@@ -1,12 +1,12 @@
-"""Suffix decoding: what most often followed the text's last tokens, in this text or in those before it, is the draft; nothing
-is trained (arXiv 2411.04975).
+"""Suffix decoding: the draft is the most frequent continuation of the text's last tokens, in this text or in earlier ones;
+nothing is trained (arXiv 2411.04975).
 
 Shapes: S slots, B rows, K drafts.
 
-A suffix tree holds every piece of a text up to a depth, and for each how often each token came next. What occurred once is no
-node but a place in the text, where the rest is read, so that a tree has about as many nodes as pieces that occurred twice:
+A suffix tree holds every piece of a text up to a depth, and for each piece how often each token came next. A piece that
+occurred once is a place in the text, not a node, so a tree has about as many nodes as pieces that occurred twice:
 
-    text     a b c a b                 root -+- a -- b -- (2)      (2): as the text goes on behind place 2
+    text     a b c a b                 root -+- a -- b -- (2)      (2): as the text goes on after place 2
     ends     b, a b: they              |     +- b -- (2)
              occurred before           +- c (2)
 """
@@ -25,29 +25,32 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.drafter import Commit, Drafter, RevertibleState
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps, Target
 
-END = -1  # stands between two texts of one tree
-UNDONE = 512  # tokens that can be taken back without building a tree anew
+END = -1  # separates two texts of one tree
+UNDONE = 512  # tokens that can be removed again without rebuilding a tree
 
 
 @dataclass
 class SuffixOptions:
-    """How long a match is looked for, and how much of what followed is drafted."""
+    """How long matches are, and how much of a continuation is drafted."""
 
     family: str = "suffix"
     depth: int = 32  # tokens of a text's end matched at most
     draft_length: int = 16
-    factor: float = 1.0  # behind a match of m tokens at most factor * m + offset are drafted
+    factor: float = 1.0  # after a match of m tokens at most factor * m + offset are drafted
     offset: float = 0.0
     min_probability: float = 0.1  # a draft ends where its frequencies multiply to less
     past: int = 65536  # tokens of earlier texts kept, about; 0: each text by itself
 
 
 class Node:
-    """What came next: how often each token, and the node behind it, or the one place where that was. best: the most frequent
-    token, the latest of equally frequent ones."""
+    """The tokens that followed a piece: how often each one, and its node, or its place if it followed once.
+
+    best: the most frequent token, the latest of equally frequent ones.
+    """
 
     __slots__ = ("below", "best", "count", "total")
 
@@ -65,7 +68,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """A node before it got one more token."""
+    """The former values of a node that got one more token."""
 
     node: Node
     token: int
@@ -90,7 +93,7 @@ Change = tuple[list[Node], list[Touched]]  # the ends before, and what the token
 class SuffixTree:
     """Texts, and every piece of them of at most `depth` tokens.
 
-    ends: where the last text's ends stand that occurred before, the longest first; the i-th from the back has i tokens.
+    ends: nodes of the last text's endings that occurred before, the longest first; the i-th from the back has i tokens.
     """
 
     def __init__(self, depth: int) -> None:
@@ -98,7 +101,7 @@ class SuffixTree:
         self.ends: list[Node] = []
 
     def add(self, token: int) -> Change:
-        """One more token of the last text; what `take_back` needs."""
+        """Append a token to the last text. Gives the change for `take_back`."""
         place, before, ends, touched = len(self.text), self.ends, [], []
         self.text.append(token)
         for node in (*before, self.root):
@@ -115,7 +118,7 @@ class SuffixTree:
         return before, touched
 
     def _opened(self, place: int) -> Node:
-        """The node of a piece that came a second time, with what followed it the first."""
+        """The node of a piece that occurred a second time, with the token that followed it the first time."""
         node, after = Node(), self.text[place + 1]
         node.add(after)
         node.below[after] = place + 1
@@ -128,7 +131,7 @@ class SuffixTree:
             node.restore()
 
     def append(self, text: Sequence[int]) -> None:
-        """Another whole text."""
+        """Add another whole text."""
         self.ends = []
         for token in text:
             self.add(token)
@@ -136,7 +139,7 @@ class SuffixTree:
         self.ends = []
 
     def step(self, cursor: Cursor, token: int) -> Cursor | None:
-        """Where this cursor stands one token on; None: nowhere."""
+        """The cursor one token further; None: the piece did not occur."""
         if isinstance(cursor, Node):
             return cursor.below.get(token)
         after = cursor + 1
@@ -164,16 +167,17 @@ class SuffixTree:
 
 @dataclass
 class Slot:
-    """A text and its tree. written: where the reply begins. past: of each tree of earlier texts, where this text's ends stand,
-    the longest first. undo: of the last tokens."""
+    """A text and its tree."""
 
     own: SuffixTree
-    written: int = 0
+    written: int = 0  # where the reply begins
+    # for each tree of earlier texts: the cursors of this text's endings, the longest first
     past: list[tuple[SuffixTree, list[Cursor]]] = field(default_factory=list)
+    # the changes of the last tokens
     undo: deque[tuple[Change, list[tuple[SuffixTree, list[Cursor]]]]] = field(default_factory=lambda: deque(maxlen=UNDONE))
 
     def add(self, token: int, trees: Sequence[SuffixTree]) -> None:
-        """One more token, which is looked for in these trees too."""
+        """Append a token, and follow it in these trees too."""
         before = self.past
         self.undo.append((self.own.add(token), before))
         held = {id(tree): cursors for tree, cursors in before}
@@ -184,22 +188,14 @@ class Slot:
             self.past.append((tree, ends[-tree.depth :]))
 
 
-@dataclass
-class SuffixState:
-    """trees: of earlier texts, the older first; two at most, so that what they hold is bounded and the latest stays."""
-
-    slots: list[Slot]
-    trees: list[SuffixTree]
-
-
 class Suffix(Drafter):
-    """Chains, found on the host: the best of what follows each end of the text, in its own tree and in those before."""
+    """Proposes chains, found on the host: the best continuation of the text's endings, in its own tree and in earlier ones."""
 
     captured = False
     trained = False
+    revertible = True
 
     def __init__(self, options: SuffixOptions, target: Target) -> None:
-        super().__init__()
         if options.depth < 1 or options.draft_length < 1 or options.past < 0:
             raise UserError(
                 f"drafter.depth is {options.depth}, drafter.draft_length {options.draft_length}, drafter.past {options.past}; "
@@ -210,51 +206,60 @@ class Suffix(Drafter):
                 f"drafter.factor is {options.factor:g}, drafter.offset {options.offset:g}, drafter.min_probability "
                 f"{options.min_probability:g}; set factor to 0 or more, factor + offset to 1 or more, the last within 0 and 1"
             )
-        self.taps, self.draft_length, self.options = Taps(), options.draft_length, options
+        super().__init__(Proposal(options.draft_length))
+        self.taps, self.options = Taps(), options
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         return iter(())
 
     def open(self, slots: int, max_len: int) -> SuffixState:
-        depth = self.options.depth
-        return SuffixState([Slot(SuffixTree(depth)) for _ in range(slots)], [SuffixTree(depth)] if self.options.past else [])
+        return SuffixState(self.options, slots)
 
-    def reset(self, state: SuffixState, slot_R: Tensor) -> None:
-        """The text that leaves a slot is one of the earlier ones from here on."""
+
+class SuffixState(RevertibleState):
+    """One tree for each slot, and at most two of earlier texts, so that memory is bounded and the latest texts stay."""
+
+    def __init__(self, options: SuffixOptions, slots: int) -> None:
+        self.options = options
+        self.slots = [Slot(SuffixTree(options.depth)) for _ in range(slots)]
+        self.trees = [SuffixTree(options.depth)] if options.past else []  # of earlier texts, the older first
+
+    def reset(self, slot_R: Tensor) -> None:
+        """A text that leaves its slot becomes one of the earlier texts."""
         for number in slot_R.tolist():
-            slot = state.slots[number]
-            if state.trees:
-                state.trees[-1].append(slot.own.text[slot.written :])
-                if len(state.trees[-1].text) > self.options.past // 2:
-                    state.trees = [state.trees[-1], SuffixTree(self.options.depth)]
-            state.slots[number] = Slot(SuffixTree(self.options.depth))
+            slot = self.slots[number]
+            if self.trees:
+                self.trees[-1].append(slot.own.text[slot.written :])
+                if len(self.trees[-1].text) > self.options.past // 2:
+                    self.trees = [self.trees[-1], SuffixTree(self.options.depth)]
+            self.slots[number] = Slot(SuffixTree(self.options.depth))
 
-    def observe(self, state: SuffixState, commit: Commit, slot_B: Tensor) -> None:
+    def observe(self, commit: Commit, slot_B: Tensor) -> None:
         rows = zip(slot_B.tolist(), commit.count_B.tolist(), commit.token_BA.tolist(), commit.next_BA.tolist(), strict=True)
         for number, count, token, after in rows:
-            slot = state.slots[number]
+            slot = self.slots[number]
             first = [] if slot.own.text else token[:1]
             for new in [*first, *after[:count]] if count else ():
-                slot.add(new, state.trees)
+                slot.add(new, self.trees)
 
-    def read(self, state: SuffixState, commit: Commit, slot_B: Tensor) -> None:
-        self.observe(state, commit, slot_B)
+    def observe_prompt(self, commit: Commit, slot_B: Tensor) -> None:
+        self.observe(commit, slot_B)
         for number in slot_B.tolist():
-            state.slots[number].written = max(0, len(state.slots[number].own.text) - 1)
+            self.slots[number].written = max(0, len(self.slots[number].own.text) - 1)
 
-    def mark(self, state: SuffixState, slot_B: Tensor) -> list[int]:
-        return [len(state.slots[number].own.text) for number in slot_B.tolist()]
+    def snapshot(self, slot_B: Tensor) -> list[int]:
+        return [len(self.slots[number].own.text) for number in slot_B.tolist()]
 
-    def rewind(self, state: SuffixState, slot_B: Tensor, mark: list[int]) -> None:
-        for number, length in zip(slot_B.tolist(), mark, strict=True):
-            slot = state.slots[number]
+    def restore(self, slot_B: Tensor, snapshot: list[int]) -> None:
+        for number, length in zip(slot_B.tolist(), snapshot, strict=True):
+            slot = self.slots[number]
             while len(slot.own.text) > length:
                 change, slot.past = slot.undo.pop()
                 slot.own.take_back(change)
 
-    def propose(self, state: SuffixState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        steps = min(self.draft_length, depth or self.draft_length)
-        slots = [state.slots[number] for number in slot_B.tolist()]
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        steps = min(self.options.draft_length, depth or self.options.draft_length)
+        slots = [self.slots[number] for number in slot_B.tolist()]
         drafts = [self._draft(slot, steps) for slot in slots]
         rows = [
             [*(slot.own.text or [0])[-1:], *draft, *[0] * (steps - len(draft))]
@@ -264,7 +269,7 @@ class Suffix(Drafter):
         return DraftTree.chain(torch.tensor(rows, device=slot_B.device), count_B)
 
     def _draft(self, slot: Slot, steps: int) -> list[int]:
-        """Of all ends and trees the draft of which most tokens are expected to be right."""
+        """The draft with the most expected accepted tokens, over all ends and trees."""
         best: list[int] = []
         most = 0.0
         own: tuple[SuffixTree, list[Cursor]] = (slot.own, [*slot.own.ends])

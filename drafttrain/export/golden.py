@@ -169,7 +169,7 @@ def drafted(drafter: Drafter, golden: Golden, vocab: int) -> Golden:
     logits, ids = [], None
     for step in range(K):
         batch = TrainBatch(known_PT, column_T.expand_as(known_PT), document_PT, document_PT >= 0, states)
-        logits_PV, ids = _foretold(drafter, batch, step, count_P - 1, slot_PK[:, step], vocab)
+        logits_PV, ids = _predicted(drafter, batch, step, count_P - 1, slot_PK[:, step], vocab)
         logits.append(logits_PV)
         if not given:
             known_PT = known_PT.scatter(1, slot_PK[:, step, None], logits_PV.argmax(-1, keepdim=True))
@@ -186,7 +186,7 @@ def drafted(drafter: Drafter, golden: Golden, vocab: int) -> Golden:
     )
 
 
-def _foretold(
+def _predicted(
     drafter: Drafter, batch: TrainBatch, step: int, source_P: Tensor, label_P: Tensor, vocab: int
 ) -> tuple[Tensor, Tensor | None]:
     """([P, V] logits of a draft, the ids of the drafter's own vocabulary)."""
@@ -197,10 +197,10 @@ def _foretold(
         hit_PM = (start_P + label_P)[:, None] == prediction.label_M
         if not prediction.every_step:
             hit_PM &= (start_P + source_P)[:, None] == prediction.source_M
-        assert bool((hit_PM.sum(1) == 1).all()), "every point's draft is foretold once"
+        assert bool((hit_PM.sum(1) == 1).all()), "every point's draft is predicted once"
         logits_PD = prediction.head(prediction.hidden_MH[hit_PM.long().argmax(1)])
         return prediction.whole(logits_PD, vocab), prediction.vocab_D
-    raise AssertionError(f"draft {step} is foretold by no prediction")
+    raise AssertionError(f"draft {step} is predicted by no prediction")
 
 
 def _wanted(taps: Taps, blocks: int) -> set[int]:

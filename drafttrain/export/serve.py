@@ -53,7 +53,7 @@ def _trtllm(source: Source, family: str, target: str, directory: str, drafts: in
     if family == "eagle3":
         lines.append(f"eagle3_layers_to_capture: {[k - 1 for k in source.layer_inputs]}")
     if family == "pard":
-        lines.append(f"mask_token_id: {source.drafter.settled()['mask_token']}")
+        lines.append(f"mask_token_id: {source.drafter.resolved_options()['mask_token']}")
     body = "\n".join(f"  {line}" for line in lines)
     return f"cat > spec.yaml <<END\nspeculative_config:\n{body}\nEND\ntrtllm-serve {target} --config spec.yaml"
 

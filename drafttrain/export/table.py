@@ -259,9 +259,19 @@ TABLE: dict[str, dict[str, Row]] = {
 }
 
 
+NO_ROW = "no layout is written for it yet; add its row to drafttrain/export/table.py"
+
+
+def rows(family: str) -> dict[str, Row]:
+    """A family's rows by stack; for a family without rows the reason is that it has none."""
+    return TABLE.get(family) or dict.fromkeys(
+        STACKS, "no layout is written for it yet; add its row to drafttrain/export/table.py"
+    )
+
+
 def loads(family: str) -> list[str]:
     """The stacks that load a family."""
-    return [stack for stack, row in TABLE[family].items() if isinstance(row, Layout)]
+    return [stack for stack, row in rows(family).items() if isinstance(row, Layout)]
 
 
 def asked(family: str, stack: str) -> list[str]:
@@ -273,16 +283,16 @@ def asked(family: str, stack: str) -> list[str]:
         raise UserError(f"format is {stack!r}; choose one of {', '.join(STACKS)}, or all")
     able = loads(family)
     if not able:
-        raise UserError(f"{family} cannot be exported: {next(iter(TABLE[family].values()))}")
+        raise UserError(f"{family} cannot be exported: {next(iter(rows(family).values()))}")
     if stack == "all":
         return able
-    reason = TABLE[family][stack]
+    reason = rows(family)[stack]
     if isinstance(reason, str):
         raise UserError(f"{family} cannot be exported to {stack}: {reason}; {', '.join(able)} load it")
     return [stack]
 
 
 def layout(family: str, stack: str) -> Layout:
-    found = TABLE[family][stack]
+    found = rows(family)[stack]
     assert isinstance(found, Layout), "asked for what `loads` names"
     return found

@@ -86,11 +86,12 @@ def depth_limit(decode: DecodeOptions, drafter: Drafter | None) -> int | None:
     """The user's draft length, else the one that tuning found; None: as trained."""
     if decode.draft_length is not None or drafter is None:
         return decode.draft_length
-    return drafter.preferred.draft_length
+    return drafter.proposal.preferred.draft_length
 
 
 def _drafting(sampling: Sampling, drafter: Drafter | None) -> Sampling:
     """At the user's draft temperature, else the one that tuning found for this temperature."""
-    if drafter is None or sampling.draft_temperature is not None or sampling.temperature != drafter.preferred.temperature:
+    preferred = None if drafter is None else drafter.proposal.preferred
+    if preferred is None or sampling.draft_temperature is not None or sampling.temperature != preferred.temperature:
         return sampling
-    return replace(sampling, draft_temperature=drafter.preferred.draft_temperature)
+    return replace(sampling, draft_temperature=preferred.draft_temperature)

@@ -14,7 +14,6 @@ from torch import Tensor
 from drafttrain.core.intervals import Interval, accepted_length, added_by, jackknife, tau_interval
 from drafttrain.core.tree import Path, arrivals, step_sums, tuned_paths, visits
 from drafttrain.drafters.common.calibration import expected_error
-from drafttrain.drafters.common.proposal import Proposing
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Drafter
@@ -46,7 +45,7 @@ def forced_hits(
 ) -> list[Hits]:
     """Teacher-forced hits of every prompt's own output, in order; a prompt too short for any sample gives empty ones."""
     online = Online(target, drafter.taps)
-    width = max(10, 1 + max((max(path) for path in drafter.paths()), default=0))
+    width = max(10, 1 + max((max(path) for path in drafter.proposal.paths), default=0))
     pairs = zip(prompts, outputs, strict=True)
     return [teacher_forced(drafter, target, online.fill(forced_batch(p, o, device)), width) for p, o in pairs]
 
@@ -119,11 +118,11 @@ def counted_paths(drafter: Drafter, hits: Sequence[Hits] | None, depth: int | No
     """The paths down to `depth` whose hits are counted: the drafter's own. For a tree that grows by confidence those of the
     best static tree of as many nodes on these texts: the one that training searched is for the training data's.
     """
-    proposal = drafter.proposal if isinstance(drafter, Proposing) else None
+    proposal = drafter.proposal
     texts = [h.rank_MK[:, :depth] for h in hits or () if len(h.rank_MK)]
-    if proposal is not None and proposal.sized and texts:
+    if proposal.grown and texts:
         return tuned_paths(texts, proposal.max_nodes - 1) or proposal.paths[:1]
-    return [path for path in drafter.paths() if depth is None or len(path) <= depth]
+    return [path for path in drafter.proposal.paths if depth is None or len(path) <= depth]
 
 
 def rank_shares(hits: Sequence[Hits], paths: Sequence[Path], width: int = 10) -> list[list[float]] | None:
@@ -150,11 +149,13 @@ def confidence_error(drafter: Drafter, hits: Sequence[Hits], sampled: bool) -> f
 
     sampled: as for `expected_tau`: what confidences are held against.
     """
-    rows = [(h.sure_MK, h.mass_MK if sampled else (h.rank_MK == 0).float()) for h in hits if h.sure_MK is not None]
+    rows = [(h.confidence_MK, h.mass_MK if sampled else (h.rank_MK == 0).float()) for h in hits if h.confidence_MK is not None]
     if not rows:
         return None
-    sure_MK, accepted_MK = (torch.cat(column) for column in zip(*rows, strict=True))
-    return expected_error(drafter.assured(sure_MK, sampled), accepted_MK)
+    logit_MK, accepted_MK = (torch.cat(column) for column in zip(*rows, strict=True))
+    calibration = drafter.calibration
+    expected_MK = logit_MK.sigmoid() if calibration is None else calibration.acceptance_probability(logit_MK, sampled)
+    return expected_error(expected_MK, accepted_MK)
 
 
 def _arrivals(hits: Hits, paths: Sequence[Path], sampled: bool) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from drafttrain.core.tree import Path, tuned_paths
 from drafttrain.decoding.tree_size import CANDIDATES, proposal_seconds, verification_seconds
-from drafttrain.drafters.common.proposal import Proposing
 from drafttrain.measure.expected import expected_tau
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Target
@@ -38,7 +37,7 @@ class Shape:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As `Drafter.use_decode_settings` and `Drafter.prefer` take them."""
+        """As `Drafter.use_decode_settings` takes them."""
         tree = {"paths": [list(path) for path in self.paths]} if self.paths else {}
         return {"draft_length": self.depth} | tree | ({"nodes": self.nodes} if self.grown else {})
 
@@ -69,7 +68,7 @@ def surface(
     verifying = verification_seconds(target, drafter, sorted({s.nodes + 1 for s in shapes} | {1}), repeats, batch)
     found = []
     for shape in shapes:
-        tau = expected_tau(hits, shape.paths or [path for path in drafter.paths() if len(path) <= shape.depth], sampled)
+        tau = expected_tau(hits, shape.paths or [path for path in drafter.proposal.paths if len(path) <= shape.depth], sampled)
         seconds = drafting[shape.depth] + verifying[shape.nodes + 1]
         if tau is not None:
             found.append(Predicted(shape, tau, seconds, tau * verifying[1] / seconds))
@@ -79,9 +78,9 @@ def surface(
 def shapes_of(drafter: Drafter, texts: Sequence[Tensor], trees: bool) -> list[Shape]:
     """Depths for all; for drafters whose tree can be chosen, depths and node counts, each with its best paths."""
     depths = [d for d in DEPTHS if d < drafter.draft_length] + [drafter.draft_length]
-    proposal = drafter.proposal if isinstance(drafter, Proposing) else None
-    if proposal is None or not proposal.tunable or not trees:
-        own = drafter.paths()
+    proposal = drafter.proposal
+    if not proposal.takes_paths or not trees:
+        own = proposal.paths
         return [Shape(d, sum(len(path) <= d for path in own)) for d in depths]
     found = {}
     for depth in depths:
@@ -89,7 +88,7 @@ def shapes_of(drafter: Drafter, texts: Sequence[Tensor], trees: bool) -> list[Sh
         for nodes in (n for n in CANDIDATES if n < MOST_NODES):
             paths = tuple(tuned_paths(cut, nodes))
             if paths:
-                shape = Shape(max(map(len, paths)), len(paths), paths, proposal.kind if proposal.sized else None)
+                shape = Shape(max(map(len, paths)), len(paths), paths, proposal.grown)
                 found[shape.depth, shape.nodes] = shape
     return list(found.values())
 

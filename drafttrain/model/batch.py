@@ -135,7 +135,9 @@ class TrainBatch:
         """[B, T] whether the token k positions later is of the same document and supervised; of a part's own columns alone."""
         T = self.token_BT.shape[1]
         if self.span is not None:
-            assert k <= self.span.halo, f"a label {k} positions on lies beyond the part of a sequence; Drafter.ahead says less"
+            assert k <= self.span.halo, (
+                f"a label {k} positions on lies beyond the part of a sequence; Drafter.label_offset says less"
+            )
         none_BT = torch.zeros_like(self.mask_BT)
         if k >= T:
             return none_BT

@@ -1,14 +1,18 @@
-"""What every drafter family is.
+"""The interfaces of a drafter: the trained module, its decoding state, and optional roles.
 
-Shapes: B rows, A committed positions, N tree nodes, S slots, H hidden, V vocabulary.
+Shapes: B rows, A committed positions, N tree nodes, S slots, R slots to reset, M samples, K draft depth, H hidden,
+V vocabulary.
+
+`Drafter` is trained. `Drafter.open` makes a `DraftState`, which drafts for one decoding session. `Drafter.proposal` says which
+tree is drafted. `Drafter.calibration` turns confidences into probabilities, in families that have confidences.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,194 +21,217 @@ from drafttrain.core.sampling import Lane, Sampling, law
 from drafttrain.core.tree import DraftTree
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import LoraSpec, PrunedTarget, Taps, Target, TargetShape
 from drafttrain.ops.sample import sample
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Newly verified positions, root first, all aligned on A: row b has count_B[b] of them, the rest is padding.
+    """Newly accepted positions, in order, aligned on A. Columns past a row's count are padding."""
 
-    token_BA: the token at a position. next_BA: the token that follows it (accepted drafts, then the bonus token).
-    hidden: by tap key, [B, A, H], the target's state at the position.
+    token_BA: Tensor  # the token at the position
+    next_BA: Tensor  # the token after it: the next accepted draft, at the last position the bonus token
+    hidden: dict[int, Tensor]  # by tap: the target's state at the position, [B, A, H]
+    count_B: Tensor  # accepted positions of each row
+
+    @property
+    def last_B1(self) -> Tensor:
+        """The column of each row's last position; 0 for a row without positions."""
+        return (self.count_B - 1).clamp_min(0)[:, None]
+
+    @property
+    def root_B(self) -> Tensor:
+        """The token after each row's last position: the root of its next tree."""
+        return self.next_BA.gather(1, self.last_B1)[:, 0]
+
+    def hidden_at(self, column_B1: Tensor) -> dict[int, Tensor]:
+        """The target's states at one column of each row, [B, 1, H]."""
+        return {k: h.gather(1, column_B1[..., None].expand(-1, -1, h.shape[-1])) for k, h in self.hidden.items()}
+
+
+class DraftState(ABC):
+    """Drafts for the requests of one decoding session. Made by `Drafter.open`.
+
+    In a captured decode step `observe`, `catch_up` and `propose` do not sync with the host and keep shapes and addresses.
     """
 
-    token_BA: Tensor
-    next_BA: Tensor
-    hidden: dict[int, Tensor]
-    count_B: Tensor
+    @abstractmethod
+    def reset(self, slot_R: Tensor) -> None:
+        """New requests take these slots."""
+
+    @abstractmethod
+    def observe(self, commit: Commit, slot_B: Tensor) -> None:
+        """Store the accepted positions of these slots. Compute nothing while there is room: an idle drafter is cheap."""
+
+    def observe_prompt(self, commit: Commit, slot_B: Tensor) -> None:
+        """Read a chunk of these slots' prompts. A row whose prompt has ended before the chunk has count 0."""
+        self.observe(commit, slot_B)
+
+    def catch_up(self, slot_B: Tensor) -> None:  # noqa: B027
+        """Process stored positions that the next proposal does not need. Called in decode steps without a proposal."""
+
+    @abstractmethod
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        """Draft a tree for each slot. depth: deepest level allowed, from 1; None: the drafter's own draft length."""
+
+    @property
+    def caches(self) -> list[KVCache]:
+        """The drafter's own KV caches; the session bounds their lengths."""
+        return []
 
 
-@dataclass(frozen=True, slots=True)
-class Preferred:
-    """How a drafter is decoded unless the user says otherwise, where tuning has found it out; None: as trained.
+class RevertibleState(DraftState):
+    """A state that can forget what it observed. A cascade needs it for its inner drafter."""
 
-    draft_temperature: for sampling at `temperature`.
-    """
+    @abstractmethod
+    def snapshot(self, slot_B: Tensor) -> Any:
+        """What `restore` needs to forget everything that these slots observe from now on."""
 
-    draft_length: int | None = None
-    draft_temperature: float | None = None
-    temperature: float | None = None
+    @abstractmethod
+    def restore(self, slot_B: Tensor, snapshot: Any) -> None:
+        """Forget what these slots observed after the snapshot."""
+
+
+class Calibration(Protocol):
+    """Turns the logits of a drafter's confidences into probabilities of acceptance."""
+
+    def fit(self, confidence_MK: Tensor, hit_MK: Tensor, mass_MK: Tensor) -> None:
+        """Fit on held-out text.
+
+        confidence_MK: logits (`Prediction.confidence`). hit_MK: whether the draft was the text's token. mass_MK: the
+        probability that the target accepts a sampled draft, sum min(p, q).
+        """
+        ...
+
+    def acceptance_probability(self, confidence_MK: Tensor, sampled: bool) -> Tensor:
+        """[M, K] P(draft k is accepted, if those above it are). sampled: drafts are sampled, not argmax."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """The settings to save: JSON values only."""
+        ...
+
+    def use(self, settings: Mapping[str, Any]) -> None:
+        """Take the saved settings."""
+        ...
 
 
 class Drafter(nn.Module, ABC):
-    """Trained by `predict`, decoded by `open`, `observe`, `propose`. State is passed, never kept on the module."""
+    """The trained part of a family. It keeps no decoding state: `open` makes that.
 
-    taps: Taps
-    draft_length: int  # K: depth of the deepest proposal
-    captured: bool = True  # observe, absorb and propose neither ask the device nor change shape: a CUDA graph can hold them
-    samples: bool = False  # at a temperature above 0 proposals are chains drawn from the drafter's own law, which they carry
-    adapts: LoraSpec | None = None  # the family also trains the target: it drafts for the adapted one, the baseline of all
-    starts_usable: bool = False  # worth measuring before it is trained: it begins as a model that can draft
-    remark: str = ""  # what a user should know of this drafter before it is run, in one line
-    recomputes: bool = False  # in training, layers keep their inputs alone and compute the rest again for the gradient
-    preferred: Preferred = Preferred()
-    layer_shape: TargetShape | None = None  # of decoder layers of its own
-    trained: bool = True  # False: nothing is learnt, `predict` says nothing, and `fit` goes straight to the measurement
+    A drafter may contain other drafters as submodules (`parts`); their options, settings and training are handled here.
+    """
+
+    taps: Taps  # the target's states that it reads
+    captured: bool = True  # its decode steps can be captured as CUDA graphs, see `DraftState`
+    samples: bool = False  # at a temperature above 0 it samples chains, which carry their draft distribution q
+    revertible: bool = False  # `open` gives a `RevertibleState`
+    adapts: LoraSpec | None = None  # the family also trains the target; the adapted target is then the baseline
+    starts_usable: bool = False  # it can draft before it is trained, so that measuring it then makes sense
+    remark: str = ""  # one line that a user should know before a run
+    recomputes: bool = False  # in training, layers keep only their inputs and compute the rest again for the gradient
+    layer_shape: TargetShape | None = None  # the shape of the drafter's own decoder layers
+    trained: bool = True  # False: nothing is trained, and `fit` only measures
+
+    def __init__(self, proposal: Proposal) -> None:
+        super().__init__()
+        self.proposal = proposal
+        self.calibration: Calibration | None = None
+
+    @property
+    def draft_length(self) -> int:
+        """K: the depth of the deepest proposal."""
+        return self.proposal.draft_length
+
+    @property
+    def parts(self) -> dict[str, Drafter]:
+        """The drafters inside this one, by attribute name."""
+        return {name: module for name, module in self.named_children() if isinstance(module, Drafter)}
 
     @abstractmethod
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        """What is predicted for which label, one step (or head) at a time, in drafting order."""
+        """Predictions for training, one step (or head) at a time, in drafting order."""
+
+    @abstractmethod
+    def open(self, slots: int, max_len: int) -> DraftState:
+        """A state for a session of `slots` concurrent requests of at most `max_len` positions each."""
+
+    def prepare(self, counts: Callable[[], Tensor]) -> None:
+        """Called once before training. counts: how often each target token is supervised in the training data, [V]."""
+        for part in self.parts.values():
+            part.prepare(counts)
 
     def recompute(self) -> None:
-        """From here on `recomputes`, and what is inside does too."""
+        """Set `recomputes` here and in all parts."""
         self.recomputes = True
         for module in self.children():
             if isinstance(module, Drafter | PrunedTarget):
                 module.recompute()
 
-    def fed(self, length: int) -> int:
-        """How many positions a sequence of this length sends through the drafter's layers in training, at most."""
-        return length
+    def training_positions(self, length: int) -> int:
+        """Positions that one sequence of this length sends through the drafter's layers in training, at most."""
+        parts = self.parts.values()
+        return sum(part.training_positions(length) for part in parts if part.trained) if parts else length
 
     @property
-    def ahead(self) -> int:
-        """How many positions after its source a label lies, at most."""
-        return self.draft_length + 1
-
-    def prepare(self, counts: Callable[[], Tensor]) -> None:
-        """Once before training. counts: how often each of the target's tokens is supervised in the training data, [V]."""
-
-    @abstractmethod
-    def open(self, slots: int, max_len: int) -> Any:
-        """State for this many concurrent requests."""
-
-    @abstractmethod
-    def reset(self, state: Any, slot_R: Tensor) -> None:
-        """New requests enter these slots."""
-
-    @abstractmethod
-    def observe(self, state: Any, commit: Commit, slot_B: Tensor) -> None:
-        """Stage what was accepted for these slots. Computes nothing as long as there is room, so that an idle drafter costs
-        next to nothing."""
-
-    def read(self, state: Any, commit: Commit, slot_B: Tensor) -> None:
-        """A piece of these slots' prompts, perhaps long; rows whose prompt has ended before it have count 0."""
-        self.observe(state, commit, slot_B)
-
-    def absorb(self, state: Any, slot_B: Tensor) -> None:
-        """Work off what is staged, as far as the next proposal does not need it; for rounds that propose nothing."""
-
-    def mark(self, state: Any, slot_B: Tensor) -> Any:
-        """What `rewind` needs to take back what these slots observe from here on."""
-        raise AssertionError("a family that can rewind can mark")
-
-    def rewind(self, state: Any, slot_B: Tensor, mark: Any) -> None:
-        """As if these slots had observed nothing since the mark: for drafters that draft for another one's guesses."""
-        raise AssertionError("asked only where `rewinds`")
+    def label_offset(self) -> int:
+        """The largest distance between a prediction's source and its label, in positions."""
+        return max((part.label_offset for part in self.parts.values()), default=self.draft_length + 1)
 
     @property
-    def rewinds(self) -> bool:
-        return type(self).rewind is not Drafter.rewind
+    def max_new_positions(self) -> int:
+        """New positions of one pass at most: a tree, or the pending positions and the root in the drafter's own cache."""
+        return max(self.proposal.max_nodes, self.draft_length + 2)
 
     def variants(self) -> dict[str, Drafter]:
-        """The same drafter decoding in other ways, by name, to be measured beside it. Before it has decoded anything."""
+        """Copies that decode in other ways, by name; they are measured next to this one. Call it before decoding."""
         return {}
 
     def language_model(self) -> Target | None:
-        """The causal model whose own next tokens are the drafts, where there is one: it can verify a cheaper drafter's."""
+        """The causal LM whose next tokens are the drafts, if there is one. It can verify a cheaper drafter's drafts."""
         return None
 
-    def settled(self) -> dict[str, Any]:
-        """Options that were left to a rule, as the rule has set them for this target; plain data."""
+    def resolved_options(self) -> dict[str, Any]:
+        """Options that were left to a rule, with the values that the rule gave for this target; plain data."""
         return {}
-
-    def caches(self, state: Any) -> list[KVCache]:
-        """The drafter's own caches, whose `bound` the session sets."""
-        return []
-
-    @abstractmethod
-    def propose(self, state: Any, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        """A tree per slot, no deeper than `depth` (from 1) where one is given. Its first pass consumes the staged positions."""
-
-    @property
-    def foretold(self) -> int:
-        """How many depths, from the first, `predict` speaks of in figures: those of `paths()`."""
-        return self.draft_length
 
     def decode_settings(self) -> dict[str, Any]:
-        """What decoding needs beyond weights and configuration (a searched tree, say); JSON values only."""
-        return {}
+        """What decoding needs besides weights and options (a searched tree, for example); JSON values only."""
+        own = self.proposal.settings() | ({} if self.calibration is None else self.calibration.settings())
+        return own | {name: part.decode_settings() for name, part in self.parts.items()}
 
-    def use_decode_settings(self, settings: dict[str, Any]) -> None:
-        """Take up what `decode_settings` gave."""
-
-    def prefer(self, settings: dict[str, Any]) -> None:
-        """Take up what tuning found best, beside `use_decode_settings`."""
-        self.preferred = Preferred(*(settings.get(name) for name in ("draft_length", "draft_temperature", "temperature")))
-
-    def tune(self, texts: Sequence[Tensor], nodes: int) -> None:
-        """Choose the proposal's shape from each held-out text's teacher-forced ranks [samples, K], in text order, and a
-        node budget (root excluded)."""
-
-    def calibrate(self, sure_MK: Tensor, hit_MK: Tensor, mass_MK: Tensor) -> None:
-        """Fit what confidences stand for to held-out text. sure_MK: their logits (`Prediction.confidence`). hit_MK: whether
-        the draft was the text's token; mass_MK: sum min(p, q)."""
-
-    def assured(self, sure_MK: Tensor, sampled: bool) -> Tensor:
-        """[M, K] P(draft k is accepted, if those above it are) that these confidences stand for."""
-        return sure_MK.sigmoid()
-
-    @property
-    def tunable(self) -> bool:
-        """Whether `tune` chooses anything."""
-        return type(self).tune is not Drafter.tune
-
-    def paths(self) -> list[tuple[int, ...]]:
-        """The rank paths that greedy decoding proposes; a chain unless a family says otherwise."""
-        return [(0,) * d for d in range(1, self.draft_length + 1)]
-
-    @property
-    def max_nodes(self) -> int:
-        """Nodes of the largest proposal, root included: what a cache must have room for."""
-        return len(self.paths()) + 1
-
-    @property
-    def widest(self) -> int:
-        """New positions of one pass at most: a tree, or what a drafter with its own cache has staged, with the root."""
-        return max(self.max_nodes, self.draft_length + 2)
+    def use_decode_settings(self, settings: Mapping[str, Any]) -> None:
+        """Take saved `decode_settings`, and what tuning preferred. Raises UserError for a tree that cannot be drafted."""
+        for name, part in self.parts.items():
+            part.use_decode_settings(settings.get(name, {}))
+        self.proposal.use(settings)
+        if self.calibration is not None:
+            self.calibration.use(settings)
 
 
 def trainable(drafter: nn.Module) -> int:
+    """Parameters that are trained."""
     return sum(p.numel() for p in drafter.parameters() if p.requires_grad)
 
 
 def draft_chain(
     root_B: Tensor, logits_BV: Tensor, advance: Callable[[Tensor], Tensor], steps: int, sampling: Sampling, position_B: Tensor
 ) -> DraftTree:
-    """A chain of `steps` drafts below the root: argmax when greedy, else drawn from q, which the tree carries.
+    """A chain of `steps` drafts below the root: argmax when greedy, else sampled from q, which the tree carries.
 
     logits_BV: for the first draft. advance: token_B of the last draft -> logits for the next. position_B: of the root.
-    With `sampling.shared_noise` a draft is drawn with the number that the verifier will use at its position.
+    With `sampling.shared_noise` a draft is sampled with the noise that the acceptance policy will use at its position.
     """
-    tokens, laws, sampling = [root_B], [], sampling.drafting
+    tokens, distributions, sampling = [root_B], [], sampling.drafting
     for step in range(steps):
         if step:
             logits_BV = advance(tokens[-1])
         if not sampling.greedy:
-            laws.append(law(logits_BV, sampling))
+            distributions.append(law(logits_BV, sampling))
         if sampling.shared_noise:
             tokens.append(sample(logits_BV, sampling, position_B + step + 1, Lane.TARGET))
         else:
             tokens.append(sample(logits_BV, sampling, position_B, Lane.DRAFT, draw=step))
-    return DraftTree.chain(torch.stack(tokens, 1), q_BNV=torch.stack([*laws, laws[-1]], 1) if laws else None)
+    q_BNV = torch.stack([*distributions, distributions[-1]], 1) if distributions else None
+    return DraftTree.chain(torch.stack(tokens, 1), q_BNV=q_BNV)

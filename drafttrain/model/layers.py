@@ -233,11 +233,11 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and a gated MLP, each behind a norm; its names are Llama's. Families attend in their own ways."""
 
-    def __init__(self, shape: TargetShape, in_width: int | None = None, qk_norm: bool = False) -> None:
-        """in_width: of what attention reads; None: of the target's states, as is all else."""
+    def __init__(self, shape: TargetShape, in_width: int | None = None, qk_norm: bool = False, input_norm: bool = True) -> None:
+        """in_width: of attention's input; None: of the target's states, as all else. input_norm: a norm before attention."""
         super().__init__()
         width, eps = shape.hidden_size, shape.norm_eps
-        self.input_layernorm = RMSNorm(width, eps)
+        self.input_layernorm = RMSNorm(width, eps) if input_norm else nn.Identity()
         self.self_attn = Attention(AttentionShape.of(shape, in_width or width, qk_norm))
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(width, shape.intermediate_size)

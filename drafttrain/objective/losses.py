@@ -141,7 +141,8 @@ class Objective(nn.Module):
         law, token_P = law_of(batch, self._target.module), batch.token_BT.flatten()
         alive_P = torch.ones_like(token_P, dtype=torch.bool)
         total, rows, held = token_P.new_zeros((), dtype=torch.float32), [], 0
-        reach = Reach(batch, self.drafter.foretold) if self.options.name == END_TO_END else None
+        depths = self.drafter.proposal.predicted_depths
+        reach = Reach(batch, depths) if self.options.name == END_TO_END else None
         own = next(self.drafter.parameters()).dtype
         for prediction in self.drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
             place_M, label_M = batch.law_at(prediction.label_M), token_P[prediction.label_M]
@@ -149,7 +150,7 @@ class Objective(nn.Module):
             step = self._step(prediction, law, place_M, label_M, whole=held <= self.at_once)
             weight = prediction.weight
             if reach is not None and prediction.counted:
-                weight, step = 1.0 / self.drafter.foretold, replace(step, loss_M=reach.missed(prediction, step.loss_M))
+                weight, step = 1.0 / depths, replace(step, loss_M=reach.missed(prediction, step.loss_M))
             total = total + _weighed(weight, step.loss_M)
             if prediction.confidence is not None:
                 total = total + _weighed(prediction.weight, step.doubt_M)
@@ -168,7 +169,7 @@ class Objective(nn.Module):
                 (alive_M & hit_M).sum(),
             )
             row = torch.stack([torch.as_tensor(c, dtype=torch.float64, device=token_P.device) for c in counts])
-            rows += [row] * (self.drafter.foretold if prediction.every_step else 1)
+            rows += [row] * (self.drafter.proposal.predicted_depths if prediction.every_step else 1)
         return total, StepCounts.stack(rows)
 
     def _step(self, prediction: Prediction, law: Law, place_M: Tensor, label_M: Tensor, whole: bool) -> StepOutcome:
@@ -220,14 +221,14 @@ class StepOutcome:
 class Hits:
     """Teacher-forced outcomes per source that has every depth: rank of the true token among the choices, `width` if beyond.
 
-    length_D: how many of these sources each document has, in order. sure_MK: logits of the drafter's confidence in each
+    length_D: how many of these sources each document has, in order. confidence_MK: logits of the drafter's confidence in each
     draft; None: it says nothing of it.
     """
 
     rank_MK: Tensor
     mass_MK: Tensor
     length_D: list[int]
-    sure_MK: Tensor | None = None
+    confidence_MK: Tensor | None = None
 
 
 @torch.no_grad()
@@ -237,9 +238,9 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     Only sources whose root and whole future of K tokens are supervised count; the batch must carry the target's states or law.
     """
     law, token_P = law_of(batch, target), batch.token_BT.flatten()
-    K, confident = drafter.foretold, False
+    K, confident = drafter.proposal.predicted_depths, False
     rank_PK = torch.full((len(token_P), K), -1, device=token_P.device)
-    mass_PK, sure_PK = (torch.zeros(len(token_P), K, device=token_P.device) for _ in range(2))
+    mass_PK, confidence_PK = (torch.zeros(len(token_P), K, device=token_P.device) for _ in range(2))
     own = next(drafter.parameters()).dtype
     for prediction in drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
         if not prediction.counted:
@@ -253,7 +254,7 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
                 mass_PK[prediction.source_M, prediction.step] = mass_M
                 if prediction.confidence is not None:
                     confident = True
-                    sure_PK[prediction.source_M, prediction.step] = prediction.confidence(prediction.hidden_MH).float()
+                    confidence_PK[prediction.source_M, prediction.step] = prediction.confidence(prediction.hidden_MH).float()
             continue
         rank_P = torch.full_like(token_P, -1).scatter(0, prediction.label_M, rank_M)
         mass_P = torch.zeros_like(mass_PK[:, 0]).scatter(0, prediction.label_M, mass_M)
@@ -268,8 +269,8 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
         batch.document_BT + len(token_P) * torch.arange(len(batch.token_BT), device=token_P.device)[:, None]
     ).flatten()
     length_D = document_P[whole_P].unique_consecutive(return_counts=True)[1].tolist()
-    sure_MK = sure_PK[whole_P].cpu() if confident else None
-    return Hits(rank_PK[whole_P].cpu(), mass_PK[whole_P].cpu(), length_D, sure_MK)
+    confidence_MK = confidence_PK[whole_P].cpu() if confident else None
+    return Hits(rank_PK[whole_P].cpu(), mass_PK[whole_P].cpu(), length_D, confidence_MK)
 
 
 def _offered(

@@ -152,7 +152,7 @@ def _check_shared(options: RunOptions, found: Place, drafter: Drafter, free: int
     way_out = "set target.placement=replicated"
     if drafter.adapts is not None:
         raise UserError(f"target.placement is {found.placement}, an adapter of the target needs all of it; {way_out}")
-    if options.decode.tree_nodes is None and drafter.tunable:
+    if options.decode.tree_nodes is None and drafter.proposal.tunable:
         raise UserError(
             f"decode.tree_nodes=null times a whole target in one process, target.placement is {found.placement}; "
             f"set decode.tree_nodes, or {way_out}"

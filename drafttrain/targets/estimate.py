@@ -99,7 +99,7 @@ def activation_bytes(target: Outline, drafter: Drafter, rows: int, length: int, 
     shape = target.shape
     widths = (len(drafter.taps.blocks) + 1 + WIDE) * shape.hidden_size + 3 * shape.intermediate_size
     forward, logits = rows * length * widths * target.dtype.itemsize, 4 * 4 * chunk * shape.vocab_size
-    return forward + logits + kept_bytes(drafter, shape.vocab_size, rows * drafter.fed(length))
+    return forward + logits + kept_bytes(drafter, shape.vocab_size, rows * drafter.training_positions(length))
 
 
 def kept_bytes(drafter: Drafter, vocab: int, positions: int) -> int:

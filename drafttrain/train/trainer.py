@@ -233,7 +233,7 @@ class Trainer:
             own = shard(rows, self.world.rank // together, self.world.size // together, self.job.train.micro_batch)
             micro = [self._batch(part) for part in own]
             if self.group is not None:
-                micro = [batch.part(self.group, self.job.drafter.ahead) for batch in micro]
+                micro = [batch.part(self.group, self.job.drafter.label_offset) for batch in micro]
             return Work(micro, sum(len(row.token_ids) for row in rows))
 
     def _begin_next(self, left: list[TrainBatch], step: int) -> None:
@@ -267,14 +267,14 @@ class Trainer:
         drafter.eval()
         hits = [teacher_forced(drafter, target, batch) for batch in self.held_out()]
         drafter.train()
-        sure = [(h.sure_MK, h.rank_MK == 0, h.mass_MK) for h in hits if h.sure_MK is not None]
-        if sure:
-            drafter.calibrate(*(torch.cat(column) for column in zip(*sure, strict=True)))
+        confidences = [(h.confidence_MK, h.rank_MK == 0, h.mass_MK) for h in hits if h.confidence_MK is not None]
+        if confidences and drafter.calibration is not None:
+            drafter.calibration.fit(*(torch.cat(column) for column in zip(*confidences, strict=True)))
         texts = [text for h in hits for text in h.rank_MK.split(h.length_D)]
         if not target.trees:  # a rank that no path reaches: what is left to choose from is the chain
             texts = [torch.where(text == 0, 0, OUT_OF_REACH) for text in texts]
         if texts:
-            sum_C2 = tuned_sums(drafter, texts, (self.job.nodes or self._best_nodes(texts)) if drafter.tunable else 0)
+            sum_C2 = tuned_sums(drafter, texts, (self.job.nodes or self._best_nodes(texts)) if drafter.proposal.tunable else 0)
             self.progress.expected_tau, interval = float(accepted_length(sum_C2.sum(0))), tau_interval(sum_C2)
             self.progress.expected_interval = None if interval is None else list(interval)
 
@@ -311,14 +311,14 @@ def tuned_sums(drafter: Drafter, texts: list[Tensor], nodes: int) -> Tensor:
     Each text is counted with the tree that the others gave: with a tree that it helped to choose, tau of a few texts comes
     out up to a tenth too high.
     """
-    folds = min(FOLDS, len(texts)) if drafter.tunable else 1
+    folds = min(FOLDS, len(texts)) if drafter.proposal.tunable else 1
     sum_C2 = torch.zeros(len(texts), 2, dtype=torch.float64)
     for fold in range(folds if folds > 1 else 0):
-        drafter.tune([text for i, text in enumerate(texts) if i % folds != fold], nodes)
-        sum_C2[fold::folds] = step_sums([arrivals(text, drafter.paths()) for text in texts[fold::folds]])
-    if drafter.tunable:
-        drafter.tune(texts, nodes)
-    return sum_C2 if folds > 1 else step_sums([arrivals(text, drafter.paths()) for text in texts])
+        drafter.proposal.tune([text for i, text in enumerate(texts) if i % folds != fold], nodes)
+        sum_C2[fold::folds] = step_sums([arrivals(text, drafter.proposal.paths) for text in texts[fold::folds]])
+    if drafter.proposal.tunable:
+        drafter.proposal.tune(texts, nodes)
+    return sum_C2 if folds > 1 else step_sums([arrivals(text, drafter.proposal.paths) for text in texts])
 
 
 def tensor_names(job: Job) -> dict[str, str]:

@@ -23,11 +23,11 @@ from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, load_dr
 from drafttrain.drafters.common.proposal import TreeOptions
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
-from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.kv_cache import PAGE
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
-from tests.helpers import FEW, prompts, tiny_model, tiny_target
+from tests.helpers import FEW, prompts, tiny_model, tiny_target, watch_proposals
 
 
 def decode(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], batch: int, **settings: Any) -> list[Any]:
@@ -79,7 +79,7 @@ def test_a_small_tree_needs_no_more_room_than_a_text_has(name: str, tree: dict[s
     torch.manual_seed(1)
     settings = {k: v for k, v in SHAPES[name].items() if k not in ("paths", "tree")}
     drafter = family.build(family.options(**settings | tree), target).eval()
-    tokens = 2 * PAGE - len(asked[0]) - drafter.max_nodes
+    tokens = 2 * PAGE - len(asked[0]) - drafter.proposal.max_nodes
     assert decode(target, drafter, asked, 1, tokens=tokens)[0].tokens == decode(target, None, asked, 1, tokens=tokens)[0].tokens
 
 
@@ -109,20 +109,16 @@ def test_stop_tokens_inside_an_accepted_run_cut_exactly_there(name: str) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_proposal_carries_the_law_it_was_drawn_from_and_no_other(name: str) -> None:
+def test_a_proposal_carries_the_distribution_it_was_sampled_from_and_no_other(name: str) -> None:
     """The verifier's rule, and what is expected of acceptance, depend on it."""
     target = tiny_target()
-    drafter = build(name, target, noise=0.5)
     for sampling in (Sampling(), Sampling(0.8, seed=3)):
-        seen: list[DraftTree] = []
-        propose = drafter.propose
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(drafter, "propose", lambda *a, p=propose, s=seen: s.append(p(*a)) or s[-1])
-            decode(target, drafter, prompts(2, seed=4), 2, tokens=8, sampling=sampling)
-        laws = {tree.q_BNV is not None for tree in seen}
-        assert laws == {drafter.samples and not sampling.greedy}
+        drafter = build(name, target, noise=0.5)
+        seen = watch_proposals(drafter)
+        decode(target, drafter, prompts(2, seed=4), 2, tokens=8, sampling=sampling)
+        assert {tree.q_BNV is not None for tree in seen} == {drafter.samples and not sampling.greedy}
         if drafter.samples:
-            assert all(set(path) == {0} for path in drafter.paths())
+            assert all(set(path) == {0} for path in drafter.proposal.paths)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -132,13 +128,11 @@ def test_what_is_trained_is_what_is_drafted(name: str) -> None:
     drafter, prompt = build(name, target, noise=0.5), prompts(1, seed=8, longest=30)[0] + [5, 9, 2]
     if not drafter.trained:
         pytest.skip("trains nothing: there is no prediction to compare with")
-    seen: list[Any] = []
-    propose = drafter.propose
-    drafter.propose = lambda *a: seen.append(propose(*a)) or seen[-1]  # type: ignore[method-assign]
+    seen = watch_proposals(drafter)
     decode(target, drafter, [prompt], 1, tokens=12)
     tree = seen[0]
     chain = [0]
-    for path in sorted((p for p in drafter.paths() if set(p) == {0}), key=len):
+    for path in sorted((p for p in drafter.proposal.paths if set(p) == {0}), key=len):
         children = (tree.parent_BN[0] == chain[-1]).nonzero()[:, 0].tolist()
         chain.append(children[0])
         assert len(chain) == len(path) + 1
@@ -148,14 +142,14 @@ def test_what_is_trained_is_what_is_drafted(name: str) -> None:
     ones = torch.ones_like(text, dtype=torch.bool)
     batch = TrainBatch(text, torch.arange(text.shape[1])[None], torch.zeros_like(text), ones)
     filled = Online(target, drafter.taps).fill(batch)
-    foretold: dict[int, int] = {}
+    predicted: dict[int, int] = {}
     with torch.no_grad():
         for prediction in drafter.predict(filled):
             best = prediction.whole(prediction.head(prediction.hidden_MH), 64).argmax(-1).tolist()
             for s, label, token in zip(prediction.source_M.tolist(), prediction.label_M.tolist(), best, strict=True):
                 if (prediction.every_step and label > source + 1) or s == source:
-                    foretold[label - source - 1] = token
-    assert [foretold[i] for i in range(1, len(drafts))] == drafts[1:]
+                    predicted[label - source - 1] = token
+    assert [predicted[i] for i in range(1, len(drafts))] == drafts[1:]
 
 
 @pytest.mark.sampled(name=FEW)
@@ -173,7 +167,7 @@ def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("every", [None, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_that_a_guard_turns_go_on_as_the_targets_own(name: str, every: int | None) -> None:
+def test_texts_that_fall_back_to_plain_decoding_go_on_as_the_targets_own(name: str, every: int | None) -> None:
     """Under a lossy policy, cut back at different times in one batch; later requests take their slots."""
     target, asked, sampling = tiny_target(), prompts(6, seed=8), Sampling(1.0, repetition_penalty=1.1, seed=3)
     guard = Guard(json="plain", decode=lambda ids: "".join("x" if i % 7 == 5 else " " for i in ids))
@@ -201,12 +195,13 @@ def test_a_depth_limit_is_kept_and_drafts_the_same_tokens(name: str) -> None:
             session.submit(Request(prompt, i, 20))
         session._admit()
         with torch.inference_mode():
-            seen[limit] = drafter.propose(session.state, session.slot_B, Sampling(), limit)
+            assert session.state is not None
+            seen[limit] = session.state.propose(session.slot_B, Sampling(), limit)
     depths = {limit: int(tree.ancestor_BNN.sum(-1).max()) - 1 for limit, tree in seen.items()}
     assert depths == {None: drafter.draft_length, 1: 1, 2: 2, 99: drafter.draft_length}
     for limit in (1, 2):
         assert nodes(seen[limit]) == nodes(seen[None].cut(limit))
-    assert drafter.max_nodes >= seen[None].token_BN.shape[1]
+    assert drafter.proposal.max_nodes >= seen[None].token_BN.shape[1]
 
 
 def nodes(tree: DraftTree) -> list[list[tuple[int, int]]]:
@@ -216,27 +211,28 @@ def nodes(tree: DraftTree) -> list[list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_taken_back_leaves_no_trace(name: str) -> None:
-    """After `rewind` a proposal is that of a twin which never observed what came after the mark."""
+def test_a_restored_state_leaves_no_trace(name: str) -> None:
+    """After `restore` a proposal is that of a twin which observed nothing after the snapshot."""
     target = tiny_target()
     drafter = build(name, target, 0.3)
-    if not drafter.rewinds:
-        pytest.skip("says itself that it cannot rewind")
     session = Session(Decoder(target, drafter, "greedy", Sampling()), 3, 200)
     for i, prompt in enumerate(prompts(3, seed=7)):
         session.submit(Request(prompt, i, 60))
     session.step()
     session.step()
     state, slot_B, count_B = session.state, session.slot_B, torch.tensor([1, 2, 0])
-    twin = deepcopy(state)
+    assert isinstance(state, RevertibleState) == drafter.revertible
+    if not isinstance(state, RevertibleState):
+        pytest.skip("says itself that it cannot forget")
+    twin = deepcopy(state, {id(drafter): drafter})
     with torch.inference_mode():
-        mark = drafter.mark(state, slot_B)
+        before = state.snapshot(slot_B)
         for _ in range(2):
-            token_BA = drafter.propose(state, slot_B, Sampling(), 2).token_BN[:, :2]
+            token_BA = state.propose(slot_B, Sampling(), 2).token_BN[:, :2]
             hidden = {key: torch.randn(3, 2, target.shape.hidden_size) for key in drafter.taps.keys}
-            drafter.observe(state, Commit(token_BA, token_BA.flip(1), hidden, count_B), slot_B)
-        drafter.rewind(state, slot_B, mark)
-        wanted, found = (drafter.propose(s, slot_B, Sampling()) for s in (twin, state))
+            state.observe(Commit(token_BA, token_BA.flip(1), hidden, count_B), slot_B)
+        state.restore(slot_B, before)
+        wanted, found = (s.propose(slot_B, Sampling()) for s in (twin, state))
     assert nodes(found) == nodes(wanted)
 
 

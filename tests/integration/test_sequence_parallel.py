@@ -84,7 +84,7 @@ def differences(case: str, runner: str, world: World) -> dict[str, float]:
     objective = Objective(drafter, target, options) if adapter is None else AdaptedObjective(drafter, target, options, adapter)
     for which in BATCHES:
         whole = batch(which)
-        ours = [world.sum(x) for x in outcome(objective, drafter, target, whole.part(group, drafter.ahead))]
+        ours = [world.sum(x) for x in outcome(objective, drafter, target, whole.part(group, drafter.label_offset))]
         alone = outcome(objective, drafter, target, whole)
         found[which] = max(float((a - b).norm() / b.norm().clamp_min(1e-6)) for a, b in zip(ours, alone, strict=True))
     return found

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.core.tree import DraftTree
-from drafttrain.decoding.acceptance import POLICIES, Policy, Verdict, greedy
+from drafttrain.decoding.acceptance import POLICIES, AcceptedPath, Policy, greedy
 from drafttrain.train import trainer
 
 Command = Callable[..., int]
@@ -45,7 +45,7 @@ def test_it_goes_straight_to_the_measurement(
     assert command("measure", f"checkpoint={checkpoint}", *SMALL, "decode=sampling") == 0
     assert len(list(Path("outputs/measure").glob("*/report.json"))) == 1
 
-    def wrong(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, *rest: Any) -> Verdict:
+    def wrong(tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, *rest: Any) -> AcceptedPath:
         return greedy(tree, ancestor_BNN, logits_BNV.flip(-1) if tree.token_BN.shape[1] > 1 else logits_BNV, *rest)
 
     monkeypatch.setitem(POLICIES, "greedy", Policy("greedy", True, wrong))

@@ -1,6 +1,6 @@
-"""Guards watch a text as its tokens come to the host, and act where it begins to loop or breaks its format.
+"""Guards: output monitors that act. They stop a text, or continue it by plain decoding, when it loops or breaks its format.
 
-Monitors (`drafttrain.measure.monitors`) count the same faults in texts that are done; they never act.
+Monitors (`drafttrain.measure.monitors`) count the same faults in finished texts; they never act.
 """
 
 from __future__ import annotations
@@ -13,23 +13,19 @@ from drafttrain.decoding.guards.repetition import REACH, loops
 
 ACTIONS = ("off", "plain", "stop")
 LOOP, JSON = "loop", "json"
-UNFINISHED = "\ufffd"  # what a tokenizer decodes a part of a character to
+UNFINISHED = "\ufffd"  # a tokenizer decodes a part of a character to this
 
 Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """loop, json: what is done about a loop, and about a text that can no longer become JSON: nothing (off), plain decoding of
-    the target from there on (plain), or the end of the text (stop).
+    """The actions on faults: off, plain (plain decoding from there on), or stop (end of the text)."""
 
-    fence: a ``` fence may stand around the JSON. decode: token ids into text without special tokens; JSON alone needs it.
-    """
-
-    loop: str = "off"
-    json: str = "off"
-    fence: bool = True
-    decode: Decode | None = None
+    loop: str = "off"  # action on a loop
+    json: str = "off"  # action on a text that can no longer become JSON
+    fence: bool = True  # a ``` fence may enclose the JSON
+    decode: Decode | None = None  # token ids into text without special tokens; only `json` needs it
 
     def __post_init__(self) -> None:
         for name in (LOOP, JSON):
@@ -44,33 +40,33 @@ class Guard:
         return self.loop == self.json == "off"
 
     def without(self, action: str) -> Guard:
-        """Guards that would act so are off."""
+        """The guard without this action."""
         return replace(self, loop="off" if self.loop == action else self.loop, json="off" if self.json == action else self.json)
 
     def of(self, as_json: bool) -> Guard | None:
-        """The guard of one text; None where nothing is watched. as_json: it is meant to be JSON."""
+        """The guard of one text; None: nothing is watched. as_json: the text is meant to be JSON."""
         guard = self if as_json else replace(self, json="off")
         return None if guard.idle else guard
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """guard: loop or json. action: plain or stop. kept: tokens of the text, which goes on, or ends, behind them."""
+    """One action of a guard."""
 
-    guard: str
-    action: str
-    kept: int
+    guard: str  # loop or json
+    action: str  # plain or stop
+    kept: int  # tokens of the text before the action
 
 
 class Watch:
-    """Watches one text. A guard that has acted is off; behind a first `plain` there is nothing left to fall back to."""
+    """Watches one text. A guard that has acted is off. After a first `plain` there is no second one."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._reader = None if guard.json == "off" or guard.decode is None else _Reader(guard.decode, guard.fence)
 
     def act(self, tokens: list[int], new: int) -> Act | None:
-        """What is done about the first fault within the last `new` tokens; None where there is none.
+        """The action on the first fault within the last `new` tokens; None: no fault.
 
         A loop keeps the token that makes it one. JSON loses the token that breaks it, unless it is the text's first.
         """

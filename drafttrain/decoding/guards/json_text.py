@@ -9,7 +9,7 @@ BLANKS = " \t\n\r"
 TICKS = "```"
 DIGITS, HEX = "0123456789", "0123456789abcdefABCDEF"
 ESCAPES = '"\\/bfnrt'
-NAMED = " \n\r-_+."  # in the line that opens a fence, beside letters and digits
+NAMED = " \n\r-_+."  # in the line that opens a fence, besides letters and digits
 WORDS = {"t": "rue", "f": "alse", "n": "ull"}
 CLOSING = {"{": "}", "[": "]"}
 WHOLE = ("zero", "integer", "fraction", "exponent")  # states in which a number may end
@@ -33,9 +33,9 @@ STEPS: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 class JsonText:
-    """A pushdown automaton. `feed` what the text grows by; `complete` once it is a whole value with nothing left to close.
+    """A pushdown automaton. `feed` takes the new characters; `complete` is true once the text is a whole value.
 
-    fence: a ``` fence may stand around the value. Its name, if any, ends with the line. value: the value's own text so far.
+    fence: a ``` fence may enclose the value. Its name, if any, ends with the line. value: the value's own text so far.
     """
 
     def __init__(self, fence: bool = True) -> None:
@@ -132,7 +132,7 @@ class JsonText:
         return self._blank(character) or self._value(character)
 
     def _key(self, character: str) -> bool:
-        """Behind `{`, where it may be shut again, or behind a comma in it."""
+        """After `{`, where `}` may follow, or after a comma inside it."""
         if character == '"':
             self._is_key = True
             return self._to("string", character)

@@ -1,4 +1,4 @@
-"""The likeliest paths below drafts that do not know each other's tokens, found exactly, all on the device.
+"""The likeliest paths below drafts that do not know each other's tokens, found exactly on the device.
 
 Shapes: B rows, R ranks, P paths that one depth may add, W those kept, M candidates (root included), N nodes.
 
@@ -6,7 +6,7 @@ Every path of a depth has the same choices for its next token, so that a path's 
 term each. Best-first search (a heap of paths, the likeliest taken and its first child and next sibling put in) is serial;
 the same set comes out depth by depth, because a path is among the N likeliest only if few paths are certain to come before it:
 
-    a path at depth d, of the prefix at place i (from 0) and of rank r, comes behind
+    a path at depth d, of the prefix at place i (from 0) and of rank r, comes after
       the (i + 1) (r + 1) - 1 others of its depth with a place and a rank no higher,
       the i + 1 prefixes up to its own, and d - 2 shorter ones
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.tree import DraftTree
-from drafttrain.drafters.common.dynamic_tree import Feed, Generation, Scored, choices
+from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored, choices
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top
 from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of
@@ -30,11 +30,11 @@ from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What one depth may add. above_P: the prefix's place among those kept a depth before. kept: how many go on."""
+    """The paths that one depth may add."""
 
-    above_P: Tensor
+    above_P: Tensor  # the prefix's place among those kept a depth before
     rank_P: Tensor
-    kept: int
+    kept: int  # how many go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,15 @@ class BestFirst:
         """Paths among which the nodes are chosen."""
         return sum(kept for _, kept in _growths(depth, nodes, vocab))
 
-    def grow(self, root_B: Tensor, first: Scored, feed: Feed, ids: Tensor | None, depth: int | None) -> DraftTree:
-        """As `Grower.grow`; each depth is fed one node, since all nodes of it have the same logits."""
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
+        """As `Grower.grow`; each depth scores one node, since all nodes of it have the same logits."""
         depths = self.depths[: depth or len(self.depths)]
         node_BW = torch.zeros_like(root_B)[:, None]
         score_BW = torch.zeros_like(node_BW, dtype=torch.float32)
         tokens, scores, parents, held, scored = [root_B[:, None]], [score_BW], [node_BW - 1], 1, first
         for number, growth in enumerate(depths):
             if number:
-                scored = feed(Generation(tokens[-1][:, :1], first.state_BWH, number, torch.zeros_like(tokens[-1][:, :1])))
+                scored = score(Generation(tokens[-1][:, :1], first.state_BWH, number, torch.zeros_like(tokens[-1][:, :1])))
             assert scored.logits_BWV.shape[1] == 1, "best-first search needs drafts that do not know each other"
             ranks = min(self.nodes, scored.logits_BWV.shape[-1])
             gain_BR, choice_BR = (x[:, 0] for x in choices(scored.logits_BWV, ranks, ids))

@@ -1,4 +1,4 @@
-"""What every block drafter is asked, and the shape of block that its options name (arXiv 2602.06036)."""
+"""Options of every block drafter, and the shape of block that they describe (arXiv 2602.06036)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONVENTIONS = {"in_place": 1, "shifted": 0}  # name -> the slot of the first dra
 
 @dataclass
 class BlockOptions(TreeOptions):
-    """The block, how its slots weigh in training, and what is drafted of their choices."""
+    """The block, the weights of its slots in training, and the tree that is drafted."""
 
     tree: str = "chain"
     width: int = 4  # as wide as a block of 16 can be
@@ -44,16 +44,14 @@ class BlockOptions(TreeOptions):
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """size: slots of a block, the anchor's included. slots: which token a slot predicts. anchors: blocks of a sequence in
-    training at most. Raises UserError for what no block can be.
-    """
+    """The resolved block options. Raises UserError for a block that cannot be."""
 
-    size: int
+    size: int  # slots of a block, the anchor's included
     layers: int
     taps: tuple[int, ...]
     mask_token: int
-    slots: str = "in_place"
-    anchors: int = 512
+    slots: str = "in_place"  # which token a slot predicts
+    anchors: int = 512  # blocks of a sequence in training at most
     layer: LayerOptions = field(default_factory=LayerOptions)
 
     @staticmethod

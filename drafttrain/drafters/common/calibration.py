@@ -1,51 +1,52 @@
-"""What a drafter's confidence in its drafts stands for, fitted to text that it was not trained on.
+"""Calibration of a drafter's confidences: lines fitted to text that the drafter was not trained on.
 
 Shapes: B rows, M samples, K drafts.
 
-Training teaches a confidence what share of a draft's law the target would accept, on text that is learnt meanwhile. What
-decoding needs is a probability that comes true: of the draft's being accepted where those above it were, at temperature 0 as
-well as above. So each position has a line for either, p = sigmoid(scale * logit + shift) (Platt 1999), rising, so that drafts
-keep their order.
+Training teaches a confidence which share of a draft's distribution the target accepts, on text that the drafter learns at the
+same time. Decoding needs a calibrated probability: that the draft is accepted if those above it were, at temperature 0 as well
+as above. So each position has two lines, p = sigmoid(scale * logit + shift) (Platt 1999), one for each case. Scales are
+positive, so that drafts keep their order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-HOLD = 10.0  # samples that speak for the line as it was: few samples move it little
+HOLD = 10.0  # weight of the identity line, in samples: few samples move it little
 LEAST = 0.05  # of a scale
 BINS = 10
 NAME = "calibration"
 
 
-class Calibration(nn.Module):
-    """lines: [greedy, sampled][draft][scale, shift]."""
+class PlattCalibration(nn.Module):
+    """A `Calibration` by one line for each draft, once for argmax drafts and once for sampled ones."""
 
     line_2K2: Tensor
 
     def __init__(self, drafts: int) -> None:
         super().__init__()
-        self.lines = [[[1.0, 0.0] for _ in range(drafts)] for _ in range(2)]
+        self.lines = [[[1.0, 0.0] for _ in range(drafts)] for _ in range(2)]  # [argmax, sampled][draft][scale, shift]
         self.register_buffer("line_2K2", torch.tensor(self.lines), persistent=False)
 
-    def forward(self, logit_BK: Tensor, sampled: bool) -> Tensor:
-        """[B, K] P(draft k is accepted, if those above it are); fewer drafts than there are lines will do."""
-        scale_K, shift_K = self.line_2K2[int(sampled), : logit_BK.shape[1]].float().unbind(-1)
-        return (scale_K * logit_BK.float() + shift_K).sigmoid()
+    def acceptance_probability(self, confidence_MK: Tensor, sampled: bool) -> Tensor:
+        """[M, K] P(draft k is accepted, if those above it are), on the device of the logits. K may be less than the lines."""
+        scale_K, shift_K = self.line_2K2[int(sampled), : confidence_MK.shape[1]].float().unbind(-1)
+        probability_MK = (scale_K * confidence_MK.to(scale_K.device).float() + shift_K).sigmoid()
+        return probability_MK.to(confidence_MK.device)
 
-    def fit(self, logit_MK: Tensor, hit_MK: Tensor, mass_MK: Tensor) -> None:
-        """hit_MK: 1 where the draft was the text's token, mass_MK: the share of its law that the target accepts."""
-        self._take([_lines(logit_MK, accepted_MK) for accepted_MK in (hit_MK.float(), mass_MK)])
+    def fit(self, confidence_MK: Tensor, hit_MK: Tensor, mass_MK: Tensor) -> None:
+        """hit_MK: 1 where the draft was the text's token. mass_MK: the share of its distribution that the target accepts."""
+        self._take([_lines(confidence_MK, accepted_MK) for accepted_MK in (hit_MK.float(), mass_MK)])
 
     def settings(self) -> dict[str, Any]:
-        """As `Drafter.decode_settings`."""
         return {NAME: self.lines}
 
-    def use(self, settings: dict[str, Any]) -> None:
+    def use(self, settings: Mapping[str, Any]) -> None:
         if NAME in settings:
             self._take(settings[NAME])
 
@@ -59,14 +60,14 @@ def reached(accepted_MK: Tensor) -> Tensor:
     return F.pad(accepted_MK, (1, 0), value=1.0)[:, :-1].cumprod(1)
 
 
-def expected_error(sure_MK: Tensor, accepted_MK: Tensor) -> float | None:
-    """By how much a confidence is off where it is asked for: the mean over `BINS` equal ranges of it, weighed by what falls in
-    each, of |its mean - the share accepted| (Naeini et al. 2015); None without samples."""
-    weight_M, sure_M, accepted_M = (x.flatten().double() for x in (reached(accepted_MK), sure_MK, accepted_MK))
+def expected_error(confidence_MK: Tensor, accepted_MK: Tensor) -> float | None:
+    """The expected calibration error (Naeini et al. 2015): the weighted mean of |mean confidence - share accepted| over `BINS`
+    equal ranges of the confidence. A draft counts by the probability that decoding reaches it. None without samples."""
+    weight_M, confidence_M, accepted_M = (x.flatten().double() for x in (reached(accepted_MK), confidence_MK, accepted_MK))
     if not float(weight_M.sum()):
         return None
-    bin_M = (sure_M * BINS).long().clamp(0, BINS - 1)
-    apart_N = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bin_M, weight_M * (sure_M - accepted_M))
+    bin_M = (confidence_M * BINS).long().clamp(0, BINS - 1)
+    apart_N = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bin_M, weight_M * (confidence_M - accepted_M))
     return float(apart_N.abs().sum() / weight_M.sum())
 
 
@@ -84,9 +85,9 @@ def _line(logit_M: Tensor, accepted_M: Tensor, weight_M: Tensor) -> list[float]:
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        told_M = line_2[0] * logit_M + line_2[1]
-        apart_M = F.binary_cross_entropy_with_logits(told_M, accepted_M, reduction="none")
-        total = ((weight_M * apart_M).sum() + HOLD * (line_2 - start_2).square().sum()) / (weight_M.sum() + HOLD)
+        calibrated_M = line_2[0] * logit_M + line_2[1]
+        entropy_M = F.binary_cross_entropy_with_logits(calibrated_M, accepted_M, reduction="none")
+        total = ((weight_M * entropy_M).sum() + HOLD * (line_2 - start_2).square().sum()) / (weight_M.sum() + HOLD)
         total.backward()
         return total
 

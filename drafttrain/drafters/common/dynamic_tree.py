@@ -1,15 +1,15 @@
 """Trees for drafters that score a node from its token and its parent's state: one shape, or grown by confidence.
 
-Shapes: B rows, W nodes fed at once, M nodes fed so far, C candidates, N tree nodes, F nodes with children, R ranks,
+Shapes: B rows, W nodes scored at once, M nodes scored so far, C candidates, N tree nodes, F nodes with children, R ranks,
 h heads, D head width, H state, I input width of a projection, V vocabulary (the drafter's).
 
-The root is in the drafter's cache already when the first choices below it are known. The nodes of each generation that are to
-have children are fed together, as scratch positions behind the committed prefix:
+The root is in the drafter's cache already when the first choices below it are known. The nodes of each generation that get
+children are scored in one pass, as scratch positions after the committed prefix:
 
-    fed            generation 1      generation 2
+    scored         generation 1      generation 2
     node           a    b            a1   b3         chosen: the W likeliest paths so far, or those of a static shape
-    slot           0    1            2    3          node i lies at cache position length + i
-    sees           0    1            0 2  1 3        beside the prefix: its ancestors among the nodes fed
+    slot           0    1            2    3          node i takes cache position length + i
+    sees           0    1            0 2  1 3        besides the prefix: its ancestors among the nodes scored
     rotary at      length            length + 1
 """
 
@@ -34,34 +34,33 @@ from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of, tree_attenti
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Nodes to be scored at once. state_BWH: their parents'. depth: of all of them, from 1. bits_BW: bit i says that the
-    i-th node fed, counted from the first generation, is the node or its ancestor."""
+    """Nodes to be scored in one pass."""
 
     token_BW: Tensor
-    state_BWH: Tensor
-    depth: int
-    bits_BW: Tensor
+    state_BWH: Tensor  # of their parents
+    depth: int  # of all of them, from 1
+    bits_BW: Tensor  # bit i: the i-th node scored, counted from the first generation, is the node or its ancestor
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The logits of what follows each node, over the drafter's vocabulary, and the states that nodes below are scored from.
+    """The scores of a generation. W = 1: the same for all its nodes. The next generation's states may be wider."""
 
-    W = 1: the same for all nodes of the generation. The states of the next generation may be wider.
-    """
-
-    logits_BWV: Tensor
-    state_BWH: Tensor
+    logits_BWV: Tensor  # of the token after each node, over the drafter's vocabulary
+    state_BWH: Tensor  # from which the nodes below are scored
 
 
-Feed = Callable[[Generation], Scored]
+Score = Callable[[Generation], Scored]
 
 
 class Grower(Protocol):
-    """What makes a tree of a drafter's scores."""
+    """Builds trees from a drafter's scores."""
 
-    def grow(self, root_B: Tensor, first: Scored, feed: Feed, ids: Tensor | None, depth: int | None) -> DraftTree:
-        """No deeper than `depth`. first: of the root, W = 1. ids: target ids of the drafter's vocabulary."""
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
+        """A tree no deeper than `depth`.
+
+        first: scores of the root, W = 1. score: scores further nodes. ids: target ids of the drafter's vocabulary.
+        """
         ...
 
 
@@ -74,21 +73,21 @@ def grown_from_slots(
     def scored(draft: int) -> Scored:
         return Scored(logits_BKV[:, draft, None], no_state_B10)
 
-    def feed(nodes: Generation) -> Scored:
+    def score(nodes: Generation) -> Scored:
         return scored(nodes.depth)
 
-    return grower.grow(root_B, scored(0), feed, ids, min(logits_BKV.shape[1], depth or logits_BKV.shape[1]))
+    return grower.grow(root_B, scored(0), score, ids, min(logits_BKV.shape[1], depth or logits_BKV.shape[1]))
 
 
 class Scratch:
     """One layer's attention for the generations of one proposal.
 
-    Every generation's keys are written behind the prefix together with those before it, and the cache's length never
-    grows: nothing has to be rolled back, and the next commit writes over them.
+    The keys of each generation are written after the prefix, together with those of the generations before. The cache's length
+    never grows: nothing has to be rolled back, and the next commit overwrites them.
     """
 
     def __init__(self, kv: KVCache, layer: int = 0) -> None:
-        self.kv, self.layer, self.fed = kv, layer, 0
+        self.kv, self.layer, self.nodes = kv, layer, 0
         self._k_BhMD: Tensor | None = None
         self._v_BhMD: Tensor | None = None
 
@@ -100,13 +99,13 @@ class Scratch:
         if self._k_BhMD is not None and self._v_BhMD is not None:
             k_BhWD, v_BhWD = torch.cat([self._k_BhMD, k_BhWD], 2), torch.cat([self._v_BhMD, v_BhWD], 2)
         self._k_BhMD, self._v_BhMD = k_BhWD, v_BhWD
-        self.fed = M = k_BhWD.shape[2]
+        self.nodes = M = k_BhWD.shape[2]
         bits_BM = F.pad(bits_BW, (M - W, 0))
-        if paged(kv):  # the operator's queries are all nodes whose keys are scratch: earlier ones are asked nothing
+        if paged(kv):  # the operator's queries are all nodes whose keys are scratch; the earlier ones get zeros
             kv.put(self.layer, k_BhWD, v_BhWD)
             q_BMhD, scale = F.pad(q_BhWD, (0, 0, M - W, 0)).transpose(1, 2), q_BhWD.shape[-1] ** -0.5
             at = (*kv.layer(self.layer), kv.table_BQ, kv.length_B, bits_BM, F.pad(position_BW, (M - W, 0)))
-            bound = min(kv.longest + M, kv.per_slot * kv.page)  # what no row's own positions can pass
+            bound = min(kv.longest + M, kv.per_slot * kv.page)  # no row's positions can pass it
             out_BWH: Tensor = attention.o_proj(tree_attention(q_BMhD, *at, scale, None, bound)[:, M - W :])
             return out_BWH
         keys_BhPD, values_BhPD = kv.write(self.layer, k_BhWD, v_BhWD)
@@ -117,41 +116,40 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The nodes of one depth in a static tree. above_W: each one's parent, as a place among the nodes fed before. fed_F: those
-    with children. bits_F: as in `Generation`."""
+    """The nodes of one depth in a static tree."""
 
-    above_W: Tensor
+    above_W: Tensor  # each node's parent: its place among the nodes scored before
     rank_W: Tensor
-    fed_F: Tensor
-    bits_F: Tensor
+    inner_F: Tensor  # the nodes with children
+    bits_F: Tensor  # as in `Generation`
 
 
 @dataclass(frozen=True, slots=True)
 class StaticTree:
-    """One shape for every proposal, and what growing it needs. shapes: the tree cut at depth 1, 2, ..."""
+    """One shape for every proposal."""
 
-    shapes: list[TreeShape]
+    shapes: list[TreeShape]  # the tree cut at depth 1, 2, ...
     levels: list[Level]
 
     @staticmethod
     def of(paths: Sequence[Path], device: torch.device) -> StaticTree:
         depths = range(1, 1 + max(map(len, paths)))
         shapes = [TreeShape.of([p for p in paths if len(p) <= depth]).to(device) for depth in depths]
-        above: dict[Path, int] = {(): 0}  # places of the nodes fed last
+        above: dict[Path, int] = {(): 0}  # places of the nodes scored last
         bits: dict[Path, int] = {(): 0}
         inner, levels, slot = {p[:-1] for p in paths}, [], 0
         for depth in depths:
             nodes = sorted(p for p in paths if len(p) == depth)
-            fed = [p for p in nodes if p in inner]
-            columns = [above[p[:-1]] for p in nodes], [p[-1] for p in nodes], [nodes.index(p) for p in fed]
-            bits = {p: bits[p[:-1]] | 1 << slot + i for i, p in enumerate(fed)}
-            slot += len(fed)
+            parents = [p for p in nodes if p in inner]
+            columns = [above[p[:-1]] for p in nodes], [p[-1] for p in nodes], [nodes.index(p) for p in parents]
+            bits = {p: bits[p[:-1]] | 1 << slot + i for i, p in enumerate(parents)}
+            slot += len(parents)
             signed = [b - (1 << 64) if b >= 1 << 63 else b for b in bits.values()]
             levels.append(Level(*(torch.tensor(c, dtype=torch.long, device=device) for c in (*columns, signed))))
-            above = {p: i for i, p in enumerate(fed)}
+            above = {p: i for i, p in enumerate(parents)}
         return StaticTree(shapes, levels)
 
-    def grow(self, root_B: Tensor, first: Scored, feed: Feed, ids: Tensor | None, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
         """As `Grower.grow`."""
         steps = min(len(self.levels), depth or len(self.levels))
         ranks = self.shapes[-1].max_rank + 1
@@ -161,17 +159,17 @@ class StaticTree:
             token_BW = choice_BWR[:, 0 if alike else level.above_W, level.rank_W]
             tokens.append(token_BW)
             if number + 1 < steps:
-                above_F = level.above_W[level.fed_F]
+                above_F = level.above_W[level.inner_F]
                 state_BFH = scored.state_BWH[:, torch.zeros_like(above_F) if scored.state_BWH.shape[1] == 1 else above_F]
                 bits_BF = level.bits_F.expand(len(root_B), -1)
-                scored = feed(Generation(token_BW[:, level.fed_F], state_BFH, number + 1, bits_BF))
+                scored = score(Generation(token_BW[:, level.inner_F], state_BFH, number + 1, bits_BF))
         return DraftTree.static(torch.cat(tokens, 1), self.shapes[steps - 1])
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicTree:
-    """Grown by confidence (arXiv 2406.16858): each generation feeds the `width` likeliest paths, each fed node offers
-    `width` candidates, and of all candidates the `nodes` likeliest paths are proposed."""
+    """Grown by confidence (arXiv 2406.16858): each generation scores the `width` likeliest paths, each scored node offers
+    `width` candidates, and the `nodes` likeliest paths of all candidates are proposed."""
 
     depth: int
     width: int
@@ -179,14 +177,14 @@ class DynamicTree:
 
     def check(self) -> None:
         """Raise ValueError for a tree that the operators cannot hold."""
-        fed, candidates = self.width * (self.depth - 1), self.candidates(self.depth)
+        scored, candidates = self.width * (self.depth - 1), self.candidates(self.depth)
         if min(self.depth, self.width, self.nodes) < 1:
             raise ValueError(
                 f"a dynamic tree of depth {self.depth}, width {self.width}, {self.nodes} nodes: all must be 1 or more"
             )
-        if self.nodes >= MOST_NODES or fed > MOST_NODES or candidates >= MOST_CANDIDATES:
+        if self.nodes >= MOST_NODES or scored > MOST_NODES or candidates >= MOST_CANDIDATES:
             raise ValueError(
-                f"a dynamic tree of depth {self.depth}, width {self.width} and {self.nodes} nodes feeds {fed} nodes and has "
+                f"a dynamic tree of depth {self.depth}, width {self.width} and {self.nodes} nodes feeds {scored} nodes and has "
                 f"{candidates} candidates; at most {MOST_NODES - 1} nodes, {MOST_NODES} fed and {MOST_CANDIDATES - 1} "
                 "candidates are possible: lower drafter.width, drafter.draft_length or drafter.nodes"
             )
@@ -194,7 +192,7 @@ class DynamicTree:
     def candidates(self, depth: int) -> int:
         return self.width + (depth - 1) * self.width**2
 
-    def grow(self, root_B: Tensor, first: Scored, feed: Feed, ids: Tensor | None, depth: int | None) -> DraftTree:
+    def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
         """As `Grower.grow`. A smaller depth drafts with the same budget of nodes, as far as there are candidates."""
         steps, W, B = min(self.depth, depth or self.depth), self.width, len(root_B)
         slot_W = torch.arange(W, device=root_B.device)
@@ -204,7 +202,7 @@ class DynamicTree:
         state_BWH = first.state_BWH.expand(B, W, first.state_BWH.shape[-1])
         node_BW, bits_BW, held = (1 + slot_W).expand(B, W), (1 << slot_W).expand(B, W), 1 + W
         for step in range(1, steps):
-            scored = feed(Generation(token_BW, state_BWH, step, bits_BW))
+            scored = score(Generation(token_BW, state_BWH, step, bits_BW))
             gain_BWW, choice_BWW = (x.expand(B, W, W) for x in choices(scored.logits_BWV, W, ids))
             total_BC, choice_BC = (score_BW[..., None] + gain_BWW).flatten(1), choice_BWW.flatten(1)
             tokens.append(choice_BC)

@@ -1,12 +1,12 @@
 """Two drafters of one target, whose proposals are joined into one tree.
 
-Shapes: B rows, A committed positions, C columns of a piece.
+Shapes: B rows, A committed positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,150 +15,48 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, Path
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.drafter import Commit, Drafter, DraftState, RevertibleState
 from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Target
 from drafttrain.ops.tree_attention import MOST_NODES
 
 
-@dataclass
-class MergedState:
-    """The drafters' own states."""
+class MergedProposal(Proposal):
+    """The nodes of both proposals. Figures, paths and tuning are those of one of them, the `lead`."""
 
-    middle: Any
-    inner: Any
-
-
-class Merged(Drafter):
-    """Both draft alone; the tree holds every token path of either proposal once.
-
-    At any temperature proposals are deterministic: a chain that was drawn from a law could not carry it into the tree.
-    Figures and paths are those of one of them, the `lead`: the middle, unless only the inner one learns.
-    """
-
-    def __init__(self, middle: Drafter, inner: Drafter, target: Target) -> None:
-        super().__init__()
-        if not target.trees:
-            raise UserError(
-                "drafter.join=merge proposes trees; this target's architecture is exact for chains only: use one of the "
-                "drafters alone, or a middle with a language model and drafter.join=verify"
-            )
-        self.middle, self.inner = middle, inner
-        self.taps = middle.taps | inner.taps
-        self.draft_length = max(middle.draft_length, inner.draft_length)
-        self.captured = middle.captured and inner.captured
-        self.trained = middle.trained or inner.trained
-        self.starts_usable = middle.starts_usable
-        self._check_nodes()
+    def __init__(self, middle: Proposal, inner: Proposal, lead: Proposal) -> None:
+        super().__init__(max(middle.draft_length, inner.draft_length))
+        self.middle, self.inner, self.lead = middle, inner, lead
 
     @property
-    def parts(self) -> tuple[Drafter, Drafter]:
-        return self.middle, self.inner
+    def predicted_depths(self) -> int:
+        return self.lead.predicted_depths
 
     @property
-    def lead(self) -> Drafter:
-        return self.middle if self.middle.trained or not self.inner.trained else self.inner
-
-    @property
-    def foretold(self) -> int:
-        return self.lead.foretold
-
-    def fed(self, length: int) -> int:
-        return sum(part.fed(length) for part in self.parts if part.trained)
-
-    @property
-    def ahead(self) -> int:
-        return max(part.ahead for part in self.parts)
-
-    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
-        """The lead's; in training then the other's, which enter no figure."""
-        yield from self.lead.predict(batch)
-        if self.training and self.lead is self.middle:
-            for prediction in self.inner.predict(batch):
-                yield replace(prediction, counted=False)
-
-    def prepare(self, counts: Callable[[], Tensor]) -> None:
-        for part in self.parts:
-            part.prepare(counts)
-
-    def open(self, slots: int, max_len: int) -> MergedState:
-        """Caches have room for the whole tree, since their bound is set for it."""
-        positions = max_len + self.widest
-        return MergedState(*(part.open(slots, positions) for part in self.parts))
-
-    def _each(self, state: MergedState) -> list[tuple[Drafter, Any]]:
-        return [(self.middle, state.middle), (self.inner, state.inner)]
-
-    def reset(self, state: MergedState, slot_R: Tensor) -> None:
-        for part, own in self._each(state):
-            part.reset(own, slot_R)
-
-    def observe(self, state: MergedState, commit: Commit, slot_B: Tensor) -> None:
-        """A part has room for what its own drafts could bring; of more it gets a piece at a time."""
-        for part, own in self._each(state):
-            first, *rest = pieces(_for(part, commit), part.draft_length)
-            part.observe(own, first, slot_B)
-            for piece in rest:
-                part.absorb(own, slot_B)
-                part.observe(own, piece, slot_B)
-
-    def read(self, state: MergedState, commit: Commit, slot_B: Tensor) -> None:
-        for part, own in self._each(state):
-            part.read(own, _for(part, commit), slot_B)
-
-    def absorb(self, state: MergedState, slot_B: Tensor) -> None:
-        for part, own in self._each(state):
-            part.absorb(own, slot_B)
-
-    def mark(self, state: MergedState, slot_B: Tensor) -> Any:
-        return [part.mark(own, slot_B) for part, own in self._each(state)]
-
-    def rewind(self, state: MergedState, slot_B: Tensor, mark: Any) -> None:
-        for (part, own), seen in zip(self._each(state), mark, strict=True):
-            part.rewind(own, slot_B, seen)
-
-    @property
-    def rewinds(self) -> bool:
-        return all(part.rewinds for part in self.parts)
-
-    def caches(self, state: MergedState) -> list[KVCache]:
-        return [kv for part, own in self._each(state) for kv in part.caches(own)]
-
-    def propose(self, state: MergedState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        greedy = replace(sampling, draft_temperature=0.0)
-        middle, inner = (part.propose(own, slot_B, greedy, depth) for part, own in self._each(state))
-        return middle.joined(inner)
-
-    def decode_settings(self) -> dict[str, Any]:
-        return {"middle": self.middle.decode_settings(), "inner": self.inner.decode_settings()}
-
-    def use_decode_settings(self, settings: dict[str, Any]) -> None:
-        self.middle.use_decode_settings(settings.get("middle", {}))
-        self.inner.use_decode_settings(settings.get("inner", {}))
-        self._check_nodes()
-
-    def tune(self, texts: Sequence[Tensor], nodes: int) -> None:
-        """The lead's share, as far as it fits beside the other one's nodes."""
-        other = self.inner if self.lead is self.middle else self.middle
-        self.lead.tune(texts, min(nodes, MOST_NODES - other.max_nodes))
-
-    @property
-    def tunable(self) -> bool:
-        return self.lead.tunable
-
     def paths(self) -> list[Path]:
-        """The lead's: what they promise of acceptance is a floor."""
-        return self.lead.paths()
+        """The lead's paths. The acceptance that they predict is a lower bound."""
+        return self.lead.paths
 
     @property
     def max_nodes(self) -> int:
         return self.middle.max_nodes + self.inner.max_nodes - 1
 
     @property
-    def widest(self) -> int:
-        return max(super().widest, self.middle.widest, self.inner.widest)
+    def tunable(self) -> bool:
+        return self.lead.tunable
 
-    def _check_nodes(self) -> None:
+    def tune(self, sequences: Sequence[Tensor], nodes: int) -> None:
+        """Tune the lead's tree, as far as it fits next to the other drafter's nodes."""
+        other = self.inner if self.lead is self.middle else self.middle
+        self.lead.tune(sequences, min(nodes, MOST_NODES - other.max_nodes))
+
+    def use(self, settings: Mapping[str, Any]) -> None:
+        """The parts have taken their settings already."""
+        super().use(settings)
+        self.check()
+
+    def check(self) -> None:
         if self.max_nodes > MOST_NODES:
             raise UserError(
                 f"drafter.middle proposes up to {self.middle.max_nodes - 1} nodes, drafter.inner {self.inner.max_nodes - 1}; a "
@@ -166,9 +64,111 @@ class Merged(Drafter):
             )
 
 
+class Merged(Drafter):
+    """Both drafters draft alone. The tree holds every token path of either proposal once.
+
+    Proposals are deterministic at any temperature: a sampled chain could not carry its draft distribution into the tree.
+    The lead is the middle, unless only the inner drafter is trained.
+    """
+
+    def __init__(self, middle: Drafter, inner: Drafter, target: Target) -> None:
+        if not target.trees:
+            raise UserError(
+                "drafter.join=merge proposes trees; this target's architecture is exact for chains only: use one of the "
+                "drafters alone, or a middle with a language model and drafter.join=verify"
+            )
+        leads = middle.trained or not inner.trained
+        proposal = MergedProposal(middle.proposal, inner.proposal, (middle if leads else inner).proposal)
+        super().__init__(proposal)
+        self.middle, self.inner = middle, inner
+        self.taps = middle.taps | inner.taps
+        self.captured = middle.captured and inner.captured
+        self.trained = middle.trained or inner.trained
+        self.revertible = middle.revertible and inner.revertible
+        self.starts_usable = middle.starts_usable
+        proposal.check()
+
+    @property
+    def lead(self) -> Drafter:
+        return self.middle if self.middle.trained or not self.inner.trained else self.inner
+
+    @property
+    def max_new_positions(self) -> int:
+        return max(super().max_new_positions, *(part.max_new_positions for part in self.parts.values()))
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        """The lead's predictions. In training the other drafter's follow; they do not enter the figures."""
+        yield from self.lead.predict(batch)
+        if self.training and self.lead is self.middle:
+            for prediction in self.inner.predict(batch):
+                yield replace(prediction, counted=False)
+
+    def open(self, slots: int, max_len: int) -> MergedState:
+        """The parts' caches have room for the whole tree, since the session bounds their lengths for it."""
+        positions = max_len + self.max_new_positions
+        states = [(part, part.open(slots, positions)) for part in self.parts.values()]
+        return RevertibleMergedState(states) if self.revertible else MergedState(states)
+
+
+class MergedState(DraftState):
+    """The states of both drafters."""
+
+    def __init__(self, parts: list[tuple[Drafter, DraftState]]) -> None:
+        self.parts = parts
+
+    def reset(self, slot_R: Tensor) -> None:
+        for _, state in self.parts:
+            state.reset(slot_R)
+
+    def observe(self, commit: Commit, slot_B: Tensor) -> None:
+        """A part has room for as many positions as its own drafts could bring. It gets more of them in pieces."""
+        for part, state in self.parts:
+            first, *rest = pieces(_tapped(part, commit), part.draft_length)
+            state.observe(first, slot_B)
+            for piece in rest:
+                state.catch_up(slot_B)
+                state.observe(piece, slot_B)
+
+    def observe_prompt(self, commit: Commit, slot_B: Tensor) -> None:
+        for part, state in self.parts:
+            state.observe_prompt(_tapped(part, commit), slot_B)
+
+    def catch_up(self, slot_B: Tensor) -> None:
+        for _, state in self.parts:
+            state.catch_up(slot_B)
+
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        greedy = replace(sampling, draft_temperature=0.0)
+        middle, inner = (state.propose(slot_B, greedy, depth) for _, state in self.parts)
+        return middle.joined(inner)
+
+    @property
+    def caches(self) -> list[KVCache]:
+        return [kv for _, state in self.parts for kv in state.caches]
+
+
+class RevertibleMergedState(MergedState, RevertibleState):
+    """The states of two drafters that can both forget."""
+
+    def snapshot(self, slot_B: Tensor) -> list[Any]:
+        return [state.snapshot(slot_B) for state in self._states]
+
+    def restore(self, slot_B: Tensor, snapshot: list[Any]) -> None:
+        for state, part in zip(self._states, snapshot, strict=True):
+            state.restore(slot_B, part)
+
+    @property
+    def _states(self) -> list[RevertibleState]:
+        states = [state for _, state in self.parts if isinstance(state, RevertibleState)]
+        assert len(states) == len(self.parts), "`Merged.open` chooses this class where all parts are revertible"
+        return states
+
+
 def pieces(commit: Commit, draft_length: int) -> list[Commit]:
-    """The commit's columns in order, as many at a time as wait for a drafter at most: a draft with its root, then, as one
-    position goes on waiting, one less. 9 columns for a draft length of 3: 4, 3 and 2.
+    """The commit's columns in order, split so that a drafter can store each piece.
+
+    The first piece has a draft and its root; later ones have one position less, because one position stays pending. 9 columns
+    with a draft length of 3 give 4, 3 and 2.
     """
     A, found, start = commit.token_BA.shape[1], [], 0
     while start < A:
@@ -180,6 +180,6 @@ def pieces(commit: Commit, draft_length: int) -> list[Commit]:
     return found
 
 
-def _for(part: Drafter, commit: Commit) -> Commit:
-    """With the states that this drafter asks for alone."""
+def _tapped(part: Drafter, commit: Commit) -> Commit:
+    """The commit with only the states that this drafter reads."""
     return replace(commit, hidden={k: commit.hidden[k] for k in part.taps.keys})

@@ -1,44 +1,46 @@
-"""What drafters with their own cache have seen accepted and not yet computed, and the part such drafters share.
+"""Pending positions: accepted positions that a drafter with its own KV cache has not processed yet.
 
-Shapes: S slots, B rows, A staged positions, N tokens fed, H hidden, V vocabulary.
+Shapes: S slots, B rows, A pending positions, N tokens of one pass, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.drafter import Commit, RevertibleState
 from drafttrain.model.kv_cache import KVCache
 
-IDLE = 32  # positions that can wait for an idle drafter beyond those of one proposal
+IDLE = 32  # positions, beyond those of one proposal, that can wait while the drafter is idle
 
 
-class Staged:
-    """Committed positions that a drafter has not consumed yet, per slot, in order.
+class PendingPositions:
+    """Pending positions of each slot, in order.
 
-    They lie in tensors of `width` columns and a last one for what is not kept, made at the first `add`. The host knows only
-    how many a slot has at most, so that adding and taking them asks the device nothing.
+    They are stored in tensors of `width` columns, made by the first `add`, plus one column for padding. The host only tracks
+    an upper bound of a slot's count, so that adding and taking do not sync with the host.
     """
 
     def __init__(self, slots: int, draft_length: int, device: torch.device) -> None:
-        self.step = draft_length + 1  # of one verification
-        self.width, self.most = self.step + IDLE, 0
+        self.step = draft_length + 1  # positions that one decode step can accept
+        self.width = self.step + IDLE
+        self.most = 0  # upper bound of a slot's count
         self.count_S = torch.zeros(slots, dtype=torch.long, device=device)
         self._columns: dict[Any, Tensor] = {}
 
     def clear(self, slot_R: Tensor) -> None:
         self.count_S[slot_R] = 0
 
-    def room(self, columns: int) -> bool:
+    def has_room(self, columns: int) -> bool:
         return self.most + columns <= self.width
 
     def add(self, commit: Commit, slot_B: Tensor, empty: bool = False) -> None:
-        """Stage a commit behind what is there; `room` for its columns must be. empty: these slots have nothing staged."""
+        """Append a commit; `has_room` must be true for its columns. empty: these slots have no pending positions."""
         columns = commit.token_BA.shape[1]
         column_A, held_B = torch.arange(columns, device=slot_B.device), self.count_S[slot_B]
         at_BA = torch.where(column_A < commit.count_B[:, None], held_B[:, None] + column_A, self.width)
@@ -51,9 +53,9 @@ class Staged:
         self.most = max(self.most, columns) if empty else self.most + columns
 
     def take(self, slot_B: Tensor, columns: int | None = None, others: bool = False) -> Commit:
-        """The staged positions of these slots, left-aligned, with padding behind them; they are staged no more.
+        """Remove and return the pending positions of these slots, left-aligned, then padding.
 
-        columns: how many to give, whatever there is; None: as many as there are at most. others: further slots have some.
+        columns: how many columns to return; None: the upper bound of the counts. others: further slots have pending positions.
         """
         columns = self.most if columns is None else columns
         found = {key: x[slot_B, :columns] for key, x in self._columns.items()}
@@ -62,19 +64,19 @@ class Staged:
         self.most = self.most if others else 0
         return Commit(found.pop("token"), found.pop("next"), found, count_B)
 
-    def held(self, slot_B: Tensor) -> Held:
-        """What these slots have staged, to be put back."""
-        return Held(self.count_S[slot_B], {key: x[slot_B] for key, x in self._columns.items()}, self.most)
+    def snapshot(self, slot_B: Tensor) -> PendingCopy:
+        """A copy of these slots' pending positions."""
+        return PendingCopy(self.count_S[slot_B], {key: x[slot_B] for key, x in self._columns.items()}, self.most)
 
-    def put_back(self, slot_B: Tensor, held: Held) -> None:
-        for key, x_BA in held.columns.items():
+    def restore(self, slot_B: Tensor, copy: PendingCopy) -> None:
+        for key, x_BA in copy.columns.items():
             self._columns[key][slot_B] = x_BA
-        self.count_S[slot_B], self.most = held.count_B, held.most
+        self.count_S[slot_B], self.most = copy.count_B, copy.most
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A copy of some slots' staged positions."""
+class PendingCopy:
+    """A copy of some slots' pending positions."""
 
     count_B: Tensor
     columns: dict[Any, Tensor]
@@ -82,18 +84,16 @@ class Held:
 
 
 def split_last(commit: Commit) -> tuple[Commit, Commit]:
-    """(all but each row's last position, the last position alone); rows of count 0 have neither.
+    """(all but each row's last position, the last position alone); a row of count 0 has neither.
 
     Counts (3, 1, 0) become (2, 0, 0) and (1, 1, 0).
     """
-    last_B1 = (commit.count_B - 1).clamp_min(0)[:, None]
-    hidden = {k: h.gather(1, last_B1[..., None].expand(-1, -1, h.shape[-1])) for k, h in commit.hidden.items()}
-    has_B = (commit.count_B > 0).long()
-    last = Commit(commit.token_BA.gather(1, last_B1), commit.next_BA.gather(1, last_B1), hidden, has_B)
+    last_B1, has_B = commit.last_B1, (commit.count_B > 0).long()
+    last = Commit(commit.token_BA.gather(1, last_B1), commit.next_BA.gather(1, last_B1), commit.hidden_at(last_B1), has_B)
     return replace(commit, count_B=commit.count_B - has_B), last
 
 
-def behind(first: Commit, second: Commit) -> Commit:
+def concatenated(first: Commit, second: Commit) -> Commit:
     """Each row's positions of `first`, then those of `second`, left-aligned."""
     A, M = first.token_BA.shape[1], second.token_BA.shape[1]
     column = torch.arange(A + M, device=first.count_B.device)
@@ -111,65 +111,68 @@ def behind(first: Commit, second: Commit) -> Commit:
 
 
 def with_root(commit: Commit) -> tuple[Tensor, Tensor]:
-    """(token_BN, last_B): each row's staged tokens with its root behind them, and the root's column.
+    """(token_BN, root column [B]): each row's pending tokens, then its root.
 
-    Staged `a b` whose next tokens are `b r` become `a b r`, root column 2.
+    Pending `a b` with next tokens `b r` become `a b r`, root column 2.
     """
-    root_B1 = commit.next_BA.gather(1, (commit.count_B - 1).clamp_min(0)[:, None])
+    root_B1 = commit.root_B[:, None]
     token_BN = torch.cat([commit.token_BA, torch.zeros_like(root_B1)], 1)
     return token_BN.scatter(1, commit.count_B[:, None], root_B1), commit.count_B
 
 
-@dataclass
-class OwnCache:
-    kv: KVCache
-    staged: Staged
+class CachedState(RevertibleState):
+    """The state of a drafter with its own KV cache.
 
-
-class CachedDrafter(Drafter):
-    """A drafter with a cache of its own: prompts are read as they come, accepted positions at the next proposal.
-
-    The last position of a slot stays staged until a proposal needs it: the first draft follows from it.
+    Prompts are processed as they come, accepted positions at the next proposal. The last position of a slot stays pending
+    until then, because the first draft follows from it.
     """
 
+    def __init__(self, kv: KVCache, slots: int, draft_length: int, others: Sequence[KVCache] = ()) -> None:
+        """others: further caches of the same lengths."""
+        self.kv, self.own_caches = kv, [kv, *others]
+        self.pending = PendingPositions(slots, draft_length, kv.length_S.device)
+
     @abstractmethod
-    def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
-        """Bring these positions into the cache; columns past a row's count are padding."""
+    def consume(self, commit: Commit, slot_B: Tensor) -> None:
+        """Bring these positions into the cache. Columns past a row's count are padding."""
 
-    def reset(self, state: OwnCache, slot_R: Tensor) -> None:
-        state.kv.reset(slot_R)
-        state.staged.clear(slot_R)
+    @property
+    def caches(self) -> list[KVCache]:
+        return self.own_caches
 
-    def observe(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
-        if not state.staged.room(commit.token_BA.shape[1]):
-            self.absorb(state, slot_B)
-        state.staged.add(commit, slot_B)
+    def reset(self, slot_R: Tensor) -> None:
+        for kv in self.own_caches:
+            kv.reset(slot_R)
+        self.pending.clear(slot_R)
 
-    def absorb(self, state: OwnCache, slot_B: Tensor) -> None:
-        earlier, last = split_last(self.staged(state, slot_B))
-        self.consume(state, earlier, slot_B)
-        state.staged.add(last, slot_B, empty=True)
+    def observe(self, commit: Commit, slot_B: Tensor) -> None:
+        if not self.pending.has_room(commit.token_BA.shape[1]):
+            self.catch_up(slot_B)
+        self.pending.add(commit, slot_B)
 
-    def read(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
-        if state.staged.most:
-            commit = behind(state.staged.take(slot_B, 1, others=True), commit)
+    def observe_prompt(self, commit: Commit, slot_B: Tensor) -> None:
+        if self.pending.most:
+            commit = concatenated(self.pending.take(slot_B, 1, others=True), commit)
+        self._consume_all_but_last(commit, slot_B)
+
+    def catch_up(self, slot_B: Tensor) -> None:
+        self._consume_all_but_last(self.take_pending(slot_B), slot_B)
+
+    def _consume_all_but_last(self, commit: Commit, slot_B: Tensor) -> None:
         earlier, last = split_last(commit)
-        self.consume(state, earlier, slot_B)
-        state.staged.add(last, slot_B, empty=True)
+        self.consume(earlier, slot_B)
+        self.pending.add(last, slot_B, empty=True)
 
-    def mark(self, state: OwnCache, slot_B: Tensor) -> Any:
-        return state.kv.length_S[slot_B], state.staged.held(slot_B)
+    def take_pending(self, slot_B: Tensor) -> Commit:
+        """The pending positions of these slots, which are all slots in use; of fixed width in a captured step."""
+        return self.pending.take(slot_B, self.pending.step if self.kv.bound is not None else None)
 
-    def rewind(self, state: OwnCache, slot_B: Tensor, mark: Any) -> None:
-        length_B, held = mark
-        state.kv.rows(slot_B)
-        state.kv.rollback(length_B)
-        state.staged.put_back(slot_B, held)
+    def snapshot(self, slot_B: Tensor) -> Any:
+        return self.kv.length_S[slot_B], self.pending.snapshot(slot_B)
 
-    def caches(self, state: OwnCache) -> list[KVCache]:
-        return [state.kv]
-
-    @staticmethod
-    def staged(state: OwnCache, slot_B: Tensor) -> Commit:
-        """What is staged for all slots in use; where a graph may hold it, of one width whatever there is."""
-        return state.staged.take(slot_B, state.staged.step if state.kv.bound is not None else None)
+    def restore(self, slot_B: Tensor, snapshot: Any) -> None:
+        length_B, pending = snapshot
+        for kv in self.own_caches:
+            kv.rows(slot_B)
+            kv.rollback(length_B)
+        self.pending.restore(slot_B, pending)

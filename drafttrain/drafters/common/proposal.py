@@ -1,8 +1,8 @@
-"""What shape a drafter's proposals have (a chain, a static tree, or one grown by confidence); how it is chosen."""
+"""The proposals of families whose drafts can be a tree: a chain, a static tree, or a tree that grows by confidence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.tree import Path, TreeShape, tuned_paths
 from drafttrain.drafters.common.best_first import BestFirst
 from drafttrain.drafters.common.dynamic_tree import DynamicTree, Grower, StaticTree
-from drafttrain.model.drafter import Drafter
+from drafttrain.model.proposal import Proposal, chain_paths
 from drafttrain.model.target import Target
 from drafttrain.ops.tree_attention import MOST_NODES
 
@@ -23,7 +23,7 @@ NODES = 24  # of a tree that grows by confidence and was neither given a number 
 
 @dataclass
 class TreeOptions:
-    """What every family is asked whose drafts can be a tree: how trees grow is told in docs/families/eagle.md."""
+    """Options of every family whose drafts can be a tree. docs/families/eagle.md explains how trees grow."""
 
     tree: str = "static"  # chain | static | dynamic | best_first, where drafts do not know each other
     paths: list[list[int]] | None = None  # of a static tree, by rank; None: searched on held-out text after training
@@ -31,13 +31,15 @@ class TreeOptions:
     nodes: int | None = None  # dynamic, best_first: of the proposal, root excluded; None: decode.tree_nodes
 
 
-class Proposal:
-    """draft_length: the greatest depth. independent: drafts do not know each other's tokens. A static tree without paths is
-    searched, one that grows by confidence gets the budget that `tune` brings where it has no node count. Raises UserError for
-    a shape that cannot be.
+class TreeProposal(Proposal):
+    """The proposal that `TreeOptions` describe.
+
+    A static tree without paths is searched by `tune`. A tree that grows by confidence gets the node budget of `tune` if its
+    options give none; its `paths` are those of the best static tree of its size, from which expected tau is estimated.
     """
 
     def __init__(self, options: TreeOptions, draft_length: int, target: Target, independent: bool = False) -> None:
+        """independent: drafts do not know each other's tokens. Raises UserError for a shape that cannot be."""
         kind, paths = options.tree, options.paths
         if kind not in KINDS:
             raise UserError(f"drafter.tree is {kind!r}; choose one of {', '.join(KINDS)}")
@@ -49,24 +51,33 @@ class Proposal:
             raise UserError(
                 "drafter.tree is best_first, and this family's drafts depend on those above them: set drafter.tree=dynamic"
             )
-        self.kind, self.draft_length, self.given = kind, draft_length, paths
-        if self.sized and not target.trees:
+        super().__init__(draft_length)
+        self.kind, self.given = kind, paths
+        if self.grown and not target.trees:
             raise UserError(
                 f"drafter.tree is {kind}; this target's architecture is exact for chains only: set drafter.tree=chain"
             )
-        chain: list[Path] = [(0,) * d for d in range(1, draft_length + 1)]
-        self.paths = self._checked(paths) if paths is not None else chain
-        self.width, self.vocab, self._sized = options.width, target.shape.vocab_size, options.nodes is not None
+        if paths is not None:
+            self._paths = self._checked(paths)
+        self.width, self.vocab, self._nodes_given = options.width, target.shape.vocab_size, options.nodes is not None
         self.nodes = NODES if options.nodes is None else options.nodes
-        if self.sized:
+        if self.grown:
             self._check_size()
             second = [(1,)] if self.max_nodes > 1 + draft_length else []
-            self.paths = [*chain, *second]  # of some tree, until `tune` has seen text
+            self._paths = [*chain_paths(draft_length), *second]  # of some tree, until `tune` has seen text
 
     @property
-    def sized(self) -> bool:
-        """Its shape follows the drafter's confidence, proposal by proposal, and its number of nodes is what is chosen."""
-        return self.kind in ("dynamic", "best_first")
+    def grown(self) -> str | None:
+        """The kind, where each tree's shape follows the drafter's confidence; only its node count is chosen."""
+        return self.kind if self.kind in ("dynamic", "best_first") else None
+
+    @property
+    def takes_paths(self) -> bool:
+        return self.tunable
+
+    @property
+    def tunable(self) -> bool:
+        return self.grown is not None or (self.kind == "static" and self.given is None)
 
     def _checked(self, paths: Sequence[Sequence[int]]) -> list[Path]:
         try:
@@ -94,80 +105,47 @@ class Proposal:
         return DynamicTree(self.draft_length, self.width, self.nodes)
 
     def grower(self, device: torch.device) -> Grower:
-        """What grows the proposals; a chain is the static tree of one path."""
+        """The object that builds the trees; a chain is the static tree of one path."""
         if self.kind == "best_first":
             return BestFirst.of(self.draft_length, self.nodes, self.vocab, device)
         return self._dynamic if self.kind == "dynamic" else StaticTree.of(self.paths, device)
 
     @property
-    def fed(self) -> int:
-        """Nodes that one proposal feeds through the drafter at most: scratch positions of its cache."""
-        if self.sized:
+    def scratch_positions(self) -> int:
+        """Nodes that one proposal passes through the drafter at most: scratch positions of its cache."""
+        if self.grown:
             return self.width * (self.draft_length - 1) if self.kind == "dynamic" else 0
         return len(self.paths)
 
     @property
     def max_nodes(self) -> int:
-        """Of the target's verification, root included."""
         if self.kind == "dynamic":
             return 1 + min(self.nodes, self._dynamic.candidates(self.draft_length))
         if self.kind == "best_first":
             return 1 + min(self.nodes, BestFirst.most(self.draft_length, self.nodes, self.vocab))
         return 1 + len(self.paths)
 
-    @property
-    def tunable(self) -> bool:
-        return self.sized or (self.kind == "static" and self.given is None)
-
-    def tune(self, texts: Sequence[Tensor], nodes: int) -> None:
-        """As `Drafter.tune`. The paths of a tree that grows by confidence are those of the best static tree of its size: an
-        estimate, from which expected tau is computed."""
+    def tune(self, sequences: Sequence[Tensor], nodes: int) -> None:
         if not self.tunable:
             return
-        if self.sized and not self._sized:
+        if self.grown and not self._nodes_given:
             self._resize(nodes)
-        budget = self.nodes if self.sized else min(nodes, MOST_NODES - 1)
-        self.paths = self._checked(tuned_paths(texts, budget) or [(0,)])
+        budget = self.nodes if self.grown else min(nodes, MOST_NODES - 1)
+        self._paths = self._checked(tuned_paths(sequences, budget) or [(0,)])
 
     def _resize(self, nodes: int) -> None:
         self.nodes = nodes
         self._check_size()
 
     def settings(self) -> dict[str, Any]:
-        """As `Drafter.decode_settings`."""
         if self.kind == "chain":
             return {}
         kept: dict[str, Any] = {"paths": [list(p) for p in self.paths]}
-        return kept | ({"nodes": self.nodes} if self.sized else {})
+        return kept | ({"nodes": self.nodes} if self.grown else {})
 
-    def use(self, settings: dict[str, Any]) -> None:
+    def use(self, settings: Mapping[str, Any]) -> None:
+        super().use(settings)
         if self.kind != "chain" and "paths" in settings:
-            self.paths = self._checked(settings["paths"])
-        if self.sized and "nodes" in settings:
+            self._paths = self._checked(settings["paths"])
+        if self.grown and "nodes" in settings:
             self._resize(settings["nodes"])
-
-
-class Proposing(Drafter):
-    """A drafter whose drafts have the shape of `proposal`."""
-
-    proposal: Proposal
-
-    def paths(self) -> list[Path]:
-        return list(self.proposal.paths)
-
-    @property
-    def max_nodes(self) -> int:
-        return self.proposal.max_nodes
-
-    @property
-    def tunable(self) -> bool:
-        return self.proposal.tunable
-
-    def tune(self, texts: Sequence[Tensor], nodes: int) -> None:
-        self.proposal.tune(texts, nodes)
-
-    def decode_settings(self) -> dict[str, Any]:
-        return self.proposal.settings()
-
-    def use_decode_settings(self, settings: dict[str, Any]) -> None:
-        self.proposal.use(settings)

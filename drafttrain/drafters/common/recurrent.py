@@ -1,29 +1,28 @@
 """Drafters of one attention layer that read a token and the state before it, and feed their own state back.
 
-Shapes: B rows, T positions, A staged positions, W nodes, M predictions, h heads, D head width, H hidden, I what attention
-reads, V the drafter's vocabulary.
+Shapes: B rows, T positions, A pending positions, W nodes, M predictions, h heads, D head width, H hidden, I input width of
+attention, V the drafter's vocabulary.
 
-At index t the layer reads the token x[t+1] and the state at t, the target's where it is known. What comes out at t is the
-state of t + 1, from which x[t+2] is foretold. Trained on its own outputs, step i reads at index t the token x[t+1+i] and its
-own state of step i-1 *at the same index*, and foretells x[t+2+i].
+At index t the layer reads the token x[t+1] and the state at t: the target's state where it is known, else the layer's own. Its
+output at t is the state of t + 1, from which x[t+2] is predicted. In training on own outputs, step i reads at index t the token
+x[t+1+i] and its own state of step i-1 *at the same index*, and predicts x[t+2+i].
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
-from drafttrain.drafters.common.dynamic_tree import Generation, Grower, Scored, Scratch
-from drafttrain.drafters.common.pending import CachedDrafter, OwnCache, Staged
-from drafttrain.drafters.common.proposal import Proposal, Proposing
+from drafttrain.drafters.common.dynamic_tree import Generation, Scored, Scratch
+from drafttrain.drafters.common.pending import CachedState
+from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.model.batch import Pairs, TrainBatch
-from drafttrain.model.drafter import Commit, draft_chain
+from drafttrain.model.drafter import Commit, Drafter, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention, recomputed
@@ -32,23 +31,18 @@ from drafttrain.model.unrolled_attention import unrolled
 from drafttrain.ops.remap import remap_logits
 
 
-@dataclass
-class RecurrentState(OwnCache):
-    """grower: of the proposals; None: chains."""
+class Recurrent(Drafter):
+    """A family gives the layer in parts: `fuse`, `enter`, `leave` and `logits`."""
 
-    grower: Grower | None
+    proposal: TreeProposal
+    revertible = True
+    _target: FrozenRef[Target]
 
-
-class Recurrent(CachedDrafter, Proposing):
-    """A family gives the layer in parts. After each verification the accepted positions are read again with the target's
-    states: what was drafted leaves nothing behind.
-    """
-
-    def __init__(self, proposal: Proposal, target: Target) -> None:
-        super().__init__()
-        self.proposal, self.draft_length = proposal, proposal.draft_length
+    def __init__(self, proposal: TreeProposal, target: Target, steps: int) -> None:
+        """steps: of training on own outputs."""
+        super().__init__(proposal)
         self.samples = proposal.kind == "chain"
-        self._target = FrozenRef(target)
+        self.steps, self._target = steps, FrozenRef(target)
 
     @property
     @abstractmethod
@@ -60,7 +54,7 @@ class Recurrent(CachedDrafter, Proposing):
 
     @abstractmethod
     def enter(self, token_BN: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
-        """(the residual, [B, N, H]; what attention reads, [B, N, I])."""
+        """(the residual, [B, N, H]; the input of attention, [B, N, I])."""
 
     @abstractmethod
     def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
@@ -77,6 +71,11 @@ class Recurrent(CachedDrafter, Proposing):
 
     def embed(self, token_BN: Tensor, like: Tensor) -> Tensor:
         return self._target.module.embed(token_BN).to(like.dtype)
+
+    def whole_logits(self, scored: Scored) -> Tensor:
+        """[B, V] the logits of a single node, over the target's vocabulary."""
+        logits_BV = scored.logits_BWV[:, 0]
+        return logits_BV if self.ids is None else remap_logits(logits_BV, self.ids, self._target.module.shape.vocab_size)
 
     def unroll(
         self, batch: TrainBatch, state_BTH: Tensor, steps: int, detach: bool = False
@@ -97,70 +96,78 @@ class Recurrent(CachedDrafter, Proposing):
             yield step, pairs, state_BTH.flatten(0, 1)[pairs.source_M]
             state_BTH = state_BTH.detach() if detach else state_BTH
 
-    def fed(self, length: int) -> int:
+    def training_positions(self, length: int) -> int:
         return length * self.draft_length
 
-    def steps_of(self, trained: int) -> int:
-        """In evaluation as deep as decoding proposes, so that every depth is foretold."""
-        return trained if self.training else max(trained, self.draft_length)
+    @property
+    def predicted_steps(self) -> int:
+        """Steps of `predict`. In evaluation at least as many as decoding proposes, so that every depth is predicted."""
+        return self.steps if self.training else max(self.steps, self.draft_length)
+
+    @property
+    def label_offset(self) -> int:
+        return self.predicted_steps + 1
 
     def open(self, slots: int, max_len: int) -> RecurrentState:
-        device = self.attention.o_proj.weight.device
-        kv = KVCache(1, slots, max_len + self.proposal.fed, device)
-        grower = None if self.proposal.kind == "chain" else self.proposal.grower(device)
-        return RecurrentState(kv, Staged(slots, self.draft_length, device), grower)
+        return RecurrentState(self, slots, max_len)
 
-    def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
-        state.kv.rows(slot_B)
-        self._read(state.kv, commit)
 
-    def _read(self, kv: KVCache, commit: Commit) -> Tensor:
+class RecurrentState(CachedState):
+    """After each verification the accepted positions are processed again with the target's states: drafted positions are
+    scratch, and none of them stays in the cache."""
+
+    def __init__(self, drafter: Recurrent, slots: int, max_len: int) -> None:
+        device, proposal = drafter.attention.o_proj.weight.device, drafter.proposal
+        kv = KVCache(1, slots, max_len + proposal.scratch_positions, device)
+        super().__init__(kv, slots, drafter.draft_length)
+        self.drafter = drafter
+        self.grower = None if proposal.kind == "chain" else proposal.grower(device)
+
+    def consume(self, commit: Commit, slot_B: Tensor) -> None:
+        self.kv.rows(slot_B)
+        self._process(commit)
+
+    def _process(self, commit: Commit) -> Tensor:
         """[B, H] the new state at each row's last position; its first `count` positions stay in the cache."""
-        B, A = commit.next_BA.shape
+        drafter, kv, (B, A) = self.drafter, self.kv, commit.next_BA.shape
         column_A = torch.arange(A, device=commit.next_BA.device)
         causal_BAA = torch.ones(A, A, dtype=torch.bool, device=column_A.device).tril().expand(B, A, A)
-        residual_BAH, read_BAI = self.enter(commit.next_BA, self.fuse(commit.hidden))
-        attended_BAH = self.attention.cached(read_BAI, kv.length_B[:, None] + column_A, kv, 0, causal_BAA)
-        state_BAH = self.leave(residual_BAH, attended_BAH)
+        residual_BAH, read_BAI = drafter.enter(commit.next_BA, drafter.fuse(commit.hidden))
+        attended_BAH = drafter.attention.cached(read_BAI, kv.length_B[:, None] + column_A, kv, 0, causal_BAA)
+        state_BAH = drafter.leave(residual_BAH, attended_BAH)
         kv.keep(column_A.expand(B, A), commit.count_B)
-        last_B11 = (commit.count_B - 1).clamp_min(0)[:, None, None]
-        return state_BAH.gather(1, last_B11.expand(-1, 1, state_BAH.shape[-1]))[:, 0]
+        return state_BAH.gather(1, commit.last_B1[..., None].expand(-1, 1, state_BAH.shape[-1]))[:, 0]
 
-    def propose(self, state: RecurrentState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        kv = state.kv
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        drafter, kv = self.drafter, self.kv
         kv.rows(slot_B)
-        staged = self.staged(state, slot_B)
-        root_B = staged.next_BA.gather(1, (staged.count_B - 1).clamp_min(0)[:, None])[:, 0]
-        first_B1H, scratch = self._read(kv, staged)[:, None], Scratch(kv)
-        first = Scored(self.logits(first_B1H), first_B1H)
+        pending = self.take_pending(slot_B)
+        root_B = pending.root_B
+        first_B1H, scratch = self._process(pending)[:, None], Scratch(kv)
+        first = Scored(drafter.logits(first_B1H), first_B1H)
 
-        def feed(nodes: Generation) -> Scored:
-            residual_BWH, read_BWI = self.enter(nodes.token_BW, nodes.state_BWH)
-            attended_BWH = scratch.attend(self.attention, read_BWI, nodes.depth, nodes.bits_BW)
-            state_BWH = self.leave(residual_BWH, attended_BWH)
-            return Scored(self.logits(state_BWH), state_BWH)
+        def score(nodes: Generation) -> Scored:
+            residual_BWH, read_BWI = drafter.enter(nodes.token_BW, nodes.state_BWH)
+            attended_BWH = scratch.attend(drafter.attention, read_BWI, nodes.depth, nodes.bits_BW)
+            state_BWH = drafter.leave(residual_BWH, attended_BWH)
+            return Scored(drafter.logits(state_BWH), state_BWH)
 
-        if state.grower is not None:
-            return state.grower.grow(root_B, first, feed, self.ids, depth)
+        if self.grower is not None:
+            return self.grower.grow(root_B, first, score, drafter.ids, depth)
         latest = [first]
 
         def advance(token_B: Tensor) -> Tensor:
-            number = scratch.fed + 1
+            number = scratch.nodes + 1
             bits_B1 = torch.full_like(token_B, (1 << number) - 1)[:, None]
-            latest[0] = feed(Generation(token_B[:, None], latest[0].state_BWH, number, bits_B1))
-            return self._whole(latest[0])
+            latest[0] = score(Generation(token_B[:, None], latest[0].state_BWH, number, bits_B1))
+            return drafter.whole_logits(latest[0])
 
-        steps = min(self.draft_length, depth or self.draft_length)
-        return draft_chain(root_B, self._whole(first), advance, steps, sampling, kv.length_B)
-
-    def _whole(self, scored: Scored) -> Tensor:
-        """[B, V] one node's logits over the target's vocabulary."""
-        logits_BV = scored.logits_BWV[:, 0]
-        return logits_BV if self.ids is None else remap_logits(logits_BV, self.ids, self._target.module.shape.vocab_size)
+        steps = min(drafter.draft_length, depth or drafter.draft_length)
+        return draft_chain(root_B, drafter.whole_logits(first), advance, steps, sampling, kv.length_B)
 
 
 class UnrolledAttention:
-    """Attention of training on own outputs: step i at index t sees step 0 over 0..t, and index t alone of steps 1..i."""
+    """Attention in training on own outputs: step i at index t sees step 0 over 0..t, and only index t of steps 1..i."""
 
     def __init__(self, attention: Attention, batch: TrainBatch) -> None:
         self.attention, self.position_BT = attention, batch.position_BT
@@ -168,9 +175,9 @@ class UnrolledAttention:
         self.span = batch.span
 
     def step(self, read_BTI: Tensor, past: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(what comes out, [B, T, H]; this step's keys and values). past: those of the earlier steps, all keys first.
+        """(the output, [B, T, H]; this step's keys and values). past: those of the earlier steps, all keys first.
 
-        Keys and values of sequences held together are those of all positions, for this process's heads.
+        Where several processes hold a sequence together, keys and values are those of all positions, for this process's heads.
         """
         steps = len(past) // 2
         q_BhTD, k_BhTD, v_BhTD = self.attention.qkv(read_BTI, self.position_BT + steps)

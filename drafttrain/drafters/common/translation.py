@@ -1,9 +1,9 @@
-"""A draft model with another tokenizer than the target's: what it writes is text, and goes over as text.
+"""A draft model with another tokenizer than the target's: its drafts are translated as text.
 
-As universal assisted decoding does it (transformers; arXiv 2502.05202, string-level exact match): the drafts are deterministic,
-so that a lossless policy stays lossless whatever the translation gives.
+This is universal assisted decoding (transformers; arXiv 2502.05202, string-level exact match). The drafts are deterministic, so
+that a lossless policy stays lossless whatever the translation gives.
 
-Shapes: B rows, N tokens fed, R logit rows, V the draft model's vocabulary.
+Shapes: B rows, N tokens of one pass, R logit rows, V the draft model's vocabulary.
 """
 
 from __future__ import annotations
@@ -18,42 +18,43 @@ from torch import Tensor
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
 
-UNFINISHED = "\ufffd"  # what a tokenizer decodes a part of a character to
+UNFINISHED = "\ufffd"  # a tokenizer decodes a part of a character to this
 PART = 4  # tokens that one unfinished character has at most
-BEHIND = 16  # draft tokens before the new ones that are decoded with them: some decoders change a text's beginning
+BEFORE = 16  # draft tokens that are decoded together with the new ones: some decoders change the beginning of a text
 WINDOW = 96  # characters before the new text that are encoded with it
-CHUNK = 64  # columns fed at once
+CHUNK = 64  # columns of one pass
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Two tokenizers of transformers. Special tokens are no text: they are left out, but a sequence's beginning stays."""
+    """Translates between two tokenizers of transformers. Special tokens are left out, except the beginning of a sequence."""
 
     target: Any
     draft: Any
 
     def to_draft(self, token: Sequence[int]) -> list[int]:
-        """The draft model's tokens of the target's text; a last character that is not finished waits."""
+        """The draft model's tokens for the target's text, without an unfinished last character."""
         begin = self.draft.bos_token_id
         first = [begin] if begin is not None and begin in self.draft("", verbose=False)["input_ids"] else []
         return first + _ids(self.draft, self._text(token))
 
     def to_target(self, token: Sequence[int], known: Sequence[int], written: Sequence[int]) -> list[int]:
-        """Target tokens that continue `token`, for what the draft model wrote behind `known`; empty where the two
+        """Target tokens that continue `token`, for the tokens `written` by the draft model after `known`; empty if the two
         tokenisations do not meet at the end of the text.
 
-        Target text `the ca`, draft `t sat`: `the cat sat` begins with the tokens of `the ca` only if `ca` and `t` stay apart;
-        the tokens behind them are then the drafts. If `cat` is one token, there is none to draft.
+        Target text `the ca`, draft `t sat`: `the cat sat` begins with the tokens of `the ca` only if `ca` and `t` stay
+        separate; the tokens after them are then the drafts. If `cat` is one token, there is nothing to draft.
         """
         ends = [i for i, t in enumerate(written) if t == self.draft.eos_token_id]
         written = list(written[: ends[0]]) if ends else list(written)
         text, part = self._text(token), self._part(token)
-        new = self._added(known[-BEHIND:], written)
+        new = self._added(known[-BEFORE:], written)
         if part is None or not (new or ends):
             return []
         before, after = (_ids(self.target, tail) for tail in (text[-WINDOW:], text[-WINDOW:] + new))
@@ -71,7 +72,7 @@ class Translation:
         return _text(self.target, token).rstrip(UNFINISHED)
 
     def _part(self, token: Sequence[int]) -> list[int] | None:
-        """The tokens at the end that make up a part of a character: mostly none. None: there is no telling."""
+        """The tokens at the end that are a part of a character, mostly none; None if that cannot be found out."""
         for size in range(min(PART, len(token)) + 1):
             if not _text(self.target, token[: len(token) - size]).endswith(UNFINISHED):
                 return list(token[len(token) - size :])
@@ -84,77 +85,84 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def recent(token: list[int], most: int) -> list[int]:
-    """At most `most` of the last tokens. The cut moves by half of that at a time, so that a cache of them stays of use."""
+    """At most `most` of the last tokens. The start moves by half of that at a time, so that a cache of them stays useful."""
     step = max(1, most // 2)
     return token if len(token) <= most else token[-(-(len(token) - most) // step) * step :]
 
 
-@dataclass
-class TranslatedState:
-    """By slot: the target's tokens, root included, and the draft model's tokens whose keys are in the cache."""
-
-    kv: KVCache
-    text: list[list[int]]
-    held: list[list[int]]
-    room: int  # tokens of context for the draft model
-
-
 class TranslatedDraft(Drafter):
-    """Greedy chains of a frozen LM that speaks other tokens. Texts are encoded anew each round, on the host; only tokens behind
-    the longest common prefix with the cache are computed.
+    """Greedy chains of a frozen LM that has another tokenizer.
+
+    Sequences are encoded anew in each decode step, on the host. Only tokens after the longest common prefix with the cache are
+    computed.
     """
 
     captured = False
     trained = False
+    revertible = True
     remark = "the draft model has another tokenizer: it is not trained, and its drafts go over as text, on the host"
 
     def __init__(self, lm: Any, translation: Translation, draft_length: int) -> None:
-        super().__init__()
-        self.taps, self.draft_length, self.translation = Taps(), draft_length, translation
+        super().__init__(Proposal(draft_length))
+        self.taps, self.translation = Taps(), translation
         self._lm = FrozenRef(lm.requires_grad_(False).eval())
+
+    @property
+    def lm(self) -> Any:
+        return self._lm.module
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         return iter(())
 
     def open(self, slots: int, max_len: int) -> TranslatedState:
-        lm, longest = self._lm.module, max(2 * max_len, CHUNK)  # another tokenizer may need more tokens
-        room = max(1, min(lm.shape.max_positions - self.draft_length, longest))
-        kv = lm.new_cache(slots, room + self.draft_length + CHUNK)
-        return TranslatedState(kv, [[] for _ in range(slots)], [[] for _ in range(slots)], room)
+        return TranslatedState(self, slots, max_len)
 
-    def reset(self, state: TranslatedState, slot_R: Tensor) -> None:
-        state.kv.reset(slot_R)
+
+class TranslatedState(RevertibleState):
+    """By slot: the target's tokens, root included, and the draft model's tokens whose keys are in the cache."""
+
+    def __init__(self, drafter: TranslatedDraft, slots: int, max_len: int) -> None:
+        lm, longest = drafter.lm, max(2 * max_len, CHUNK)  # another tokenizer may need more tokens
+        self.drafter = drafter
+        self.context = max(1, min(lm.shape.max_positions - drafter.draft_length, longest))  # tokens that the draft model reads
+        self.kv: KVCache = lm.new_cache(slots, self.context + drafter.draft_length + CHUNK)
+        self.tokens: list[list[int]] = [[] for _ in range(slots)]
+        self.cached: list[list[int]] = [[] for _ in range(slots)]
+
+    def reset(self, slot_R: Tensor) -> None:
+        self.kv.reset(slot_R)
         for slot in slot_R.tolist():
-            state.text[slot], state.held[slot] = [], []
+            self.tokens[slot], self.cached[slot] = [], []
 
-    def observe(self, state: TranslatedState, commit: Commit, slot_B: Tensor) -> None:
+    def observe(self, commit: Commit, slot_B: Tensor) -> None:
         rows = zip(slot_B.tolist(), commit.count_B.tolist(), commit.token_BA.tolist(), commit.next_BA.tolist(), strict=True)
         for slot, count, token, after in rows:
             if count:
-                state.text[slot] = (state.text[slot] or token[:1]) + after[:count]
+                self.tokens[slot] = (self.tokens[slot] or token[:1]) + after[:count]
 
-    def mark(self, state: TranslatedState, slot_B: Tensor) -> list[list[int]]:
-        return [state.text[slot] for slot in slot_B.tolist()]
+    def snapshot(self, slot_B: Tensor) -> list[list[int]]:
+        return [self.tokens[slot] for slot in slot_B.tolist()]
 
-    def rewind(self, state: TranslatedState, slot_B: Tensor, mark: list[list[int]]) -> None:
-        for slot, text in zip(slot_B.tolist(), mark, strict=True):
-            state.text[slot] = text
+    def restore(self, slot_B: Tensor, snapshot: list[list[int]]) -> None:
+        for slot, tokens in zip(slot_B.tolist(), snapshot, strict=True):
+            self.tokens[slot] = tokens
 
-    def propose(self, state: TranslatedState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        texts = [state.text[slot] for slot in slot_B.tolist()]
-        known = [recent(self.translation.to_draft(text), state.room) for text in texts]
-        written = self._write(state, slot_B, known)
-        steps = min(self.draft_length, depth or self.draft_length)
-        drafts = [self.translation.to_target(*row)[:steps] for row in zip(texts, known, written, strict=True)]
-        rows = [[text[-1], *draft, *[0] * (steps - len(draft))] for text, draft in zip(texts, drafts, strict=True)]
+    def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        translation, longest = self.drafter.translation, self.drafter.draft_length
+        sequences = [self.tokens[slot] for slot in slot_B.tolist()]
+        known = [recent(translation.to_draft(tokens), self.context) for tokens in sequences]
+        written = self._write(slot_B, known)
+        steps = min(longest, depth or longest)
+        drafts = [translation.to_target(*row)[:steps] for row in zip(sequences, known, written, strict=True)]
+        rows = [[tokens[-1], *draft, *[0] * (steps - len(draft))] for tokens, draft in zip(sequences, drafts, strict=True)]
         count_B = torch.tensor([1 + len(draft) for draft in drafts], device=slot_B.device)
         return DraftTree.chain(torch.tensor(rows, device=slot_B.device), count_B)
 
-    def _write(self, state: TranslatedState, slot_B: Tensor, known: list[list[int]]) -> list[list[int]]:
-        """What the model writes behind each row's tokens, `draft_length` of its own; nothing where there are none."""
-        kv, slots, device = state.kv, slot_B.tolist(), slot_B.device
+    def _write(self, slot_B: Tensor, known: list[list[int]]) -> list[list[int]]:
+        """The `draft_length` tokens that the model writes after each row's tokens; none for a row without tokens."""
+        kv, slots, device = self.kv, slot_B.tolist(), slot_B.device
         kv.rows(slot_B)
-        begin = [max(0, min(common(state.held[s], row), len(row) - 1)) for s, row in zip(slots, known, strict=True)]
+        begin = [max(0, min(common(self.cached[s], row), len(row) - 1)) for s, row in zip(slots, known, strict=True)]
         kv.rollback(torch.tensor(begin, device=device))
         rest = [row[n:] for row, n in zip(known, begin, strict=True)]
         logits_BV: Tensor | None = None
@@ -163,21 +171,21 @@ class TranslatedDraft(Drafter):
             count_B = torch.tensor([len(row) for row in piece], device=device)
             columns = max(map(len, piece))
             token_BN = torch.tensor([[*row, *[0] * (columns - len(row))] for row in piece], device=device)
-            found_BV = self._feed(kv, token_BN, count_B)
+            found_BV = self._run(token_BN, count_B)
             logits_BV = found_BV if logits_BV is None else torch.where(count_B[:, None] > 0, found_BV, logits_BV)
         if logits_BV is None:
             return [[] for _ in known]
         live_B, columns_BK = torch.tensor([bool(row) for row in known], device=device).long(), [logits_BV.argmax(-1)]
-        for _ in range(self.draft_length - 1):
-            columns_BK.append(self._feed(kv, columns_BK[-1][:, None], live_B).argmax(-1))
+        for _ in range(self.drafter.draft_length - 1):
+            columns_BK.append(self._run(columns_BK[-1][:, None], live_B).argmax(-1))
         written = [row if k else [] for row, k in zip(torch.stack(columns_BK, 1).tolist(), known, strict=True)]
         for slot, row, new in zip(slots, known, written, strict=True):
-            state.held[slot] = row + new[:-1]
+            self.cached[slot] = row + new[:-1]
         return written
 
-    def _feed(self, kv: KVCache, token_BN: Tensor, count_B: Tensor) -> Tensor:
+    def _run(self, token_BN: Tensor, count_B: Tensor) -> Tensor:
         """[B, V] logits at each row's last token; its `count` tokens stay in the cache."""
-        lm, column_N = self._lm.module, torch.arange(token_BN.shape[1], device=token_BN.device)
+        lm, kv, column_N = self.drafter.lm, self.kv, torch.arange(token_BN.shape[1], device=token_BN.device)
         position_BN = (kv.length_B[:, None] + column_N).clamp_max(lm.shape.max_positions - 1)
         last_B1 = (count_B - 1).clamp_min(0)[:, None]
         logits_BRV: Tensor = lm(token_BN, kv, None, position_BN, Taps(), last_B1).logits_BRV

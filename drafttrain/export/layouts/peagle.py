@@ -45,7 +45,7 @@ def speculators(source: Source) -> Files:
 
 
 def mask_token(source: Source) -> int:
-    return int(source.drafter.settled()["mask_token"])
+    return int(source.drafter.resolved_options()["mask_token"])
 
 
 def _weights(source: Source) -> dict[str, Tensor]:

@@ -84,14 +84,14 @@ def _trial(
     trials: int,
     sampling: Sampling,
 ) -> Trial:
-    """Run a policy's own `verify`; every trial is a request of its own, with its own noise."""
+    """Run a policy's own `accept`; every trial is a request of its own, with its own noise."""
     emitted: list[Tensor] = []
     for start in range(0, trials, ROWS):
         B = min(ROWS, trials - start)
         tree, logits_BNV = propose(B)
         position_BN = tree.ancestor_BNN.sum(-1)
         request = sampling.rows(torch.arange(start, start + B))
-        verdict = POLICIES[policy].verify(tree, tree.ancestor_BNN, logits_BNV.contiguous(), position_BN, request)
-        emitted.append(verdict.count_B.double())  # accepted drafts, and the target's own token in the root's place
+        accepted = POLICIES[policy].accept(tree, tree.ancestor_BNN, logits_BNV.contiguous(), position_BN, request)
+        emitted.append(accepted.count_B.double())  # accepted drafts, and the target's own token in the root's place
     count_B = torch.cat(emitted)
     return Trial(policy, shape, formula, float(count_B.mean()), float(count_B.std() / len(count_B) ** 0.5))

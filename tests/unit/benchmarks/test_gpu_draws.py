@@ -63,7 +63,7 @@ def test_a_decision_about_a_draft(policy: str, case: str, monkeypatch: pytest.Mo
     last_V = laws(0.5) * sampling.temperature
     logits_BNV = torch.stack([logits_V, torch.cat([last_V, torch.tensor([-40.0])])]).float()[None]
     tree, position_BN = DraftTree.chain(torch.tensor([[2, 0]])), torch.tensor([[AT - 1, AT]])
-    verdict = watch.over(policy_for(policy, sampling)).verify(tree, tree.ancestor_BNN, logits_BNV, position_BN, sampling)
+    verdict = watch.over(policy_for(policy, sampling)).accept(tree, tree.ancestor_BNN, logits_BNV, position_BN, sampling)
     assert int(verdict.count_B[0]) == 2
     margin = watch.margin[REQUEST, AT]
     assert margin == pytest.approx(CASES[case], rel=0.02), "the one decision that made the token"

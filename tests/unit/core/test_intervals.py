@@ -119,8 +119,8 @@ def test_intervals_in_words() -> None:
 def test_a_tree_that_grows_by_confidence_is_counted_by_the_measured_texts_own_paths() -> None:
     """The paths that training searched are for the training data: text in which another token is right says nothing."""
     drafter = Eagle3(Eagle3Options(tree="dynamic", draft_length=3, width=4, nodes=6), tiny_target())
-    drafter.tune([torch.full((20, 3), 9)], 6)
-    assert expected_tau(texts(4, torch.Generator().manual_seed(0)), drafter.paths(), False) == 1.0
+    drafter.proposal.tune([torch.full((20, 3), 9)], 6)
+    assert expected_tau(texts(4, torch.Generator().manual_seed(0)), drafter.proposal.paths, False) == 1.0
     hits = texts(4, torch.Generator().manual_seed(0))
     paths = counted_paths(drafter, hits, None)
     assert (expected_tau(hits, paths, False) or 0.0) >= (expected_tau(hits, CHAIN, False) or 9.0) > 1.5
@@ -136,7 +136,7 @@ def test_a_searched_tree_is_not_counted_on_the_texts_that_chose_it() -> None:
     ranks = [torch.randint(0, 10, (40, 2), generator=generator) for _ in range(2 * 8)]
     drafter = Medusa(MedusaOptions(heads=2), tiny_target())
     sum_C2 = tuned_sums(drafter, ranks[:8], 5)
-    chosen = drafter.paths()
+    chosen = drafter.proposal.paths
     own, others = (1.0 + expected_nodes(part, chosen) for part in (ranks[:8], ranks[8:]))
     assert float(accepted_length(sum_C2.sum(0))) == pytest.approx(others, abs=0.05) and own > others + 0.05
     assert chosen == tuned_paths(ranks[:8], 5)

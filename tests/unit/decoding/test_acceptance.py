@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafttrain.core.sampling import Lane, Sampling, law
 from drafttrain.core.tree import DraftTree, TreeShape, ancestors
-from drafttrain.decoding.acceptance import POLICIES, Verdict, coupled, greedy, lossless, policy_for
+from drafttrain.decoding.acceptance import POLICIES, AcceptedPath, coupled, greedy, lossless, policy_for
 from drafttrain.ops import lossless_accept as lossless_op
 from drafttrain.ops import sample as sample_op
 
@@ -43,12 +43,12 @@ class Recorder:
         return torch.zeros(1, dtype=torch.long)
 
 
-def run(tree: DraftTree, logits: Tensor, sampling: Sampling) -> Verdict:
+def run(tree: DraftTree, logits: Tensor, sampling: Sampling) -> AcceptedPath:
     mask = ancestors(tree.parent_BN)
     return lossless(tree, mask, logits, mask.sum(-1) - 1, sampling)
 
 
-def accepted(tree: DraftTree, verdict: Verdict) -> tuple[int, ...]:
+def accepted(tree: DraftTree, verdict: AcceptedPath) -> tuple[int, ...]:
     path = verdict.path_BA[0, 1 : int(verdict.count_B[0])]
     return tuple(tree.token_BN[0, path].tolist())
 
@@ -271,7 +271,7 @@ def test_no_policy_asks_the_device(name: str, drawn: bool) -> None:
     tree = DraftTree(node_BN, node_BN, node_BN[:, 0], q_BNV, sampled_BN, mask_BNN)
     temperature_B, seed_1 = torch.ones(B, device=meta), torch.zeros(1, dtype=torch.long, device=meta)
     sampling = Sampling(1.0, 3, 0.9, min_p=0.1, key_B=node_BN[:, 0], temperature_B=temperature_B, seed_1=seed_1)
-    verdict = POLICIES[name].verify(tree, mask_BNN, logits_BNV, node_BN, sampling)
+    verdict = POLICIES[name].accept(tree, mask_BNN, logits_BNV, node_BN, sampling)
     assert verdict.path_BA.shape == (B, N) and verdict.count_B.shape == verdict.bonus_B.shape == verdict.last_B.shape == (B,)
 
 
@@ -291,7 +291,7 @@ def test_at_temperature_0_drafts_are_the_argmax_whatever_they_were_drawn_from(na
     tree = DraftTree.static(torch.tensor([[0, 2, 1, 3]]), shape)
     drawn = replace(tree, q_BNV=torch.full((1, 4, V), 0.2), sampled_BN=torch.ones(1, 4, dtype=torch.bool))
     for proposal in (tree, drawn):
-        verdict = POLICIES[name].verify(proposal, mask, logits, mask.sum(-1), Sampling(draft_temperature=0.7))
+        verdict = POLICIES[name].accept(proposal, mask, logits, mask.sum(-1), Sampling(draft_temperature=0.7))
         assert verdict.trimmed().path_BA.tolist() == [[0, 2, 3]] and verdict.bonus_B.tolist() == [4]
 
 
@@ -306,6 +306,6 @@ def test_threshold_takes_what_the_target_gives_more_than_it() -> None:
     for least, count in ((0.3, 3), (0.45, 2), (0.6, 1)):
         policy = policy_for("threshold", sampling, least)
         assert not policy.lossless
-        assert policy.verify(tree, tree.ancestor_BNN, logits, torch.tensor([[5, 6, 7]]), sampling).count_B.tolist() == [count]
+        assert policy.accept(tree, tree.ancestor_BNN, logits, torch.tensor([[5, 6, 7]]), sampling).count_B.tolist() == [count]
     with pytest.raises(ValueError, match=r"decode\.threshold is 1\.5"):
         policy_for("threshold", sampling, 1.5)

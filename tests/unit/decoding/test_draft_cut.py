@@ -11,7 +11,7 @@ import torch
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
-from drafttrain.decoding.draft_length import WHOLE_EVERY, Cut, worthwhile
+from drafttrain.decoding.draft_length import WHOLE_EVERY, Cut, best_depth
 from drafttrain.decoding.settings import Controls
 from tests.contract.test_families import build, pair_law
 from tests.helpers import prompts, tiny_target
@@ -62,7 +62,7 @@ def test_the_deepest_of_all_depths_is_found_behind_a_dip() -> None:
         for reach in SURE:
             tokens.append(tokens[-1] + reach)
         rates = [t / s for t, s in zip(tokens, seconds, strict=True)]
-        assert worthwhile(1, SURE, seconds.__getitem__) == max(range(5), key=lambda d: (rates[d], d))
+        assert best_depth(1, SURE, seconds.__getitem__) == max(range(5), key=lambda d: (rates[d], d))
 
 
 def test_a_drawn_draft_s_token_does_not_decide_whether_it_is_verified() -> None:
@@ -74,7 +74,7 @@ def test_a_drawn_draft_s_token_does_not_decide_whether_it_is_verified() -> None:
         for sure in (0.01, 0.5, 0.99):
             total = [0.6**k for k in range(1, 5)]
             total[position:] = [total[position - 1] * sure * 0.9 ** (k - position) for k in range(position, 4)]
-            depths.add(min(worthwhile(1, total, seconds, typical), position))
+            depths.add(min(best_depth(1, total, seconds, typical), position))
         assert len(depths) == 1
 
 
@@ -97,8 +97,8 @@ class Eager(Cut):
         super().__init__()
         self.seen = seen
 
-    def depth(self, rows: int, total: Sequence[float], drawn: bool) -> int:
-        self.seen.append(worthwhile(rows, total, [1, 1.3, 1.55, 1.9, 2.4].__getitem__, [0.45] * 4 if drawn else None))
+    def depth(self, rows: int, total: Sequence[float], sampled: bool) -> int:
+        self.seen.append(best_depth(rows, total, [1, 1.3, 1.55, 1.9, 2.4].__getitem__, [0.45] * 4 if sampled else None))
         return self.seen[-1]
 
 
@@ -128,7 +128,7 @@ def first_token(typical: Sequence[float] | None) -> list[float]:
     p, q, after = [0.5, 0.3, 0.2], [0.2, 0.6, 0.2], [0.95, 0.05, 0.5]
     law, left = [0.0] * 3, [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
     for token in range(3):
-        depth = worthwhile(1, [0.5, 0.5 * after[token]], [1.0, 1.6, 1.7].__getitem__, typical)
+        depth = best_depth(1, [0.5, 0.5 * after[token]], [1.0, 1.6, 1.7].__getitem__, typical)
         taken = min(1.0, p[token] / q[token]) if depth else 0.0
         law[token] += q[token] * taken
         rest = [x / sum(left) for x in left] if depth else p

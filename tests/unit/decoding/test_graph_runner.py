@@ -15,7 +15,8 @@ from drafttrain.decoding.request import Request, Result, StopText
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.model.attention import Step
-from drafttrain.model.drafter import Commit, Drafter
+from drafttrain.model.drafter import Commit, Drafter, DraftState
+from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
 from drafttrain.ops import library
 from drafttrain.ops.build_tree import build_tree
@@ -131,7 +132,7 @@ def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, 
     with torch.inference_mode():
         for limit in (None, None, 1, 1, 0, 0, None) if drafter else (None, None):
             with recorded() as calls:
-                session.round.run(session.slot_B, limit).packed()
+                session.decode_step.run(session.slot_B, limit).packed()
             seen.append(calls.shapes)
     assert len(seen[0]) > 20 and seen[0] == seen[1]
     if drafter:
@@ -181,8 +182,8 @@ class Dynamic(Drafter):
     """Candidates two levels deep below the root, from a table of guesses; the best of them by score make each tree."""
 
     def __init__(self, width: int = 5, nodes: int = 8) -> None:
-        super().__init__()
-        self.taps, self.draft_length, self.width, self.nodes = Taps(), 2, width, nodes
+        super().__init__(Proposal(2, [(rank,) for rank in range(nodes - 1)]))
+        self.taps, self.width, self.nodes = Taps(), width, nodes
         generator = torch.Generator().manual_seed(3)
         self.score_VW, self.token_VW = torch.randn(64, 64, generator=generator).log_softmax(-1).topk(width)
         self.token_VW[:, 1] = torch.tensor(next_tokens(TARGET))  # something is accepted now and then
@@ -190,31 +191,31 @@ class Dynamic(Drafter):
     def predict(self, batch: Any) -> Any:
         raise AssertionError("not trained")
 
-    def open(self, slots: int, max_len: int) -> torch.Tensor:
-        return torch.zeros(slots, dtype=torch.long)
+    def open(self, slots: int, max_len: int) -> DynamicState:
+        return DynamicState(self, slots)
 
-    def reset(self, state: torch.Tensor, slot_R: torch.Tensor) -> None:
-        state[slot_R] = 0
 
-    def observe(self, state: torch.Tensor, commit: Commit, slot_B: torch.Tensor) -> None:
-        last_B = commit.next_BA.gather(1, (commit.count_B - 1).clamp_min(0)[:, None])[:, 0]
-        state[slot_B] = torch.where(commit.count_B > 0, last_B, state[slot_B])
+class DynamicState(DraftState):
+    def __init__(self, drafter: Dynamic, slots: int) -> None:
+        self.drafter, self.root_S = drafter, torch.zeros(slots, dtype=torch.long)
 
-    def propose(self, state: Any, slot_B: torch.Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        root_B, W = state[slot_B], self.width
-        first_BW, second_BM = self.token_VW[root_B], self.token_VW[self.token_VW[root_B]].flatten(1)
-        score_BW = self.score_VW[root_B]
-        score_BM = (score_BW[..., None] + self.score_VW[first_BW]).flatten(1)
+    def reset(self, slot_R: torch.Tensor) -> None:
+        self.root_S[slot_R] = 0
+
+    def observe(self, commit: Commit, slot_B: torch.Tensor) -> None:
+        self.root_S[slot_B] = torch.where(commit.count_B > 0, commit.root_B, self.root_S[slot_B])
+
+    def propose(self, slot_B: torch.Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        drafter, root_B, W = self.drafter, self.root_S[slot_B], self.drafter.width
+        first_BW, second_BM = drafter.token_VW[root_B], drafter.token_VW[drafter.token_VW[root_B]].flatten(1)
+        score_BW = drafter.score_VW[root_B]
+        score_BM = (score_BW[..., None] + drafter.score_VW[first_BW]).flatten(1)
         parent_M = torch.cat([torch.zeros(1 + W, dtype=torch.long), 1 + torch.arange(W).repeat_interleave(W)])
         parent_M[:1].fill_(-1)
         token_BM = torch.cat([root_B[:, None], first_BW, second_BM], 1)
-        built = build_tree(parent_M.expand(len(root_B), -1), torch.cat([score_BW[:, :1], score_BW, score_BM], 1), self.nodes)
-        count_B = torch.full_like(root_B, self.nodes)
+        built = build_tree(parent_M.expand(len(root_B), -1), torch.cat([score_BW[:, :1], score_BW, score_BM], 1), drafter.nodes)
+        count_B = torch.full_like(root_B, drafter.nodes)
         return DraftTree(token_BM.gather(1, built.kept_BN), built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BN))
-
-    @property
-    def max_nodes(self) -> int:
-        return self.nodes
 
 
 def next_tokens(target: FastTarget) -> list[int]:

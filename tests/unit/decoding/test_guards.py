@@ -19,7 +19,7 @@ from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.targets.fast import FastTarget
-from tests.helpers import Scripted, prompts, random_guess, tiny_model
+from tests.helpers import Scripted, ScriptedState, prompts, random_guess, tiny_model
 
 TARGET = FastTarget(tiny_model())
 SAMPLING = Sampling(0.9, repetition_penalty=1.2, seed=6)
@@ -81,8 +81,8 @@ def test_a_turned_text_goes_on_as_the_targets_own_and_the_others_are_as_they_wer
         assert ours.tokens[act.kept :] == plainly(prompt, kept, key)
 
 
-class Sure(Scripted):
-    """Says how sure it is of each draft."""
+class Confident(ScriptedState):
+    """Gives a confidence for each draft."""
 
     def propose(self, *asked: Any, **more: Any) -> DraftTree:
         tree = super().propose(*asked, **more)
@@ -96,7 +96,7 @@ class Alternating(Cut):
         super().__init__()
         self.seen = seen
 
-    def depth(self, rows: int, total: Sequence[float], drawn: bool) -> int:
+    def depth(self, rows: int, total: Sequence[float], sampled: bool) -> int:
         step = len(self.seen)
         self.seen.append(len(total) if step % 3 == 2 else (5 + 3 * step) % len(total))
         return self.seen[-1]
@@ -106,7 +106,7 @@ class Alternating(Cut):
 def test_a_turned_text_is_the_targets_own_where_drafts_are_cut_too(kind: str) -> None:
     guess, guard = GUARDS[kind]
     controls, seen = Controls(threshold=1e-9, fallback=True), list[int]()
-    drafter = Sure(guess, CHAIN)  # type: ignore[arg-type]
+    drafter = Scripted(guess, CHAIN, Confident)  # type: ignore[arg-type]
     decoder = Decoder(TARGET, drafter, "threshold", SAMPLING, max_new_tokens=NEW, controls=controls, guard=guard)
     decoder.cut, always = Alternating(seen), SimpleNamespace(depth=lambda rows: len(CHAIN), record=lambda *step: None)
     decoder.fallback = always  # type: ignore[assignment]
@@ -129,12 +129,12 @@ def test_when_the_host_looks_changes_nothing(kind: str) -> None:
 def test_when_all_texts_are_turned_nothing_is_drafted() -> None:
     asked: list[int | None] = []
 
-    class Watched(Scripted):
-        def propose(self, state, slot_B, sampling, depth=None):  # type: ignore[no-untyped-def]
+    class Watched(ScriptedState):
+        def propose(self, slot_B, sampling, depth=None):  # type: ignore[no-untyped-def]
             asked.append(len(slot_B))
-            return super().propose(state, slot_B, sampling, depth)
+            return super().propose(slot_B, sampling, depth)
 
-    decoder = Decoder(TARGET, Watched(lambda text: [5] * 8, CHAIN), "threshold", SAMPLING, max_new_tokens=NEW,
+    decoder = Decoder(TARGET, Scripted(lambda text: [5] * 8, CHAIN, Watched), "threshold", SAMPLING, max_new_tokens=NEW,
                       controls=Controls(threshold=1e-9), guard=Guard(loop="plain"))  # fmt: skip
     results = decoder.run(ASKED, 5).results
     assert all(r.plain for r in results)
@@ -159,7 +159,7 @@ def test_a_lossless_policy_has_nothing_to_fall_back_to() -> None:
     guard = Guard(loop="plain", json="stop", decode=spaces)
     for drafter, policy in ((None, "threshold"), (Scripted(looping, CHAIN), "lossless")):
         decoder = Decoder(TARGET, drafter, policy, SAMPLING, guard=guard)
-        assert decoder.guard == Guard(json="stop", decode=spaces) and not decoder.turns
+        assert decoder.guard == Guard(json="stop", decode=spaces) and not decoder.may_fall_back
     assert decoder.request([1]).guard is None
 
 

@@ -21,7 +21,7 @@ from drafttrain.model.kv_cache import PAGE
 from drafttrain.model.target import Taps
 from drafttrain.ops import greedy_accept, library, lossless_accept, sample
 from drafttrain.targets.fast import FastTarget
-from tests.helpers import Scripted, never, oracle, prompts, random_guess, tiny_model, tiny_target
+from tests.helpers import Scripted, ScriptedState, never, oracle, prompts, random_guess, tiny_model, tiny_target
 
 NEW = 14
 CHAIN = [[0] * d for d in range(1, 5)]
@@ -342,21 +342,24 @@ class Siblings(Scripted):
     """Two children of the root drawn without replacement from a law of the text, each with a child drawn from its own."""
 
     def __init__(self, vocab: int) -> None:
-        super().__init__(lambda text: [0, 1], [[0], [1], [0, 0], [1, 0]])
+        super().__init__(lambda text: [0, 1], [[0], [1], [0, 0], [1, 0]], SiblingsState)
         self.vocab, self.generator = vocab, torch.Generator().manual_seed(1)
 
     def q(self, text: list[int]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(hash(tuple(text[-3:])) % 2**31)
         return torch.randn(self.vocab, generator=generator).mul(2.0).softmax(-1)
 
-    def propose(self, state: Any, slot_B: torch.Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        tokens, laws = [], []
+
+class SiblingsState(ScriptedState):
+    def propose(self, slot_B: torch.Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
+        tokens, laws, drafter = [], [], self.drafter
+        assert isinstance(drafter, Siblings)
         for slot in slot_B.tolist():
-            text = state[slot]
-            root = self.q(text)
-            first, second = torch.multinomial(root, 2, generator=self.generator).tolist()
-            below = [self.q([*text, child]) for child in (first, second)]
-            drawn = [int(torch.multinomial(law, 1, generator=self.generator)) for law in below]
+            text = self.text[slot]
+            root = drafter.q(text)
+            first, second = torch.multinomial(root, 2, generator=drafter.generator).tolist()
+            below = [drafter.q([*text, child]) for child in (first, second)]
+            drawn = [int(torch.multinomial(law, 1, generator=drafter.generator)) for law in below]
             tokens.append([text[-1], first, second, *drawn])
             laws.append(torch.stack([root, *below, root, root]))
         rows = len(tokens)

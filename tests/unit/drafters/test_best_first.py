@@ -14,7 +14,7 @@ from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import families
 from drafttrain.drafters.common.best_first import BestFirst
 from drafttrain.drafters.common.dynamic_tree import DynamicTree, grown_from_slots
-from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
+from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_target
 from tests.unit.drafters import test_dynamic_tree as dynamic
@@ -146,7 +146,7 @@ def test_a_familys_tree_holds_the_likeliest_paths(name: str, options: dict[str, 
     "check",
     [
         contract.test_sampling_follows_the_targets_law_through_the_whole_loop,
-        contract.test_a_proposal_carries_the_law_it_was_drawn_from_and_no_other,
+        contract.test_a_proposal_carries_the_distribution_it_was_sampled_from_and_no_other,
     ],
 )
 def test_with_it_a_family_does_what_it_must(check: Any, best: str) -> None:
@@ -159,7 +159,7 @@ def test_with_it_greedy_output_is_plain_decodings_and_more_is_accepted(best: str
     contract.test_greedy_output_is_plain_decodings(best, 1.0, 4)
     target, asked = tiny_target(), prompts(6, seed=3)
     drafter = contract.build(best, target)
-    assert isinstance(drafter, Proposing) and drafter.max_nodes == 10
+    assert drafter.proposal.max_nodes == 10
     torch.manual_seed(1)
     chain = families()[best].build(
         families()[best].options(**contract.SHAPES[best] | {"tree": "static", "nodes": None}), target
@@ -174,11 +174,11 @@ def test_saved_and_loaded_it_has_its_nodes(best: str, tmp_path: Any) -> None:
 
 
 def test_it_takes_the_budget_that_tuning_brings() -> None:
-    proposal = Proposal(TreeOptions("best_first"), 4, tiny_target(), independent=True)
-    assert proposal.tunable and proposal.max_nodes == 25 and proposal.fed == 0
+    proposal = TreeProposal(TreeOptions("best_first"), 4, tiny_target(), independent=True)
+    assert proposal.tunable and proposal.max_nodes == 25 and proposal.scratch_positions == 0
     proposal.tune([torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0]] * 3)], 40)
     assert proposal.max_nodes == 41 and proposal.settings()["nodes"] == 40
-    again = Proposal(TreeOptions("best_first"), 4, tiny_target(), independent=True)
+    again = TreeProposal(TreeOptions("best_first"), 4, tiny_target(), independent=True)
     again.use(proposal.settings())
     assert again.max_nodes == 41 and again.paths == proposal.paths
 
@@ -189,4 +189,4 @@ def test_it_takes_the_budget_that_tuning_brings() -> None:
 )
 def test_what_cannot_be_is_refused(length: int, nodes: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Proposal(TreeOptions("best_first", nodes=nodes), length, tiny_target(), independent=True)
+        TreeProposal(TreeOptions("best_first", nodes=nodes), length, tiny_target(), independent=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.drafters.common.calibration import Calibration, expected_error
+from drafttrain.drafters.common.calibration import PlattCalibration, expected_error
 
 LINES = [(0.4, 1.0), (2.0, -0.5), (1.0, 0.0)]
 
@@ -21,18 +21,19 @@ def drawn(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_each_position_s_line_is_found_from_what_was_reached() -> None:
-    calibration, (logit_MK, hit_MK) = Calibration(3), drawn(20000)
+    calibration, (logit_MK, hit_MK) = PlattCalibration(3), drawn(20000)
     mass_MK = (1.5 * logit_MK - 0.3).sigmoid()
     calibration.fit(logit_MK, hit_MK, mass_MK)
     for found, wanted in zip(calibration.lines[0], LINES, strict=True):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=0.1, atol=0.1)
     torch.testing.assert_close(torch.tensor(calibration.lines[1]), torch.tensor([[1.5, -0.3]] * 3), rtol=0.02, atol=0.02)
-    before, after = (expected_error(c(logit_MK, False), hit_MK.float()) for c in (Calibration(3), calibration))
+    found = [c.acceptance_probability(logit_MK, False) for c in (PlattCalibration(3), calibration)]
+    before, after = (expected_error(x_MK, hit_MK.float()) for x_MK in found)
     assert before is not None and after is not None and before > 0.08 and after < 0.015
 
 
 def test_few_samples_move_little_and_no_line_falls() -> None:
-    calibration = Calibration(2)
+    calibration = PlattCalibration(2)
     calibration.fit(torch.tensor([[5.0, 5.0]]), torch.tensor([[True, True]]), torch.tensor([[0.9, 0.9]]))
     assert all(abs(scale - 1) < 0.2 and abs(shift) < 0.2 for line in calibration.lines for scale, shift in line)
     logit_MK = torch.linspace(-3, 3, 200)[:, None].expand(-1, 2)
@@ -41,12 +42,13 @@ def test_few_samples_move_little_and_no_line_falls() -> None:
 
 
 def test_settings_bring_the_lines_back_whatever_the_precision() -> None:
-    calibration, again = Calibration(3), Calibration(3)
+    calibration, again = PlattCalibration(3), PlattCalibration(3)
     calibration.fit(*drawn(500), torch.full((500, 3), 0.4))
     again.use(calibration.settings())
     assert again.to(torch.bfloat16).settings() == calibration.settings() and not again.state_dict()
     logit_MK = torch.randn(4, 2)
-    torch.testing.assert_close(again(logit_MK, False), calibration(logit_MK, False), rtol=0.02, atol=0.02)
+    ours_MK, theirs_MK = (c.acceptance_probability(logit_MK, False) for c in (again, calibration))
+    torch.testing.assert_close(ours_MK, theirs_MK, rtol=0.02, atol=0.02)
 
 
 def test_errors_in_opposite_directions_are_both_errors() -> None:

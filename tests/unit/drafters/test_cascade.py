@@ -20,8 +20,9 @@ from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.cascade import FAMILY, Cascade, CascadeOptions
 from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions
+from drafttrain.drafters.prompt_lookup import PromptLookup
 from drafttrain.features.online import Online
-from drafttrain.model.drafter import Drafter
+from drafttrain.model.drafter import Drafter, DraftState
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.objective.losses import LossOptions, Objective
 from tests.helpers import prompts, tiny_target
@@ -96,16 +97,23 @@ class Counted:
 def passes(cascade: Cascade, prompt: list[int], tokens: int) -> tuple[list[list[int]], int]:
     """(the widths of the middle's passes in each proposal, verifications)."""
     counted = Counted(cascade.model)
-    cascade._model = FrozenRef(counted)
-    propose, each = cascade.propose, []
+    cascade._model = FrozenRef(counted)  # type: ignore[arg-type]
+    own_open, each = cascade.open, []
 
-    def noted(*a: Any) -> Any:
-        counted.widths.clear()
-        tree = propose(*a)
-        each.append(list(counted.widths))
-        return tree
+    def opened(slots: int, max_len: int) -> DraftState:
+        state = own_open(slots, max_len)
+        propose = state.propose
 
-    cascade.propose = noted  # type: ignore[method-assign]
+        def noted(*a: Any) -> Any:
+            counted.widths.clear()
+            tree = propose(*a)
+            each.append(list(counted.widths))
+            return tree
+
+        state.propose = noted  # type: ignore[method-assign]
+        return state
+
+    cascade.open = opened  # type: ignore[assignment, method-assign]
     result = Decoder(TARGET, cascade, "greedy", Sampling(), max_new_tokens=tokens).run([prompt]).results[0]
     return each, result.verifications
 
@@ -135,7 +143,8 @@ def test_the_law_of_each_draft_is_the_middles(inner: dict[str, Any]) -> None:
         session.submit(Request(prompt, i, 20))
     session._admit()
     with torch.inference_mode():
-        tree = cascade.propose(session.state, session.slot_B, session.slots.sampling(sampling, session.slot_B))
+        assert session.state is not None
+        tree = session.state.propose(session.slot_B, session.slots.sampling(sampling, session.slot_B))
     assert tree.q_BNV is not None and tree.token_BN.shape[1] == 7
     for row, prompt in enumerate(asked):
         text = torch.tensor([prompt + tree.token_BN[row].tolist()])
@@ -191,7 +200,7 @@ def test_what_cannot_be_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(TARGET, "trees", False)
     with pytest.raises(UserError, match="inner proposes trees; this target's architecture is exact for chains only"):
         build(inner=INNERS[2])()
-    monkeypatch.setattr(Drafter, "rewinds", False)
+    monkeypatch.setattr(PromptLookup, "revertible", False)
     with pytest.raises(UserError, match="inner is prompt_lookup, which cannot take back what it has seen"):
         build()()
 

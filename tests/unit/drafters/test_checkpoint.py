@@ -51,9 +51,6 @@ class Toy(nn.Module):
     def use_decode_settings(self, settings: dict[str, Any]) -> None:
         self.settings = settings
 
-    def prefer(self, settings: dict[str, Any]) -> None:
-        assert settings == self.settings
-
 
 @dataclass
 class ToyTarget:
@@ -204,7 +201,7 @@ def test_unusable_descriptions(saved: Path, tmp_path: Path) -> None:
             load_drafter(saved, target())
         (saved / checkpoint.META).write_text(before)
     (saved / checkpoint.WEIGHTS).unlink()
-    with pytest.raises(UserError, match=r"expected drafter.safetensors beside drafter.json, got none"):
+    with pytest.raises(UserError, match=r"expected drafter.safetensors next to drafter.json, got none"):
         load_drafter(saved, target())
     for content in ("", "[]", "{"):
         (saved / checkpoint.META).write_text(content)

@@ -95,7 +95,7 @@ def slot_states(drafter: DFlash, target: HFTarget, batch: TrainBatch, row: int, 
     context_NH, position_N = drafter.hidden_norm(drafter.fc(fused)), batch.position_BT[row, sees]
     tokens = [int(batch.token_BT[row, source + 1])] + [drafter.shape.mask_token] * (drafter.shape.size - 1)
     x_SH, root = target.embed(torch.tensor(tokens)), int(batch.position_BT[row, source]) + 1
-    for layer in drafter._layers():
+    for layer in drafter.all_layers():
         x_SH = x_SH + attended(layer, x_SH, root, context_NH, position_N)
         x_SH = x_SH + layer.mlp(layer.post_attention_layernorm(x_SH))
     return drafter.norm(x_SH)
@@ -230,7 +230,7 @@ def test_a_proposal_is_the_references_block(slots: str, bound: int | None) -> No
         columns = torch.tensor([[min(held[b] + i, length - 2) for i in range(max(counts))] for b in range(2)])
         hidden = {k: h.gather(1, columns[..., None].expand(-1, -1, 32)) for k, h in batch.hidden.items()}
         commit = Commit(token_BT.gather(1, columns), token_BT.gather(1, columns + 1), hidden, torch.tensor(counts))
-        (drafter.read if read else drafter.observe)(state, commit, slot_B)
+        (state.observe_prompt if read else state.observe)(commit, slot_B)
         held[:] = [h + c for h, c in zip(held, counts, strict=True)]
 
     with torch.no_grad():
@@ -239,7 +239,7 @@ def test_a_proposal_is_the_references_block(slots: str, bound: int | None) -> No
         for counts in ([1, 3], [2, 1]):
             state.kv.bound = bound
             bring(counts, read=False)
-            tree = drafter.propose(state, slot_B, Sampling(0.7))
+            tree = state.propose(slot_B, Sampling(0.7))
             assert tree.q_BNV is None
             for b in range(2):
                 states = slot_states(drafter, target, batch, b, held[b] - 1)

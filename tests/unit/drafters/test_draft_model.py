@@ -81,7 +81,7 @@ def test_every_source_keeps_the_families_contract(
     monkeypatch.setitem(contract.SHAPES, "draft_model", shape)
     contract.test_greedy_output_is_plain_decodings("draft_model", 0.2, 4)
     contract.test_what_is_trained_is_what_is_drafted("draft_model")
-    contract.test_what_is_taken_back_leaves_no_trace("draft_model")
+    contract.test_a_restored_state_leaves_no_trace("draft_model")
     contract.test_saved_and_loaded_it_drafts_the_same("draft_model", tmp_path)
 
 

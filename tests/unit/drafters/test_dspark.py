@@ -38,16 +38,16 @@ def proposed(drafter: DSpark, batch: TrainBatch, sampling: Sampling, depth: int 
     """Behind all but the last token, which is the root."""
     state, slot_B, last = drafter.open(1, 64), torch.zeros(1, dtype=torch.long), batch.token_BT.shape[1] - 1
     hidden = {k: h[:, :last] for k, h in batch.hidden.items()}
-    drafter.read(state, Commit(batch.token_BT[:, :last], batch.token_BT[:, 1:], hidden, torch.tensor([last])), slot_B)
-    return drafter.propose(state, slot_B, sampling, depth)
+    state.observe_prompt(Commit(batch.token_BT[:, :last], batch.token_BT[:, 1:], hidden, torch.tensor([last])), slot_B)
+    return state.propose(slot_B, sampling, depth)
 
 
-def informed(drafter: DSpark, target: Target, state_H: torch.Tensor, before: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draft_logits(drafter: DSpark, target: Target, state_H: torch.Tensor, before: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(logits, confidence's logit) of a draft."""
     heads = dict(drafter.named_parameters())
     row_R = heads["markov_head.markov_w1.weight"][before]
-    sure = heads["confidence_head.proj.weight"][0] @ torch.cat([state_H, row_R]) + heads["confidence_head.proj.bias"][0]
-    return target.head(state_H) + heads["markov_head.markov_w2.weight"] @ row_R, sure
+    confidence = heads["confidence_head.proj.weight"][0] @ torch.cat([state_H, row_R]) + heads["confidence_head.proj.bias"][0]
+    return target.head(state_H) + heads["markov_head.markov_w2.weight"] @ row_R, confidence
 
 
 @pytest.mark.parametrize("slots", ["shifted", "in_place"])
@@ -63,13 +63,13 @@ def test_drafts_know_the_token_before_and_how_sure_they_are(slots: str, temperat
     assert len(tokens) == drafter.draft_length + 1 and tree.confidence_BN is not None
     assert (tree.q_BNV is None) == sampling.greedy and float(tree.confidence_BN[0, 0]) == 1.0
     for k in range(drafter.draft_length):
-        logits_V, sure = informed(drafter, target, states[drafter.shape.first + k], tokens[k])
+        logits_V, confidence = draft_logits(drafter, target, states[drafter.shape.first + k], tokens[k])
         if tree.q_BNV is None:
             assert tokens[k + 1] == int(logits_V.argmax())
         else:
             torch.testing.assert_close(tree.q_BNV[0, k], law(logits_V, sampling), rtol=1e-4, atol=1e-5)
             assert float(tree.q_BNV[0, k, tokens[k + 1]]) > 0
-        line = (0.5 + (not sampling.greedy)) * sure + 0.25 * k
+        line = (0.5 + (not sampling.greedy)) * confidence + 0.25 * k
         torch.testing.assert_close(tree.confidence_BN[0, k + 1], line.sigmoid(), rtol=1e-4, atol=1e-5)
 
 
@@ -93,11 +93,11 @@ def test_in_training_the_token_before_is_the_text_s() -> None:
         where = prediction.source_M.tolist().index(at)
         label = int(prediction.label_M[where])
         state_H = slot_states(drafter, target, batch, 0, at)[prediction.step]  # type: ignore[arg-type]
-        logits_V, sure = informed(drafter, target, state_H, int(batch.token_BT[0, label - 1]))
+        logits_V, confidence = draft_logits(drafter, target, state_H, int(batch.token_BT[0, label - 1]))
         hidden_1X = prediction.hidden_MH[where][None]
         torch.testing.assert_close(prediction.head(hidden_1X)[0], logits_V, rtol=1e-4, atol=1e-4)
         assert prediction.confidence is not None
-        torch.testing.assert_close(prediction.confidence(hidden_1X)[0], sure, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(prediction.confidence(hidden_1X)[0], confidence, rtol=1e-4, atol=1e-4)
 
 
 def test_a_rank_below_one_is_refused() -> None:

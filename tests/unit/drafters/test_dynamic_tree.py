@@ -13,13 +13,13 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import families
 from drafttrain.drafters.common.dynamic_tree import DynamicTree
-from drafttrain.drafters.common.proposal import Proposal, Proposing, TreeOptions
+from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
 from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.draft_model import DraftModel
-from drafttrain.drafters.hydra import Heads
+from drafttrain.drafters.hydra import HydraBase
 from drafttrain.drafters.medusa import Medusa
-from drafttrain.model.drafter import Commit
+from drafttrain.model.drafter import Commit, Drafter
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
@@ -37,17 +37,16 @@ def target() -> HFTarget:
 DEPTH = {"medusa": "heads", "hydra": "heads"}  # what families call their draft length
 
 
-def built(name: str, target: HFTarget, draft_length: int = 4, **options: Any) -> Proposing:
+def built(name: str, target: HFTarget, draft_length: int = 4, **options: Any) -> Drafter:
     torch.manual_seed(1)
     length = {"block_size": draft_length + 1} if name == "dflash" else {DEPTH.get(name, "draft_length"): draft_length}
     drafter = families()[name].build(families()[name].options(family=name, **length, **options), target)
     for parameter in drafter.parameters():
         parameter.data.add_(0.3 * torch.randn_like(parameter))
-    assert isinstance(drafter, Proposing)
     return drafter.eval().requires_grad_(False)
 
 
-def committed(drafter: Proposing) -> Commit:
+def committed(drafter: Drafter) -> Commit:
     generator = torch.Generator().manual_seed(2)
     token, after = torch.randint(0, 64, (2, len(LENGTHS), max(LENGTHS)), generator=generator)
     hidden = {k: torch.randn(len(LENGTHS), max(LENGTHS), 32, generator=generator) for k in drafter.taps.keys}
@@ -55,28 +54,27 @@ def committed(drafter: Proposing) -> Commit:
 
 
 @torch.inference_mode()
-def proposed(drafter: Proposing, bound: int | None, depth: int | None = None) -> DraftTree:
+def proposed(drafter: Drafter, bound: int | None, depth: int | None = None) -> DraftTree:
     """One proposal after what `committed` gives; its second of two, so that the first one's scratch lies about."""
     state, slot_B = drafter.open(len(LENGTHS), 40), torch.arange(len(LENGTHS))
-    drafter.reset(state, slot_B)
+    state.reset(slot_B)
     commit = committed(drafter)
     first = Commit(commit.token_BA, commit.next_BA, commit.hidden, commit.count_B - 1)
-    for kv in drafter.caches(state):
+    for kv in state.caches:
         kv.bound = bound
-    drafter.read(state, first, slot_B)
-    drafter.propose(state, slot_B, Sampling(), depth)
+    state.observe_prompt(first, slot_B)
+    state.propose(slot_B, Sampling(), depth)
     last_B1 = commit.count_B[:, None] - 1
     hidden = {k: h.gather(1, last_B1[..., None].expand(-1, -1, 32)) for k, h in commit.hidden.items()}
-    drafter.observe(
-        state,
+    state.observe(
         Commit(commit.token_BA.gather(1, last_B1), commit.next_BA.gather(1, last_B1), hidden, torch.ones(3).long()),
         slot_B,
     )
-    return drafter.propose(state, slot_B, Sampling(), depth)
+    return state.propose(slot_B, Sampling(), depth)
 
 
 @torch.inference_mode()
-def naive_logits(drafter: Proposing, row: int, path: list[int]) -> Tensor:
+def naive_logits(drafter: Drafter, row: int, path: list[int]) -> Tensor:
     """[V] what follows this path below a row's root: from the row and the path alone."""
     commit, last = committed(drafter), LENGTHS[row] - 1
     known = [int(commit.next_BA[row, last]), *path]
@@ -90,13 +88,13 @@ def naive_logits(drafter: Proposing, row: int, path: list[int]) -> Tensor:
         state, slot = drafter.open(1, 40), torch.zeros(1, dtype=torch.long)
         hidden = {k: h[row : row + 1, : last + 1] for k, h in commit.hidden.items()}
         own = (x[row : row + 1, : last + 1] for x in (commit.token_BA, commit.next_BA))
-        drafter.read(state, Commit(*own, hidden, torch.tensor([last + 1])), slot)
-        return drafter.head(drafter.block(state, slot)[1][0, drafter.shape.first + len(path)]).float()
+        state.observe_prompt(Commit(*own, hidden, torch.tensor([last + 1])), slot)
+        return drafter.head(state.block(slot)[1][0, drafter.shape.first + len(path)]).float()
     base = commit.hidden[FINAL][row, last]
     if isinstance(drafter, Medusa):
         logits = drafter.heads[len(path)].output(drafter.heads[len(path)](base))
         return logits.float()
-    assert isinstance(drafter, Heads)
+    assert isinstance(drafter, HydraBase)
     joined = torch.cat([base, *(drafter._target.module.embed(torch.tensor(token)) for token in known)])
     logits = drafter.hydra_lm_head[len(path)](drafter.hydra_mlp[len(path)](joined))
     return logits.float()
@@ -118,7 +116,7 @@ def naive_recurrent(drafter: Recurrent, row: int, path: list[int]) -> Tensor:
     return torch.full((64,), -torch.inf).index_copy(0, drafter.ids, logits)
 
 
-def naive_dynamic(drafter: Proposing, row: int, depth: int, width: int, nodes: int) -> set[tuple[int, ...]]:
+def naive_dynamic(drafter: Drafter, row: int, depth: int, width: int, nodes: int) -> set[tuple[int, ...]]:
     """The token paths that are kept."""
     beam, candidates = {(): 0.0}, {}
     for _ in range(depth):
@@ -158,7 +156,7 @@ def test_a_dynamic_tree_holds_the_likeliest_paths(
 ) -> None:
     drafter = built(name, target, tree="dynamic", draft_length=4, width=4, nodes=13, **options)
     tree = proposed(drafter, bound)
-    assert tree.token_BN.shape == (3, 14) and drafter.max_nodes == 14 and tree.q_BNV is None
+    assert tree.token_BN.shape == (3, 14) and drafter.proposal.max_nodes == 14 and tree.q_BNV is None
     for row in range(3):
         found = token_paths(tree, row)
         assert set(found) == naive_dynamic(drafter, row, 4, 4, 13)
@@ -174,7 +172,7 @@ def test_a_static_trees_tokens_have_their_ranks(
     drafter = built(name, target, tree="static", draft_length=4, paths=STATIC, **options)
     tree = proposed(drafter, bound)
     for row in range(3):
-        for path, tokens in zip(drafter.paths(), token_paths(tree, row), strict=True):
+        for path, tokens in zip(drafter.proposal.paths, token_paths(tree, row), strict=True):
             best = naive_logits(drafter, row, list(tokens[:-1])).topk(4).indices.tolist()
             assert len(tokens) == len(path) and tokens[-1] == best[path[-1]]
 
@@ -207,31 +205,31 @@ def test_a_candidate_is_never_kept_without_its_parent() -> None:
     sure = torch.zeros(2, 1, 8)
     sure[..., 3] = 200.0
 
-    def feed(nodes: Generation) -> Scored:
+    def score(nodes: Generation) -> Scored:
         return Scored(sure.expand(2, 3, 8), torch.zeros(2, 3, 4))
 
-    tree = DynamicTree(5, 3, 4).grow(torch.zeros(2).long(), Scored(sure, torch.zeros(2, 1, 4)), feed, None, None)
+    tree = DynamicTree(5, 3, 4).grow(torch.zeros(2).long(), Scored(sure, torch.zeros(2, 1, 4)), score, None, None)
     assert tree.parent_BN.tolist() == [[-1, 0, 1, 2, 3]] * 2 and tree.token_BN.tolist() == [[0, 3, 3, 3, 3]] * 2
 
 
 def test_tuning(target: HFTarget) -> None:
     ranks = [torch.tensor([[0, 0, 0, 0]] * 5 + [[1, 0, 9, 9]] * 3)]
     chain = built("eagle", target)
-    assert not chain.tunable and chain.decode_settings() == {} and chain.max_nodes == 5
+    assert not chain.proposal.tunable and chain.decode_settings() == {} and chain.proposal.max_nodes == 5
     static = built("eagle", target, tree="static")
-    assert static.tunable and static.max_nodes == 5
-    static.tune(ranks, 6)
-    assert static.paths() == [(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 0, 0)]
-    assert not built("eagle", target, tree="static", paths=STATIC).tunable
+    assert static.proposal.tunable and static.proposal.max_nodes == 5
+    static.proposal.tune(ranks, 6)
+    assert static.proposal.paths == [(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 0, 0)]
+    assert not built("eagle", target, tree="static", paths=STATIC).proposal.tunable
     dynamic = built("eagle", target, tree="dynamic", width=3)
-    dynamic.tune(ranks, 6)
-    assert dynamic.max_nodes == 7 and dynamic.paths() == static.paths()
+    dynamic.proposal.tune(ranks, 6)
+    assert dynamic.proposal.max_nodes == 7 and dynamic.proposal.paths == static.proposal.paths
     again = built("eagle", target, tree="dynamic", width=3)
     again.use_decode_settings(dynamic.decode_settings())
-    assert again.max_nodes == 7 and again.paths() == dynamic.paths()
+    assert again.proposal.max_nodes == 7 and again.proposal.paths == dynamic.proposal.paths
     sized = built("eagle", target, tree="dynamic", width=3, nodes=9)
-    sized.tune(ranks, 6)
-    assert sized.max_nodes == 10
+    sized.proposal.tune(ranks, 6)
+    assert sized.proposal.max_nodes == 10
 
 
 @pytest.mark.parametrize(
@@ -252,11 +250,11 @@ def test_shapes_that_cannot_be(
     kind: str, length: int, paths: Any, width: int, nodes: int | None, message: str, target: HFTarget
 ) -> None:
     with pytest.raises(UserError, match=message):
-        Proposal(TreeOptions(kind, paths, width, nodes), length, target)
+        TreeProposal(TreeOptions(kind, paths, width, nodes), length, target)
 
 
 def test_a_target_of_chains_is_refused_a_dynamic_tree() -> None:
     target = tiny_target()
     target.trees = False
     with pytest.raises(UserError, match=r"set drafter\.tree=chain"):
-        Proposal(TreeOptions("dynamic", width=4), 4, target)
+        TreeProposal(TreeOptions("dynamic", width=4), 4, target)

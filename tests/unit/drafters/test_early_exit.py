@@ -10,24 +10,20 @@ import pytest
 import torch
 
 from drafttrain.core.sampling import Sampling
-from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import families
 from drafttrain.drafters.early_exit import EarlyExit, EarlyExitOptions
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from tests.contract import test_families as contract
-from tests.helpers import prompts, tiny_model, tiny_target
+from tests.helpers import prompts, tiny_model, tiny_target, watch_proposals
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def drafts(target: HFTarget, drafter: EarlyExit, prompt: list[int]) -> list[int]:
     """The root and the first drafts behind a prompt."""
-    seen: list[DraftTree] = []
-    propose = drafter.propose
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter, "propose", lambda *a: seen.append(propose(*a)) or seen[-1])
-        contract.decode(target, drafter, [prompt], 1, tokens=8)
+    seen = watch_proposals(drafter)
+    contract.decode(target, drafter, [prompt], 1, tokens=8)
     found: list[int] = seen[0].token_BN[0].tolist()
     return found
 
@@ -63,7 +59,7 @@ def test_the_rule_is_a_third_of_the_blocks(blocks: int, exit_after: int) -> None
     model.config.num_hidden_layers = blocks
     torch.manual_seed(0)
     drafter = EarlyExit(EarlyExitOptions(), HFTarget(type(model)(model.config)))
-    assert drafter.settled() == {"blocks": exit_after}
+    assert drafter.resolved_options() == {"blocks": exit_after}
 
 
 @pytest.fixture
@@ -77,8 +73,8 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         contract.test_coupled_output_is_plain_samplings_token_for_token,
         contract.test_a_depth_limit_is_kept_and_drafts_the_same_tokens,
-        contract.test_what_is_taken_back_leaves_no_trace,
-        contract.test_a_proposal_carries_the_law_it_was_drawn_from_and_no_other,
+        contract.test_a_restored_state_leaves_no_trace,
+        contract.test_a_proposal_carries_the_distribution_it_was_sampled_from_and_no_other,
     ],
 )
 def test_plain_it_does_what_every_family_must(check: Callable[[str], None], plain: None) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
-from drafttrain.drafters.hydra import Heads, HydraOptions, HydraPlus, build
+from drafttrain.drafters.hydra import HydraBase, HydraOptions, HydraPlus, build
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Commit, Drafter
@@ -29,12 +29,12 @@ FORMS = pytest.mark.parametrize("prefix", [False, True])
 as_on_a_gpu = rounds.as_on_a_gpu
 
 
-def shaken(target: HFTarget, prefix: bool, **options: Any) -> Heads:
+def shaken(target: HFTarget, prefix: bool, **options: Any) -> HydraBase:
     drafter = build(HydraOptions(**{"heads": 3, "layers": 2, "paths": TREE, "prefix_layer": prefix} | options), target)
     torch.manual_seed(4)
     for parameter in drafter.parameters():
         parameter.data.add_(0.2 * torch.randn_like(parameter))
-    assert isinstance(drafter, Heads)
+    assert isinstance(drafter, HydraBase)
     return drafter
 
 
@@ -84,7 +84,7 @@ def looped_prefix(drafter: HydraPlus, states: list[torch.Tensor]) -> torch.Tenso
     return layer.norm(x)
 
 
-def looped_logits(target: HFTarget, drafter: Heads, base: torch.Tensor, known: list[int]) -> torch.Tensor:
+def looped_logits(target: HFTarget, drafter: HydraBase, base: torch.Tensor, known: list[int]) -> torch.Tensor:
     """The law after these tokens below a base state: head len(known) - 1 on [base; embeddings]."""
     k = len(known) - 1
     x = torch.cat([base, *(target.embed(torch.tensor(token)) for token in known)])
@@ -153,12 +153,12 @@ def test_every_node_follows_its_own_path(prefix: bool) -> None:
     token, hidden = torch.randint(0, 64, (2, 6), generator=generator), torch.randn(2, 6, H, generator=generator)
     count = torch.tensor([5, 3])
     with torch.no_grad():
-        drafter.reset(state, slot_B)
-        drafter.read(state, Commit(token[:, :3], token[:, 1:4], {FINAL: hidden[:, :3]}, torch.tensor([3, 1])), slot_B)
+        state.reset(slot_B)
+        state.observe_prompt(Commit(token[:, :3], token[:, 1:4], {FINAL: hidden[:, :3]}, torch.tensor([3, 1])), slot_B)
         shifted = torch.stack([hidden[0, 3:5], hidden[1, 1:3]])
         after = torch.stack([token[0, 4:6], token[1, 2:4]])
-        drafter.observe(state, Commit(after, after, {FINAL: shifted}, torch.tensor([2, 2])), slot_B)
-        tree = drafter.propose(state, slot_B, Sampling())
+        state.observe(Commit(after, after, {FINAL: shifted}, torch.tensor([2, 2])), slot_B)
+        tree = state.propose(slot_B, Sampling())
         paths = sorted(map(tuple, TREE), key=lambda p: (len(p), p))
         for row in range(2):
             states = list(hidden[row, : count[row]])
@@ -175,7 +175,7 @@ def test_every_node_follows_its_own_path(prefix: bool) -> None:
 def test_a_fresh_head_is_the_targets_own(prefix: bool) -> None:
     target = tiny_target()
     drafter = build(HydraOptions(heads=2, prefix_layer=prefix), target).eval()
-    assert isinstance(drafter, Heads)
+    assert isinstance(drafter, HydraBase)
     batch = packed_batch(target, drafter)
     base = drafter.base(batch).flatten(0, 1)
     for prediction in drafter.predict(batch):
@@ -199,7 +199,7 @@ CONTRACT: list[Callable[..., None]] = [
     contract.test_stop_tokens_inside_an_accepted_run_cut_exactly_there,
     contract.test_what_is_trained_is_what_is_drafted,
     contract.test_coupled_output_is_plain_samplings_token_for_token,
-    contract.test_what_is_taken_back_leaves_no_trace,
+    contract.test_a_restored_state_leaves_no_trace,
     contract.test_a_depth_limit_is_kept_and_drafts_the_same_tokens,
     contract.test_states_it_does_not_tap_do_not_matter,
     contract.test_sampling_follows_the_targets_law_through_the_whole_loop,

@@ -23,7 +23,7 @@ def test_stacked_heads_draft_what_the_heads_say(init: str, frozen: bool) -> None
     state = drafter.open(2, 32)
     state.hidden_SH.copy_(torch.randn_like(state.hidden_SH))
     with torch.no_grad():
-        tree = drafter.propose(state, torch.arange(2), Sampling())
+        tree = state.propose(torch.arange(2), Sampling())
         best = [drafter._output(k)(drafter.heads[k](state.hidden_SH)).topk(2).indices for k in range(3)]
     paths = sorted(TREE, key=lambda p: (len(p), p))
     expected = torch.stack([best[len(p) - 1][:, p[-1]] for p in paths], 1)

@@ -17,11 +17,11 @@ from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.cascade import FAMILY, CascadeOptions
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, load_drafter, save_drafter
-from drafttrain.drafters.common.merged import Merged, pieces
+from drafttrain.drafters.common.merged import Merged, RevertibleMergedState, pieces
 from drafttrain.features.online import Online
 from drafttrain.model.drafter import Commit, Drafter
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
-from tests.helpers import prompts, tiny_target
+from tests.helpers import prompts, tiny_target, watch_proposals
 from tests.unit.objective.test_losses import one_document
 
 TARGET = tiny_target()
@@ -35,7 +35,7 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"family": "dflash", "block_size": 5, "layers": 1, "taps": [0, 3]}, {"family": "redrafter", "width": 3, "length": 3}),
     (EAGLE3, LOOKUP),
     (DRAFT_MODEL, {"family": "hydra", "heads": 2, "layers": 1, "paths": [[0], [1], [0, 0], [1, 0]]}),
-    (DRAFT_MODEL, {"family": "prompt_lookup", "draft_length": 40}),  # commits that a Staged of the middle has no room for
+    (DRAFT_MODEL, {"family": "prompt_lookup", "draft_length": 40}),  # commits that the middle has no room for
     (MEDUSA, {"family": "cascade", "middle": DRAFT_MODEL, "inner": LOOKUP}),
     (EAGLE3, {"family": "cascade", "middle": MEDUSA, "inner": LOOKUP}),
 ]
@@ -78,10 +78,10 @@ def test_coupled_output_is_plain_samplings(middle: dict[str, Any], inner: dict[s
     [
         "long_prompts_enter_beside_rows_that_are_nearly_done",
         "stop_tokens_inside_an_accepted_run_cut_exactly_there",
-        "a_proposal_carries_the_law_it_was_drawn_from_and_no_other",
+        "a_proposal_carries_the_distribution_it_was_sampled_from_and_no_other",
         "what_is_trained_is_what_is_drafted",
         "a_depth_limit_is_kept_and_drafts_the_same_tokens",
-        "what_is_taken_back_leaves_no_trace",
+        "a_restored_state_leaves_no_trace",
         "states_it_does_not_tap_do_not_matter",
         "overfitted_on_one_text_it_is_accepted_in_full",
     ],
@@ -120,14 +120,15 @@ def test_the_tree_holds_what_either_proposes_alone(
     slot_B = session.slot_B
     with torch.inference_mode():
         state, alone = session.state, replace(sampling, draft_temperature=0.0)
-        seen = drafter.mark(state, slot_B)
-        tree = drafter.propose(state, slot_B, sampling)
+        assert isinstance(state, RevertibleMergedState)
+        before = state.snapshot(slot_B)
+        tree = state.propose(slot_B, sampling)
         assert tree.q_BNV is None
-        drafter.rewind(state, slot_B, seen)
-        parts = [part.propose(own, slot_B, alone) for part, own in drafter._each(state)]
+        state.restore(slot_B, before)
+        parts = [own.propose(slot_B, alone) for _, own in state.parts]
     for row, found in enumerate(token_paths(tree)):
         assert set(found) == set(token_paths(parts[0])[row]) | set(token_paths(parts[1])[row])
-        assert len(found) == len(set(found)) <= drafter.max_nodes
+        assert len(found) == len(set(found)) <= drafter.proposal.max_nodes
 
 
 @pytest.mark.parametrize("every", [None, 1])
@@ -136,9 +137,8 @@ def test_commits_longer_than_a_drafters_own_drafts_reach_it_whole(every: int | N
     model gives after the whole text."""
     exact = {"family": "draft_model", "blocks": TARGET.shape.blocks, "draft_length": 12}
     drafter = merged(DRAFT_MODEL, exact, noise=0.0)
-    middle, seen = drafter.middle, []
-    propose = middle.propose
-    middle.propose = lambda *a: seen.append(propose(*a)) or seen[-1]  # type: ignore[method-assign]
+    middle = drafter.middle
+    seen = watch_proposals(middle)
     prompt = prompts(1, seed=7)[0]
     decoder = Decoder(TARGET, drafter, "greedy", Sampling(), frozenset(), 60, controls=Controls(read_every=every))
     result = decoder.run([prompt], 1).results[0]
@@ -221,12 +221,12 @@ def test_both_are_trained_and_the_figures_are_the_middles() -> None:
     text = one_document(torch.randint(0, 64, (1, 40), generator=torch.Generator().manual_seed(0)))
     drafter = merged(*PAIRS[1])
     filled = Online(TARGET, drafter.taps).fill(text)
-    losses = [Objective(part.train(), TARGET, LossOptions())(filled) for part in drafter.parts]
+    losses = [Objective(part.train(), TARGET, LossOptions())(filled) for part in drafter.parts.values()]
     loss, figures = Objective(drafter.train(), TARGET, LossOptions())(filled)
     torch.testing.assert_close(loss, losses[0][0] + losses[1][0])
     assert torch.equal(figures.packed(), losses[0][1].packed())
     loss.backward()
-    assert all(p.grad is not None for part in drafter.parts for p in part.parameters() if p.requires_grad)
+    assert all(p.grad is not None for part in drafter.parts.values() for p in part.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize(("middle", "inner"), [(MEDUSA, LOOKUP), (LOOKUP, MEDUSA)], ids=["learner-middle", "learner-inner"])
@@ -236,7 +236,11 @@ def test_a_longer_draft_beside_it_leaves_a_learners_figures_as_they_are(middle: 
     learner = drafter.lead
     text = one_document(torch.randint(0, 64, (1, 40), generator=torch.Generator().manual_seed(0)))
     filled = Online(TARGET, drafter.taps).fill(text)
-    assert drafter.draft_length == 9 and drafter.foretold == 3 and drafter.paths() == learner.paths()
+    assert (
+        drafter.draft_length == 9
+        and drafter.proposal.predicted_depths == 3
+        and drafter.proposal.paths == learner.proposal.paths
+    )
     ours, alone = (teacher_forced(d, TARGET, filled) for d in (drafter, learner))
     assert len(alone.rank_MK) > 20 and torch.equal(ours.rank_MK, alone.rank_MK)
     for name in ("ce", "e2e_tv"):
@@ -246,8 +250,8 @@ def test_a_longer_draft_beside_it_leaves_a_learners_figures_as_they_are(middle: 
 def test_the_middles_tree_is_searched_as_far_as_there_is_room_beside_the_other() -> None:
     drafter = merged({"family": "medusa", "heads": 3}, {"family": "prompt_lookup", "draft_length": 50})
     texts = [torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0))]
-    drafter.tune(texts, 40)
-    assert len(drafter.paths()) == 13 and drafter.max_nodes == 64
+    drafter.proposal.tune(texts, 40)
+    assert len(drafter.proposal.paths) == 13 and drafter.proposal.max_nodes == 64
     assert drafter.decode_settings() == {"middle": drafter.middle.decode_settings(), "inner": {}}
 
 
@@ -262,10 +266,10 @@ def test_what_cannot_be_merged_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_saved_and_loaded_it_drafts_the_same(tmp_path: Any) -> None:
     middle, inner = {"family": "medusa", "heads": 3}, LOOKUP
     drafter, shape = merged(middle, inner), TARGET.shape
-    drafter.tune([torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0))], 8)
+    drafter.proposal.tune([torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0))], 8)
     record = TargetRecord("hf", "x", None, "float32", shape.vocab_size, shape.hidden_size, shape.blocks, TARGET.fingerprint)
     options = {"family": "cascade", "middle": middle, "inner": inner, "join": "auto"}
     save_drafter(tmp_path, drafter.state_dict(), CheckpointMeta("cascade", options, drafter.decode_settings(), record, 3))
     again = load_drafter(tmp_path, TARGET)[0]
-    assert isinstance(again, Merged) and again.paths() == drafter.paths()
+    assert isinstance(again, Merged) and again.proposal.paths == drafter.proposal.paths
     assert outputs(again, "greedy", Sampling()) == outputs(drafter, "greedy", Sampling())

@@ -31,7 +31,7 @@ def naive(text: list[int], most: int | None, least: int, length: int) -> list[in
 def brought(drafter: PromptLookup, texts: list[list[int]], pieces: int) -> Any:
     """A state that has seen each slot's text, its last token the root, in pieces of random sizes."""
     state, chance = drafter.open(len(texts), 80), random.Random(pieces)
-    drafter.reset(state, torch.arange(len(texts)))
+    state.reset(torch.arange(len(texts)))
     done = [0] * len(texts)
     for piece in range(pieces):
         ends = [len(t) - 1 if piece == pieces - 1 else chance.randint(d, len(t) - 1) for t, d in zip(texts, done, strict=True)]
@@ -40,7 +40,7 @@ def brought(drafter: PromptLookup, texts: list[list[int]], pieces: int) -> Any:
         for row, (text, begin, count) in enumerate(zip(texts, done, counts, strict=True)):
             token_BA[row, :count] = torch.tensor(text[begin : begin + count], dtype=torch.long)
             next_BA[row, :count] = torch.tensor(text[begin + 1 : begin + 1 + count], dtype=torch.long)
-        drafter.observe(state, Commit(token_BA, next_BA, {}, torch.tensor(counts)), torch.arange(len(texts)))
+        state.observe(Commit(token_BA, next_BA, {}, torch.tensor(counts)), torch.arange(len(texts)))
         done = ends
     return state
 
@@ -56,7 +56,7 @@ def test_it_copies_what_followed_the_longest_latest_match(most: int | None, leas
         texts = [[chance.randrange(vocab) for _ in range(chance.randint(2, 70))] for _ in range(5)]
         state = brought(drafter, texts, pieces)
         for depth in (None, 1, 4):
-            tree = drafter.propose(state, torch.arange(5), Sampling(), depth)
+            tree = state.propose(torch.arange(5), Sampling(), depth)
             found = [tokens[:count] for tokens, count in zip(tree.token_BN.tolist(), tree.count_B.tolist(), strict=True)]
             assert found == [[t[-1], *naive(t, most, least, min(6, depth or 6))] for t in texts]
             assert tree.token_BN.shape[1] == 1 + min(6, depth or 6), "one shape, whatever is found"

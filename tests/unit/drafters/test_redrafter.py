@@ -58,7 +58,7 @@ def looped_beams(target: HFTarget, drafter: ReDrafter, hidden: torch.Tensor, roo
         for path, score in levels[-1]:
             log = looped_logits(target, drafter, hidden, [root, *path]).log_softmax(-1).tolist()
             grown += [((*path, token), score + log[token]) for token in range(len(log))]
-        levels.append(sorted(grown, key=lambda b: -b[1])[: drafter.width])
+        levels.append(sorted(grown, key=lambda b: -b[1])[: drafter.proposal.width])
     return levels[1:]
 
 
@@ -66,9 +66,9 @@ def proposed(drafter: ReDrafter, hidden_BH: torch.Tensor, root_B: torch.Tensor, 
     slot_B = torch.arange(len(root_B))
     state = drafter.open(len(root_B), 64)
     last = Commit(root_B[:, None], root_B[:, None], {FINAL: hidden_BH[:, None]}, torch.ones_like(root_B))
-    drafter.observe(state, last, slot_B)
+    state.observe(last, slot_B)
     with torch.no_grad():
-        return drafter.propose(state, slot_B, Sampling(), depth)
+        return state.propose(slot_B, Sampling(), depth)
 
 
 def real_paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
@@ -102,7 +102,7 @@ def test_the_tree_is_the_beams_shared_prefixes(depth: int | None, nodes: int | N
         ragged.add(len(best))
     assert tree.token_BN.shape[1] == 1 + min(nodes or 16, 4 * (depth or 4)) and tree.q_BNV is None
     assert len(ragged) > 1 or dropped or nodes is not None or depth == 1
-    assert tree.token_BN.shape[1] <= drafter.max_nodes
+    assert tree.token_BN.shape[1] <= drafter.proposal.max_nodes
 
 
 def test_survivors_of_the_worked_example() -> None:
@@ -187,16 +187,16 @@ def test_evaluation_goes_on_to_the_draft_length_and_training_to_its_steps() -> N
 def test_tuning_sets_the_budget_and_the_stand_in_tree() -> None:
     target = tiny_target()
     drafter = shaken(target, width=4, length=3)
-    assert len(drafter.paths()) == 12 and drafter.max_nodes == 13 and drafter.tunable
+    assert len(drafter.proposal.paths) == 12 and drafter.proposal.max_nodes == 13 and drafter.proposal.tunable
     rank = torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(1))
-    drafter.tune([rank[:120], rank[120:]], 5)
-    assert len(drafter.paths()) == 5 and drafter.max_nodes == 6 and drafter.beams == 4
+    drafter.proposal.tune([rank[:120], rank[120:]], 5)
+    assert len(drafter.proposal.paths) == 5 and drafter.proposal.max_nodes == 6 and drafter.proposal.beams == 4
     again = shaken(target, width=4, length=3)
     again.use_decode_settings(drafter.decode_settings())
-    assert again.paths() == drafter.paths() and again.max_nodes == 6
+    assert again.proposal.paths == drafter.proposal.paths and again.proposal.max_nodes == 6
     fixed = shaken(target, width=4, length=3, nodes=3)
-    fixed.tune([rank], 9)
-    assert fixed.max_nodes == 4 and len(fixed.paths()) == 3
+    fixed.proposal.tune([rank], 9)
+    assert fixed.proposal.max_nodes == 4 and len(fixed.proposal.paths) == 3
 
 
 def test_a_target_without_trees_gets_a_chain() -> None:
@@ -206,8 +206,8 @@ def test_a_target_without_trees_gets_a_chain() -> None:
     target.trees = False
     with pytest.raises(UserError, match="exact for chains only"):
         Decoder(target, drafter, "greedy", Sampling())
-    drafter.tune([torch.zeros(50, 3, dtype=torch.long)], 12)
-    assert drafter.paths() == [(0,), (0, 0), (0, 0, 0)]
+    drafter.proposal.tune([torch.zeros(50, 3, dtype=torch.long)], 12)
+    assert drafter.proposal.paths == [(0,), (0, 0), (0, 0, 0)]
     Decoder(target, drafter, "greedy", Sampling())
     tree = proposed(drafter, torch.randn(2, target.shape.hidden_size), torch.tensor([3, 4]))
     assert tree.parent_BN.tolist() == [[-1, 0, 1, 2]] * 2 and tree.count_B.tolist() == [4, 4]
@@ -244,7 +244,7 @@ CONTRACT: list[Callable[..., None]] = [
     contract.test_long_prompts_enter_beside_rows_that_are_nearly_done,
     contract.test_stop_tokens_inside_an_accepted_run_cut_exactly_there,
     contract.test_coupled_output_is_plain_samplings_token_for_token,
-    contract.test_what_is_taken_back_leaves_no_trace,
+    contract.test_a_restored_state_leaves_no_trace,
     contract.test_sampling_follows_the_targets_law_through_the_whole_loop,
     contract.test_overfitted_on_one_text_it_is_accepted_in_full,
     rounds.test_transformers_forward_runs_ahead_too,

@@ -125,7 +125,7 @@ def test_what_is_kept_of_earlier_texts_is_bounded() -> None:
     state = drafter.open(1, 64)
     kept = []
     for number in range(30):
-        drafter.reset(state, torch.zeros(1, dtype=torch.long))
+        state.reset(torch.zeros(1, dtype=torch.long))
         for token in range(number, number + 20):
             state.slots[0].add(token, state.trees)
         kept.append(sum(len(tree.text) for tree in state.trees))

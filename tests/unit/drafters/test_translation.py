@@ -128,15 +128,15 @@ def test_a_draft_model_that_knows_the_text_is_accepted_through_the_translation(p
     drafter = TranslatedDraft(writer, Translation(loaded.tokenizer, found.tokenizer), 4)
     state, slot_B = drafter.open(2, 100), torch.tensor([0])
     known, rounds = 1, 0
-    state.text[0] = tokens[:1]
+    state.tokens[0] = tokens[:1]
     while known < len(tokens):
-        tree = drafter.propose(state, slot_B, Sampling())
+        tree = state.propose(slot_B, Sampling())
         drafts = tree.token_BN[0, 1 : int(tree.count_B[0])].tolist()
         assert tree.token_BN[0, 0] == tokens[known - 1]
         right = next((i for i, t in enumerate(drafts) if [*tokens, 0][known + i : known + i + 1] != [t]), len(drafts))
         after = tokens[known : known + right + 1]
         commit = Commit(torch.tensor([[tokens[known - 1], *after[:-1]]]), torch.tensor([after]), {}, torch.tensor([len(after)]))
-        drafter.observe(state, commit, slot_B)
+        state.observe(commit, slot_B)
         known, rounds = known + len(after), rounds + 1
     assert rounds < len(tokens) / 2
     assert writer.fed < 2.5 * len(mine) + 4 * rounds
@@ -205,15 +205,15 @@ def test_the_same_vocabulary_is_no_translation(places: dict[str, str], tmp_path:
         build(DraftModelOptions(source="hf", path=str(tmp_path)), target)
 
 
-def test_what_is_taken_back_leaves_no_trace(places: dict[str, str]) -> None:
+def test_a_restored_state_leaves_no_trace(places: dict[str, str]) -> None:
     loaded = load_target(TargetOptions(name="hf", path=places["target"]))
     drafter = build(DraftModelOptions(source="hf", path=places["other"]), loaded.target)
     state, slot_B = drafter.open(2, 100), torch.tensor([1])
-    state.text[1] = list(loaded.tokenizer(WORDS[0])["input_ids"])
-    drafter.propose(state, slot_B, Sampling())
-    twin, mark = deepcopy(state), drafter.mark(state, slot_B)
-    state.text[1] = [*state.text[1], 9, 40, 41]
-    drafter.propose(state, slot_B, Sampling())
-    drafter.rewind(state, slot_B, mark)
-    a, b = (drafter.propose(s, slot_B, Sampling()) for s in (state, twin))
+    state.tokens[1] = list(loaded.tokenizer(WORDS[0])["input_ids"])
+    state.propose(slot_B, Sampling())
+    twin, before = deepcopy(state, {id(drafter): drafter}), state.snapshot(slot_B)
+    state.tokens[1] = [*state.tokens[1], 9, 40, 41]
+    state.propose(slot_B, Sampling())
+    state.restore(slot_B, before)
+    a, b = (s.propose(slot_B, Sampling()) for s in (state, twin))
     assert torch.equal(a.token_BN, b.token_BN) and torch.equal(a.count_B, b.count_B)

@@ -41,7 +41,7 @@ def test_counts_are_those_of_the_decoder(tmp_path: Path, case: str) -> None:
     """A drafter's tree is left aside, and nothing past a text's end counts within it."""
     found, _ = opened(tmp_path, case)
     target, drafter = found.loaded.target, chain_drafter(found, 3, "float32")
-    assert set(drafter.paths()) <= {(0,) * depth for depth in range(1, 16)}
+    assert set(drafter.proposal.paths) <= {(0,) * depth for depth in range(1, 16)}
     texts = plain(target, TEXTS, NEVER)
     stops = frozenset({texts[0][9]})
     for ending in (NEVER, Ending(stops, 24), Ending(stops, 5)):

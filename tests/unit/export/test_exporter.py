@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.core.files import write_sealed_json
 from drafttrain.core.sampling import Sampling
-from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import META
@@ -35,7 +34,7 @@ from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from tests.damage import refused
 from tests.exports import CASES, TEXTS, checkpoint, deep, loaded, opened, written
-from tests.helpers import tiny_model
+from tests.helpers import tiny_model, watch_proposals
 
 ROOT = Path(__file__).parents[3]
 PAIRS = {  # case -> the stacks that it goes to
@@ -179,14 +178,12 @@ def test_transformers_itself_reads_dflash(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [case for case in PAIRS if case != "draft_model-lora"])
 def test_golden_drafts_are_the_decoders(case: str, tmp_path: Path) -> None:
     found, golden = opened(tmp_path, case)
-    drafter, trees = found.drafter.eval(), list[DraftTree]()
-    propose = drafter.propose
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter, "propose", lambda *a: trees.append(propose(*a)) or trees[-1])
-        for row, text in enumerate(TEXTS):
-            trees.clear()
-            Decoder(found.loaded.target, drafter, "greedy", Sampling(), frozenset(), 8).run([text], 1)
-            assert trees[0].token_BN[0].tolist() == [int(golden.root_P[row]), *golden.draft_PK[row].tolist()]
+    drafter = found.drafter.eval()
+    trees = watch_proposals(drafter)
+    for row, text in enumerate(TEXTS):
+        trees.clear()
+        Decoder(found.loaded.target, drafter, "greedy", Sampling(), frozenset(), 8).run([text], 1)
+        assert trees[0].token_BN[0].tolist() == [int(golden.root_P[row]), *golden.draft_PK[row].tolist()]
 
 
 def test_golden_material_survives_the_disk(tmp_path: Path) -> None:

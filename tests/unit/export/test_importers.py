@@ -65,7 +65,7 @@ def check_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 def network(found: Opened) -> dict[str, Any]:
     """Its options, those that were left to a rule as they came out."""
-    return found.meta.options | found.drafter.settled()
+    return found.meta.options | found.drafter.resolved_options()
 
 
 @pytest.mark.parametrize(("family", "stack"), PAIRS)

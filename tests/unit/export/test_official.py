@@ -109,7 +109,7 @@ def test_what_is_imported_drafts_as_its_files_do(layout: str, tmp_path: Path) ->
     golden = made(found, TEXTS)
     reading = READERS[layout](folder, parity.engine_of(found, Files({}, {})), parity.points_of(golden))
     assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
-    options = found.meta.options | found.drafter.settled()
+    options = found.meta.options | found.drafter.resolved_options()
     assert {key: options[key] for key in NETWORK.get(layout, {})} == NETWORK.get(layout, {})
     assert all(value is None for value in options.get("layer", {}).values())
 

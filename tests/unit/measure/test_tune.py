@@ -19,7 +19,8 @@ from drafttrain.measure import DecodeOptions
 from drafttrain.measure.cases import Case
 from drafttrain.measure.decoding import decoder_of, depth_limit
 from drafttrain.measure.tuning import shapes_of
-from drafttrain.model.drafter import Drafter, Preferred
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.proposal import Preferred
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from tests.exports import record_of
@@ -95,9 +96,8 @@ def test_what_wins_on_the_other_prompts_is_kept_and_decoded_with(
     settings = last["settings"]["chosen"]
     assert settings == list(first["settings"].values())[1] == tuned_settings(path)
     drafter, _ = load_drafter(path, loaded.target)
-    assert [list(p) for p in drafter.paths()] == settings["paths"] and drafter.preferred.draft_length == settings[
-        "draft_length"
-    ]
+    assert [list(p) for p in drafter.proposal.paths] == settings["paths"]
+    assert drafter.proposal.preferred.draft_length == settings["draft_length"]
     assert decoder_of(loaded, DecodeOptions(), drafter).controls.draft_length == settings["draft_length"]
     (kept,) = (tmp_path / "out" / "tune").glob("*/tune.json")
     found = json.loads(kept.read_text())
@@ -137,10 +137,10 @@ def test_a_drafter_that_samples_gets_a_temperature(
     assert command("tune", f"checkpoint={path}", *QUICK, "decode=sampling", "decode.temperature=0.8") == 0
     settings = tuned_settings(path)
     drafter, _ = load_drafter(path, loaded.target)
-    assert drafter.preferred == Preferred(
+    assert drafter.proposal.preferred == Preferred(
         settings["draft_length"], settings.get("draft_temperature"), settings.get("temperature")
     )
-    drafter.prefer({"draft_temperature": 0.4, "temperature": 0.8})
+    drafter.use_decode_settings({"draft_temperature": 0.4, "temperature": 0.8})
     drawn = [
         decoder_of(
             loaded, DecodeOptions(policy="lossless", temperature=t, draft_temperature=own), drafter

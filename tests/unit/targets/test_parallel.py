@@ -127,11 +127,11 @@ def logits_of(drafter: Any, target: HFTarget, batch: TrainBatch, row: int, sourc
     seen: list[Tensor] = []
     grow = type(drafter.proposal.grower(torch.device("cpu"))).grow
 
-    def spy(self: Any, root_B: Tensor, first: Any, feed: Any, ids: Any, depth: int | None) -> Any:
+    def spy(self: Any, root_B: Tensor, first: Any, score: Any, ids: Any, depth: int | None) -> Any:
         nothing = torch.zeros(1, 1, dtype=torch.long)
-        scored = [first] + [feed(Generation(nothing, first.state_BWH, d, nothing)) for d in range(1, slots + 1)]
+        scored = [first] + [score(Generation(nothing, first.state_BWH, d, nothing)) for d in range(1, slots + 1)]
         seen.append(torch.stack([s.logits_BWV[0, 0] for s in scored]))
-        return grow(self, root_B, first, feed, ids, depth)
+        return grow(self, root_B, first, score, ids, depth)
 
     token_1A = torch.tensor([text[:-1]])
     filled = Online(target, drafter.taps).fill(
@@ -141,8 +141,8 @@ def logits_of(drafter: Any, target: HFTarget, batch: TrainBatch, row: int, sourc
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(type(drafter.proposal.grower(torch.device("cpu"))), "grow", spy)
         hidden = {key: filled.hidden[key] for key in drafter.taps.keys}
-        drafter.read(state, Commit(token_1A, torch.tensor([text[1:]]), hidden, torch.tensor([len(text) - 1])), slot_B)
-        drafter.propose(state, slot_B, Sampling(0.8))
+        state.observe_prompt(Commit(token_1A, torch.tensor([text[1:]]), hidden, torch.tensor([len(text) - 1])), slot_B)
+        state.propose(slot_B, Sampling(0.8))
     return seen[0]
 
 
@@ -257,9 +257,9 @@ def test_the_official_names() -> None:
     names = set(drafter.state_dict())
     assert {"fc.weight", "mask.hidden", "embed_tokens.weight", "norm.weight", "lm_head.weight"} <= names
     assert drafter.layers[0].self_attn.q_proj.in_features == 64 and drafter.layers[1].self_attn.q_proj.in_features == 32
-    assert drafter.settled() | {"layer": None} == {"taps": [0, 2], "mask_token": 9, "layer": None}
+    assert drafter.resolved_options() | {"layer": None} == {"taps": [0, 2], "mask_token": 9, "layer": None}
     assert drafter.embed_tokens.weight.requires_grad and drafter.mask.hidden.shape == (1, 1, 64)
-    assert built("pard", tiny_target(), mask_token=None).settled() == {"mask_token": 63}
+    assert built("pard", tiny_target(), mask_token=None).resolved_options() == {"mask_token": 63}
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_layers_that_are_computed_again_give_the_same_gradients_from_less_memory
     assert least < 0.8 * whole
     if (name, target) == ("pard", "gpt2"):  # a mask of all columns for each layer: its page says that no estimate has it
         return
-    estimate = kept_bytes(build(name, frozen), 64, 2 * build(name, frozen).fed(48))
+    estimate = kept_bytes(build(name, frozen), 64, 2 * build(name, frozen).training_positions(48))
     assert 0.3 * whole < estimate < 3 * whole
 
 
