@@ -77,7 +77,7 @@ class Ahead:
     def launch(self, slots: Sequence[int], longest: int, limit: int | None, steps: int) -> Launched:
         """longest: positions that no row will have passed when the rounds are over, their drafts included."""
         rows = min(1 << (len(slots) - 1).bit_length(), self.round.kv.slots)
-        filled = [*slots, *[self.round.kv.nobody] * (rows - len(slots))]
+        filled = [*slots, *[self.round.kv.padding_slot] * (rows - len(slots))]
         self._bind(longest)
         if self.capture:
             return self._graph(rows, limit).launch(filled, steps, len(slots))
@@ -90,7 +90,7 @@ class Ahead:
         bind((self.round.kv, *(drafter.caches(self.round.state) if drafter else [])), longest, self.widest)
 
     def _graph(self, rows: int, limit: int | None) -> _Graph:
-        key = (rows, self.round.kv.bound, limit, self.round.processors.kind, self.round.slots.stop.most)
+        key = (rows, self.round.kv.static_length, limit, self.round.processors.kind, self.round.slots.stop.most)
         graph = self._graphs.pop(key, None)
         if graph is None:
             while len(self._graphs) >= GRAPHS:
@@ -108,7 +108,7 @@ class _Graph:
     """One round of one shape, captured; each replay appends its record to a ring on the device."""
 
     def __init__(self, round: Round, rows: int, limit: int | None, device: torch.device, pool: Any) -> None:
-        self.slot_B = torch.full((rows,), round.kv.nobody, device=device)
+        self.slot_B = torch.full((rows,), round.kv.padding_slot, device=device)
         self.device = device
         self._slots: list[int] = []
         self._events = [cuda.Event(enable_timing=True, external=True) for _ in range(4)]
@@ -160,10 +160,10 @@ def capturable(target: Target, drafter: Drafter | None) -> bool:
 
 
 def bind(caches: Iterable[KVCache], longest: int, widest: int) -> None:
-    """Bound the caches' lengths, so that shapes are fixed. No row passes `longest`, no pass has over `widest` positions."""
-    bound = max(LEAST_BOUND, 1 << (longest - 1).bit_length())
+    """Fix the caches' shapes. No row exceeds `longest`, no pass has over `widest` positions. Similar lengths share a shape."""
+    length = max(LEAST_BOUND, 1 << (longest - 1).bit_length())
     for kv in caches:
-        kv.bound = min(bound, kv.per_slot * kv.page - widest)  # the new positions need columns too
+        kv.use_static_length(length, widest)
 
 
 def warmed(work: Callable[[], Made], device: torch.device) -> Made:

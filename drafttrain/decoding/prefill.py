@@ -37,7 +37,7 @@ class Prefill:
         length_B = torch.tensor(lengths, device=device)
         row_S = torch.tensor([row for row, own in enumerate(slots) for _ in own], device=device)
         slot_S = torch.tensor([slot for own in slots for slot in own], device=device)
-        round.kv.bound = None
+        round.kv.use_static_length(None)
         round.kv.rows(torch.tensor([own[0] for own in slots], device=device))
         round.kv.reset(round.kv.slot_B)
         if round.drafter:
@@ -58,7 +58,7 @@ class Prefill:
                 states = {key: state[row_S] for key, state in hidden.items()}
                 commit = Commit(known_ST[:, start:stop], known_ST[:, start + 1 : stop + 1], states, count_B[row_S])
                 for kv in round.drafter.caches(round.state) if self.bounded else ():
-                    kv.bound = start
+                    kv.use_static_length(start)
                 round.drafter.read(round.state, commit, slot_S)
         return slot_S, root_S
 

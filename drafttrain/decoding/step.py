@@ -127,7 +127,7 @@ class Round:
 
     def run(self, slot_B: Tensor, limit: int | None) -> Record:
         """limit: no deeper drafts than this; 0: none at all. With a bound on the cache's lengths nothing asks the device."""
-        kv, fixed = self.kv, self.kv.bound is not None
+        kv, fixed = self.kv, self.kv.static
         self.marks = []
         self._mark()
         if fixed:
@@ -138,7 +138,7 @@ class Round:
         ancestor_BNN = tree.ancestor_BNN
         # past the target's last position there are only drafts that are dropped where the text ends
         position_BN = (kv.length_B[:, None] + depth(ancestor_BNN)).clamp_max(self.target.shape.max_positions - 1)
-        kv.room(tree.token_BN.shape[1])
+        kv.ensure_room(tree.token_BN.shape[1])
         out = self.target(tree.token_BN, kv, ancestor_BNN, position_BN, self.taps)
         assert out.logits_BRV is not None
         self._mark()
@@ -167,7 +167,7 @@ class Round:
         self.drafted = 0
         if self.drafter is None or limit == 0:
             return DraftTree.chain(self.slots.root_S[slot_B][:, None])
-        tree, fixed = self.drafter.propose(self.state, slot_B, sampling, limit), self.kv.bound is not None
+        tree, fixed = self.drafter.propose(self.state, slot_B, sampling, limit), self.kv.static
         deepest = [d for d in (self.window, None if fixed else self._worthwhile(tree, slot_B)) if d is not None]
         tree = tree.cut(min(deepest), trim=not fixed) if deepest else tree
         if self.turns:
@@ -200,12 +200,12 @@ class Round:
         if self.turns:  # a text that was cut back is no longer the one that the drafter knows
             commit = replace(commit, count_B=commit.count_B.masked_fill(self.slots.plain_S[slot_B], 0))
         self.drafter.observe(self.state, commit, slot_B)
-        if limit == 0 and self.kv.bound is not None:  # what waits must fit the next proposal, whose width is fixed
+        if limit == 0 and self.kv.static:  # what waits must fit the next proposal, whose width is fixed
             self.drafter.absorb(self.state, slot_B)
 
     def turn(self, slot: int, prompt: Sequence[int], tokens: Sequence[int]) -> None:
         """The slot's text goes on plainly behind these tokens of it; whatever was committed past them is forgotten."""
-        self.kv.cut(slot, len(prompt) + len(tokens) - 1)  # the last one is the root, which no cache holds yet
+        self.kv.crop_slot(slot, len(prompt) + len(tokens) - 1)  # the last one is the root, which no cache holds yet
         self.slots.turn(slot, tokens)
         self.processors.see(slot, [*prompt, *tokens])
 

@@ -106,7 +106,7 @@ class Cascade(CachedDrafter):
     def open(self, slots: int, max_len: int) -> CascadeState:
         positions = max_len + self.draft_length + self.max_nodes  # the inner drafts behind a draft
         kv = self.model.new_cache(slots, positions)
-        return CascadeState(kv, Staged(slots, self.draft_length, kv.length_S.device), self.inner.open(slots, positions))
+        return CascadeState(kv, Staged(slots, self.draft_length, kv.device), self.inner.open(slots, positions))
 
     def reset(self, state: Any, slot_R: Tensor) -> None:
         super().reset(state, slot_R)
@@ -147,7 +147,7 @@ class Cascade(CachedDrafter):
         while (left := draft.left()) > 0:
             self._round(state, slot_B, draft, left, policy, sampling)
         self.inner.rewind(inner, slot_B, seen)
-        kv.rollback(committed_B)  # the root's keys too: the next commit brings it again
+        kv.crop(committed_B)  # the root's keys too: the next commit brings it again
         return draft.tree(root_B1)
 
     def _round(self, state: CascadeState, slot_B: Tensor, draft: Draft, left: int, policy: Policy, sampling: Sampling) -> None:
@@ -155,12 +155,12 @@ class Cascade(CachedDrafter):
         kv = state.kv
         if left > 1:
             tree = self.inner.propose(state.inner, slot_B, sampling, left - 1)
-            tree = tree if kv.bound is not None else tree.trimmed()
+            tree = tree if kv.static else tree.trimmed()
         else:
             tree = DraftTree.chain(draft.last())
         ancestor_BNN = tree.ancestor_BNN
         position_BN = self._within(kv.length_B[:, None] + depth(ancestor_BNN))
-        kv.room(tree.token_BN.shape[1])
+        kv.ensure_room(tree.token_BN.shape[1])
         out = self.model(tree.token_BN, kv, ancestor_BNN, position_BN, self.inner.taps)
         assert out.logits_BRV is not None
         verdict = policy.verify(tree, ancestor_BNN, out.logits_BRV, position_BN, sampling).trimmed()

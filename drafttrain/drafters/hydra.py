@@ -73,7 +73,7 @@ class PrefixLayer(DecoderLayer):
     def store(self, hidden_BAH: Tensor, kv: KVCache, count_B: Tensor) -> None:
         """Only the keys and values: all that later positions need of these."""
         k_BhAD, v_BhAD = self.self_attn.kv(self.input_layernorm(hidden_BAH), _positions(kv, hidden_BAH))
-        kv.put(0, k_BhAD, v_BhAD)
+        kv.append(0, k_BhAD, v_BhAD)
         _keep(kv, hidden_BAH, count_B)
 
     def last(self, hidden_BAH: Tensor, kv: KVCache, count_B: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class HydraPlus(CachedDrafter, Heads):
 
     def open(self, slots: int, max_len: int) -> PrefixState:
         kv = KVCache(1, slots, max_len, next(self.parameters()).device)
-        device = kv.length_S.device
+        device = kv.device
         return PrefixState(kv, Staged(slots, self.draft_length, device), self.proposal.grower(device))
 
     def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:

@@ -98,7 +98,7 @@ class Pard(DraftModel):
     def open(self, slots: int, max_len: int) -> AutoregressiveState:
         """Masks lie behind the text, however few of their drafts become nodes."""
         kv = self.lm.new_cache(slots, max_len + self.draft_length)
-        device = kv.length_S.device
+        device = kv.device
         return AutoregressiveState(kv, Staged(slots, self.draft_length, device), self.proposal.grower(device), [])
 
     def propose(self, state: AutoregressiveState, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:

@@ -165,7 +165,7 @@ class PEagle(Spoken, CachedDrafter, Proposing):
     def open(self, slots: int, max_len: int) -> PEagleState:
         """Slots lie behind the text, however few of their drafts become nodes."""
         kv = KVCache(len(self.layers), slots, max_len + self.draft_length, self.fc.weight.device)
-        device = kv.length_S.device
+        device = kv.device
         return PEagleState(kv, Staged(slots, self.draft_length, device), self.proposal.grower(device))
 
     def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:

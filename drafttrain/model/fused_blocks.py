@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafttrain.model.attention import Heads, Step
+from drafttrain.model.attention import AttentionMetadata, Heads
 from drafttrain.ops import library
 
 
@@ -47,14 +47,16 @@ class Blocks:
             tensors += [b.norm2_H, b.gate_up, b.gate_up_bias, b.down, b.down_bias]
         self._kept = library.Kept(tensors)
 
-    def run(self, x_BNH: Tensor, step: Step, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
+    def run(
+        self, x_BNH: Tensor, meta: AttentionMetadata, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
         """(x, delta, tapped block outputs): the last block's output is x + delta. x is changed in place."""
-        kv = step.kv
-        assert kv is not None and step.compiled
+        pages = meta.pages
+        assert pages is not None and meta.compiled
         tapped = x_BNH.new_empty(len(taps), *x_BNH.shape)
         delta_BNH = torch.ops.drafttrain.run_blocks(
-            self._kept.number, x_BNH, step.cos_MD, step.sin_MD, self.eps, self.head_eps, self.scale, self.windows,
-            step.position_BN, kv.table_BQ, kv.length_B, step.ancestor_BNN, kv.store,
+            self._kept.number, x_BNH, meta.cos_MD, meta.sin_MD, self.eps, self.head_eps, self.scale, self.windows,
+            meta.position_BN, pages.table_BQ, pages.rows.length_B, meta.ancestor_BNN, pages.store,
             torch.tensor(taps, dtype=torch.long), tapped,
         )  # fmt: skip
         return x_BNH, delta_BNH if delta_BNH.numel() else None, dict(zip(taps, tapped, strict=True))

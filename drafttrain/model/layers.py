@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drafttrain.core.errors import UserError
-from drafttrain.model.attention import paged
+from drafttrain.model.attention import pages_in_place
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import TargetShape
-from drafttrain.ops.tree_attention import MOST_NODES, bits_of, tree_attention, visible
+from drafttrain.ops.tree_attention import MOST_NODES, bits_of, visible
 
 SCALINGS = {  # of rotary positions: kind -> the numbers it needs
     "default": (),
@@ -216,13 +216,13 @@ class Attention(nn.Module):
         """[B, N, H]: write the new positions' keys, attend to the prefix and to what `ancestor_BNN` allows."""
         q_BhND, k_BhND, v_BhND = self.qkv(x_BNI, position_BN)
         N = x_BNI.shape[1]
-        if N <= MOST_NODES and paged(kv):
-            kv.put(layer, k_BhND, v_BhND)
-            q_BNhD, scale, bound = q_BhND.transpose(1, 2), q_BhND.shape[-1] ** -0.5, kv.longest + N
-            at = (*kv.layer(layer), kv.table_BQ, kv.length_B, bits_of(ancestor_BNN), position_BN)
-            out_BNH: Tensor = self.o_proj(tree_attention(q_BNhD, *at, scale, None, bound))
+        kv.append(layer, k_BhND, v_BhND)
+        pages = pages_in_place(kv) if N <= MOST_NODES else None
+        if pages is not None:
+            q_BNhD, scale = q_BhND.transpose(1, 2), q_BhND.shape[-1] ** -0.5
+            out_BNH: Tensor = self.o_proj(pages.attend(layer, q_BNhD, bits_of(ancestor_BNN), position_BN, scale))
             return out_BNH
-        keys_BhPD, values_BhPD = kv.write(layer, k_BhND, v_BhND)
+        keys_BhPD, values_BhPD = kv.read(layer, N)
         seen_BNP = visible(kv.length_B, kv.longest, ancestor_BNN)
         mixed_BhND = F.scaled_dot_product_attention(
             q_BhND, self.grouped(keys_BhPD), self.grouped(values_BhPD), attn_mask=seen_BNP[:, None]

@@ -38,27 +38,29 @@ class Documents:
         return [row_T.unique_consecutive(return_counts=True)[1].tolist() for row_T in self.number_BT.cpu()]
 
 
-def seen(kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor, window: int | None) -> Tensor:
-    """[B, N, P] bool: what each new position attends to: the prefix and its ancestors, within the window by position.
+def attention_mask(
+    kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor, window: int | None
+) -> Tensor:
+    """[B, N, P] bool: the keys that each new position attends to: the prefix and its ancestors.
 
-    kv None: there is no prefix.
+    kv None: there is no prefix. window: positions that a query sees at most, its own included; None: all.
     """
     B, N = position_BN.shape
     if isinstance(ancestor_BNN, Documents):
         ancestor_BNN = ancestor_BNN.dense()
     if ancestor_BNN is None:
         ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=position_BN.device).tril().expand(B, N, N)
-    seen_BNP = ancestor_BNN if kv is None else visible(kv.length_B, kv.longest, ancestor_BNN)
+    mask_BNP = ancestor_BNN if kv is None else visible(kv.length_B, kv.longest, ancestor_BNN)
     if window is None:
-        return seen_BNP
+        return mask_BNP
     if kv is None:
-        return seen_BNP & (position_BN[..., None] - position_BN[:, None] < window)
-    key_BP = torch.arange(seen_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
+        return mask_BNP & (position_BN[..., None] - position_BN[:, None] < window)
+    key_BP = torch.arange(mask_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
     key_BP = key_BP.scatter(1, kv.length_B[:, None] + torch.arange(N, device=position_BN.device), position_BN)
-    return seen_BNP & (position_BN[..., None] - key_BP[:, None] < window)
+    return mask_BNP & (position_BN[..., None] - key_BP[:, None] < window)
 
 
-def additive(seen_BNP: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, N, P]: 0 where something is seen, the dtype's least number elsewhere."""
-    zero = torch.zeros((), dtype=dtype, device=seen_BNP.device)
-    return torch.where(seen_BNP, zero, torch.finfo(dtype).min)[:, None]
+def additive(mask_BNP: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, N, P]: 0 where the mask is true, the dtype's lowest number elsewhere."""
+    zero = torch.zeros((), dtype=dtype, device=mask_BNP.device)
+    return torch.where(mask_BNP, zero, torch.finfo(dtype).min)[:, None]

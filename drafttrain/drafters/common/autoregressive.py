@@ -74,7 +74,7 @@ class Autoregressive(CachedDrafter, Proposing):
     def open(self, slots: int, max_len: int) -> AutoregressiveState:
         chain = self.proposal.kind == "chain"
         kv, *others = self.caches_for(slots, max_len if chain else max_len + self.proposal.fed)
-        device = kv.length_S.device
+        device = kv.device
         grower = None if chain else self.proposal.grower(device)
         return AutoregressiveState(kv, Staged(slots, self.draft_length, device), grower, others)
 
@@ -90,7 +90,7 @@ class Autoregressive(CachedDrafter, Proposing):
         super().rewind(state, slot_B, mark)
         for kv in state.others:
             kv.rows(slot_B)
-            kv.rollback(mark[0])
+            kv.crop(mark[0])
 
     def consume(self, state: Any, commit: Commit, slot_B: Tensor) -> None:
         self._rows(state, slot_B)
@@ -110,7 +110,7 @@ class Autoregressive(CachedDrafter, Proposing):
             first = Scored(logits_BV[:, None], logits_BV[:, None, :0])
             tree = state.grower.grow(root_B, first, partial(self._score, state, Above.of(root_B)), None, depth)
         for kv in self.caches(state):
-            kv.rollback(committed_B)
+            kv.crop(committed_B)
         return tree
 
     def _rows(self, state: AutoregressiveState, slot_B: Tensor) -> None:

@@ -214,7 +214,7 @@ class BlockDrafter(CachedDrafter, Proposing):
     def open(self, slots: int, max_len: int) -> BlockState:
         """The block lies behind the context, however few of its drafts become nodes."""
         kv = KVCache(self.shape.layers, slots, max_len + self.shape.size, self.fc.weight.device)
-        device = kv.length_S.device
+        device = kv.device
         return BlockState(kv, Staged(slots, self.draft_length, device), self.proposal.grower(device))
 
     def consume(self, state: OwnCache, commit: Commit, slot_B: Tensor) -> None:
@@ -224,7 +224,7 @@ class BlockDrafter(CachedDrafter, Proposing):
         column_A = torch.arange(commit.token_BA.shape[1], device=slot_B.device)
         context_BAH, position_BA = self._context(commit.hidden), kv.length_B[:, None] + column_A
         for number, layer in enumerate(self._layers()):
-            kv.put(number, *layer.self_attn.kv(context_BAH, position_BA))
+            kv.append(number, *layer.self_attn.kv(context_BAH, position_BA))
         kv.keep(column_A.expand_as(commit.token_BA), commit.count_B)
 
     def block(self, state: OwnCache, slot_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -158,12 +158,12 @@ class CachedDrafter(Drafter):
         state.staged.add(last, slot_B, empty=True)
 
     def mark(self, state: OwnCache, slot_B: Tensor) -> Any:
-        return state.kv.length_S[slot_B], state.staged.held(slot_B)
+        return state.kv.lengths(slot_B), state.staged.held(slot_B)
 
     def rewind(self, state: OwnCache, slot_B: Tensor, mark: Any) -> None:
         length_B, held = mark
         state.kv.rows(slot_B)
-        state.kv.rollback(length_B)
+        state.kv.crop(length_B)
         state.staged.put_back(slot_B, held)
 
     def caches(self, state: OwnCache) -> list[KVCache]:
@@ -172,4 +172,4 @@ class CachedDrafter(Drafter):
     @staticmethod
     def staged(state: OwnCache, slot_B: Tensor) -> Commit:
         """What is staged for all slots in use; where a graph may hold it, of one width whatever there is."""
-        return state.staged.take(slot_B, state.staged.step if state.kv.bound is not None else None)
+        return state.staged.take(slot_B, state.staged.step if state.kv.static else None)

@@ -62,7 +62,7 @@ def proposed(drafter: Proposing, bound: int | None, depth: int | None = None) ->
     commit = committed(drafter)
     first = Commit(commit.token_BA, commit.next_BA, commit.hidden, commit.count_B - 1)
     for kv in drafter.caches(state):
-        kv.bound = bound
+        kv.use_static_length(bound)
     drafter.read(state, first, slot_B)
     drafter.propose(state, slot_B, Sampling(), depth)
     last_B1 = commit.count_B[:, None] - 1

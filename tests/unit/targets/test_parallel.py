@@ -227,13 +227,13 @@ def test_rounds_run_ahead_of_the_host_give_plain_text(
     target, asked = FastTarget(tiny_model()), prompts(5, seed=3)
     drafter = built(name, target, **tree).eval()
     plain = Decoder(target, None, "greedy", Sampling(), max_new_tokens=40).run(asked, 1).results
-    put = KVCache.put
+    append = KVCache.append
 
     def within(kv: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
-        assert kv.bound is None or kv.bound + k.shape[2] <= kv.per_slot * kv.page
-        put(kv, layer, k, v)
+        assert kv.static_length is None or kv.static_length + k.shape[2] <= kv.storage.capacity
+        append(kv, layer, k, v)
 
-    monkeypatch.setattr(KVCache, "put", within)
+    monkeypatch.setattr(KVCache, "append", within)
     ours = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=40, controls=Controls(read_every=every)).run(asked, 3)
     host = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=40).run(asked, 1)
     assert [r.tokens for r in ours.results] == [r.tokens for r in plain]
