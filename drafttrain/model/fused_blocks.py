@@ -1,4 +1,4 @@
-"""All blocks of a Llama-like model in one call, over few new positions: nothing of a step runs in Python between two layers.
+"""All blocks of a Llama-like model in one compiled call, over few new positions.
 
 Shapes: B rows, N new positions, H hidden, L blocks.
 """
@@ -17,14 +17,14 @@ from drafttrain.ops import library
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """norm before attention, packed projections (`ops.linear.pack`) and their biases, norm before the MLP."""
+    """One block's weights; its projections are packed by `ops.linear.pack`."""
 
-    norm_H: Tensor
+    norm_H: Tensor  # before attention
     qkv: Tensor
     qkv_bias: Tensor | None
     out: Tensor
     out_bias: Tensor | None
-    norm2_H: Tensor
+    norm2_H: Tensor  # before the MLP
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor
@@ -33,7 +33,7 @@ class BlockWeights:
 
 
 class Blocks:
-    """A frozen model's blocks, held by the compiled operators. The twin of `run` is the model's own loop over its blocks."""
+    """A frozen model's blocks, whose weights the compiled operators hold. The twin of `run` is the loop over the blocks."""
 
     def __init__(self, blocks: Sequence[BlockWeights], eps: float) -> None:
         first = blocks[0].shape

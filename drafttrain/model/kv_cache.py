@@ -164,7 +164,7 @@ class KVCache:
         self._refresh(self.slot_B)
 
     def reset(self, slot_R: Tensor) -> None:
-        """Empty these slots for new requests; what they have reserved stays theirs."""
+        """Empty these slots for new requests; they keep the memory that they have reserved."""
         self._length_S[slot_R] = 0
         if not self.static:
             for slot in slot_R.tolist():

@@ -1,4 +1,4 @@
-"""Where a KV cache's keys and values are: what a storage must offer, and the paged one.
+"""Where a KV cache's keys and values are: the interface of a storage, and the paged storage.
 
 Shapes: L layers, S slots, B rows in use, h KV heads, Q pages, P positions, D head width, N new positions, A accepted nodes.
 

@@ -18,23 +18,20 @@ from drafttrain.ops.tree_attention import visible
 
 @dataclass(frozen=True)
 class Documents:
-    """Whole sequences that hold several documents each: causal within each, and nothing between them.
+    """Whole sequences of several documents each: attention is causal within a document, and there is none between two."""
 
-    span: the part of them that this process has; the numbers are those of all positions.
-    """
-
-    number_BT: Tensor  # -1 on padding; a document's positions are neighbours
-    span: Span | None = None
+    number_BT: Tensor  # document of every position, also of other processes; -1 on padding; a document's positions are adjacent
+    span: Span | None = None  # the columns that this process holds
 
     def dense(self) -> Tensor:
-        """[B, T, T] what each position sees."""
-        assert self.span is None, "only the parts of attention that exchange heads know sequences held together"
+        """[B, T, T] bool: which positions each position sees."""
+        assert self.span is None, "a dense mask needs all columns in one process; `causal` exchanges heads instead"
         column_T = torch.arange(self.number_BT.shape[1], device=self.number_BT.device)
         return (self.number_BT[:, None] == self.number_BT[..., None]) & (column_T <= column_T[:, None])
 
     @cached_property
     def lengths(self) -> list[list[int]]:
-        """Of each row's documents and its padding, in order."""
+        """Lengths of each row's documents and of its padding, in order."""
         return [row_T.unique_consecutive(return_counts=True)[1].tolist() for row_T in self.number_BT.cpu()]
 
 

@@ -168,7 +168,7 @@ class BlockDrafter(CachedDrafter, Proposing):
         state_BASH = self.states(batch, anchors)
         paced = None if self.alpha is None else self._paced(batch, anchors, state_BASH.detach(), self.alpha)
         for step, (slot, place_M, pairs) in enumerate(self.steps(batch, anchors)):
-            before_M = token_P[batch.law_at(pairs.label_M)]
+            before_M = token_P[batch.teacher_index(pairs.label_M)]
             informed_MX = self.informed(state_BASH[:, :, slot].flatten(0, 1)[place_M], before_M)
             weight = self.decay[step] if paced is None else paced[place_M, step]
             yield Prediction(step, pairs.source_M, pairs.label_M, informed_MX, self.head, weight / anchors.share)
@@ -184,7 +184,7 @@ class BlockDrafter(CachedDrafter, Proposing):
         has_PK = torch.zeros_like(confidence_PK)
         for step, (slot, place_M, pairs) in enumerate(self.steps(batch, anchors)):
             state_MH, label_M = state_BASH[:, :, slot].flatten(0, 1)[place_M], token_P[pairs.label_M]
-            informed_MX = self.informed(state_MH, token_P[batch.law_at(pairs.label_M)])
+            informed_MX = self.informed(state_MH, token_P[batch.teacher_index(pairs.label_M)])
             for place, informed, label in zip(*(x.split(CHUNK) for x in (place_M, informed_MX, label_M)), strict=True):
                 law = self.head(informed).float().softmax(-1)
                 confidence_PK[place, step] = law.gather(1, label[:, None])[:, 0]
@@ -209,7 +209,7 @@ class BlockDrafter(CachedDrafter, Proposing):
     def steps(self, batch: TrainBatch, anchors: Anchors) -> Iterator[tuple[int, Tensor, Pairs]]:
         """(slot, place_M, pairs) of each draft in turn: the slot that makes it, for which anchors, and its labels."""
         for step in range(self.draft_length):
-            yield self.shape.first + step, *batch.ahead(anchors, 2 + step)
+            yield self.shape.first + step, *batch.future_of(anchors, 2 + step)
 
     def open(self, slots: int, max_len: int) -> BlockState:
         """The block lies behind the context, however few of its drafts become nodes."""

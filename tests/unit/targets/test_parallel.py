@@ -76,7 +76,7 @@ def test_what_is_seen_is_the_definitions_mask(
     monkeypatch.setattr(blockwise, "MOST_TILE", 6)
     target = tiny_target()
     batch = packed(target, built("pard", target))
-    chains = Chains.behind(batch, Retention(rate, 0.2).shares(3), 3, root)
+    chains = Chains.append_to(batch, Retention(rate, 0.2).shares(3), 3, root)
     B, N = chains.position_BN.shape
     wanted = torch.zeros(B, N, N, dtype=torch.bool)
     for row in range(B):
@@ -162,7 +162,7 @@ def test_every_prediction_is_what_decoding_drafts_there(name: str, training: boo
     assert [bool(set(step) - set(flat)) for step in found[1:]] == [False] * 3
     if not training:
         for depth in range(1, 4):
-            assert len(found[depth]) == len(batch.ahead(anchors, depth + 2)[0])
+            assert len(found[depth]) == len(batch.future_of(anchors, depth + 2)[0])
     drafter.eval()
     for source in flat:
         wanted = logits_of(drafter, target, batch, source // 18, source % 18, 3)
