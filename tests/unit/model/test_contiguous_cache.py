@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from tests.helpers import prompts, tiny_model, tiny_target
 from tests.unit.model.contiguous_cache import ContiguousStorage, OnePageStorage
 
 STORAGES = {"contiguous": ContiguousStorage, "one page per slot": OnePageStorage}
-SAMPLING = Sampling(0.8, seed=5)
+POLICIES = [("greedy", Sampling()), ("coupled", Sampling(0.8, seed=5))]
 
 
 def decoded(
@@ -30,13 +30,21 @@ def decoded(
 ) -> list[list[int]]:
     """Ragged prompts, longer than a prefill chunk, several samples of some, over three slots."""
     controls = Controls(read_every=every)
-    decoder = Decoder(target, drafter, policy, sampling, frozenset({7}), 24, prefill_chunk=6, controls=controls)
-    asked = [Request(prompt, 10 * i, 24, samples=1 + i % 2) for i, prompt in enumerate(prompts(5, seed=3, longest=40))]
+    decoder = Decoder(target, drafter, policy, sampling, frozenset({7}), 16, prefill_chunk=6, controls=controls)
+    asked = [Request(prompt, 10 * i, 16, samples=1 + i % 2) for i, prompt in enumerate(prompts(4, seed=3, longest=40))]
     session = Session(decoder, 3, max(map(decoder.positions, asked)), pages)
     results = [result for request in asked for result in session.submit(request)]
     for _ in session:
         pass
     return [result.tokens for result in results]
+
+
+@cache
+def expected(name: str | None, runner: str) -> tuple[HFTarget, Drafter | None, list[list[list[int]]]]:
+    """Target, drafter, and the tokens of each policy over the paged cache."""
+    target = FastTarget(tiny_model()) if runner == "fast" else tiny_target()
+    drafter = None if name is None else build(name, target, 0.3)
+    return target, drafter, [decoded(target, drafter, policy, sampling, None) for policy, sampling in POLICIES]
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -46,14 +54,11 @@ def decoded(
 def test_it_decodes_the_tokens_of_the_paged_cache(
     name: str | None, runner: str, every: int | None, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = FastTarget(tiny_model()) if runner == "fast" else tiny_target()
-    drafter = None if name is None else build(name, target, 0.3)
-    asked: Sequence[tuple[str, Sampling]] = [("greedy", Sampling()), ("coupled", SAMPLING)]
-    wanted = [decoded(target, drafter, policy, sampling, None) for policy, sampling in asked]
+    target, drafter, wanted = expected(name, runner)
     monkeypatch.setattr(kv_cache, "STORAGE", STORAGES[storage])
     assert isinstance(target.new_cache(1, 8).storage, ContiguousStorage)
-    assert [decoded(target, drafter, policy, sampling, every) for policy, sampling in asked] == wanted
-    assert decoded(target, drafter, "coupled", SAMPLING, every, pages=3) == wanted[1]  # slots are reserved and released
+    assert [decoded(target, drafter, policy, sampling, every) for policy, sampling in POLICIES] == wanted
+    assert decoded(target, drafter, *POLICIES[1], every, pages=3) == wanted[1]  # slots are reserved and released
 
 
 @pytest.mark.parametrize("storage", STORAGES)
