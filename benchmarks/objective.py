@@ -67,7 +67,7 @@ class Problem:
     def naive(self) -> Tensor:
         pairs, states_TH = self.batch.future(2), self.batch.hidden[FINAL].flatten(0, 1)
         with torch.no_grad():
-            log_p_MV = self.head(states_TH[self.batch.law_at(pairs.label_M)]).float().log_softmax(-1)
+            log_p_MV = self.head(states_TH[self.batch.teacher_index(pairs.label_M)]).float().log_softmax(-1)
         log_q_MV = self.drafter.output(states_TH[pairs.source_M]).float().log_softmax(-1)
         return F.kl_div(log_q_MV, log_p_MV, reduction="sum", log_target=True)
 

@@ -104,7 +104,7 @@ def storm(target: HFTarget, drafter: Drafter | None, count: int, seed: int, ever
     from drafttrain.decoding.decoder import Decoder
     from drafttrain.decoding.scheduler import Session
     from drafttrain.decoding.settings import Controls
-    from drafttrain.model.kv_cache import PAGE, pages_for
+    from drafttrain.model.kv_storage import PAGE, pages_for
 
     asked, draw, sampling = requests(count, seed), random.Random(seed), Sampling(0.9, seed=5)
     plain = Session(Decoder(target, None, "coupled", sampling), SLOTS, LONGEST + 1)
@@ -117,4 +117,4 @@ def storm(target: HFTarget, drafter: Drafter | None, count: int, seed: int, ever
         found = served(session, asked, draw)
         assert [result.tokens for result in found] == wanted
         assert session.kv.free_pages == session.kv.pages == pages and sorted(session.free) == list(range(SLOTS))
-        assert not session.active and set(session.kv._uses) == {0}
+        assert not session.active and set(session.kv.storage.uses) == {0}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu.case import Case, Tensors, generator, paged, ragged, random_parents
 from drafttrain.core.tree import ancestors
-from drafttrain.model.kv_cache import PAGE
+from drafttrain.model.kv_storage import PAGE
 from drafttrain.ops import append as append_op
 from drafttrain.ops import kv_keep as keep_op
 from drafttrain.ops import tree_attention as attention_op

@@ -31,7 +31,8 @@ from drafttrain.decoding.settings import Controls
 from drafttrain.measure.floor import kv_bytes, weight_bytes
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, DraftState
-from drafttrain.model.kv_cache import PAGE, KVCache
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
 from drafttrain.targets.fast import FastTarget
@@ -112,7 +113,9 @@ class Shared:
     def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
         if self._kv is None:
             self._kv = self._target.new_cache(slots, max_len, pages)
-            self._kv.store.normal_()
+            view = self._kv.page_view()
+            assert view is not None
+            view.store.normal_()
         assert self._kv.slots == slots and self._kv.max_len >= max_len
         return self._kv
 
@@ -137,7 +140,8 @@ class Station:
     @torch.inference_mode()
     def _stand(self) -> None:
         rows, slots = self.setting.rows, self.session.slots
-        self.session.kv.length_S[:rows] = self.setting.context
+        for slot in range(rows):
+            self.session.kv.crop_slot(slot, self.setting.context)
         slots.done_S[:rows], slots.made_S[:rows], slots.limit_S[:rows] = False, 1, 1 << 40
         slots.root_S[:rows] = torch.arange(rows, device=self.machine.device)
 
@@ -159,7 +163,7 @@ class Station:
             self._launch(STEPS)
         assert self.launched is not None
         made = [sum(row.count for row in rows) for rows in zip(*self.launched.rows(), strict=True)]
-        grown = (self.session.kv.length_S[: self.setting.rows] - self.setting.context).tolist()
+        grown = (self.session.kv.lengths(torch.arange(self.setting.rows)) - self.setting.context).tolist()
         if made != grown or min(grown) < STEPS:
             raise RedError(f"{STEPS} rounds of {self.nodes} nodes made {made} tokens and kept {grown} positions")
         found: dict[str, Any] = {"capture_seconds": self.runner.made.seconds, "capture_bytes": self.runner.made.bytes}

@@ -76,7 +76,7 @@ class GraphRunner:
     def launch(self, slots: Sequence[int], longest: int, limit: int | None, steps: int) -> Launched:
         """longest: no row is longer after these steps, drafts included."""
         rows = min(1 << (len(slots) - 1).bit_length(), self.step.kv.slots)
-        filled = [*slots, *[self.step.kv.nobody] * (rows - len(slots))]
+        filled = [*slots, *[self.step.kv.padding_slot] * (rows - len(slots))]
         self._bind(longest)
         if self.capture:
             return self._graph(rows, limit).launch(filled, steps, len(slots))
@@ -89,7 +89,7 @@ class GraphRunner:
         bind((self.step.kv, *(state.caches if state is not None else [])), longest, self.max_new_positions)
 
     def _graph(self, rows: int, limit: int | None) -> _Graph:
-        key = (rows, self.step.kv.bound, limit, self.step.processors.kind, self.step.slots.stop.most)
+        key = (rows, self.step.kv.static_length, limit, self.step.processors.kind, self.step.slots.stop.most)
         graph = self._graphs.pop(key, None)
         if graph is None:
             while len(self._graphs) >= GRAPHS:
@@ -107,7 +107,7 @@ class _Graph:
     """One decode step of one shape, captured. Each replay appends its record to a ring on the device."""
 
     def __init__(self, step: DecodeStep, rows: int, limit: int | None, device: torch.device, pool: Any) -> None:
-        self.slot_B = torch.full((rows,), step.kv.nobody, device=device)
+        self.slot_B = torch.full((rows,), step.kv.padding_slot, device=device)
         self.device = device
         self._slots: list[int] = []
         self._events = [cuda.Event(enable_timing=True, external=True) for _ in range(4)]
@@ -159,10 +159,10 @@ def capturable(target: Target, drafter: Drafter | None) -> bool:
 
 
 def bind(caches: Iterable[KVCache], longest: int, widest: int) -> None:
-    """Bound the caches' lengths, so that shapes are static. longest: of any row. widest: new positions of one pass at most."""
-    bound = max(LEAST_BOUND, 1 << (longest - 1).bit_length())
+    """Fix the caches' shapes. No row exceeds `longest`, no pass has over `widest` positions. Similar lengths share a shape."""
+    length = max(LEAST_BOUND, 1 << (longest - 1).bit_length())
     for kv in caches:
-        kv.bound = min(bound, kv.per_slot * kv.page - widest)  # the new positions need columns too
+        kv.use_static_length(length, widest)
 
 
 def warmed(work: Callable[[], Made], device: torch.device) -> Made:

@@ -35,7 +35,7 @@ class Prefill:
         length_B = torch.tensor(lengths, device=device)
         row_S = torch.tensor([row for row, own in enumerate(slots) for _ in own], device=device)
         slot_S = torch.tensor([slot for own in slots for slot in own], device=device)
-        decode.kv.bound = None
+        decode.kv.use_static_length(None)
         decode.kv.rows(torch.tensor([own[0] for own in slots], device=device))
         decode.kv.reset(decode.kv.slot_B)
         if decode.state is not None:
@@ -56,7 +56,7 @@ class Prefill:
                 states = {key: state[row_S] for key, state in hidden.items()}
                 commit = Commit(known_ST[:, start:stop], known_ST[:, start + 1 : stop + 1], states, count_B[row_S])
                 for kv in decode.state.caches if self.bounded else ():
-                    kv.bound = start
+                    kv.use_static_length(start)
                 decode.state.observe_prompt(commit, slot_S)
         return slot_S, root_S
 

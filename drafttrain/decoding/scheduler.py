@@ -18,7 +18,6 @@ from drafttrain.decoding.prefill import Prefill
 from drafttrain.decoding.request import Chunk, Request, Result
 from drafttrain.decoding.settings import DecoderSettings
 from drafttrain.decoding.step import DecodeStep, Row, SlotState
-from drafttrain.model.kv_cache import pages_for
 
 PREFILL_TOKENS = 8192  # of all prompts that enter in one step
 
@@ -84,8 +83,7 @@ class Session:
     def submit(self, request: Request) -> list[Result]:
         """Queue a request; its results, one per sample, fill as it runs. Raises ValueError for one that can never run."""
         positions, slots = self.decoder.positions(request), self.kv.slots
-        common = len(request.prompt) // self.kv.page * (request.samples - 1) if self.pooled else 0
-        pages = request.samples * pages_for(positions) - common
+        pages = self.kv.pages_needed(positions, request.samples, len(request.prompt) if self.pooled else 0)
         if request.samples > slots or positions > self.max_len or pages > self.kv.pages:
             raise ValueError(
                 f"{request.samples} x {positions} positions need {request.samples} slots and {pages} pages; "
@@ -194,10 +192,10 @@ class Session:
             waiting = self.queue[0]
             request, positions = waiting.request, self.decoder.positions(waiting.request)
             if self.pooled:
-                others = (request.samples - 1) * (pages_for(positions) - len(request.prompt) // self.kv.page)
-                if pages_for(positions) + others > self.kv.free_pages - promised:
+                pages = self.kv.pages_needed(positions, request.samples, len(request.prompt))
+                if pages > self.kv.free_pages - promised:
                     break
-                promised += others
+                promised += pages - self.kv.pages_needed(positions)
             self.queue.popleft()
             slots = [self.free.pop() for _ in range(request.samples)]
             if self.pooled:
@@ -233,10 +231,7 @@ class Session:
         """The other samples of a prompt begin with the first one's committed positions."""
         for waiting, (first, *others) in entering:
             for slot in others:
-                if self.pooled:
-                    self.kv.reserve(slot, self.decoder.positions(waiting.request), shared=first)
-                else:
-                    self.kv.copy(first, slot)
+                self.kv.fork(first, slot, self.decoder.positions(waiting.request))
 
     def _record(self, sequences: Sequence[tuple[Request, Result] | None], rows: list[Row]) -> list[Chunk]:
         """Add a decode step to the results. Steps of a sequence that has ended or was cut are dropped."""

@@ -121,7 +121,7 @@ class DecodeStep:
 
     def run(self, slot_B: Tensor, limit: int | None) -> Record:
         """limit: deepest draft allowed; 0: none. With a bound on the cache's lengths nothing syncs with the host."""
-        kv, fixed = self.kv, self.kv.bound is not None
+        kv, fixed = self.kv, self.kv.static
         self.marks = []
         self._mark()
         if fixed:
@@ -132,7 +132,7 @@ class DecodeStep:
         ancestor_BNN = tree.ancestor_BNN
         # drafts past the target's last position are dropped where the text ends
         position_BN = (kv.length_B[:, None] + depth(ancestor_BNN)).clamp_max(self.target.shape.max_positions - 1)
-        kv.room(tree.token_BN.shape[1])
+        kv.ensure_room(tree.token_BN.shape[1])
         out = self.target(tree.token_BN, kv, ancestor_BNN, position_BN, self.taps)
         assert out.logits_BRV is not None
         self._mark()
@@ -161,7 +161,7 @@ class DecodeStep:
         self.drafted = 0
         if self.state is None or limit == 0:
             return DraftTree.chain(self.slots.root_S[slot_B][:, None])
-        tree, fixed = self.state.propose(slot_B, sampling, limit), self.kv.bound is not None
+        tree, fixed = self.state.propose(slot_B, sampling, limit), self.kv.static
         deepest = [d for d in (self.window, None if fixed else self._depth_to_verify(tree, slot_B)) if d is not None]
         tree = tree.cut(min(deepest), trim=not fixed) if deepest else tree
         if self.may_fall_back:
@@ -194,12 +194,12 @@ class DecodeStep:
         if self.may_fall_back:  # the drafter does not know the text of rows that have fallen back
             commit = replace(commit, count_B=commit.count_B.masked_fill(self.slots.plain_S[slot_B], 0))
         self.state.observe(commit, slot_B)
-        if limit == 0 and self.kv.bound is not None:  # pending positions must fit the next proposal, whose width is fixed
+        if limit == 0 and self.kv.static:  # pending positions must fit the next proposal, whose width is fixed
             self.state.catch_up(slot_B)
 
     def fall_back(self, slot: int, prompt: Sequence[int], tokens: Sequence[int]) -> None:
         """Continue the slot's text after these tokens by plain decoding. Later positions are forgotten."""
-        self.kv.cut(slot, len(prompt) + len(tokens) - 1)  # the last one is the root, which no cache holds yet
+        self.kv.crop_slot(slot, len(prompt) + len(tokens) - 1)  # the last one is the root, which no cache holds yet
         self.slots.fall_back(slot, tokens)
         self.processors.see(slot, [*prompt, *tokens])
 

@@ -58,7 +58,6 @@ def verification_seconds(
     kv.keep(position_BT, torch.full((batch,), CONTEXT, device=device))
     if captured:
         bind([kv], CONTEXT, max(sizes))
-        kv.rows(kv.slot_B)
     passes = {size: Work(partial(_verify, target, drafter, kv, *_chain(size, batch, device))) for size in sizes}
     return median_seconds(passes, device, captured, repeats)
 
@@ -87,7 +86,7 @@ def proposal_seconds(target: Target, drafter: Drafter, repeats: int = 15, batch:
     caches, slot_B = state.caches, torch.arange(batch, device=device)
     if captured:
         for kv in caches:
-            kv.bound = 0  # nothing is in the cache yet
+            kv.use_static_length(0)  # nothing is in the cache yet
     state.observe_prompt(_commit(target, drafter, batch, CONTEXT), slot_B)
     if captured:
         bind(caches, room, drafter.max_new_positions)

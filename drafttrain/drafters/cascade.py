@@ -154,7 +154,7 @@ class CascadeState(CachedState):
         while (left := draft.left()) > 0:
             self._decode_step(slot_B, draft, left, policy, sampling)
         inner.restore(slot_B, before_draft)
-        kv.rollback(committed_B)  # the root's keys too: the next commit brings it again
+        kv.crop(committed_B)  # the root's keys too: the next commit brings it again
         return draft.tree(root_B1)
 
     def _decode_step(self, slot_B: Tensor, draft: Draft, left: int, policy: Policy, sampling: Sampling) -> None:
@@ -162,12 +162,12 @@ class CascadeState(CachedState):
         kv, drafter = self.kv, self.drafter
         if left > 1:
             tree = self.inner.propose(slot_B, sampling, left - 1)
-            tree = tree if kv.bound is not None else tree.trimmed()
+            tree = tree if kv.static else tree.trimmed()
         else:
             tree = DraftTree.chain(draft.last())
         ancestor_BNN = tree.ancestor_BNN
         position_BN = self._clamped(kv.length_B[:, None] + depth(ancestor_BNN))
-        kv.room(tree.token_BN.shape[1])
+        kv.ensure_room(tree.token_BN.shape[1])
         out = drafter.model(tree.token_BN, kv, ancestor_BNN, position_BN, drafter.inner.taps)
         assert out.logits_BRV is not None
         accepted = policy.accept(tree, ancestor_BNN, out.logits_BRV, position_BN, sampling).trimmed()

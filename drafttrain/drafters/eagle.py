@@ -89,7 +89,7 @@ class Eagle(Recurrent):
         final_PH = state_BTH.flatten(0, 1)
         steps, start_BTH = self.predicted_steps, self._noisy(state_BTH, batch)
         for step, pairs, hidden_MH in self.unroll(batch, start_BTH, steps, detach=True):
-            wanted_MH = final_PH[batch.law_at(pairs.label_M)]
+            wanted_MH = final_PH[batch.teacher_index(pairs.label_M)]
             apart_M = F.smooth_l1_loss(hidden_MH.float(), wanted_MH.float(), reduction="none").mean(-1)
             aux = options.feature_weight * apart_M.sum()
             if options.top_weight:

@@ -73,7 +73,7 @@ class PrefixLayer(DecoderLayer):
     def store(self, hidden_BAH: Tensor, kv: KVCache, count_B: Tensor) -> None:
         """Only the keys and values: later positions need nothing else of these."""
         k_BhAD, v_BhAD = self.self_attn.kv(self.input_layernorm(hidden_BAH), _positions(kv, hidden_BAH))
-        kv.put(0, k_BhAD, v_BhAD)
+        kv.append(0, k_BhAD, v_BhAD)
         _keep(kv, hidden_BAH, count_B)
 
     def last(self, hidden_BAH: Tensor, kv: KVCache, count_B: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class PrefixState(CachedState):
     def __init__(self, drafter: HydraPlus, slots: int, max_len: int) -> None:
         kv = KVCache(1, slots, max_len, next(drafter.parameters()).device)
         super().__init__(kv, slots, drafter.draft_length)
-        self.drafter, self.grower = drafter, drafter.proposal.grower(kv.length_S.device)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(kv.device)
 
     def consume(self, commit: Commit, slot_B: Tensor) -> None:
         self.kv.rows(slot_B)

@@ -80,12 +80,14 @@ class Pard(DraftModel):
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Draft d (from 0) predicts the token d + 2 after its source. In evaluation every anchor has all masks."""
         shares = self.retention.shares(self._slots) if self.training else None
-        chains = Chains.behind(batch, shares, self._slots, root=True)
-        token_BN, no_rows_B0 = chains.behind_text(batch.token_BT, self.mask_token), batch.token_BT[:, :0]
+        chains = Chains.append_to(batch, shares, self._slots, root=True)
+        token_BN, no_rows_B0 = chains.append_masks(batch.token_BT, self.mask_token), batch.token_BT[:, :0]
         position_BN = chains.position_BN.clamp_max(self.lm.shape.max_positions - 1)
         final_BNH = self.lm(token_BN, None, chains, position_BN, Taps(final=True), no_rows_B0).hidden[FINAL]
         pairs = batch.future(2)
-        hidden_MH = final_BNH[:, : chains.columns].flatten(0, 1)[batch.law_at(pairs.label_M)]  # of the column of the root
+        hidden_MH = final_BNH[:, : chains.columns].flatten(0, 1)[
+            batch.teacher_index(pairs.label_M)
+        ]  # of the column of the root
         yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.lm.head)
         for depth, pairs, hidden_MH in chains.steps(batch, final_BNH):
             yield Prediction(depth, pairs.source_M, pairs.label_M, hidden_MH, self.lm.head)
@@ -110,7 +112,7 @@ class PardState(AutoregressiveState):
     def __init__(self, drafter: Pard, slots: int, max_len: int) -> None:
         super().__init__(drafter, slots, max_len)
         self.pard = drafter
-        self.grower = drafter.proposal.grower(self.kv.length_S.device)
+        self.grower = drafter.proposal.grower(self.kv.device)
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter, kv = self.pard, self.kv

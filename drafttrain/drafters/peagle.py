@@ -138,14 +138,14 @@ class PEagle(FusedDrafter):
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Draft d (from 0) predicts the token d + 2 after its source. In evaluation every anchor has all slots."""
         shares = self.retention.shares(self._slots) if self.training else None
-        chains = Chains.behind(batch, shares, self._slots, root=False)
+        chains = Chains.append_to(batch, shares, self._slots, root=False)
         B, slots = len(batch.token_BT), chains.position_BN.shape[1] - chains.columns
         state_BNH = torch.cat([self.fuse(batch.hidden), self.mask_state().expand(B, slots, -1)], 1)
 
         def attend(number: int, attention: Attention, read_BNI: Tensor) -> Tensor:
             return attention.out(attended(*attention.qkv(read_BNI, chains.position_BN), chains))
 
-        state_BNH = self.through(chains.behind_text(batch.after(1), self.mask_token), state_BNH, attend)
+        state_BNH = self.through(chains.append_masks(batch.after(1), self.mask_token), state_BNH, attend)
         pairs = batch.future(2)
         hidden_MH = state_BNH[:, : chains.columns].flatten(0, 1)[pairs.source_M]
         yield Prediction(0, pairs.source_M, pairs.label_M, hidden_MH, self.logits, vocab_D=self.ids)
@@ -166,7 +166,7 @@ class PEagleState(CachedState):
         """Slots take positions after the text, even if few of their drafts become nodes."""
         kv = KVCache(len(drafter.layers), slots, max_len + drafter.draft_length, drafter.fc.weight.device)
         super().__init__(kv, slots, drafter.draft_length)
-        self.drafter, self.grower = drafter, drafter.proposal.grower(kv.length_S.device)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(kv.device)
 
     def consume(self, commit: Commit, slot_B: Tensor) -> None:
         self.kv.rows(slot_B)

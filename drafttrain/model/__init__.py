@@ -1,1 +1,1 @@
-"""The interfaces of target and drafter, and what both are made of: batches, KV cache, attention, layers."""
+"""The interfaces of target and drafter, and their shared parts: batches, KV cache, attention, layers."""

@@ -5,11 +5,11 @@ Shapes: B sequences, T positions, A anchors of a sequence, H hidden, M (source, 
 Worked example: one sequence of tokens `a b c d e`, all supervised.
 
     position          0   1   2   3   4
-    future(2).source  0   1   2              a drafter standing at 0 holds h[0] and knows b (the root)
-    future(2).label   2   3   4              and drafts c: the token at label 2, whose law is the target's output at 1
+    future(2).source  0   1   2              a drafter at source 0 holds h[0] and knows b, the root;
+    future(2).label   2   3   4              it drafts c, the token at label 2; the target's output at 1 is its distribution
     after(1)          b   c   d   e   -
-    anchors().source  0   1   2              a block that stands at 0 begins with the root b, its anchor, at position 1;
-    ahead(.., 3)      3   4                  it sees the target's states at 0 alone, and its second draft is the token at 3
+    anchors().source  0   1   2              a block with source 0 begins at position 1 with the root b, its anchor;
+    future_of(.., 3)  3   4                  it sees the target's states at 0 alone, and its second draft is the token at 3
 """
 
 from __future__ import annotations
@@ -26,58 +26,54 @@ from drafttrain.core.sequence_shard import Group, Span
 from drafttrain.model.masks import Documents
 from drafttrain.ops.remap import remap_logits
 
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # spreads a batch's digest over all bits
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd multiplier that spreads a batch's digest over all bits
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Flat indices into [B * T]: where a prediction is made, and the token it predicts."""
+    """Sources and labels of predictions, as flat indices into [B * T]."""
 
-    source_M: Tensor
-    label_M: Tensor
+    source_M: Tensor  # where the prediction is made
+    label_M: Tensor  # the token that it predicts
 
 
 @dataclass(frozen=True, slots=True)
 class Anchors:
-    """Where block drafters stand: some sources of each sequence, in order, whose roots begin a block each.
+    """Some sources of each sequence, in order. A block drafter begins one block at the root of each."""
 
-    source_BA: columns; 0 where real_BA is False. token_BA, position_BA: the roots'. share: of all such sources that these are.
-    parts: where several processes hold the sequences, the columns in whole sequences of each one's, padded to one number.
-    """
-
-    source_BA: Tensor
-    real_BA: Tensor
-    token_BA: Tensor
-    position_BA: Tensor
-    share: float
-    parts: list[Tensor] | None = None
+    source_BA: Tensor  # columns; 0 where real_BA is False
+    real_BA: Tensor  # False for padding
+    token_BA: Tensor  # of the roots
+    position_BA: Tensor  # of the roots
+    share: float  # these anchors / all possible ones
+    parts: list[Tensor] | None = None  # each process's source columns where several hold the sequences; equally padded
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What blocks see of their rows: columns first_BA to last_BA, both included."""
+    """The columns of its row that each block sees."""
 
     first_BA: Tensor
-    last_BA: Tensor
+    last_BA: Tensor  # included
 
     def split(self, blocks: int) -> list[Context]:
-        """So many blocks at a time."""
+        """The context of each group of at most `blocks` blocks."""
         starts = range(0, self.first_BA.shape[1], blocks)
         return [Context(self.first_BA[:, a : a + blocks], self.last_BA[:, a : a + blocks]) for a in starts]
 
     def seen(self, columns: int) -> Tensor:
-        """[B, A, T] bool."""
+        """[B, A, T] bool: whether a block sees a column."""
         column_T = torch.arange(columns, device=self.first_BA.device)
         return (column_T >= self.first_BA[..., None]) & (column_T <= self.last_BA[..., None])
 
 
 @dataclass(frozen=True, slots=True)
 class Top:
-    """The target's law at every position by its k likeliest tokens. log_rest_BT: log of the mass of all others together."""
+    """The target's distribution at every position, by its k likeliest tokens."""
 
     id_BTk: Tensor
     log_p_BTk: Tensor
-    log_rest_BT: Tensor
+    log_rest_BT: Tensor  # log of the probability of all other tokens together
 
     def to(self, device: torch.device) -> Top:
         return Top(self.id_BTk.to(device), self.log_p_BTk.to(device), self.log_rest_BT.to(device))
@@ -85,26 +81,22 @@ class Top:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Right-padded or packed sequences with the target's view of them, or one process's columns of them (`part`).
-
-    document_BT: an id per document, -1 on padding. mask_BT: True where the *token at this position* is supervised.
-    hidden: tapped target states by block number (`target.FINAL` for the post-norm output), each [B, T, H].
-    top: the target's law, where the post-norm output is not there to give it.
-    span, whole: of a part: which one it is, and the sequences, without states.
-    """
+    """Right-padded or packed sequences with the target's states, or one process's columns of them (`part`)."""
 
     token_BT: Tensor
     position_BT: Tensor
-    document_BT: Tensor
-    mask_BT: Tensor
-    hidden: dict[int, Tensor] = field(default_factory=dict)
-    top: Top | None = None
-    span: Span | None = None
-    whole: TrainBatch | None = None
+    document_BT: Tensor  # number of the document; -1 on padding
+    mask_BT: Tensor  # True where the *token at this position* is supervised
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # states [B, T, H] by block number; `target.FINAL`: post-norm
+    top: Top | None = None  # the target's distribution, where the post-norm output is absent
+    span: Span | None = None  # the process's columns, of a part
+    whole: TrainBatch | None = None  # the whole sequences without states, of a part
 
     def part(self, group: Group, halo: int) -> TrainBatch:
-        """This process's columns of a batch without states, which the group holds together, as many for each process; then
-        `halo` more, which its labels may lie in. Where the sequences have ended there is padding."""
+        """This process's columns of a batch without states that the processes of the group hold together.
+
+        Each process has the same number of columns, then `halo` more that its labels may be in. Padding follows the sequences.
+        """
         own = -(-self.length // group.size)
         span = Span(group, own, halo)
 
@@ -116,7 +108,7 @@ class TrainBatch:
 
     @property
     def length(self) -> int:
-        """Of the whole sequences, T."""
+        """Positions of the whole sequences, T."""
         return (self.whole or self).token_BT.shape[1]
 
     def to(self, device: torch.device) -> TrainBatch:
@@ -127,17 +119,15 @@ class TrainBatch:
         return TrainBatch(token_BT, position_BT, document_BT, mask_BT, hidden, top, self.span, whole)
 
     def future(self, k: int) -> Pairs:
-        """Pairs (t, t + k) within one document whose label is supervised and whose root t + 1 is not padding."""
+        """Pairs (t, t + k) within one document whose label is supervised."""
         source_M = self.labelled(k).flatten().nonzero()[:, 0]
         return Pairs(source_M, source_M + k)
 
     def labelled(self, k: int) -> Tensor:
-        """[B, T] whether the token k positions later is of the same document and supervised; of a part's own columns alone."""
+        """[B, T] whether the token k positions later is supervised and of the same document; False in a part's halo."""
         T = self.token_BT.shape[1]
         if self.span is not None:
-            assert k <= self.span.halo, (
-                f"a label {k} positions on lies beyond the part of a sequence; Drafter.label_offset says less"
-            )
+            assert k <= self.span.halo, f"label {k} is beyond the part of a sequence; Drafter.label_offset is smaller"
         none_BT = torch.zeros_like(self.mask_BT)
         if k >= T:
             return none_BT
@@ -146,45 +136,45 @@ class TrainBatch:
         return found_BT if self.span is None else torch.cat([found_BT[:, : self.span.own], none_BT[:, self.span.own :]], 1)
 
     def anchors(self, limit: int | None = None) -> Anchors:
-        """Sources whose root is supervised, and the token after it; of each sequence at most `limit`, drawn at random.
+        """Sources whose root and the token after it are supervised; of each sequence at most `limit`, chosen at random.
 
-        The draw is a function of the batch's tokens alone, so that it is the same on every process and device, and in a
-        run that was resumed; another batch in which a sequence stands gives it other anchors.
+        The choice depends on the batch's tokens alone: it is the same on every process and device, and in a resumed run.
+        In another batch the same sequence gets other anchors.
         """
         if self.span is not None and self.whole is not None:
-            return self._own(self.whole.anchors(limit), self.span)
+            return self._own_anchors(self.whole.anchors(limit), self.span)
         open_BT = self.labelled(1) & self.labelled(2)
         known, most = int(open_BT.sum()), int(open_BT.sum(1).max())
         if limit is None or most <= limit:
-            return self._standing(open_BT, most, 1.0)
-        chosen_BT = open_BT & (self._lot(open_BT) < limit)
-        return self._standing(chosen_BT, limit, int(chosen_BT.sum()) / known)
+            return self._anchors_at(open_BT, most, 1.0)
+        chosen_BT = open_BT & (self._random_order(open_BT) < limit)
+        return self._anchors_at(chosen_BT, limit, int(chosen_BT.sum()) / known)
 
     def nested(self, shares: Sequence[float]) -> list[tuple[int, Anchors]]:
-        """(length, anchors) of all anchors whose chains have this length, where a share shares[i] of each sequence's is drawn
-        to go on to length i + 1, from those that have come to i. Shares never grow; a length at which none ends is left out.
+        """(length, anchors) of the anchors whose chains have this length; a length that no chain has is left out.
 
-        Of 10 anchors and shares (0.8, 0.5, 0.5): 2 have no chain, 3 end at length 1, 5 at 3.
+        shares[i]: the share of a sequence's anchors whose chains reach length i + 1; shares never grow. Anchors are chosen at
+        random. Of 10 anchors and shares (0.8, 0.5, 0.5), 2 have no chain, 3 have length 1, 5 have length 3.
         """
         if self.span is not None and self.whole is not None:
-            return [(length, self._own(anchors, self.span)) for length, anchors in self.whole.nested(shares)]
+            return [(length, self._own_anchors(anchors, self.span)) for length, anchors in self.whole.nested(shares)]
         open_BT = self.labelled(1) & self.labelled(2)
         kept_BK = (open_BT.sum(1, keepdim=True) * torch.tensor(shares, device=open_BT.device)).long()
-        length_BT = (self._lot(open_BT)[..., None] < kept_BK[:, None]).sum(-1)
+        length_BT = (self._random_order(open_BT)[..., None] < kept_BK[:, None]).sum(-1)
         ends = [i + 1 for i, (share, after) in enumerate(pairwise([*shares, 0.0])) if after < share]
         most = torch.stack([(length_BT == end).sum(1).max() for end in ends]).tolist() if ends else []
-        return [(end, self._standing(length_BT == end, count, 1.0)) for end, count in zip(ends, most, strict=True)]
+        return [(end, self._anchors_at(length_BT == end, count, 1.0)) for end, count in zip(ends, most, strict=True)]
 
-    def _lot(self, open_BT: Tensor) -> Tensor:
-        """[B, T] where each open position comes in a random order of its sequence's, from 0; the others come after them."""
+    def _random_order(self, open_BT: Tensor) -> Tensor:
+        """[B, T] place of each open position in a random order of its sequence, from 0; the other positions follow."""
         B, T = open_BT.shape
         place_BT = torch.arange(1, B * T + 1, device=open_BT.device).view(B, T)
         digest = int(((self.token_BT + 1) * (place_BT * _ODD)).sum())
         order_BT = torch.rand(B, T, generator=torch.Generator().manual_seed(digest)).to(open_BT.device)
         return order_BT.masked_fill(~open_BT, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
 
-    def _standing(self, chosen_BT: Tensor, most: int, share: float) -> Anchors:
-        """At the chosen positions, at most so many of each sequence."""
+    def _anchors_at(self, chosen_BT: Tensor, most: int, share: float) -> Anchors:
+        """Anchors whose sources are the chosen positions; `most`: the largest number of a sequence."""
         T = chosen_BT.shape[1]
         column_BA = torch.arange(T, device=chosen_BT.device).where(chosen_BT, T).sort(1).values[:, : max(1, most)]
         real_BA = column_BA < T
@@ -192,8 +182,8 @@ class TrainBatch:
         token_BA, position_BA = self.after(1).gather(1, source_BA), self.position_BT.gather(1, source_BA) + 1
         return Anchors(source_BA, real_BA, token_BA, position_BA, share)
 
-    def _own(self, anchors: Anchors, span: Span) -> Anchors:
-        """Those of the whole sequences that stand in this process's columns."""
+    def _own_anchors(self, anchors: Anchors, span: Span) -> Anchors:
+        """The anchors of the whole sequences whose sources are in this process's columns."""
         owner_BA = torch.where(anchors.real_BA, anchors.source_BA // span.own, -1)
         mine = [owner_BA == rank for rank in range(span.group.size)]
         most = max(1, max(int(own_BA.sum(1).max()) for own_BA in mine))
@@ -208,8 +198,8 @@ class TrainBatch:
         parts = [anchors.source_BA.gather(1, place_BA) for place_BA in order]
         return Anchors(source_BA, real_BA, of(anchors.token_BA), of(anchors.position_BA), anchors.share, parts)
 
-    def ahead(self, anchors: Anchors, k: int) -> tuple[Tensor, Pairs]:
-        """(place_M, pairs): `future(k)` of these sources alone, and the place of each in the flattened anchors."""
+    def future_of(self, anchors: Anchors, k: int) -> tuple[Tensor, Pairs]:
+        """(place_M, pairs): `future(k)` of these sources alone; place_M: each one's index in the flattened anchors."""
         T = self.token_BT.shape[1]
         has_BA = anchors.real_BA & self.labelled(k).gather(1, anchors.source_BA)
         place_M = has_BA.flatten().nonzero()[:, 0]
@@ -218,8 +208,10 @@ class TrainBatch:
         return place_M, Pairs(source_M, source_M + k)
 
     def context(self, anchors: Anchors, root: bool = False) -> Context:
-        """The positions before each anchor in its document: its source's, and those before; root: its own too. Of a part, in
-        whole sequences, of the anchors of all processes."""
+        """The columns of each anchor's document up to its source; root: the anchor's own column too.
+
+        For a part: columns of the whole sequences, for the anchors of all processes.
+        """
         document_BT = (self.whole or self).document_BT
         source_BA = anchors.source_BA if anchors.parts is None else torch.cat(anchors.parts, 1)
         column_T = torch.arange(self.length, device=document_BT.device)
@@ -229,8 +221,10 @@ class TrainBatch:
         return Context(start_BT.gather(1, source_BA), source_BA + int(root))
 
     def sees(self) -> Documents | None:
-        """What each position sees of its own document; None where no row holds two: to be causal says it all. Of a part, what
-        the positions of whole sequences see."""
+        """The documents within which positions attend; None where no row holds two, so that causal attention is enough.
+
+        For a part: the documents of the whole sequences.
+        """
         document_BT = (self.whole or self).document_BT
         several = bool(((document_BT != document_BT[:, :1]) & (document_BT >= 0)).any())
         if self.span is None:
@@ -240,48 +234,38 @@ class TrainBatch:
         return Documents(F.pad(number_BT, (0, missing), value=-1 if several else 0), self.span)
 
     def after(self, k: int) -> Tensor:
-        """[B, T] the token k positions later; token 0 where the sequence has ended (no pair reads it there)."""
+        """[B, T] the token k positions later; token 0 past the end of the sequence, where no pair reads it."""
         if k == 0:
             return self.token_BT
         return torch.cat([self.token_BT[:, k:], torch.zeros_like(self.token_BT[:, :k])], dim=1)
 
-    def law_at(self, label_M: Tensor) -> Tensor:
-        """[M] where the target's output holds the law of these labels: one position before."""
+    def teacher_index(self, label_M: Tensor) -> Tensor:
+        """[M] positions whose target output is the distribution of these labels: one position before each."""
         return label_M - 1
 
     def supervised(self) -> int:
-        """Number of supervised tokens that some drafter could be asked for (a document's first token never is)."""
+        """Number of supervised tokens that a drafter can predict; a document's first token is never one."""
         own = self.token_BT.shape[1] if self.span is None else self.span.own
         return int((self.mask_BT & (self.document_BT >= 0))[:, :own].sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One step's predictions: the hidden state at each source, the label it stands for, and the head to apply.
+    """The predictions of one step: a hidden state and a label for each source, and the head that gives logits."""
 
-    head: [m, H] -> [m, V] logits; called on chunks, so that no [M, V] tensor is ever whole. weight: of this step's loss, or
-    of each of its predictions, [M].
-    every_step: the one prediction stands for every draft depth (an autoregressive LM under teacher forcing).
-    vocab_D: target ids of the drafter's own vocabulary, over which its logits are, ascending; None: the target's.
-    aux: a further loss of this step, summed over its predictions and weighted already.
-    counted: False for a part that only the loss knows, of which no draft is offered to the target.
-    offers: the head gives a finite logit to so many tokens of each prediction alone; None: to all.
-    confidence: [m, H] -> [m] logits of the draft's being accepted, which the objective teaches the counted acceptance.
-    """
-
-    step: int
+    step: int  # draft depth, from 0
     source_M: Tensor
     label_M: Tensor
-    hidden_MH: Tensor
-    head: Callable[[Tensor], Tensor]
-    weight: float | Tensor = 1.0
-    every_step: bool = False
-    vocab_D: Tensor | None = None
-    aux: Tensor | None = None
-    counted: bool = True
-    offers: int | None = None
-    confidence: Callable[[Tensor], Tensor] | None = None
+    hidden_MH: Tensor  # at each source
+    head: Callable[[Tensor], Tensor]  # [m, H] -> [m, V] logits; called on chunks, so that there is never an [M, V] tensor
+    weight: float | Tensor = 1.0  # of this step's loss, or of each prediction, [M]
+    every_step: bool = False  # the predictions are those of every draft depth (an autoregressive LM under teacher forcing)
+    vocab_D: Tensor | None = None  # ascending target ids of the drafter's own vocabulary; None: the target's vocabulary
+    aux: Tensor | None = None  # a further loss of this step, weighted and summed over its predictions
+    counted: bool = True  # False: part of the loss alone; no such draft is offered to the target
+    offers: int | None = None  # tokens of each prediction with a finite logit; None: all
+    confidence: Callable[[Tensor], Tensor] | None = None  # [m, H] -> [m] logits of acceptance, trained on counts
 
     def whole(self, logits_MD: Tensor, vocab: int) -> Tensor:
-        """[M, V] the head's logits over the target's vocabulary, minus infinity where the drafter has none."""
+        """[M, V] the head's logits over the target's vocabulary; minus infinity outside the drafter's."""
         return logits_MD if self.vocab_D is None else remap_logits(logits_MD, self.vocab_D, vocab)

@@ -1,6 +1,6 @@
-"""Attention of many blocks of slots, each with its own part of one context (arXiv 2602.06036, section 4; 2602.01469).
+"""Attention of many blocks of slots, each to its own part of one context (arXiv 2602.06036, section 4; 2602.01469).
 
-No mask or score of all slots at once is ever in memory: some blocks go at a time.
+Blocks are computed a few at a time: no mask or score of all slots is in memory at once.
 
 Shapes: B rows, T positions of the context, A blocks of a row, C of them at once, S slots of a block, R = C S, P = T + R keys,
 h heads, D head width. Keys and values may have fewer heads.
@@ -22,13 +22,11 @@ LEAST_TILE, MOST_TILE = 64, 512  # slots whose attention is computed at once in 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a slot sees. chained: of its block the slots up to itself, else all. window: as many positions at most, the own one
-    included, slot 0 standing right behind its part of the context; None: all. scale: of the scores; None: D ** -0.5.
-    """
+    """The keys that a slot sees, and the scale of its scores."""
 
-    chained: bool = False
-    window: int | None = None
-    scale: float | None = None
+    chained: bool = False  # a slot sees the slots of its block up to itself; False: all slots of its block
+    window: int | None = None  # positions that a slot sees at most, its own included; slot 0 follows its context. None: all
+    scale: float | None = None  # None: D ** -0.5
 
 
 WHOLE = Rule()
@@ -43,12 +41,12 @@ def blockwise_attention(
     seen: Context,
     rule: Rule = WHOLE,
 ) -> Tensor:
-    """[B, h, A, S, D]: every slot attends to slots of its own block, and to what its anchor sees of the context.
+    """[B, h, A, S, D]: every slot attends to slots of its own block and to its anchor's part of the context.
 
-    With gradients each tile is computed again in the backward pass: its keys, mask and scores are not kept.
+    With gradients the backward pass recomputes each tile: its keys, mask and scores are not stored.
     """
     A, S = q_BhASD.shape[2:4]
-    slots = min(max(context_k_BhTD.shape[2] // 2, LEAST_TILE), MOST_TILE)  # a tile's blocks are keys to each other, in vain
+    slots = min(max(context_k_BhTD.shape[2] // 2, LEAST_TILE), MOST_TILE)  # scores between its blocks are masked, wasted
     blocks = max(1, slots // S)
     again, mixed = torch.is_grad_enabled() and blocks < A, []
     for own in zip(*(torch.split(x, blocks, 2) for x in (q_BhASD, k_BhASD, v_BhASD)), seen.split(blocks), strict=True):
@@ -72,7 +70,7 @@ def _tile(
 
 
 def _mask(seen: Context, blocks: int, slots: int, columns: int, rule: Rule) -> Tensor:
-    """[B, R, P] bool."""
+    """[B, R, P] bool: the keys that each slot of a tile sees."""
     context_BRT = seen.seen(columns).repeat_interleave(slots, 1)
     slot_S = torch.arange(slots, device=context_BRT.device)
     own_SS = torch.ones(slots, slots, dtype=torch.bool, device=slot_S.device)
@@ -88,7 +86,7 @@ def _mask(seen: Context, blocks: int, slots: int, columns: int, rule: Rule) -> T
 
 
 def _apart(own_BhRD: Tensor) -> Tensor:
-    """Its gradient is copied: as a part of the joined keys' gradient it would hold all of that until the last tile is done."""
+    """Copy the gradient: a view would keep the joined keys' whole gradient in memory until the last tile is done."""
     if own_BhRD.requires_grad:
         own_BhRD.register_hook(torch.clone)
     return own_BhRD

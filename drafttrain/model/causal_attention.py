@@ -1,4 +1,4 @@
-"""Attention over whole sequences, each position to what is before it in its document: nothing is ever [T, T].
+"""Causal attention over whole sequences within documents; no tensor is [T, T].
 
 Shapes: B rows, T positions, R queries of a block, P keys that they see, h heads, g KV heads, D head width.
 """
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from drafttrain.model.masks import Documents
 
-ROWS = 512  # queries of a block where a window cuts off what is far back
+ROWS = 512  # queries of a block, with a sliding window
 
 
 def causal(
@@ -24,10 +24,10 @@ def causal(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """[B, h, T, D], or a process's columns of it, as it has been given them.
+    """[B, h, T, D] causal attention; for a process's columns of a sequence, those columns.
 
-    documents: each is attended to by itself, so that no score between two of them is computed; None: every row is one.
-    window: as many positions are seen at most, the own one included. scale: of the scores; None: D ** -0.5.
+    documents: attention is computed for each document alone, without scores between two; None: every row is one document.
+    window: positions that a query sees at most, its own included. scale: of the scores; None: D ** -0.5.
     """
 
     def one(q_BhTD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def causal(
 
 
 def by_document(function: Callable[..., Tensor], documents: Documents | None, *inputs: Tensor) -> Tensor:
-    """[B, h, T, D] of inputs [B, h, T, D], whose documents the function is given one at a time."""
+    """[B, h, T, D]: the function's result over inputs [B, h, T, D], called for one document at a time."""
     if documents is None or all(len(lengths) == 1 for lengths in documents.lengths):
         return function(*inputs)
     rows = []
@@ -53,7 +53,7 @@ def by_document(function: Callable[..., Tensor], documents: Documents | None, *i
 
 
 def _windowed(q_BhTD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, window: int, scale: float | None) -> Tensor:
-    """A block of queries at a time, against the keys that some of them see."""
+    """Sliding-window attention, one block of queries at a time."""
     T, masks, mixed = q_BhTD.shape[2], dict[tuple[int, int], Tensor](), []
     for start in range(0, T, ROWS):
         stop, first = min(start + ROWS, T), max(0, start - window + 1)
@@ -66,11 +66,12 @@ def _windowed(q_BhTD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, window: int, scale
 
 
 def _fused(q_BhRD: Tensor, k_BgPD: Tensor, v_BgPD: Tensor, mask_RP: Tensor | None, scale: float | None) -> Tensor:
-    """Causal without a mask.
+    """torch's attention: causal, or with the mask.
 
-    On a GPU flash and cuDNN's kernels share keys among heads, the memory-efficient one does not; without one of the first two
-    all scores would be there. By its sources torch tries cuDNN first on capability 9.0 and 10.0 where cuDNN is newer than 9.15,
-    and builds a plan for each new shape there; else, and with TORCH_CUDNN_SDPA_DEPRIORITIZED=1, flash. gpu-bench times both.
+    On a GPU flash's and cuDNN's kernels share keys among heads and the memory-efficient kernel does not, so that keys are
+    repeated for it; torch would otherwise compute all scores at once. By its sources torch tries cuDNN first on capability 9.0
+    and 10.0 where cuDNN is newer than 9.15, and builds a plan for each new shape there; else, and with
+    TORCH_CUDNN_SDPA_DEPRIORITIZED=1, it takes flash. gpu-bench times both.
     """
     groups = q_BhRD.shape[1] // k_BgPD.shape[1]
     if q_BhRD.is_cuda and groups > 1 and (mask_RP is not None or q_BhRD.dtype == torch.float32):
@@ -81,7 +82,7 @@ def _fused(q_BhRD: Tensor, k_BgPD: Tensor, v_BgPD: Tensor, mask_RP: Tensor | Non
 
 
 def _seen(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """[R, P] bool: what the last so many of these positions see."""
+    """[R, P] bool: the keys that the last `queries` of `keys` positions see."""
     back_RP = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     return (back_RP >= 0) & (back_RP < window)
 
@@ -94,7 +95,7 @@ def reference(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """All scores at once."""
+    """The twin of `causal`: all scores at once."""
     T, groups = q_BhTD.shape[2], q_BhTD.shape[1] // k_BgTD.shape[1]
     seen_BTT = _seen(T, T, window or T, q_BhTD.device)[None] if documents is None else documents.dense()
     if documents is not None and window is not None:

@@ -1,13 +1,13 @@
-"""Short convolutions around a part of a layer, whose taps each position chooses itself.
+"""Short convolutions around a part of a layer, with weights that depend on the position's input.
 
 Shapes: S positions of a block, G groups of channels, H hidden.
 
 With two taps the part's input and output at position s are mixed with those at s - 1, channel by channel:
 
-    y[s] = (base_0 + own_0[s]) x[s] + (base_1 + own_1[s]) x[s - 1]        x[-1] = 0: nothing comes from outside a block
+    y[s] = (base_0 + own_0[s]) x[s] + (base_1 + own_1[s]) x[s - 1]        x[-1] = 0: blocks do not mix
 
-`base` is a number of each channel and tap, `own` one of each group of channels, made by a linear map of the part's input. At
-the start base is (1, 0) and the map zero, so that nothing changes.
+`base` has a number for each channel and tap. `own` has one for each group of channels, from a linear map of the part's input.
+At the start base is (1, 0) and the map is zero, so that the convolution is the identity.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TAPS = 2
 
 
 class Convolved(nn.Module):
-    """base_kernel and kernel_projection are named as in the official code; group: channels that share what a position adds."""
+    """A part between two convolutions. Parameters are named as in the official code. group: channels that share `own`."""
 
     def __init__(self, width: int, group: int) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class Convolved(nn.Module):
         nn.init.zeros_(self.kernel_projection.weight)
 
     def forward(self, x_SH: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-        """[..., S, H]: `part`, between its two convolutions."""
+        """[..., S, H]: convolution, `part`, convolution."""
         own_SX = self.kernel_projection(x_SH).unflatten(-1, (2, TAPS, -1))
         kernels = [self.base_kernel[side] + own_SX[..., side, :, :].repeat_interleave(self.group, -1) for side in range(2)]
         return _mixed(part(_mixed(x_SH, kernels[0])), kernels[1])
 
 
 class Bare(nn.Module):
-    """The part alone."""
+    """The part without convolutions, in the place of `Convolved`."""
 
     def forward(self, x_SH: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
         return part(x_SH)

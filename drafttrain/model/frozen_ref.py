@@ -8,10 +8,10 @@ T = TypeVar("T")
 
 
 class FrozenRef(Generic[T]):
-    """Holds a module that its holder reads and does not own.
+    """Holds a module that another module uses without owning it.
 
     torch registers a module that is assigned to an attribute of another one: it would be trained, moved, sharded and saved
-    with the holder. It does not look into this object.
+    with the holder. It does not find a module inside this object.
     """
 
     __slots__ = ("module",)

@@ -1,4 +1,4 @@
-"""All blocks of a Llama-like model in one call, over few new positions: nothing of a step runs in Python between two layers.
+"""All blocks of a Llama-like model in one compiled call, over few new positions.
 
 Shapes: B rows, N new positions, H hidden, L blocks.
 """
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafttrain.model.attention import Heads, Step
+from drafttrain.model.attention import AttentionMetadata, Heads
 from drafttrain.ops import library
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """norm before attention, packed projections (`ops.linear.pack`) and their biases, norm before the MLP."""
+    """One block's weights; its projections are packed by `ops.linear.pack`."""
 
-    norm_H: Tensor
+    norm_H: Tensor  # before attention
     qkv: Tensor
     qkv_bias: Tensor | None
     out: Tensor
     out_bias: Tensor | None
-    norm2_H: Tensor
+    norm2_H: Tensor  # before the MLP
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor
@@ -33,7 +33,7 @@ class BlockWeights:
 
 
 class Blocks:
-    """A frozen model's blocks, held by the compiled operators. The twin of `run` is the model's own loop over its blocks."""
+    """A frozen model's blocks, whose weights the compiled operators hold. The twin of `run` is the loop over the blocks."""
 
     def __init__(self, blocks: Sequence[BlockWeights], eps: float) -> None:
         first = blocks[0].shape
@@ -47,14 +47,16 @@ class Blocks:
             tensors += [b.norm2_H, b.gate_up, b.gate_up_bias, b.down, b.down_bias]
         self._kept = library.Kept(tensors)
 
-    def run(self, x_BNH: Tensor, step: Step, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
+    def run(
+        self, x_BNH: Tensor, meta: AttentionMetadata, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
         """(x, delta, tapped block outputs): the last block's output is x + delta. x is changed in place."""
-        kv = step.kv
-        assert kv is not None and step.compiled
+        pages = meta.pages
+        assert pages is not None and meta.compiled
         tapped = x_BNH.new_empty(len(taps), *x_BNH.shape)
         delta_BNH = torch.ops.drafttrain.run_blocks(
-            self._kept.number, x_BNH, step.cos_MD, step.sin_MD, self.eps, self.head_eps, self.scale, self.windows,
-            step.position_BN, kv.table_BQ, kv.length_B, step.ancestor_BNN, kv.store,
+            self._kept.number, x_BNH, meta.cos_MD, meta.sin_MD, self.eps, self.head_eps, self.scale, self.windows,
+            meta.position_BN, pages.table_BQ, pages.rows.length_B, meta.ancestor_BNN, pages.store,
             torch.tensor(taps, dtype=torch.long), tapped,
         )  # fmt: skip
         return x_BNH, delta_BNH if delta_BNH.numel() else None, dict(zip(taps, tapped, strict=True))

@@ -1,4 +1,4 @@
-"""The parts drafters share: RMS norm, residual block, rotary attention over a KV cache, gated MLP.
+"""Layers that drafters share: RMS norm, residual block, rotary attention over a KV cache, gated MLP.
 
 Shapes: B rows, N positions, P key positions, h heads, D head width, F half of it, H hidden, I input width of a projection.
 """
@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drafttrain.core.errors import UserError
-from drafttrain.model.attention import paged
+from drafttrain.model.attention import pages_in_place
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import TargetShape
-from drafttrain.ops.tree_attention import MOST_NODES, bits_of, tree_attention, visible
+from drafttrain.ops.tree_attention import MOST_NODES, bits_of, visible
 
 SCALINGS = {  # of rotary positions: kind -> the numbers it needs
     "default": (),
@@ -69,17 +69,14 @@ class GatedMLP(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LayerShape(TargetShape):
-    """Of a drafter's own decoder layers. rope_scaling: how their rotary positions are scaled, as transformers writes it; None:
-    not at all, whatever the target's are.
-    """
+    """The dimensions of a drafter's own decoder layers."""
 
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None  # of rotary positions, in transformers' form; None: none, whatever the target's
 
 
 @dataclass
 class LayerOptions:
-    """Where a drafter's own decoder layers are not shaped like the target's; null: as the target's. Published drafters often
-    have another rope_theta."""
+    """Dimensions of a drafter's own decoder layers; null: the target's. Published drafters often have another rope_theta."""
 
     heads: int | None = None
     kv_heads: int | None = None
@@ -91,7 +88,7 @@ class LayerOptions:
 
     @staticmethod
     def of(given: LayerOptions | Mapping[str, Any]) -> LayerOptions:
-        """From plain data too, as a checkpoint has it. Raises UserError for a setting that there is not."""
+        """From LayerOptions or a checkpoint's plain data. Raises UserError for an unknown setting."""
         if isinstance(given, LayerOptions):
             return given
         known = [f.name for f in fields(LayerOptions)]
@@ -102,7 +99,7 @@ class LayerOptions:
 
     @staticmethod
     def between(shape: TargetShape | None, target: TargetShape) -> LayerOptions:
-        """What tells a layer's shape from the target's."""
+        """The options that give this shape for this target."""
         if shape is None:
             return LayerOptions()
         apart = {
@@ -113,7 +110,7 @@ class LayerOptions:
         return LayerOptions(**apart, rope_scaling=shape.rope_scaling if isinstance(shape, LayerShape) else None)
 
     def shape(self, target: TargetShape) -> LayerShape:
-        """Raises UserError for values that no layer can have."""
+        """The layers' dimensions. Raises UserError for values that no layer can have."""
         check_scaling(self.rope_scaling)
         own = {name: value for name, value in asdict(self).items() if value is not None}
         shape = LayerShape(**asdict(target) | own)
@@ -129,7 +126,7 @@ class LayerOptions:
 
 
 def check_scaling(scaling: Mapping[str, Any] | None) -> None:
-    """Raise UserError for a scaling of positions that our layers have not."""
+    """Raise UserError for a scaling of positions that these layers do not have."""
     if scaling is None:
         return
     kind = str(scaling.get("rope_type", "default"))
@@ -142,24 +139,20 @@ def check_scaling(scaling: Mapping[str, Any] | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """in_width I may differ from the output width H: some drafters read two states at once.
+    """The dimensions of one attention module."""
 
-    qk_eps: of an RMS norm of each head's query and key, before they are rotated (Henry et al. 2020); None: there is none.
-    rope_scaling: as `LayerShape`'s.
-    """
-
-    in_width: int
-    width: int
+    in_width: int  # of the input, I; some drafters read two states at once
+    width: int  # of the output, H
     heads: int
     kv_heads: int
     head_dim: int
     rope_theta: float
-    qk_eps: float | None = None
-    rope_scaling: Mapping[str, Any] | None = None
+    qk_eps: float | None = None  # of an RMS norm of each query and key before rotation (Henry et al. 2020); None: no norm
+    rope_scaling: Mapping[str, Any] | None = None  # as `LayerShape.rope_scaling`
 
     @staticmethod
     def of(shape: TargetShape, in_width: int, qk_norm: bool = False) -> AttentionShape:
-        """Of a drafter's layer whose output is as wide as the target's states."""
+        """The dimensions for a drafter's layer whose output has the target's hidden size."""
         return AttentionShape(
             in_width,
             shape.hidden_size,
@@ -173,7 +166,7 @@ class AttentionShape:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions (Su et al. 2021), its parts apart: families combine keys differently."""
+    """Grouped-query attention with rotary positions (Su et al. 2021), in separate parts that families combine."""
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__()
@@ -193,7 +186,7 @@ class Attention(nn.Module):
         return q_BhND, rotate(self.k_norm(self._heads(self.k_proj(x_BNI))), *angles), self._heads(self.v_proj(x_BNI))
 
     def kv(self, x_BNI: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v as `qkv` gives them, for what is attended to and asks nothing."""
+        """k and v as from `qkv`, for positions without queries."""
         angles = self._angles(position_BN, x_BNI.dtype)
         return rotate(self.k_norm(self._heads(self.k_proj(x_BNI))), *angles), self._heads(self.v_proj(x_BNI))
 
@@ -208,21 +201,22 @@ class Attention(nn.Module):
         return x_BhND.repeat_interleave(self.shape.heads // self.shape.kv_heads, dim=1)
 
     def out(self, mixed_BhND: Tensor) -> Tensor:
+        """[B, N, H]: the output projection of all heads."""
         B, _, N, _ = mixed_BhND.shape
         out_BNH: Tensor = self.o_proj(mixed_BhND.transpose(1, 2).reshape(B, N, -1))
         return out_BNH
 
     def cached(self, x_BNI: Tensor, position_BN: Tensor, kv: KVCache, layer: int, ancestor_BNN: Tensor) -> Tensor:
-        """[B, N, H]: write the new positions' keys, attend to the prefix and to what `ancestor_BNN` allows."""
+        """[B, N, H]: write the new positions' keys and values; attend to the prefix and to the ancestors."""
         q_BhND, k_BhND, v_BhND = self.qkv(x_BNI, position_BN)
         N = x_BNI.shape[1]
-        if N <= MOST_NODES and paged(kv):
-            kv.put(layer, k_BhND, v_BhND)
-            q_BNhD, scale, bound = q_BhND.transpose(1, 2), q_BhND.shape[-1] ** -0.5, kv.longest + N
-            at = (*kv.layer(layer), kv.table_BQ, kv.length_B, bits_of(ancestor_BNN), position_BN)
-            out_BNH: Tensor = self.o_proj(tree_attention(q_BNhD, *at, scale, None, bound))
+        kv.append(layer, k_BhND, v_BhND)
+        pages = pages_in_place(kv) if N <= MOST_NODES else None
+        if pages is not None:
+            q_BNhD, scale = q_BhND.transpose(1, 2), q_BhND.shape[-1] ** -0.5
+            out_BNH: Tensor = self.o_proj(pages.attend(layer, q_BNhD, bits_of(ancestor_BNN), position_BN, scale))
             return out_BNH
-        keys_BhPD, values_BhPD = kv.write(layer, k_BhND, v_BhND)
+        keys_BhPD, values_BhPD = kv.read(layer, N)
         seen_BNP = visible(kv.length_B, kv.longest, ancestor_BNN)
         mixed_BhND = F.scaled_dot_product_attention(
             q_BhND, self.grouped(keys_BhPD), self.grouped(values_BhPD), attn_mask=seen_BNP[:, None]
@@ -231,10 +225,10 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a gated MLP, each behind a norm; its names are Llama's. Families attend in their own ways."""
+    """Attention and a gated MLP with a norm before each, named as in Llama. A family calls `self_attn` itself."""
 
     def __init__(self, shape: TargetShape, in_width: int | None = None, qk_norm: bool = False, input_norm: bool = True) -> None:
-        """in_width: of attention's input; None: of the target's states, as all else. input_norm: a norm before attention."""
+        """in_width: of attention's input; None: the target's hidden size. input_norm: a norm before attention."""
         super().__init__()
         width, eps = shape.hidden_size, shape.norm_eps
         self.input_layernorm = RMSNorm(width, eps) if input_norm else nn.Identity()
@@ -243,15 +237,15 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(width, shape.intermediate_size)
 
     def leave(self, residual_H: Tensor, attended_H: Tensor) -> Tensor:
-        """What the layer gives, from what went past its attention and what attention gave."""
+        """[..., H] the layer's output, from the residual around attention and attention's output."""
         state_H = residual_H + attended_H
         out_H: Tensor = state_H + self.mlp(self.post_attention_layernorm(state_H))
         return out_H
 
 
 def recomputed(again: bool, function: Callable[..., Any], *inputs: Any) -> Any:
-    """function(*inputs). again: where a gradient is wanted, of all that it computes only the outcome is kept, and the rest is
-    computed again in the backward pass (arXiv 1604.06174)."""
+    """function(*inputs). again: with gradients, store its result alone and recompute the rest in the backward pass
+    (arXiv 1604.06174)."""
     if again and torch.is_grad_enabled():
         return checkpoint(function, *inputs, use_reentrant=False)
     return function(*inputs)
@@ -260,26 +254,29 @@ def recomputed(again: bool, function: Callable[..., Any], *inputs: Any) -> Any:
 def rotary(
     position_BN: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: Mapping[str, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, N, D], the two halves of a head paired as transformers pairs them."""
+    """Cosines and sines [B, N, D], the two halves of a head paired as in transformers."""
     power_F = torch.arange(0, head_dim, 2, device=position_BN.device, dtype=torch.float32) / head_dim
-    angle_BND = position_BN[..., None].float() * scaled(theta**-power_F, scaling)
+    angle_BND = position_BN[..., None].float() * scaled_frequencies(theta**-power_F, scaling)
     angle_BND = torch.cat([angle_BND, angle_BND], -1)
     return angle_BND.cos().to(dtype), angle_BND.sin().to(dtype)
 
 
-def scaled(turn_F: Tensor, scaling: Mapping[str, Any] | None) -> Tensor:
-    """[F] radians per position of each pair of a head. llama3: slow pairs are slowed further, by `factor`, fast ones not, those
-    between partly (Llama 3 herd of models, arXiv 2407.21783)."""
+def scaled_frequencies(frequency_F: Tensor, scaling: Mapping[str, Any] | None) -> Tensor:
+    """[F] radians per position for each pair of a head's numbers.
+
+    llama3: low frequencies are divided by `factor`, high ones stay, and those between are interpolated (arXiv 2407.21783).
+    """
     kind = "default" if scaling is None else str(scaling.get("rope_type", "default"))
     if scaling is None or kind == "default":
-        return turn_F
+        return frequency_F
     if kind == "linear":
-        return turn_F / float(scaling["factor"])
+        return frequency_F / float(scaling["factor"])
     low, high, length = (float(scaling[name]) for name in SCALINGS["llama3"][1:])
-    kept_F = ((turn_F * (length / (2 * math.pi)) - low) / (high - low)).clamp(0.0, 1.0)
-    return turn_F * (kept_F + (1.0 - kept_F) / float(scaling["factor"]))
+    kept_F = ((frequency_F * (length / (2 * math.pi)) - low) / (high - low)).clamp(0.0, 1.0)
+    return frequency_F * (kept_F + (1.0 - kept_F) / float(scaling["factor"]))
 
 
 def rotate(x_BhND: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> Tensor:
+    """Rotate each head's vector by the angles of its position (Su et al. 2021)."""
     first, second = x_BhND.chunk(2, -1)
     return x_BhND * cos_BND[:, None] + torch.cat([-second, first], -1) * sin_BND[:, None]

@@ -1,4 +1,4 @@
-"""Attention over whole sequences, with or without chains of mask slots behind them.
+"""Attention over whole sequences, with or without chains of mask slots after them.
 
 Shapes: B rows, T columns of text, S slots of a chain, N all columns, h heads, g KV heads, D head width.
 """
@@ -22,9 +22,9 @@ def attended(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """[B, h, N, D], as `causal`; of `Chains` every slot sees its anchor's part of the text and the slots before it.
+    """[B, h, N, D]: `causal`, or for `Chains` attention of every slot to its anchor's part of the text and the slots before it.
 
-    No score or mask of all columns at once is ever in memory.
+    No score or mask of all columns is in memory at once.
     """
     if not isinstance(documents, Chains):
         return causal(q_BhND, k_BgND, v_BgND, documents, window, scale)
@@ -46,7 +46,7 @@ def attended(
 def reference(
     q_BhND: Tensor, k_BgND: Tensor, v_BgND: Tensor, chains: Chains, window: int | None = None, scale: float | None = None
 ) -> Tensor:
-    """All scores at once; a window by rotary positions."""
+    """The twin of `attended`: all scores at once; a window counts rotary positions."""
     seen_BNN, groups = chains.dense(), q_BhND.shape[1] // k_BgND.shape[1]
     if window is not None:
         seen_BNN = seen_BNN & (chains.position_BN[..., None] - chains.position_BN[:, None] < window)

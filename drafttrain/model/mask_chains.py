@@ -1,11 +1,11 @@
-"""Texts with chains of mask slots behind them, on which parallel drafters are trained in one pass (arXiv 2504.18583,
+"""Sequences followed by chains of mask slots, on which parallel drafters are trained in one pass (arXiv 2504.18583,
 2602.01469).
 
 Shapes: B rows, T columns of text, A anchors of a row, S slots of a chain, X slots of all chains, N = T + X columns, M
 predictions, H hidden.
 
-Worked example: the text `a b c d e`, and behind it two chains, of one and of two slots. The first stands at source 0, whose
-root is b, the second at source 1, with the root c. For a drafter that reads tokens themselves (`root`):
+Worked example: the text `a b c d e`, followed by two chains of one and of two slots. The first chain has source 0 and the
+root b, the second has source 1 and the root c. For a drafter that reads tokens (root=True):
 
     column           0  1  2  3  4    5      6      7
     token            a  b  c  d  e    mask   mask   mask
@@ -13,8 +13,8 @@ root is b, the second at source 1, with the root c. For a drafter that reads tok
     sees             all up to it     0 1 5  0-2 6  0-2 6 7
     predicts         -  c  d  e  -    d      e      -
 
-One whose column t holds the token t + 1 beside the target's state at t sees the columns up to the source; its slots stand one
-position earlier.
+With root=False column t holds the token t + 1 together with the target's state at t. Slots then see the columns up to the
+source, and their positions are one lower.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from drafttrain.model.masks import Documents
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How many anchors have a slot of depth d (from 1) in training: max(rate ** d, least), each of those that have one of the
-    depth before. Raises UserError for what no share can be.
+    """The share of anchors that have a slot of depth d (from 1) in training: max(rate ** d, least).
+
+    An anchor with a slot of one depth has slots of all depths before it. Raises UserError for values that are no shares.
     """
 
     rate: float
@@ -48,39 +49,40 @@ class Retention:
             )
 
     def shares(self, slots: int) -> list[float]:
+        """The shares of depths 1 to `slots`."""
         return [max(self.rate**depth, self.least) for depth in range(1, slots + 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Chains of one length. seen: of the text, by the chains of all processes where rows are held together."""
+    """Chains of one length."""
 
     anchors: Anchors
-    seen: Context
-    position_BAS: Tensor
+    seen: Context  # the columns of text that each chain sees; of all processes' chains where they hold the rows together
+    position_BAS: Tensor  # rotary positions
 
     @property
     def size(self) -> int:
+        """Slots of one chain, S."""
         return self.position_BAS.shape[2]
 
     @property
     def slots(self) -> int:
+        """Slots of all chains of a row."""
         return self.position_BAS[0].numel()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chains(Documents):
-    """What the columns of such rows see. text: of the text alone, as `TrainBatch.sees`. A slot sees its anchor's part of the
-    text, and the slots of its chain up to itself.
-    """
+    """Documents with chains: a slot sees its anchor's part of the text and the slots of its chain up to itself."""
 
-    text: Documents | None
+    text: Documents | None  # of the text alone, as `TrainBatch.sees`
     groups: tuple[Group, ...]
-    position_BN: Tensor
+    position_BN: Tensor  # rotary positions of all columns
 
     @staticmethod
-    def behind(batch: TrainBatch, shares: Sequence[float] | None, slots: int, root: bool) -> Chains:
-        """shares: of each sequence's anchors that have a slot of depth 1, 2, ...; None: all have all `slots`."""
+    def append_to(batch: TrainBatch, shares: Sequence[float] | None, slots: int, root: bool) -> Chains:
+        """shares: of each sequence's anchors, those with a slot of depth 1, 2, ...; None: all anchors have `slots` slots."""
         drawn = [(slots, batch.anchors())] if shares is None else batch.nested(shares)
         groups, slot_S = [], torch.arange(1, slots + 1, device=batch.token_BT.device)
         for size, anchors in drawn if slots else []:
@@ -92,29 +94,29 @@ class Chains(Documents):
 
     @property
     def columns(self) -> int:
-        """Of text, T."""
+        """Columns of text, T."""
         return self.number_BT.shape[1]
 
-    def behind_text(self, token_BT: Tensor, mask_token: int) -> Tensor:
-        """[B, N]."""
+    def append_masks(self, token_BT: Tensor, mask_token: int) -> Tensor:
+        """[B, N] the tokens, followed by a mask token for each slot."""
         return F.pad(token_BT, (0, self.position_BN.shape[1] - self.columns), value=mask_token)
 
     def steps(self, batch: TrainBatch, state_BNH: Tensor) -> Iterator[tuple[int, Pairs, Tensor]]:
-        """(depth, pairs, state [M, H] of their slots) of depth 1, 2, ...; its draft is the token depth + 2 after the source."""
+        """(depth, pairs, states [M, H] of their slots) of depths 1, 2, ...; a label is depth + 1 positions after the root."""
         states = state_BNH[:, self.columns :].split([group.slots for group in self.groups], 1)
         for depth in range(1, max((group.size for group in self.groups), default=0) + 1):
             source, label, state = list[Tensor](), list[Tensor](), list[Tensor]()
             for group, state_BXH in zip(self.groups, states, strict=True):
                 if group.size >= depth:
-                    place_M, pairs = batch.ahead(group.anchors, 2 + depth)
+                    place_M, pairs = batch.future_of(group.anchors, 2 + depth)
                     source.append(pairs.source_M)
                     label.append(pairs.label_M)
                     state.append(state_BXH.unflatten(1, (-1, group.size))[:, :, depth - 1].flatten(0, 1)[place_M])
             yield depth, Pairs(torch.cat(source), torch.cat(label)), torch.cat(state)
 
     def dense(self) -> Tensor:
-        """[B, N, N] what each column sees: for models whose attention is not ours."""
-        assert self.span is None, "only the parts of attention that exchange heads know sequences held together"
+        """[B, N, N] bool: which columns each column sees; for models with their own attention."""
+        assert self.span is None, "a dense mask needs all columns in one process; `attended` exchanges heads instead"
         B, T = self.number_BT.shape
         N = self.position_BN.shape[1]
         seen_BNN = torch.zeros(B, N, N, dtype=torch.bool, device=self.position_BN.device)

@@ -18,47 +18,46 @@ from drafttrain.ops.tree_attention import visible
 
 @dataclass(frozen=True)
 class Documents:
-    """Whole sequences that hold several documents each: causal within each, and nothing between them.
+    """Whole sequences of several documents each: attention is causal within a document, and there is none between two."""
 
-    span: the part of them that this process has; the numbers are those of all positions.
-    """
-
-    number_BT: Tensor  # -1 on padding; a document's positions are neighbours
-    span: Span | None = None
+    number_BT: Tensor  # document of every position, also of other processes; -1 on padding; a document's positions are adjacent
+    span: Span | None = None  # the columns that this process holds
 
     def dense(self) -> Tensor:
-        """[B, T, T] what each position sees."""
-        assert self.span is None, "only the parts of attention that exchange heads know sequences held together"
+        """[B, T, T] bool: which positions each position sees."""
+        assert self.span is None, "a dense mask needs all columns in one process; `causal` exchanges heads instead"
         column_T = torch.arange(self.number_BT.shape[1], device=self.number_BT.device)
         return (self.number_BT[:, None] == self.number_BT[..., None]) & (column_T <= column_T[:, None])
 
     @cached_property
     def lengths(self) -> list[list[int]]:
-        """Of each row's documents and its padding, in order."""
+        """Lengths of each row's documents and of its padding, in order."""
         return [row_T.unique_consecutive(return_counts=True)[1].tolist() for row_T in self.number_BT.cpu()]
 
 
-def seen(kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor, window: int | None) -> Tensor:
-    """[B, N, P] bool: what each new position attends to: the prefix and its ancestors, within the window by position.
+def attention_mask(
+    kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor, window: int | None
+) -> Tensor:
+    """[B, N, P] bool: the keys that each new position attends to: the prefix and its ancestors.
 
-    kv None: there is no prefix.
+    kv None: there is no prefix. window: positions that a query sees at most, its own included; None: all.
     """
     B, N = position_BN.shape
     if isinstance(ancestor_BNN, Documents):
         ancestor_BNN = ancestor_BNN.dense()
     if ancestor_BNN is None:
         ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=position_BN.device).tril().expand(B, N, N)
-    seen_BNP = ancestor_BNN if kv is None else visible(kv.length_B, kv.longest, ancestor_BNN)
+    mask_BNP = ancestor_BNN if kv is None else visible(kv.length_B, kv.longest, ancestor_BNN)
     if window is None:
-        return seen_BNP
+        return mask_BNP
     if kv is None:
-        return seen_BNP & (position_BN[..., None] - position_BN[:, None] < window)
-    key_BP = torch.arange(seen_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
+        return mask_BNP & (position_BN[..., None] - position_BN[:, None] < window)
+    key_BP = torch.arange(mask_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
     key_BP = key_BP.scatter(1, kv.length_B[:, None] + torch.arange(N, device=position_BN.device), position_BN)
-    return seen_BNP & (position_BN[..., None] - key_BP[:, None] < window)
+    return mask_BNP & (position_BN[..., None] - key_BP[:, None] < window)
 
 
-def additive(seen_BNP: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, N, P]: 0 where something is seen, the dtype's least number elsewhere."""
-    zero = torch.zeros((), dtype=dtype, device=seen_BNP.device)
-    return torch.where(seen_BNP, zero, torch.finfo(dtype).min)[:, None]
+def additive(mask_BNP: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, N, P]: 0 where the mask is true, the dtype's lowest number elsewhere."""
+    zero = torch.zeros((), dtype=dtype, device=mask_BNP.device)
+    return torch.where(mask_BNP, zero, torch.finfo(dtype).min)[:, None]

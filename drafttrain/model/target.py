@@ -16,22 +16,23 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents
 
-FINAL = -1  # key of the post-norm output in `hidden`, beside block numbers from 0
+FINAL = -1  # key of the post-norm output in `hidden`; other keys are block numbers from 0
 
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """What a family needs of the target: outputs of these blocks (0 is the first block's output), the post-norm output."""
+    """The outputs of the target that a family needs."""
 
-    blocks: tuple[int, ...] = ()
-    final: bool = False
+    blocks: tuple[int, ...] = ()  # numbers of blocks; 0 is the first block
+    final: bool = False  # the post-norm output
 
     @property
     def keys(self) -> tuple[int, ...]:
+        """Keys of these outputs in `TargetOut.hidden`."""
         return self.blocks + ((FINAL,) if self.final else ())
 
     def check(self, blocks: int) -> None:
-        """Raise ValueError when a tap lies outside a target of so many blocks."""
+        """Raise ValueError when a tap is outside a target of so many blocks."""
         if any(not 0 <= b < blocks for b in self.blocks):
             raise ValueError(
                 f"taps {list(self.blocks)} exceed the target's {blocks} blocks; set drafter.taps within 0..{blocks - 1}"
@@ -43,21 +44,23 @@ class Taps:
 
 @dataclass
 class LoraSpec:
-    """How a family also trains the target: low-rank matrices beside its linear maps (arXiv 2106.09685), and what holds it in
-    place meanwhile. The defaults are those of self-distillation (arXiv 2401.10774, section 2.3.2)."""
+    """How a family also trains the target: low-rank matrices added to its linear maps (arXiv 2106.09685).
+
+    The defaults are those of self-distillation (arXiv 2401.10774, section 2.3.2).
+    """
 
     rank: int = 32  # 0: the target is not trained
     alpha: float = 16.0  # the matrices' product counts alpha / rank times
     modules: list[str] = field(default_factory=list)  # last names of the blocks' linear maps, such as q_proj; none: all of them
-    hold: str = "distil"  # distil: KL(original || adapted) at every supervised token. text: cross-entropy of the token itself
-    drafter_weight: float = 0.01  # of the drafter's loss beside that one
+    hold: str = "distil"  # keeps the target close. distil: KL(original || adapted); text: cross-entropy; of supervised tokens
+    drafter_weight: float = 0.01  # weight of the drafter's loss; that loss has weight 1
     ramp: bool = True  # drafter_weight grows from 0 as sin(pi / 2 * share of the steps)
-    start: float = 0.0  # share of the steps in which the drafter learns alone, at the whole drafter_weight
+    start: float = 0.0  # share of the steps in which the drafter alone is trained, at the full drafter_weight
     lr_scale: float = 0.25  # the matrices' learning rate / train.lr
 
     @staticmethod
     def of(given: LoraSpec | Mapping[str, Any]) -> LoraSpec | None:
-        """From plain data too, as a checkpoint has it; None for rank 0. Raises UserError for a setting that there is not."""
+        """From a LoraSpec or a checkpoint's plain data; None for rank 0. Raises UserError for an unknown setting."""
         if isinstance(given, LoraSpec):
             return given if given.rank else None
         known = [f.name for f in fields(LoraSpec)]
@@ -83,10 +86,10 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True)
 class TargetOut:
-    """logits_BRV: None when not asked for. hidden: by tap key, [B, N, H] each."""
+    """Output of one pass of the target."""
 
-    logits_BRV: Tensor | None
-    hidden: dict[int, Tensor] = field(default_factory=dict)
+    logits_BRV: Tensor | None  # None when no logit rows were requested
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # by tap key, [B, N, H] each
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +109,12 @@ class TargetShape:
 
 
 class Target(Protocol):
-    """A causal LM: trees in, logits and tapped states out. `fingerprint` names its weights."""
+    """A causal LM: trees in, logits and tapped states out."""
 
     shape: TargetShape
-    fingerprint: str
-    trees: bool  # False: this architecture cannot be given a tree mask; chains only
-    captured: bool  # a call with the cache's lengths bounded asks the device nothing: a CUDA graph can hold it
+    fingerprint: str  # names the weights
+    trees: bool  # False: this architecture takes no tree mask; chains only
+    captured: bool  # with a cache of static length a call does not sync with the host: a CUDA graph can hold it
     tokenizer: Any  # transformers', where it was loaded with one; else None
 
     @property
@@ -131,13 +134,15 @@ class Target(Protocol):
     ) -> TargetOut:
         """Run N new positions per row after the cached prefix.
 
-        kv None: a pass over whole sequences, of several documents each where ancestor_BNN is `Documents`. ancestor_BNN, what
-        sees what among the new positions; None: causal.
-        logit_row_BR: the positions to give logits for; None gives all, an empty R none.
+        kv None: a pass over whole sequences, of several documents each where ancestor_BNN is `Documents`.
+        ancestor_BNN: entry [i, j] is true where new position i sees new position j; None: causal.
+        logit_row_BR: the positions to give logits for; None: all; R = 0: none.
         """
         ...
 
-    def embed(self, token: Tensor) -> Tensor: ...
+    def embed(self, token: Tensor) -> Tensor:
+        """[..., H] embeddings of tokens [...]."""
+        ...
 
     def head(self, hidden_H: Tensor) -> Tensor:
         """[..., H] post-norm states -> [..., V] logits."""
@@ -145,18 +150,23 @@ class Target(Protocol):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, H]: what a drafter's own head may start from."""
+        """[V, H] weight of the head; a drafter's own head may start from it."""
         ...
 
     def norm(self, hidden_H: Tensor) -> Tensor:
-        """[..., H] the last block's outputs -> what `head` reads. Raises UserError where the model has no such norm."""
+        """[..., H] outputs of the last block -> post-norm states. Raises UserError where the model has no such norm."""
         ...
 
-    def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache: ...
+    def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
+        """An empty cache of all blocks; arguments as for `KVCache`."""
+        ...
 
     def shallow(self, blocks: int) -> Target:
-        """The first blocks with embedding, norm and head as a target of their own, over the same weights: frozen, fewer than
-        there are. Raises UserError for another number, and for a target whose blocks cannot be run by themselves."""
+        """A frozen target of the first blocks with embedding, norm and head, over the same weights.
+
+        Raises UserError unless `blocks` is at least 1 and below the target's own number, and for a target whose blocks cannot
+        be run alone.
+        """
         ...
 
     def pruned(self, blocks: int) -> PrunedTarget:
@@ -165,7 +175,7 @@ class Target(Protocol):
 
 
 class PrunedTarget(nn.Module):
-    """Marker for trainable copies: a module that also answers the Target protocol."""
+    """A module that implements the Target protocol; base of every runner."""
 
     shape: TargetShape
 
@@ -173,5 +183,5 @@ class PrunedTarget(nn.Module):
         raise AssertionError("overridden by every runner")
 
     def recompute(self) -> None:
-        """From here on training keeps of every block its input alone, and computes the rest again for the gradient."""
+        """From now on training stores each block's input alone and recomputes the rest in the backward pass."""
         raise AssertionError("overridden by every runner")

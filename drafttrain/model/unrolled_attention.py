@@ -1,9 +1,9 @@
 """Attention of a drafter that is trained on its own outputs: step i at index t sees step 0 causally over 0..t, and index t
 alone of steps 1..i (arXiv 2503.01840, section 3.1; the aligned forwards of arXiv 2408.15766 see the same).
 
-No [T, T] tensor outlives a block of rows: step 0's keys go through a fused kernel, and the own-index terms, products by
-element, join its result by their log-sum-exp. Memory is O(T) for each step. The backward pass gives the fused kernel the
-joined output and log-sum-exp: the probabilities that it recomputes from them are those of the joined softmax.
+No [T, T] tensor outlives a block of rows. A fused kernel computes attention to step 0's keys. Scores of the later steps are
+products of one index's query and key; they are merged with the kernel's result by log-sum-exp. Memory is O(T) for each step.
+The backward pass gives the fused kernel the merged output and log-sum-exp, so that it recomputes the merged softmax.
 
 Shapes: B rows, T positions, R rows of a block, P keys of a block, h heads, D head width.
 """
@@ -19,15 +19,15 @@ from torch import Tensor
 from drafttrain.model.causal_attention import by_document
 from drafttrain.model.masks import Documents
 
-ROWS = 256  # queries whose scores are in memory at once, where no fused kernel serves
+ROWS = 256  # queries whose scores are in memory at once, where there is no fused kernel
 aten = torch.ops.aten
 
 
 def unrolled(q_BhTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents | None) -> Tensor:
-    """[B, h, T, D]: keys and values [B, h, T, D] by step, the queries being the last step's.
+    """[B, h, T, D]: attention of the last step's queries to keys and values [B, h, T, D] of each step.
 
-    documents: step 0's keys are seen within one, each of which is computed by itself; None: every row is one. Scores are scaled
-    by D ** -0.5.
+    documents: step 0's keys are seen within one document, and each is computed alone; None: every row is one. Scores are
+    scaled by D ** -0.5.
     """
     return by_document(_whole, documents, q_BhTD, *keys, *values)
 
@@ -69,7 +69,7 @@ class _Unrolled(torch.autograd.Function):
 
 
 def _dot(a_BhTD: Tensor, b_BhTD: Tensor) -> Tensor:
-    """[B, h, T] in float32 at least."""
+    """[B, h, T] inner products, in float32 or float64."""
     product_BhT: Tensor = torch.linalg.vecdot(_wide(a_BhTD), _wide(b_BhTD))
     return product_BhT
 
@@ -94,7 +94,7 @@ def _causal(q_BhTD: Tensor, k_BhTD: Tensor, v_BhTD: Tensor) -> tuple[Tensor, Ten
 def _causal_backward(
     grad_BhTD: Tensor, q_BhTD: Tensor, k_BhTD: Tensor, v_BhTD: Tensor, out_BhTD: Tensor, lse_BhT: Tensor
 ) -> tuple[Tensor, ...]:
-    """Slopes of q, k and v, where the log-sum-exp and the output may hold further terms than step 0's."""
+    """Gradients of q, k and v; the log-sum-exp and the output may include terms of later steps."""
     if _kernel(q_BhTD) is not None:
         return _fused_backward(grad_BhTD, q_BhTD, k_BhTD, v_BhTD, out_BhTD, lse_BhT)
     to_q, to_k, to_v = torch.empty_like(q_BhTD), torch.zeros_like(k_BhTD), torch.zeros_like(v_BhTD)
@@ -110,7 +110,7 @@ def _causal_backward(
 
 
 def _blocks(q_BhTD: Tensor, k_BhTD: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(queries, keys, their scores), block by block; what is not seen has minus infinity."""
+    """(queries, keys, their scores), block by block; scores of keys that are not seen are minus infinity."""
     T, device = q_BhTD.shape[2], q_BhTD.device
     for start in range(0, T, ROWS):
         at, seen = slice(start, min(start + ROWS, T)), slice(0, min(start + ROWS, T))
@@ -120,7 +120,7 @@ def _blocks(q_BhTD: Tensor, k_BhTD: Tensor) -> Iterator[tuple[slice, slice, Tens
 
 
 def _kernel(q_BhTD: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """A fused causal attention for these queries that gives its log-sum-exp too; None: blocks of rows serve."""
+    """A fused causal attention that also returns its log-sum-exp; None: there is none for these queries, compute in blocks."""
     if q_BhTD.device.type == "cpu":
         return lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[:2]
     if not q_BhTD.is_cuda or q_BhTD.shape[-1] % 8 or q_BhTD.dtype == torch.float64:
@@ -148,7 +148,7 @@ def _fused_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 
 
 def reference(q_BhTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents | None) -> Tensor:
-    """All scores at once."""
+    """The twin of `unrolled`: all scores at once."""
     T, scale = q_BhTD.shape[2], q_BhTD.shape[-1] ** -0.5
     seen_BTT = torch.ones(1, T, T, dtype=torch.bool, device=q_BhTD.device).tril()
     if documents is not None:

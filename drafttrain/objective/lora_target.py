@@ -50,7 +50,7 @@ class AdaptedObjective(Objective):
         if name == "kl":
             with torch.no_grad():
                 law_BTH = _states(original, batch, Taps(final=True))[FINAL]
-        place_M = batch.law_at(pairs.label_M)
+        place_M = batch.teacher_index(pairs.label_M)
 
         def chunk(own_CH: Tensor, law_CH: Tensor, label_C: Tensor) -> Tensor:
             logits_CV = self.adapter.target.head(own_CH)

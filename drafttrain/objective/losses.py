@@ -145,7 +145,7 @@ class Objective(nn.Module):
         reach = Reach(batch, depths) if self.options.name == END_TO_END else None
         own = next(self.drafter.parameters()).dtype
         for prediction in self.drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
-            place_M, label_M = batch.law_at(prediction.label_M), token_P[prediction.label_M]
+            place_M, label_M = batch.teacher_index(prediction.label_M), token_P[prediction.label_M]
             held += len(label_M)
             step = self._step(prediction, law, place_M, label_M, whole=held <= self.at_once)
             weight = prediction.weight
@@ -278,7 +278,7 @@ def _offered(
 ) -> tuple[Tensor, Tensor]:
     """[C] the true token's rank among the choices, `width` if beyond, and sum min(p, q)."""
     draft_CD = prediction.head(hidden_CH)
-    p_CV = law.logits(batch.law_at(label_C), prediction, draft_CD)
+    p_CV = law.logits(batch.teacher_index(label_C), prediction, draft_CD)
     q_CV = prediction.whole(draft_CD, p_CV.shape[-1])
     best_CR = q_CV.topk(min(width, q_CV.shape[-1]), -1)
     hit_CR = (best_CR.indices == batch.token_BT.flatten()[label_C][:, None]) & (best_CR.values > -torch.inf)

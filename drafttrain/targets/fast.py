@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drafttrain.model.attention import Heads, Step, attend
+from drafttrain.model.attention import AttentionMetadata, Heads, attend
 from drafttrain.model.fused_blocks import Blocks, BlockWeights
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import recomputed
@@ -149,7 +149,7 @@ class Block:
         self.out, self.down = Joint([attention.o_proj]), Joint([mlp.down_proj])
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
 
-    def forward(self, x_BNH: Tensor, delta_BNH: Tensor | None, step: Step, number: int) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BNH: Tensor, delta_BNH: Tensor | None, step: AttentionMetadata, number: int) -> tuple[Tensor, Tensor]:
         """(x, delta): the block's output is their sum; the addition is left to the norm that follows."""
         x_BNH, normed_BNH = norm(self.before, x_BNH, delta_BNH)
         mixed_BNI = attend(self.qkv(normed_BNH), step, number, self.shape)
@@ -278,7 +278,7 @@ class FastTarget(HFTarget):
         logit_row_BR: Tensor | None = None,
     ) -> TargetOut:
         x_BNH, delta_BNH = self.embed(token_BN), None
-        step = Step(kv, position_BN, ancestor_BNN, *self._table(x_BNH))
+        step = AttentionMetadata(kv, position_BN, ancestor_BNN, *self._table(x_BNH))
         hidden: dict[int, Tensor] = {}
         logits = logit_row_BR is None or logit_row_BR.shape[1] > 0 or taps.final
         last = self.shape.blocks - 1 if logits or kv is not None else max(taps.blocks, default=-1)

@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 from drafttrain.core.errors import UserError
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.masks import Documents, additive, seen
+from drafttrain.model.masks import Documents, additive, attention_mask
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
 from drafttrain.targets.attention import take_over
 from drafttrain.targets.fingerprint import fingerprint_of
@@ -42,9 +42,11 @@ class SlotCache(Cache):
         """Keys and values of different widths, as of latent attention, lie in rows of the greater one."""
         wide, narrow = key_states.shape[-1], value_states.shape[-1]
         if wide == narrow:
-            return self.kv.write(layer_idx, key_states, value_states)
+            self.kv.append(layer_idx, key_states, value_states)
+            return self.kv.read(layer_idx, key_states.shape[2])
         most = max(wide, narrow)
-        k_BhPD, v_BhPD = self.kv.write(layer_idx, *(pad(x, (0, most - x.shape[-1])) for x in (key_states, value_states)))
+        self.kv.append(layer_idx, *(pad(x, (0, most - x.shape[-1])) for x in (key_states, value_states)))
+        k_BhPD, v_BhPD = self.kv.read(layer_idx, key_states.shape[2])
         return k_BhPD[..., :wide], v_BhPD[..., :narrow]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -197,10 +199,10 @@ class HFTarget(PrunedTarget):
 
     def _mask(self, kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor) -> Any:
         """Additive [B, 1, N, P]; for models that mix full and sliding layers, one per layer type."""
-        full = additive(seen(kv, ancestor_BNN, position_BN, None), self.dtype)
+        full = additive(attention_mask(kv, ancestor_BNN, position_BN, None), self.dtype)
         if self._window is None:
             return full
-        return self._by_layer(full, additive(seen(kv, ancestor_BNN, position_BN, self._window), self.dtype))
+        return self._by_layer(full, additive(attention_mask(kv, ancestor_BNN, position_BN, self._window), self.dtype))
 
     def _by_layer(self, full: Tensor, sliding: Tensor | None = None) -> Any:
         """As the model takes masks: one for all layers, or one for each kind of them. sliding: of a window; None: the same."""

@@ -24,7 +24,7 @@ from drafttrain.drafters.common.proposal import TreeOptions
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, RevertibleState
-from drafttrain.model.kv_cache import PAGE
+from drafttrain.model.kv_storage import PAGE
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import FEW, prompts, tiny_model, tiny_target, watch_proposals

@@ -110,7 +110,7 @@ def found_here(part: Part, cases: Sequence[tuple[str, str | None]]) -> Found:
             found[name] = plain_pass(target)
         found[name] |= {"fingerprint": target.fingerprint, "head_weight": target.head_weight, "trees": target.trees}
         found[name]["parameters"] = sum(p.numel() for p in target.model.parameters())
-        found[name]["kv_heads"] = target.new_cache(1, 8).store.shape[-2]
+        found[name]["kv_heads"] = target.new_cache(1, 8).page_view().store.shape[-2]
         for drafter in (d for model, d in cases if model == name):
             origin = FastTarget(model_of(name)) if drafter in WHOLE else target
             found[f"{name} {drafter}"] = every_text(name, target, drafter_of(drafter, origin))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from drafttrain.model.kv_cache import PAGE
+from drafttrain.model.kv_storage import PAGE
 from drafttrain.ops import append as append_op
 from drafttrain.ops import build, library, tree_attention
 from drafttrain.ops import build_tree as tree_op

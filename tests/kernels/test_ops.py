@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from drafttrain.core.tree import DraftTree, ancestors
 from drafttrain.model import attention as attend_op
-from drafttrain.model.kv_cache import PAGE, KVCache
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.target import Taps
 from drafttrain.ops import divergence, library
 from drafttrain.ops import gated as gated_op
@@ -252,28 +253,28 @@ def test_attend(poison: None, case: str, dtype: torch.dtype) -> None:
     for function in (attend_op.attend, attend_op.reference):
         kv = KVCache(2, rows + 1, 512, pages=rows * 16)
         kv.allocate(kv_heads, width, dtype)
-        kv._stores[0].fill_(torch.nan if function is attend_op.attend else 0.0)
-        kv._free = torch.randperm(kv.pages, generator=torch.Generator().manual_seed(1)).tolist()
+        kv.storage.stores[0].fill_(torch.nan if function is attend_op.attend else 0.0)
+        kv.storage.free = torch.randperm(kv.pages, generator=torch.Generator().manual_seed(1)).tolist()
         for row in range(rows):
             kv.reserve(rows - 1 - row, int(lengths[row]) + nodes)
         kv.rows(torch.arange(rows).flip(0))
         past = torch.randn(2, rows, kv_heads, longest, width, generator=torch.Generator().manual_seed(2)).to(dtype)
-        kv.write(1, past[0], past[1])
+        kv.append(1, past[0], past[1])
         if function is attend_op.attend:  # scratch of the past and pages that nobody owns: nothing may read them
             for row, slot in enumerate(kv.slot_B.tolist()):
-                for p in range(int(lengths[row]), PAGE * len(kv._owned[slot])):
-                    for pool in kv.layer(1):
-                        pool[kv.table_BQ[row, p // PAGE], p % PAGE] = torch.nan
+                for p in range(int(lengths[row]), PAGE * len(kv.storage.owned[slot])):
+                    for pool in kv.page_view().layer(1):
+                        pool[kv.page_view().table_BQ[row, p // PAGE], p % PAGE] = torch.nan
         kv.keep(torch.arange(longest).expand(rows, longest), lengths)
-        step = attend_op.Step(kv, kv.length_B[:, None] + depth, ancestor, cos, sin)
+        step = attend_op.AttentionMetadata(kv, kv.length_B[:, None] + depth, ancestor, cos, sin)
         assert step.compiled
-        found.append((function(qkv, step, 1, shape), *(pool for pool in kv.layer(1)), kv))
+        found.append((function(qkv, step, 1, shape), *kv.page_view().layer(1), kv))
     (out, keys, values, kv), (wanted, wanted_keys, wanted_values, _) = found
     torch.testing.assert_close(out, wanted, rtol=DTYPES[dtype], atol=DTYPES[dtype])
     for ours, theirs in ((keys, wanted_keys), (values, wanted_values)):
         for row in range(rows):
             for p in range(int(lengths[row]), int(lengths[row]) + nodes):
-                at = (kv.table_BQ[row, p // PAGE], p % PAGE)
+                at = (kv.page_view().table_BQ[row, p // PAGE], p % PAGE)
                 torch.testing.assert_close(ours[at], theirs[at], rtol=DTYPES[dtype], atol=DTYPES[dtype])
 
 
@@ -340,9 +341,9 @@ def test_a_nodes_row_does_not_depend_on_its_company() -> None:
         kv = KVCache(1, rows, 256)
         kv.allocate(2, 32, torch.float32)
         past = torch.randn(2, 1, 2, 100, 32, generator=torch.Generator().manual_seed(2)).expand(2, rows, 2, 100, 32)
-        kv.write(0, past[0], past[1])
+        kv.append(0, past[0], past[1])
         kv.keep(torch.arange(100).expand(rows, 100), torch.full((rows,), 100))
-        step = attend_op.Step(kv, 100 + torch.arange(nodes).expand(rows, nodes), None, cos, sin)
+        step = attend_op.AttentionMetadata(kv, 100 + torch.arange(nodes).expand(rows, nodes), None, cos, sin)
         results.append(attend_op.attend(qkv[:rows, :nodes].contiguous(), step, 0, shape)[0, 0])
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from drafttrain.core.tree import ancestors
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.masks import additive, seen
+from drafttrain.model.masks import additive, attention_mask
 from drafttrain.ops import divergence as divergence_op
 from drafttrain.ops import library
 from drafttrain.ops import tree_attention as attention_op
@@ -134,16 +134,18 @@ def test_attention_twin_is_torchs_attention(nodes: int, groups: int, window: int
     for row in (1, 2, 0):
         kv.reserve(row, 150)
     past, new = torch.randn(2, rows, kv_heads, 40, width), torch.randn(2, rows, kv_heads, nodes, width)
-    kv.write(0, *past)
+    kv.append(0, *past)
     kv.keep(torch.arange(40).expand(rows, 40), lengths)
-    keys_BkPD, values_BkPD = kv.write(0, *new)
+    kv.append(0, *new)
+    keys_BkPD, values_BkPD = kv.read(0, nodes)
     parents = [[-1] + [int(torch.randint(0, i, ())) for i in range(1, nodes)] for _ in range(rows)]
     ancestor = ancestors(torch.tensor(parents))
     position, q = lengths[:, None] + ancestor.sum(-1) - 1, torch.randn(rows, nodes, kv_heads * groups, width)
-    mask = additive(seen(kv, ancestor, position, window), q.dtype)
+    mask = additive(attention_mask(kv, ancestor, position, window), q.dtype)
     wanted = F.scaled_dot_product_attention(q.transpose(1, 2), keys_BkPD, values_BkPD, mask, scale=0.3, enable_gqa=True)
     bits, bound = attention_op.bits_of(ancestor), 40 + nodes
-    found = attention_op.reference(q, *kv.layer(0), kv.table_BQ, kv.length_B, bits, position, 0.3, window, bound)
+    keys, values = kv.page_view().layer(0)
+    found = attention_op.reference(q, keys, values, kv.page_view().table_BQ, kv.length_B, bits, position, 0.3, window, bound)
     torch.testing.assert_close(found, wanted.transpose(1, 2).flatten(2), rtol=1e-5, atol=1e-5)
 
 

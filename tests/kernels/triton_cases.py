@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.tree import ancestors
-from drafttrain.model.kv_cache import PAGE
+from drafttrain.model.kv_storage import PAGE
 from drafttrain.ops import divergence as divergence_op
 from drafttrain.ops import jit
 from drafttrain.ops import tree_attention as attention_op

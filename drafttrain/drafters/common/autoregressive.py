@@ -61,7 +61,7 @@ class AutoregressiveState(CachedState):
         kv, *others = drafter.new_caches(slots, max_len + drafter.scratch_positions)
         super().__init__(kv, slots, drafter.draft_length, others)
         self.drafter, proposal = drafter, drafter.proposal
-        self.grower = None if proposal.kind == "chain" else proposal.grower(kv.length_S.device)
+        self.grower = None if proposal.kind == "chain" else proposal.grower(kv.device)
 
     def consume(self, commit: Commit, slot_B: Tensor) -> None:
         self._choose_rows(slot_B)
@@ -80,7 +80,7 @@ class AutoregressiveState(CachedState):
             first = Scored(logits_BV[:, None], logits_BV[:, None, :0])
             tree = self.grower.grow(root_B, first, partial(self._score, Above.of(root_B)), None, depth)
         for kv in self.own_caches:
-            kv.rollback(committed_B)
+            kv.crop(committed_B)
         return tree
 
     def _choose_rows(self, slot_B: Tensor) -> None:

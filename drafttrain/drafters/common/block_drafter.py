@@ -162,7 +162,7 @@ class BlockDrafter(Drafter):
         state_BASH = self.states(batch, anchors)
         paced = None if self.alpha is None else self._paced(batch, anchors, state_BASH.detach(), self.alpha)
         for step, (slot, place_M, pairs) in enumerate(self.steps(batch, anchors)):
-            before_M = token_P[batch.law_at(pairs.label_M)]
+            before_M = token_P[batch.teacher_index(pairs.label_M)]
             input_MX = self.head_input(state_BASH[:, :, slot].flatten(0, 1)[place_M], before_M)
             weight = self.decay[step] if paced is None else paced[place_M, step]
             yield Prediction(step, pairs.source_M, pairs.label_M, input_MX, self.head, weight / anchors.share)
@@ -178,7 +178,7 @@ class BlockDrafter(Drafter):
         has_PK = torch.zeros_like(confidence_PK)
         for step, (slot, place_M, pairs) in enumerate(self.steps(batch, anchors)):
             state_MH, label_M = state_BASH[:, :, slot].flatten(0, 1)[place_M], token_P[pairs.label_M]
-            input_MX = self.head_input(state_MH, token_P[batch.law_at(pairs.label_M)])
+            input_MX = self.head_input(state_MH, token_P[batch.teacher_index(pairs.label_M)])
             for place_C, input_CX, label_C in zip(*(x.split(CHUNK) for x in (place_M, input_MX, label_M)), strict=True):
                 q_CV = self.head(input_CX).float().softmax(-1)
                 confidence_PK[place_C, step] = q_CV.gather(1, label_C[:, None])[:, 0]
@@ -203,7 +203,7 @@ class BlockDrafter(Drafter):
     def steps(self, batch: TrainBatch, anchors: Anchors) -> Iterator[tuple[int, Tensor, Pairs]]:
         """(slot, place_M, pairs) of each draft in order: the slot that makes it, its anchors and its labels."""
         for step in range(self.draft_length):
-            yield self.shape.first + step, *batch.ahead(anchors, 2 + step)
+            yield self.shape.first + step, *batch.future_of(anchors, 2 + step)
 
     def with_confidence(self, tree: DraftTree, state_BKH: Tensor) -> DraftTree:
         """The chain with the drafter's confidence in each draft, in families that have one."""
@@ -237,7 +237,7 @@ class BlockState(CachedState):
         """The block takes its positions after the context, even if few of its drafts become nodes."""
         kv = KVCache(drafter.shape.layers, slots, max_len + drafter.shape.size, drafter.fc.weight.device)
         super().__init__(kv, slots, drafter.draft_length)
-        self.drafter, self.grower = drafter, drafter.proposal.grower(kv.length_S.device)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(kv.device)
 
     def consume(self, commit: Commit, slot_B: Tensor) -> None:
         """Write the context's keys and values of every layer. Nothing else is computed: no layer changes the context."""
@@ -246,7 +246,7 @@ class BlockState(CachedState):
         column_A = torch.arange(commit.token_BA.shape[1], device=slot_B.device)
         context_BAH, position_BA = drafter.context(commit.hidden), kv.length_B[:, None] + column_A
         for number, layer in enumerate(drafter.all_layers()):
-            kv.put(number, *layer.self_attn.kv(context_BAH, position_BA))
+            kv.append(number, *layer.self_attn.kv(context_BAH, position_BA))
         kv.keep(column_A.expand_as(commit.token_BA), commit.count_B)
 
     def block(self, slot_B: Tensor) -> tuple[Tensor, Tensor]:

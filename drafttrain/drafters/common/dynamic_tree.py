@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.core.tree import DraftTree, Path, TreeShape
-from drafttrain.model.attention import paged
+from drafttrain.model.attention import pages_in_place
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top
-from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of, tree_attention, visible
+from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of, visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +101,14 @@ class Scratch:
         self._k_BhMD, self._v_BhMD = k_BhWD, v_BhWD
         self.nodes = M = k_BhWD.shape[2]
         bits_BM = F.pad(bits_BW, (M - W, 0))
-        if paged(kv):  # the operator's queries are all nodes whose keys are scratch; the earlier ones get zeros
-            kv.put(self.layer, k_BhWD, v_BhWD)
+        kv.append(self.layer, k_BhWD, v_BhWD)
+        pages = pages_in_place(kv)
+        if pages is not None:  # the operator's queries are all nodes whose keys are scratch; the earlier ones get zeros
             q_BMhD, scale = F.pad(q_BhWD, (0, 0, M - W, 0)).transpose(1, 2), q_BhWD.shape[-1] ** -0.5
-            at = (*kv.layer(self.layer), kv.table_BQ, kv.length_B, bits_BM, F.pad(position_BW, (M - W, 0)))
-            bound = min(kv.longest + M, kv.per_slot * kv.page)  # no row's positions can pass it
-            out_BWH: Tensor = attention.o_proj(tree_attention(q_BMhD, *at, scale, None, bound)[:, M - W :])
+            mixed_BMI = pages.attend(self.layer, q_BMhD, bits_BM, F.pad(position_BW, (M - W, 0)), scale)
+            out_BWH: Tensor = attention.o_proj(mixed_BMI[:, M - W :])
             return out_BWH
-        keys_BhPD, values_BhPD = kv.write(self.layer, k_BhWD, v_BhWD)
+        keys_BhPD, values_BhPD = kv.read(self.layer, M)
         seen_BWP = visible(kv.length_B, kv.longest, ancestors_of(bits_BM))[:, M - W :, : keys_BhPD.shape[2]]
         keys_BhPD, values_BhPD = attention.grouped(keys_BhPD), attention.grouped(values_BhPD)
         return attention.out(F.scaled_dot_product_attention(q_BhWD, keys_BhPD, values_BhPD, seen_BWP[:, None]))

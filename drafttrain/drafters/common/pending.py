@@ -130,7 +130,7 @@ class CachedState(RevertibleState):
     def __init__(self, kv: KVCache, slots: int, draft_length: int, others: Sequence[KVCache] = ()) -> None:
         """others: further caches of the same lengths."""
         self.kv, self.own_caches = kv, [kv, *others]
-        self.pending = PendingPositions(slots, draft_length, kv.length_S.device)
+        self.pending = PendingPositions(slots, draft_length, kv.device)
 
     @abstractmethod
     def consume(self, commit: Commit, slot_B: Tensor) -> None:
@@ -165,14 +165,14 @@ class CachedState(RevertibleState):
 
     def take_pending(self, slot_B: Tensor) -> Commit:
         """The pending positions of these slots, which are all slots in use; of fixed width in a captured step."""
-        return self.pending.take(slot_B, self.pending.step if self.kv.bound is not None else None)
+        return self.pending.take(slot_B, self.pending.step if self.kv.static else None)
 
     def snapshot(self, slot_B: Tensor) -> Any:
-        return self.kv.length_S[slot_B], self.pending.snapshot(slot_B)
+        return self.kv.lengths(slot_B), self.pending.snapshot(slot_B)
 
     def restore(self, slot_B: Tensor, snapshot: Any) -> None:
         length_B, pending = snapshot
         for kv in self.own_caches:
             kv.rows(slot_B)
-            kv.rollback(length_B)
+            kv.crop(length_B)
         self.pending.restore(slot_B, pending)

@@ -163,7 +163,7 @@ class TranslatedState(RevertibleState):
         kv, slots, device = self.kv, slot_B.tolist(), slot_B.device
         kv.rows(slot_B)
         begin = [max(0, min(common(self.cached[s], row), len(row) - 1)) for s, row in zip(slots, known, strict=True)]
-        kv.rollback(torch.tensor(begin, device=device))
+        kv.crop(torch.tensor(begin, device=device))
         rest = [row[n:] for row, n in zip(known, begin, strict=True)]
         logits_BV: Tensor | None = None
         for start in range(0, max(map(len, rest)), CHUNK):

@@ -14,7 +14,7 @@ from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request, Result, StopText
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
-from drafttrain.model.attention import Step
+from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
@@ -162,17 +162,17 @@ def test_replayed_graphs_with_append_and_attention_apart_give_the_same_texts(
     name: str | None, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where they are two kernels."""
-    asked, made = prompts(5, seed=3), Step.__init__
+    asked, made = prompts(5, seed=3), AttentionMetadata.__init__
     drafter = None if name is None else build(name, as_on_a_gpu, 0.3)
     if drafter and not drafter.captured:
         pytest.skip("says itself that no graph can hold its rounds")
     wanted = texts(Decoder(as_on_a_gpu, drafter, "greedy", Sampling(), max_new_tokens=25), asked, 3)
 
-    def apart(step: Step, kv: Any, *rest: Any) -> None:
+    def apart(step: AttentionMetadata, kv: Any, *rest: Any) -> None:
         made(step, kv, *rest)
-        step.in_two, step.compiled = kv is not None and kv.bound is not None and step.compiled, False
+        step.two_kernels, step.compiled = kv is not None and kv.static and step.compiled, False
 
-    monkeypatch.setattr(Step, "__init__", apart)
+    monkeypatch.setattr(AttentionMetadata, "__init__", apart)
     ahead = Decoder(as_on_a_gpu, drafter, "greedy", Sampling(), max_new_tokens=25, controls=Controls(read_every=1))
     monkeypatch.setattr(ahead, "captures", True)
     assert texts(ahead, asked, 3) == wanted

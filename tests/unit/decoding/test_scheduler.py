@@ -17,7 +17,7 @@ from drafttrain.decoding.request import Request, Result, StopText
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.measure.exactness import Match, compare
-from drafttrain.model.kv_cache import PAGE
+from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.target import Taps
 from drafttrain.ops import greedy_accept, library, lossless_accept, sample
 from drafttrain.targets.fast import FastTarget
@@ -131,9 +131,9 @@ def test_the_window_and_the_draft_length_bound_what_is_offered() -> None:
 
 
 def committed(session: Session, slot: int) -> list[torch.Tensor]:
-    length, kv = int(session.kv.length_S[slot]), session.kv
-    row = kv.table_SQ[slot]
-    return [pool[row].flatten(0, 1)[:length] for layer in range(kv.layers) for pool in kv.layer(layer)]
+    kv = session.kv
+    length, row = int(kv.lengths(torch.tensor(slot))), kv.storage.table_SQ[slot]
+    return [pool[row].flatten(0, 1)[:length] for layer in range(kv.layers) for pool in kv.page_view().layer(layer)]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -148,10 +148,10 @@ def test_committed_keys_equal_a_fresh_prefill_and_rejected_ones_are_never_read(r
     for _ in range(4):
         session.step()
         for slot in session.slot_B.tolist():
-            for p in range(int(session.kv.length_S[slot]), session.kv.per_slot * PAGE):
+            for p in range(int(session.kv.lengths(torch.tensor(slot))), session.kv.storage.capacity):
                 for layer in range(session.kv.layers):
-                    for pool in session.kv.layer(layer):
-                        pool[session.kv.table_SQ[slot, p // PAGE], p % PAGE] = torch.nan
+                    for pool in session.kv.page_view().layer(layer):
+                        pool[session.kv.storage.table_SQ[slot, p // PAGE], p % PAGE] = torch.nan
     for slot, (prompt, result) in enumerate(zip(asked, results, strict=True)):
         text = prompt + result.tokens
         fresh = FAST.new_cache(1, 96)
@@ -159,7 +159,7 @@ def test_committed_keys_equal_a_fresh_prefill_and_rejected_ones_are_never_read(r
             position = torch.arange(len(text) - 1)[None]
             FAST(torch.tensor([text[:-1]]), fresh, None, position, Taps(), torch.empty(1, 0, dtype=torch.long))
         for layer in range(fresh.layers):
-            for pool, ours in zip(fresh.layer(layer), committed(session, slot)[2 * layer :], strict=False):
+            for pool, ours in zip(fresh.page_view().layer(layer), committed(session, slot)[2 * layer :], strict=False):
                 torch.testing.assert_close(pool.flatten(0, 1)[: len(text) - 1], ours, rtol=1e-4, atol=1e-5)
     for _ in session:
         pass
@@ -231,7 +231,7 @@ def test_requests_wait_for_pages_and_enter_in_order() -> None:
     while session.busy:
         session.step()
         most = max(most, len(session.active))
-        assert session.kv.free_pages + sum(len(p) for p in session.kv._owned) == 5
+        assert session.kv.free_pages + sum(len(p) for p in session.kv.storage.owned) == 5
     assert most == 2 and [r.request for r in sorted(results, key=lambda r: r.started)] == list(range(6))
     alone = Decoder(FAST, None, "greedy", Sampling(), max_new_tokens=40).run([r.prompt for r in requests], 1).results
     assert [r.tokens for r in results] == [r.tokens for r in alone]
@@ -266,7 +266,7 @@ def test_samples_of_one_prompt_share_its_pages_and_equal_requests_of_their_own(p
     session.step()
     if pooled:
         assert session.kv.free_pages == 0
-        assert len({tuple(pages[:whole]) for pages in session.kv._owned}) == 1
+        assert len({tuple(pages[:whole]) for pages in session.kv.storage.owned}) == 1
     for _ in session:
         pass
     assert [prompt + r.tokens for r in results] == texts

@@ -237,7 +237,7 @@ def test_a_proposal_is_the_references_block(slots: str, bound: int | None) -> No
         bring([4, 2], read=True)
         bring([0, 3], read=True)
         for counts in ([1, 3], [2, 1]):
-            state.kv.bound = bound
+            state.kv.use_static_length(bound)
             bring(counts, read=False)
             tree = state.propose(slot_B, Sampling(0.7))
             assert tree.q_BNV is None
@@ -245,7 +245,7 @@ def test_a_proposal_is_the_references_block(slots: str, bound: int | None) -> No
                 states = slot_states(drafter, target, batch, b, held[b] - 1)
                 drafts = target.head(states).argmax(-1)[first : first + drafter.draft_length].tolist()
                 assert tree.token_BN[b].tolist() == [int(token_BT[b, held[b]]), *drafts]
-        assert state.kv.length_S[:2].tolist() == held
+        assert state.kv.lengths(slot_B).tolist() == held
 
 
 @pytest.mark.parametrize("every", [None, 2])

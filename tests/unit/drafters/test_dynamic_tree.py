@@ -61,7 +61,7 @@ def proposed(drafter: Drafter, bound: int | None, depth: int | None = None) -> D
     commit = committed(drafter)
     first = Commit(commit.token_BA, commit.next_BA, commit.hidden, commit.count_B - 1)
     for kv in state.caches:
-        kv.bound = bound
+        kv.use_static_length(bound)
     state.observe_prompt(first, slot_B)
     state.propose(slot_B, Sampling(), depth)
     last_B1 = commit.count_B[:, None] - 1

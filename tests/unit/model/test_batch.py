@@ -18,11 +18,11 @@ def test_worked_example() -> None:
     pairs = batch.future(2)
     assert pairs.source_M.tolist() == [0, 1, 2] and pairs.label_M.tolist() == [2, 3, 4]
     assert batch.after(1).tolist() == [[1, 2, 3, 4, 0]]
-    assert batch.law_at(pairs.label_M).tolist() == [1, 2, 3]
+    assert batch.teacher_index(pairs.label_M).tolist() == [1, 2, 3]
     anchors = batch.anchors()
     assert anchors.source_BA.tolist() == [[0, 1, 2]] and anchors.share == 1.0
     assert anchors.token_BA.tolist() == anchors.position_BA.tolist() == [[1, 2, 3]]  # here a token is its own position
-    place_M, pairs = batch.ahead(anchors, 3)
+    place_M, pairs = batch.future_of(anchors, 3)
     assert (place_M.tolist(), pairs.source_M.tolist(), pairs.label_M.tolist()) == ([0, 1], [0, 1], [3, 4])
     assert batch.context(anchors).seen(5).int().tolist() == [[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]]
 

@@ -14,14 +14,15 @@ def numbered(rows: int, nodes: int, start: int) -> torch.Tensor:
 
 def test_keep_moves_an_accepted_path_behind_each_rows_prefix() -> None:
     kv = KVCache(1, slots=3, max_len=12)
-    kv.write(0, numbered(3, 5, 0), numbered(3, 5, 100))
+    kv.append(0, numbered(3, 5, 0), numbered(3, 5, 100))
     kv.keep(torch.arange(5).expand(3, 5), torch.tensor([5, 3, 1]))
     kv.rows(torch.tensor([0, 2]))
-    kv.write(0, numbered(2, 4, 50), numbered(2, 4, 150))
+    kv.append(0, numbered(2, 4, 50), numbered(2, 4, 150))
     kv.keep(torch.tensor([[0, 1, 3], [0, 2, 0]]), torch.tensor([3, 2]))
-    assert kv.length_S[:3].tolist() == [8, 3, 3]
+    assert kv.lengths(torch.arange(3)).tolist() == [8, 3, 3]
     kv.rows(torch.arange(3))
-    keys, values = kv.write(0, numbered(3, 1, 900), numbered(3, 1, 990))
+    kv.append(0, numbered(3, 1, 900), numbered(3, 1, 990))
+    keys, values = kv.read(0, 1)
     assert keys[0, 0, :9, 0].tolist() == [0, 1, 2, 3, 4, 50, 51, 53, 900]
     assert keys[1, 1, :4, 0].tolist() == [5, 6, 7, 901]
     assert keys[2, 0, :4, 0].tolist() == [10, 54, 56, 902]
@@ -30,26 +31,27 @@ def test_keep_moves_an_accepted_path_behind_each_rows_prefix() -> None:
 
 def test_keep_reads_before_it_writes() -> None:
     kv = KVCache(1, 1, 8)
-    kv.write(0, numbered(1, 4, 0), numbered(1, 4, 0))
+    kv.append(0, numbered(1, 4, 0), numbered(1, 4, 0))
     kv.keep(torch.tensor([[0, 2, 3]]), torch.tensor([3]))
-    keys, _ = kv.write(0, numbered(1, 1, 9), numbered(1, 1, 9))
+    kv.append(0, numbered(1, 1, 9), numbered(1, 1, 9))
+    keys, _ = kv.read(0, 1)
     assert keys[0, 0, :, 0].tolist() == [0, 2, 3, 9]
 
 
-def test_rollback_and_reset_shorten() -> None:
+def test_crop_and_reset_shorten() -> None:
     kv = KVCache(1, 2, 8)
-    kv.write(0, numbered(2, 4, 0), numbered(2, 4, 0))
+    kv.append(0, numbered(2, 4, 0), numbered(2, 4, 0))
     kv.keep(torch.arange(4).expand(2, 4), torch.tensor([4, 4]))
-    kv.rollback(torch.tensor([2, 3]))
-    assert kv.length_S[:2].tolist() == [2, 3]
+    kv.crop(torch.tensor([2, 3]))
+    assert kv.lengths(torch.arange(2)).tolist() == [2, 3]
     kv.reset(torch.tensor([1]))
-    assert kv.length_S[:2].tolist() == [2, 0]
+    assert kv.lengths(torch.arange(2)).tolist() == [2, 0]
 
 
 def test_room_says_what_does_not_fit() -> None:
     kv = KVCache(1, 1, 4)
     with pytest.raises(ValueError, match="exceed the cache's 4"):
-        kv.room(5)
+        kv.ensure_room(5)
 
 
 def test_visible_is_prefix_plus_ancestors() -> None:

@@ -1,4 +1,4 @@
-"""A drafter's own decoder layers: their shape, and how their positions turn."""
+"""A drafter's own decoder layers: their shape, and how their positions are rotated."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def test_positions_are_scaled_as_by_transformers(scaling: dict[str, Any]) -> Non
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=2, rope_theta=500.0, rope_scaling=dict(scaling), max_position_embeddings=512
     )
-    turn_F, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+    frequency_F, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
     position_BN = torch.tensor([[0, 1, 7, 300]])
     cos_BND, sin_BND = rotary(position_BN, 32, 500.0, torch.float32, scaling)
     plain_BND, _ = rotary(position_BN, 32, 500.0, torch.float32)
-    angle_BNF = position_BN[..., None] * turn_F
+    angle_BNF = position_BN[..., None] * frequency_F
     torch.testing.assert_close(cos_BND[..., :16], angle_BNF.cos(), atol=1e-4, rtol=0)
     torch.testing.assert_close(sin_BND[..., 16:], angle_BNF.sin(), atol=1e-4, rtol=0)
     assert not torch.allclose(cos_BND, plain_BND, atol=1e-2)

@@ -76,7 +76,7 @@ def test_what_is_seen_is_the_definitions_mask(
     monkeypatch.setattr(blockwise, "MOST_TILE", 6)
     target = tiny_target()
     batch = packed(target, built("pard", target))
-    chains = Chains.behind(batch, Retention(rate, 0.2).shares(3), 3, root)
+    chains = Chains.append_to(batch, Retention(rate, 0.2).shares(3), 3, root)
     B, N = chains.position_BN.shape
     wanted = torch.zeros(B, N, N, dtype=torch.bool)
     for row in range(B):
@@ -162,7 +162,7 @@ def test_every_prediction_is_what_decoding_drafts_there(name: str, training: boo
     assert [bool(set(step) - set(flat)) for step in found[1:]] == [False] * 3
     if not training:
         for depth in range(1, 4):
-            assert len(found[depth]) == len(batch.ahead(anchors, depth + 2)[0])
+            assert len(found[depth]) == len(batch.future_of(anchors, depth + 2)[0])
     drafter.eval()
     for source in flat:
         wanted = logits_of(drafter, target, batch, source // 18, source % 18, 3)
@@ -227,13 +227,13 @@ def test_rounds_run_ahead_of_the_host_give_plain_text(
     target, asked = FastTarget(tiny_model()), prompts(5, seed=3)
     drafter = built(name, target, **tree).eval()
     plain = Decoder(target, None, "greedy", Sampling(), max_new_tokens=40).run(asked, 1).results
-    put = KVCache.put
+    append = KVCache.append
 
     def within(kv: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
-        assert kv.bound is None or kv.bound + k.shape[2] <= kv.per_slot * kv.page
-        put(kv, layer, k, v)
+        assert kv.static_length is None or kv.static_length + k.shape[2] <= kv.storage.capacity
+        append(kv, layer, k, v)
 
-    monkeypatch.setattr(KVCache, "put", within)
+    monkeypatch.setattr(KVCache, "append", within)
     ours = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=40, controls=Controls(read_every=every)).run(asked, 3)
     host = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=40).run(asked, 1)
     assert [r.tokens for r in ours.results] == [r.tokens for r in plain]

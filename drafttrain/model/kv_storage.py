@@ -1,0 +1,230 @@
+"""Where a KV cache's keys and values are: the interface of a storage, and the paged storage.
+
+Shapes: L layers, S slots, B rows in use, h KV heads, Q pages, P positions, D head width, N new positions, A accepted nodes.
+
+Position p of a slot is in page table[slot, p // PAGE]. With pages of 4 and the table row (7, 2), the 5 positions of a prefix
+are in page 7 and in the first position of page 2; the next position that is written is the second one of page 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from drafttrain.ops.kv_keep import flat, kv_keep
+from drafttrain.ops.tree_attention import tree_attention
+
+PAGE = 32  # positions
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows in use and their committed positions."""
+
+    slot_B: Tensor  # each row's slot
+    length_B: Tensor  # each row's committed positions
+    longest: int  # no row has more; with a static length that length, otherwise the longest row's
+    equal_lengths: bool  # every row has `longest` positions; False where the host does not know
+    static: bool  # shapes are fixed, and nothing syncs with the host
+
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    """A storage's pages, for operators that read and write them in place."""
+
+    layers: list[tuple[Tensor, Tensor] | None]  # each layer's keys and values, [Q, PAGE, h, D]; None before its first write
+    stores: list[Tensor]  # [L, 2, Q, PAGE, h, D]; one tensor where all layers have one shape
+    table_BQ: Tensor  # each row's pages
+    rows: Rows
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """One layer's keys and values, [Q, PAGE, h, D]."""
+        both = self.layers[number]
+        assert both is not None, "storage is allocated at the first write, or by allocate"
+        return both
+
+    @property
+    def store(self) -> Tensor:
+        """All layers' keys and values, [L, 2, Q, PAGE, h, D], where the layers have one shape."""
+        assert len(self.stores) == 1, "storage is allocated at the first write, or by allocate"
+        return self.stores[0]
+
+    def attend(
+        self, layer: int, q_BNhD: Tensor, bits_BN: Tensor, position_BN: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """[B, N, h D]: attention of nodes whose keys and values are written; arguments as for `tree_attention`."""
+        keys, values = self.layer(layer)
+        bound = min(self.rows.longest + q_BNhD.shape[1], self.table_BQ.shape[1] * keys.shape[1])
+        at = (self.table_BQ, self.rows.length_B, bits_BN, position_BN)
+        return tree_attention(q_BNhD, keys, values, *at, scale, window, bound)
+
+
+class Storage(Protocol):
+    """Holds keys and values by layer, slot and position. It does not know which positions count: `KVCache` does."""
+
+    page: int  # positions of a page; a storage without pages has one page per slot
+    pages: int  # pages in all
+    capacity: int  # positions that a slot has at most
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no slot has reserved."""
+        ...
+
+    def select(self, rows: Rows, in_order: bool) -> None:
+        """Name the rows of the following calls. in_order: row b is slot b, for all slots."""
+        ...
+
+    def allocate(self, layer: int, heads: int, width: int, dtype: torch.dtype) -> None:
+        """Reserve one layer's memory, if that has not been done."""
+        ...
+
+    def write(self, layer: int, rows: Rows, k_BhND: Tensor, v_BhND: Tensor) -> None:
+        """Write N positions after each row's length; allocates the layer's memory at its first call."""
+        ...
+
+    def read(self, layer: int, positions: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first positions of each row, [B, h, P, D]."""
+        ...
+
+    def view(self, rows: Rows) -> PageView | None:
+        """The pages, for operators that address them; None: callers use `read`."""
+        ...
+
+    def move(self, rows: Rows, path_BA: Tensor, count_B: Tensor) -> None:
+        """Move position length + path[a] to length + a, for the first `count_B` entries of each path."""
+        ...
+
+    def reserve(self, slot: int, positions: int) -> None:
+        """Give an empty slot memory for this many positions. Raises ValueError where too little is free."""
+        ...
+
+    def fork(self, source: int, slot: int, prefix: int, positions: int) -> None:
+        """As `reserve`; the slot's first `prefix` positions are those of the source, shared or copied."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Take back the slot's memory; another slot that shares it keeps it."""
+        ...
+
+
+class PagedStorage:
+    """Pages of `PAGE` positions, in one tensor for all layers of one shape; a table names each slot's pages."""
+
+    def __init__(self, layers: int, slots: int, max_len: int, device: torch.device, pages: int | None) -> None:
+        self.slots, self.max_len, self.page, self._device = slots, max_len, PAGE, device
+        self._slot_pages = pages_for(max_len)
+        self.capacity = self._slot_pages * PAGE
+        self.pages = slots * self._slot_pages if pages is None else pages
+        self.pooled = pages is not None
+        # an entry without a page names the last page, which belongs to no slot
+        self.table_SQ = torch.full((slots + 1, self._slot_pages), self.pages, device=device)
+        if not self.pooled:
+            self.table_SQ[:slots] = torch.arange(self.pages, device=device).view(slots, self._slot_pages)
+        self.free = list(range(self.pages - 1, -1, -1)) if self.pooled else []
+        self.owned: list[list[int]] = [[] for _ in range(slots)]  # each slot's pages, where they come from a pool
+        self.uses = [0] * self.pages  # slots that have reserved each page of a pool
+        self.stores: list[Tensor] = []  # each [layers or 1, 2, Q, PAGE, h, D]; one, unless layers differ in shape
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * layers  # keys and values of each, [Q, PAGE, h, D]
+
+    @property
+    def free_pages(self) -> int:
+        return len(self.free)
+
+    def select(self, rows: Rows, in_order: bool) -> None:
+        self._table_BQ = self.table_SQ[rows.slot_B]
+        self._adjacent = in_order and not self.pooled  # row b's pages are the b-th run of the store: it is read as a view
+
+    def allocate(self, layer: int, heads: int, width: int, dtype: torch.dtype) -> None:
+        self._layer(layer, heads, width, dtype)
+
+    def _layer(self, layer: int, heads: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        both = self._layers[layer]
+        if both is None:
+            shape = (2, self.pages + 1, PAGE, heads, width)
+            if not self.stores:
+                self.stores.append(torch.zeros(len(self._layers), *shape, dtype=dtype, device=self._device))
+            elif self.stores[0].shape[1:] != shape:
+                self.stores.append(torch.zeros(1, *shape, dtype=dtype, device=self._device))
+            store = self.stores[0][layer] if self.stores[0].shape[1:] == shape else self.stores[-1][0]
+            both = self._layers[layer] = (store[0], store[1])
+        return both
+
+    def write(self, layer: int, rows: Rows, k_BhND: Tensor, v_BhND: Tensor) -> None:
+        N = k_BhND.shape[2]
+        keys, values = self._layer(layer, k_BhND.shape[1], k_BhND.shape[3], k_BhND.dtype)
+        if self._adjacent and rows.equal_lengths:
+            for pool, new_BhND in ((keys, k_BhND), (values, v_BhND)):
+                self._runs(pool)[:, rows.longest : rows.longest + N] = new_BhND.transpose(1, 2)
+            return
+        at_BN = flat(self._table_BQ, rows.length_B[:, None] + torch.arange(N, device=k_BhND.device), PAGE)
+        keys.flatten(0, 1)[at_BN], values.flatten(0, 1)[at_BN] = k_BhND.transpose(1, 2), v_BhND.transpose(1, 2)
+
+    def read(self, layer: int, positions: int) -> tuple[Tensor, Tensor]:
+        both = self._layers[layer]
+        assert both is not None, "storage is allocated at the first write, or by allocate"
+        return self._gathered(both[0], positions), self._gathered(both[1], positions)
+
+    def _gathered(self, pool: Tensor, positions: int) -> Tensor:
+        if self._adjacent:
+            return self._runs(pool)[:, :positions].transpose(1, 2)
+        return pool[self._table_BQ[:, : pages_for(positions)]].flatten(1, 2)[:, :positions].transpose(1, 2)
+
+    def _runs(self, pool: Tensor) -> Tensor:
+        """[S, P, h, D] view of pages in the order of the slots."""
+        return pool[: self.pages].view(self.slots, self.capacity, *pool.shape[2:])
+
+    def view(self, rows: Rows) -> PageView:
+        return PageView(self._layers, self.stores, self._table_BQ, rows)
+
+    def move(self, rows: Rows, path_BA: Tensor, count_B: Tensor) -> None:
+        for store in self.stores:
+            kv_keep(store, self._table_BQ, rows.length_B, path_BA, count_B)
+
+    def reserve(self, slot: int, positions: int) -> None:
+        if self.pooled:
+            self._own(slot, [], positions)
+
+    def fork(self, source: int, slot: int, prefix: int, positions: int) -> None:
+        if not self.pooled:
+            filled = pages_for(prefix)
+            for store in self.stores:
+                store[:, :, self.table_SQ[slot, :filled]] = store[:, :, self.table_SQ[source, :filled]]
+            return
+        whole = prefix // PAGE
+        self._own(slot, self.owned[source][:whole], positions)
+        for store in self.stores if prefix % PAGE else ():  # a page that is not full is copied
+            store[:, :, self.owned[slot][whole]] = store[:, :, self.owned[source][whole]]
+
+    def _own(self, slot: int, shared: list[int], positions: int) -> None:
+        """Give the slot these pages and as many more as it needs."""
+        needed = pages_for(positions) - len(shared)
+        if needed > len(self.free) or positions > self.max_len:
+            raise ValueError(
+                f"{positions} positions need {needed} pages of {PAGE}; {len(self.free)} of {self.pages} are free, "
+                f"a slot holds {self.max_len} positions"
+            )
+        own = shared + [self.free.pop() for _ in range(needed)]
+        for page in own:
+            self.uses[page] += 1
+        self.owned[slot] = own
+        self.table_SQ[slot] = self.pages
+        self.table_SQ[slot, : len(own)] = torch.tensor(own, device=self._device)
+
+    def release(self, slot: int) -> None:
+        if not self.pooled:
+            return
+        for page in self.owned[slot]:
+            self.uses[page] -= 1
+            if self.uses[page] == 0:
+                self.free.append(page)
+        self.owned[slot] = []
+        self.table_SQ[slot] = self.pages
+
+
+def pages_for(positions: int, page: int = PAGE) -> int:
+    """Pages that hold so many positions."""
+    return -(-positions // page)
