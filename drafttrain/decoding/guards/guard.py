@@ -1,6 +1,6 @@
-"""Guards watch a text as its tokens come to the host, and act where it begins to loop or breaks its format.
+"""Output monitors that act: they watch a text while it is decoded, and act when it starts to loop or can no longer become JSON.
 
-Monitors (`drafttrain.measure.monitors`) count the same faults in texts that are done; they never act.
+The monitors of `drafttrain.measure.monitors` count the same faults in finished texts and never act.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from drafttrain.decoding.guards.repetition import REACH, loops
 
 ACTIONS = ("off", "plain", "stop")
 LOOP, JSON = "loop", "json"
-UNFINISHED = "\ufffd"  # what a tokenizer decodes a part of a character to
+UNFINISHED = "\ufffd"  # a tokenizer decodes a part of a character to this
 
 Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """loop, json: what is done about a loop, and about a text that can no longer become JSON: nothing (off), plain decoding of
-    the target from there on (plain), or the end of the text (stop).
+    """What to do about a loop, and about a text that can no longer become JSON.
 
-    fence: a ``` fence may stand around the JSON. decode: token ids into text without special tokens; JSON alone needs it.
+    The actions are nothing (off), plain decoding of the target from there on (plain), or the end of the text (stop).
     """
 
-    loop: str = "off"
-    json: str = "off"
-    fence: bool = True
-    decode: Decode | None = None
+    loop: str = "off"  # action for a loop
+    json: str = "off"  # action for a text that can no longer become JSON
+    fence: bool = True  # whether a ``` fence may surround the JSON
+    decode: Decode | None = None  # token ids to text without special tokens; needed for JSON only
 
     def __post_init__(self) -> None:
         for name in (LOOP, JSON):
@@ -41,38 +40,39 @@ class Guard:
 
     @property
     def idle(self) -> bool:
+        """Whether no action is set."""
         return self.loop == self.json == "off"
 
     def without(self, action: str) -> Guard:
-        """Guards that would act so are off."""
+        """The same without this action."""
         return replace(self, loop="off" if self.loop == action else self.loop, json="off" if self.json == action else self.json)
 
     def of(self, as_json: bool) -> Guard | None:
-        """The guard of one text; None where nothing is watched. as_json: it is meant to be JSON."""
+        """The guard of one text; None if nothing is watched. as_json: the text is meant to be JSON."""
         guard = self if as_json else replace(self, json="off")
         return None if guard.idle else guard
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """guard: loop or json. action: plain or stop. kept: tokens of the text, which goes on, or ends, behind them."""
+    """An action on one text."""
 
-    guard: str
-    action: str
-    kept: int
+    guard: str  # loop or json
+    action: str  # plain or stop
+    kept: int  # number of tokens that stay; the text continues or ends after them
 
 
 class Watch:
-    """Watches one text. A guard that has acted is off; behind a first `plain` there is nothing left to fall back to."""
+    """Watches one text. A guard that has acted is off, and after the first `plain` all `plain` actions are off."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._reader = None if guard.json == "off" or guard.decode is None else _Reader(guard.decode, guard.fence)
 
     def act(self, tokens: list[int], new: int) -> Act | None:
-        """What is done about the first fault within the last `new` tokens; None where there is none.
+        """The action for the first fault within the last `new` tokens; None if there is none.
 
-        A loop keeps the token that makes it one. JSON loses the token that breaks it, unless it is the text's first.
+        A loop keeps the token that completes it. JSON drops the token that breaks it, unless that is the text's first token.
         """
         for end in range(len(tokens) - new + 1, len(tokens) + 1):
             if self._guard.loop != "off" and loops(tokens[max(0, end - REACH) : end]):
@@ -91,14 +91,14 @@ class Watch:
 
 
 class _Reader:
-    """Reads tokens as JSON, one after the other. A part of a character waits for the rest of it."""
+    """Feeds tokens to the JSON checker. An incomplete character waits for its remaining tokens."""
 
     def __init__(self, decode: Decode, fence: bool) -> None:
         self._decode, self._json = decode, JsonText(fence)
-        self._from = self._read = 0  # tokens [_from, _read) have been read, and are decoded again before those that follow
+        self._from = self._read = 0  # tokens [_from, _read) are read already; they are decoded again as context for the next
 
     def goes_on(self, tokens: list[int], end: int) -> bool:
-        """Whether the first `end` tokens can become JSON; called with 1, 2, 3, ..."""
+        """Whether the first `end` tokens can become JSON. Call it with 1, 2, 3, ..."""
         known, text = (self._decode(tokens[self._from : stop]) for stop in (self._read, end))
         if text.endswith(UNFINISHED):
             return True

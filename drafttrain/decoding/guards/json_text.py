@@ -22,8 +22,11 @@ NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
 WS: /[ \t\n\r]+/
 """
 BARE = "start: WS? value WS?" + GRAMMAR
-FENCED = r"""start: WS? value WS? | WS? "```" NAME? "\n" WS? value WS? "```" WS?
-NAME: /[\p{L}\p{N} \r_+.\-]+/""" + GRAMMAR
+FENCED = (
+    r"""start: WS? value WS? | WS? "```" NAME? "\n" WS? value WS? "```" WS?
+NAME: /[\p{L}\p{N} \r_+.\-]+/"""
+    + GRAMMAR
+)
 
 
 class JsonText:

@@ -14,7 +14,7 @@ from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
 from drafttrain.data.files import read_records
-from drafttrain.data.journal import SETTINGS, Journal, check_settings, look, read
+from drafttrain.data.journal import SETTINGS, Journal, check_settings, read, scan
 from drafttrain.data.pool import Conversations, Workers
 from drafttrain.data.provenance import FILE, find_provenance
 from drafttrain.data.records import open_records
@@ -108,7 +108,7 @@ def test_a_changed_byte_of_a_journal_costs_its_line_alone(tmp_path: Path) -> Non
     path, records = journal_of(folder)
     lost = 0
     for how in harmed(path, 400):
-        found, seen = [record for _, _, record in read(folder)], look(folder)
+        found, seen = [record for _, _, record in read(folder)], scan(folder)
         left = [record for record in found if record in records]  # a changed name of the checksum changes no field
         assert all({key: value for key, value in record.items() if key in records[0]} in records for record in found), how
         assert {record["id"] for record in found} == seen.answered
@@ -124,14 +124,14 @@ def test_a_changed_byte_of_a_journal_costs_its_line_alone(tmp_path: Path) -> Non
                 for record in records:
                     if record["id"] not in seen.answered:
                         journal.append(record)
-            assert look(folder).answered == {str(i) for i in range(5)}, how
+            assert scan(folder).answered == {str(i) for i in range(5)}, how
     assert lost > 320
 
 
 def test_lines_of_earlier_versions_count(tmp_path: Path) -> None:
     path, records = journal_of(tmp_path)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert [record for _, _, record in read(tmp_path)] == records and look(tmp_path).damaged == []
+    assert [record for _, _, record in read(tmp_path)] == records and scan(tmp_path).damaged == []
 
 
 def test_damaged_lines_are_said_and_their_texts_asked_again(
