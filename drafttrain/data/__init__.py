@@ -54,8 +54,8 @@ class DataOptions:
 
 @dataclass
 class PrepareOptions:
-    """How `prepare` lets the target answer the prompts of data.path. A text's noise depends only on its prompt, its number and
-    the seed.
+    """How `prepare` lets the target answer the prompts of data.path. A text's noise depends only on its prompt, number and
+    seed.
     """
 
     samples: int = 1  # texts per prompt

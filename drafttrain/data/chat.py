@@ -63,10 +63,10 @@ def join(documents: Sequence[Encoded]) -> Encoded:
 class Boundary:
     """An edge of a reply: a place in a text, and its place among the text's ids."""
 
-    wall: int  # index of the last special token before it, from which `piece` is tokenised
+    anchor: int  # index of the last special token before it, from which `piece` is tokenised
     size: int  # number of ids of the text up to the edge, tokenised by itself
     common: int  # how many of them the whole text's ids start with
-    piece: str  # text from `wall` to the edge
+    piece: str  # text from `anchor` to the edge
 
 
 class Encoder:
@@ -77,8 +77,8 @@ class Encoder:
         self.template = Template(tokenizer, options or TemplateOptions())
         added = tokenizer.added_tokens_decoder
         self.special = {i for i, token in added.items() if token.special}
-        self._wall = special_tokens(tokenizer)
-        self._walls = {token.content: i for i, token in added.items() if token.special and not token.normalized}
+        self._anchor_pattern = special_tokens(tokenizer)
+        self._anchor_ids = {token.content: i for i, token in added.items() if token.special and not token.normalized}
 
     def __call__(self, conversation: Conversation) -> Encoded:
         """The conversation's row. The mask is all False when no reply fits into `max_length`.
@@ -115,13 +115,17 @@ class Encoder:
         splits a text at special tokens first, so the ids are the same, and the cost stays linear in the length.
         """
         text, at = rendered.text, [edge for reply in rendered.replies for edge in reply]
-        walls = [] if self._wall is None else [(m.start(), m.end(), self._walls[m[0]]) for m in self._wall.finditer(text)]
-        before = [bisect_right(walls, edge, key=lambda wall: wall[1]) - 1 for edge in at]
-        pieces = [text[walls[b][0] if b >= 0 else 0 : edge] for b, edge in zip(before, at, strict=True)]
+        anchors = (
+            []
+            if self._anchor_pattern is None
+            else [(m.start(), m.end(), self._anchor_ids[m[0]]) for m in self._anchor_pattern.finditer(text)]
+        )
+        before = [bisect_right(anchors, edge, key=lambda anchor: anchor[1]) - 1 for edge in at]
+        pieces = [text[anchors[b][0] if b >= 0 else 0 : edge] for b, edge in zip(before, at, strict=True)]
         ids, *tails = self._ids([text, *pieces])
-        wall_ids = set(self._walls.values())
-        found = [(i, token) for i, token in enumerate(ids) if token in wall_ids]
-        if [token for _, token in found] != [wall[2] for wall in walls]:  # a tokenizer that splits in another way
+        anchor_ids = set(self._anchor_ids.values())
+        found = [(i, token) for i, token in enumerate(ids) if token in anchor_ids]
+        if [token for _, token in found] != [anchor[2] for anchor in anchors]:  # a tokenizer that splits in another way
             found, before, tails = [], [-1] * len(at), self._ids([text[:edge] for edge in at])
             pieces = [text[:edge] for edge in at]
         firsts = [found[b][0] if b >= 0 else 0 for b in before]
@@ -139,7 +143,7 @@ class Encoder:
         if edge.common == edge.size:
             return edge.size
         for end in range(edge.common + 1, len(ids)):
-            if len(str(self.tokenizer.decode(ids[edge.wall : end]))) >= len(edge.piece):
+            if len(str(self.tokenizer.decode(ids[edge.anchor : end]))) >= len(edge.piece):
                 return end
         return edge.size
 
@@ -155,9 +159,7 @@ class Encoder:
         return [list(ids) for ids in encoded["input_ids"]]
 
     def _end_of_turn(self, ids: list[int], first: int, last: int) -> int:
-        """Index where the target stops: after the end-of-turn token even if the marks exclude it, and before the blanks that
-        follow it.
-        """
+        """Index after the end-of-turn token, which the marks may exclude, and before the blanks that follow it."""
         eos = self.tokenizer.eos_token_id
         if last < len(ids) and ids[last] == eos and ids[last - 1] != eos:
             return last + 1
@@ -175,7 +177,5 @@ def _masked(ids: Sequence[int], replies: Sequence[tuple[int, int]], length: int)
 
 
 def _common(prefix: Sequence[int], ids: Sequence[int]) -> int:
-    """Length of the common prefix. It is shorter than `prefix` if the last token of `prefix` merges with the text
-    that follows.
-    """
+    """Length of the common prefix; less than that of `prefix` if its last token merges with the text that follows."""
     return next((i for i, (a, b) in enumerate(zip(prefix, ids, strict=False)) if a != b), min(len(prefix), len(ids)))

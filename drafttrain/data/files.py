@@ -1,4 +1,4 @@
-"""Reads records from local files, each with its place for error messages."""
+"""Reads data files of all kinds. Errors name the place in the file."""
 
 from __future__ import annotations
 
@@ -15,28 +15,11 @@ from typing import Any, BinaryIO, cast
 import drafttrain
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import disk_full
-from drafttrain.data.provenance import check_shard
 
 ASSETS = Path(drafttrain.__file__).parent / "assets"
 LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 TABLES = (".parquet", ".arrow", ".csv")
 TEXT_COLUMNS = ("prompt", "response", "completion", "instruction", "input", "output", "system", "text")
-
-
-def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (origin, record) pairs in file order. The origin is `file:line`, or `file:row n` for tables.
-
-    Raises UserError that names the place of a blank or malformed line, and for an empty, damaged or unknown file.
-    """
-    check_file(path)
-    check_shard(path)
-    empty = True
-    with unreadable(path):
-        for origin, record in _read(path):
-            empty = False
-            yield origin, as_object(origin, record)
-    if empty:
-        raise UserError(f"{path}: expected at least one record, got an empty file; fill it, or point to another file")
 
 
 @contextmanager
@@ -84,16 +67,6 @@ def _nearest(path: Path) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"correct the path (nothing of a similar name in {path.parent})"
 
 
-def _read(path: Path) -> Iterator[tuple[str, Any]]:
-    if path.name.endswith(TABLES):
-        yield from _read_table(path)
-    elif is_array(path):
-        yield from ((f"{path}:record {number}", record) for number, record in enumerate(read_array(path), start=1))
-    else:
-        with damaged_gzip(path), open_plain(path) as file:
-            yield from _read_lines(path, file)
-
-
 def open_plain(path: Path) -> BinaryIO:
     """The file's decompressed bytes."""
     return cast(BinaryIO, gzip.open(path)) if path.name.endswith(".gz") else path.open("rb")
@@ -121,11 +94,6 @@ def read_array(path: Path) -> list[Any]:
     with damaged_gzip(path), open_plain(path) as file:
         elements: list[Any] = read_json(file.read(), path, 1)
         return elements
-
-
-def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    for number, line in filled_lines(path, file):
-        yield f"{path}:{number}", read_json(line.rstrip(), path, number)
 
 
 def filled_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -164,14 +132,6 @@ def _excerpt(text: str, position: int) -> str:
     return repr(text[position : position + 20].split("\n")[0]) if text[position:].strip() else "the end of the text"
 
 
-def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
-    row = 0
-    for batch in read_batches(path):
-        for record in plain_rows(path, batch):
-            row += 1
-            yield f"{path}:row {row}", record
-
-
 def plain_rows(path: Path, batch: Any) -> list[dict[str, Any]]:
     """A record batch as Python values. Raises UserError for values that Python cannot hold, for example some timestamps."""
     with damaged_table(path):
@@ -181,9 +141,7 @@ def plain_rows(path: Path, batch: Any) -> list[dict[str, Any]]:
 
 
 def read_batches(path: Path) -> Iterator[Any]:
-    """Record batches of a Parquet, Arrow (file or stream) or CSV file. Arrow files are memory-mapped. Raises UserError if
-    damaged.
-    """
+    """Record batches of a Parquet, Arrow (file or stream, memory-mapped) or CSV file. Raises UserError if damaged."""
     with damaged_table(path):
         yield from _batches(path)
 

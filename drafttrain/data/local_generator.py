@@ -1,6 +1,4 @@
-"""The target answers prompts in this process, with the decoder's continuous batching: a finished text frees its slot for the
-next.
-"""
+"""The target answers prompts in this process. With continuous batching a finished text frees its slot for the next."""
 
 from __future__ import annotations
 

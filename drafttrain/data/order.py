@@ -66,8 +66,7 @@ class Mixture:
     seed: int = 0
 
     def epoch(self, number: int) -> NDArray[np.int64]:
-        """The conversations of an epoch, not shuffled: as many as there are, each source's share taken from repeated passes
-        over it.
+        """As many conversations as there are, not shuffled; a source's share comes from repeated passes over it.
 
         Worked example, sizes 2 and 6 with equal weights: 4 and 4 conversations. The first source is read twice; the second
         gives 4, and its other 2 come first in the next epoch.

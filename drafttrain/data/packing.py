@@ -9,9 +9,7 @@ from drafttrain.data.chat import Encoded, join
 
 
 class Packed(Sequence[Encoded]):
-    """Rows of several conversations each, joined on access. members: for each row, the indices of its conversations
-    in `rows`.
-    """
+    """Rows of several conversations each, joined on access. members: each row's conversations, as indices into `rows`."""
 
     def __init__(self, rows: Sequence[Encoded], members: list[list[int]]) -> None:
         self.rows, self.members = rows, members
@@ -35,8 +33,7 @@ class Packed(Sequence[Encoded]):
 
 
 def pack(rows: Sequence[Encoded], length: int, chosen: Sequence[int] | None = None) -> Packed:
-    """Rows of at most `length` tokens that hold all these conversations: the longest first, each in the fullest row that it
-    fits.
+    """Rows of at most `length` tokens with all these conversations: the longest first, each into the fullest row that has room.
 
     Best fit decreasing (Johnson 1974) needs at most 11/9 of the minimal number of rows, and nearly the minimum if many are
     short. chosen: indices into `rows`, some perhaps several times; None: each once.

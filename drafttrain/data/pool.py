@@ -82,8 +82,8 @@ class Conversations:
         return Follower(self._stores, self._seen)
 
     def wait(self, numbers: NDArray[np.int64], advance: Callable[[int], None] = lambda done: None) -> None:
-        """Wait until these are prepared. Raises UserError for unusable records. advance: called with the number of newly
-        prepared ones.
+        """Wait until these are prepared. Raises UserError for unusable records. advance: called with numbers of newly prepared
+        ones.
         """
         self.request(numbers)
         left = numbers[self.documents_C[numbers] == UNKNOWN]

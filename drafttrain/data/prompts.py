@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError, printable
-from drafttrain.data.files import ASSETS, keys_of, path_of, read_records
+from drafttrain.data import DataOptions
+from drafttrain.data.files import ASSETS, keys_of, path_of
+from drafttrain.data.records import read_records
 from drafttrain.data.sets import SETS, field_of, hub_records
+from drafttrain.data.sources import cache_folder
 from drafttrain.data.templates import template_errors, template_origin
 
 SINGLE = ("prompt", "question")  # HumanEval, GSM8K
@@ -57,7 +59,7 @@ def _load(name: str, limit: int | None) -> list[Prompt]:
     if chosen not in SETS:
         chosen, path = "", name
     file = ASSETS / "prompts.jsonl" if path == "embedded" else path_of(path, "prompts")
-    records = islice(read_records(file), limit)
+    records = read_records(file, limit, cache_folder(DataOptions()) / "spool")
     category = chosen or file.name.split(".")[0]
     return [_prompt(origin, record, i, category, chosen) for i, (origin, record) in enumerate(records, start=1)]
 

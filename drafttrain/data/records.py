@@ -22,6 +22,7 @@ from drafttrain.core.files import atomic_file, atomic_write_bytes
 from drafttrain.data.files import (
     TABLES,
     as_object,
+    check_file,
     damaged_gzip,
     filled_lines,
     is_array,
@@ -196,6 +197,14 @@ def open_records(path: Path, limit: int | None, spool: Path) -> Records:
     return records
 
 
+def read_records(path: Path, limit: int | None, spool: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (origin, record) pairs in order, at most `limit`. Raises UserError as `open_records`, or for an unknown file."""
+    check_file(path)
+    records = open_records(path, limit, spool)
+    with unreadable(path):
+        yield from (records[number] for number in range(len(records)))
+
+
 def _rows(path: Path, limit: int | None, spool: Path, digest: str | None) -> Records:
     if path.suffix == ".arrow" or path.stat().st_size <= SMALL:
         return Rows(path, path, limit, digest)
@@ -242,8 +251,8 @@ def _starts(path: Path, lines: Iterable[bytes], limit: int | None) -> array[int]
 
 
 def _spooled(path: Path, spool: Path, suffix: str, write: Callable[[BinaryIO], Any], digest: str | None) -> tuple[Path, str]:
-    """(the converted file, its sha256). It is named by its content and converted only if it is missing or damaged. digest: of
-    `path`.
+    """(the converted file, its sha256). Converts only if the file is missing or damaged. digest: that of `path`, in
+    its name.
     """
     plain = spool / f"{digest or digest_of(path)}{suffix}"
     checksum = plain.with_name(f"{plain.name}.sha256")

@@ -1,5 +1,4 @@
-"""An OpenAI-compatible server (vLLM, SGLang, ...) answers prompts: many concurrent requests, with retries while it is down or
-busy.
+"""An OpenAI-compatible server (vLLM, SGLang, ...) answers prompts: concurrent requests, retried while it is down or busy.
 
 The response decides how a request continues:
 - no connection, a dropped one, 408, 425, 429, 502 to 504: retried with growing waits for `patience` seconds; then the command
@@ -38,9 +37,7 @@ class _RefusedError(Exception):
 
 
 class _RetryError(Exception):
-    """The request is to be sent again. after: seconds that the server asks to wait. busy: the server is down, busy or limits
-    its rate.
-    """
+    """The request is to be sent again. after: requested wait in seconds. busy: the server is down, busy or limits its rate."""
 
     def __init__(self, reason: str, after: float | None = None, busy: bool = True) -> None:
         super().__init__(reason)

@@ -39,9 +39,7 @@ class Source:
 
 
 def open_sources(options: DataOptions) -> list[Source]:
-    """All sources that the options name, in order. Raises UserError for missing sources and for sources without readable
-    records.
-    """
+    """All sources that the options name, in order. Raises UserError for a source that is missing or has no readable records."""
     chosen = _chosen(options)
     weights = [source.weight for source in chosen]
     if any(w is None for w in weights) != all(w is None for w in weights):
@@ -117,9 +115,7 @@ def _files(source: SourceOptions, path: Path) -> list[Path]:
 
 
 def _folder_files(source: SourceOptions, folder: Path) -> Iterator[Path]:
-    """The files that `prepare` wrote; otherwise those of a split by the hub's rules, from the data set's card or from file
-    names.
-    """
+    """The files that `prepare` wrote; else those of a split by the hub's rules: from the data set's card or from file names."""
     from datasets import load_dataset_builder  # slow to import
 
     if shards := shards_of(folder):

@@ -1,5 +1,4 @@
-"""Renders a conversation with its chat template and finds the replies in the text, from the template itself and never from its
-looks.
+"""Renders a conversation with its chat template and finds the replies in the text, without assumptions about its format.
 
 A reply's place comes from the template's `{% generation %}` marks, or else from rendering the conversation up to the turn (with
 the generation prompt) and past it. Worked example, a template without marks:
@@ -9,8 +8,8 @@ the generation prompt) and past it. Worked example, a template without marks:
     whole              <s> [INST] hi [/INST] yes </s> [INST] ...
 
 Some templates change a turn once another turn follows. They drop its reasoning, or move the system turn to the last user turn.
-The whole text then contains a reply that the target never wrote in this form. Such a reply gets a separate text that ends with
-it.
+The whole text then contains a reply that the target never wrote in this form. Such a reply gets a separate text, which ends
+with it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from drafttrain.data.bounds import TooLongError, bounded
 from drafttrain.data.forms import ASSISTANT, Conversation
 
 Messages = Sequence[dict[str, Any]]
-Marked = tuple[list[str], list[list[tuple[int, int]]]]  # texts and their marked characters (transformers annotates str)
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TAKES_THOUGHTS = re.compile(r"reasoning_content|\.thinking\b|\[['\"]thinking['\"]\]")
 THOUGHT = re.compile(r"^(\s*<think>)?.*?</think>\s*", re.DOTALL)
@@ -132,9 +130,7 @@ class Template:
         return found
 
     def _end(self, message: dict[str, Any], after: str, start: int) -> int:
-        """End of the turn: after the first special token that follows the content. Some templates write more after it when no
-        turn follows.
-        """
+        """After the special token that follows the content. Some templates write more after it when no turn follows."""
         if self._special is None or message.get("tool_calls") or not message["content"].strip():
             return len(after)
         content = message["content"].strip()
@@ -147,23 +143,18 @@ class Template:
         self, conversation: Conversation, messages: Messages, marks: bool = False, **how: Any
     ) -> tuple[str, list[tuple[int, int]]]:
         """The rendered text and its marked characters."""
-        special: dict[str, Any] = self.tokenizer.special_tokens_map
-        chats: Any = [list(messages)]
-        text = self._text(conversation)
+        text, render = self._text(conversation), cast(Any, render_jinja_template)  # its annotations exclude marks
         with template_errors(f"{conversation.origin}: the chat template refuses this conversation", self._origin, WAY_OUT):
-            texts, marked = cast(
-                Marked,
-                render_jinja_template(
-                    chats,
-                    tools=list(conversation.tools) or None,
-                    chat_template=text,
-                    return_assistant_tokens_mask=marks,
-                    **special,
-                    **self.arguments,
-                    **how,
-                ),
+            (rendered,), marked = render(
+                [list(messages)],
+                tools=list(conversation.tools) or None,
+                chat_template=text,
+                return_assistant_tokens_mask=marks,
+                **self.tokenizer.special_tokens_map,
+                **self.arguments,
+                **how,
             )
-        return texts[0], marked[0] if marks else []
+        return rendered, marked[0] if marks else []
 
 
 @contextmanager

@@ -73,8 +73,8 @@ class InProcess(Preparer):
 
 
 class WorkerPool(Preparer):
-    """Worker processes that write blocks. A caller that waits prepares unstarted tasks itself, so it also works until they have
-    started.
+    """Worker processes that write blocks. While they start, and when it must wait, the caller prepares unstarted
+    tasks itself.
     """
 
     def __init__(self, sources: Sequence[Source], encoder: Encoder, stores: Sequence[Store], workers: int) -> None:

@@ -12,8 +12,7 @@ from drafttrain.model.batch import TrainBatch
 
 
 class Prefetch:
-    """`fill`, one batch ahead. On a GPU it runs in a separate stream, concurrently with the drafter; elsewhere in program
-    order.
+    """`fill`, one batch ahead: on a GPU in a separate stream, concurrently with the drafter; elsewhere in program order.
 
     The states are the same as without it. One more batch of states is in memory.
     """

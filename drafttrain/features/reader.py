@@ -54,9 +54,7 @@ class ReadAhead(Generic[Input, Output]):
 
 
 class HostBuffers:
-    """Pinned memory for copies to a GPU. A buffer is reused after its copy has finished. One thread takes buffers, one gives
-    them back.
-    """
+    """Pinned memory for copies to a GPU, reused after a copy has finished. One thread takes buffers, one gives them back."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -92,9 +92,7 @@ class Store:
         return None
 
     def _opened(self, number: int) -> Any:
-        """A shard, mapped. Raises ValueError if its columns are not the format's, and SafetensorError if it is not a
-        safetensors file.
-        """
+        """A shard, mapped. Raises ValueError for other columns than the format's, SafetensorError for another kind of file."""
         shard, rows = safe_open(self.file(number), framework="pt"), self.layout.tokens(number)
         for name, column in self.form.columns.items():
             found = shard.get_slice(name)

@@ -1,5 +1,4 @@
-"""The objective of a family that also trains the target: the drafter's loss, and a loss that keeps the target close to the
-original.
+"""The objective of a family that also trains the target: the drafter's loss, and one that keeps the target near the original.
 
 Shapes: B sequences, T positions, M supervised tokens, C a chunk of them, H hidden, V vocabulary.
 """
@@ -35,9 +34,7 @@ class AdaptedObjective(Objective):
         self.adapter = adapter
 
     def forward(self, batch: TrainBatch, progress: float = 1.0) -> tuple[Tensor, StepCounts]:
-        """As `Objective.forward`, for a batch without states. progress: share of the training steps that are done after this
-        one.
-        """
+        """As `Objective.forward`, for a batch without states. progress: share of the training steps done after this one."""
         spec, drafter_only = self.adapter.spec, progress <= self.adapter.spec.start
         with torch.set_grad_enabled(torch.is_grad_enabled() and not drafter_only):
             hidden = _states(self.adapter.target, batch, self.drafter.taps | Taps(final=True))
@@ -48,9 +45,7 @@ class AdaptedObjective(Objective):
         return total + self._hold(batch, hidden[FINAL]), counts
 
     def _hold(self, batch: TrainBatch, final_BTH: Tensor) -> Tensor:
-        """The sum over supervised tokens of the loss that keeps the adapted target close to the original, or close
-        to the text.
-        """
+        """The sum over supervised tokens of the loss that keeps the adapted target near the original, or near the text."""
         pairs, original, name = batch.future(1), self._target.module, "kl" if self.adapter.spec.hold == "distil" else "ce"
         reference_BTH = final_BTH.detach()
         if name == "kl":
@@ -73,9 +68,7 @@ class AdaptedObjective(Objective):
 
 
 def drafter_weight(spec: LoraSpec, progress: float) -> float:
-    """Weight of the drafter's loss: constant while the drafter trains alone; then sin(pi / 2 * progress) times that with a
-    ramp.
-    """
+    """Weight of the drafter's loss: constant while the drafter trains alone; with a ramp then times sin(pi / 2 * progress)."""
     return spec.drafter_weight * (math.sin(0.5 * math.pi * progress) if spec.ramp and progress > spec.start else 1.0)
 
 

@@ -1,8 +1,7 @@
-"""The training objective of every family: a divergence between the distributions p and q, computed in chunks, with acceptance
-counts.
+"""The training objective of every family: a divergence between distributions, computed in chunks, and acceptance counts.
 
-Shapes: M predictions, C a chunk of them, K draft depth, H hidden, V vocabulary, D the drafter's own part of the vocabulary, P =
-B * T flat positions.
+Shapes: M predictions, C a chunk of them, K draft depth, H hidden, V vocabulary, D the drafter's own part of it, P = B * T flat
+positions.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ class FullDistribution:
 
 
 class TopKDistribution:
-    """The k likeliest tokens with their stored probabilities; the remaining mass is spread over all other tokens as the drafter
-    spreads its own.
+    """The k likeliest tokens with their stored probabilities; all other tokens share the rest in the drafter's proportions.
 
     Of all distributions that agree with what is stored, this one is closest to the drafter's q. A divergence from it equals the
     divergence between p and q with all other tokens merged into one outcome, the ghost token of arXiv 2503.16870. It never

@@ -1,5 +1,4 @@
-"""Estimates the memory that training needs in one process, from configurations alone: models are built on `meta`, nothing is
-loaded.
+"""Estimates the memory of a training process from configurations: models are built on `meta`, no weights are loaded.
 
 The figure is approximate. Allocators keep some memory in reserve, and the drafter's saved activations are estimated from the
 widths of its linear maps.
@@ -110,9 +109,7 @@ def kept_bytes(drafter: Drafter, vocab: int, positions: int) -> int:
 
 
 def free_bytes(device: torch.device, neighbours: int) -> int:
-    """Memory of the device that this process may use. neighbours: processes of this machine, which share the memory
-    of a CPU.
-    """
+    """Memory of the device that this process may use. neighbours: processes of this machine, which share a CPU's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(psutil.virtual_memory().available, _container()) // neighbours

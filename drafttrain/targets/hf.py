@@ -205,9 +205,7 @@ class HFTarget(PrunedTarget):
         return self._by_layer(full, additive(seen(kv, ancestor_BNN, position_BN, self._window), self.dtype))
 
     def _by_layer(self, full: Tensor, sliding: Tensor | None = None) -> Any:
-        """Masks as the model takes them: one for all layers, or one per layer type. sliding: the windowed mask;
-        None: the same.
-        """
+        """Masks as the model takes them: one for all layers, or one per layer type. sliding: with a window; None: the same."""
         sliding = full if sliding is None else sliding
         if self._window is None:
             return full

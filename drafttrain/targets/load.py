@@ -123,9 +123,7 @@ def reason(error: Exception) -> str:
 
 
 def check_options(options: TargetOptions, shared: bool = False) -> None:
-    """Raise UserError for unknown values, and for options that exclude each other. shared: several processes share
-    the target.
-    """
+    """Raise UserError for unknown or incompatible values. shared: several processes share the target."""
     if options.dtype not in DTYPES:
         raise UserError(f"target.dtype is {options.dtype!r}; choose one of {', '.join(DTYPES)}")
     if options.attention not in ("auto", "sdpa", "eager"):
@@ -191,8 +189,8 @@ def path_of(options: TargetOptions) -> str:
 
 
 def _runner(name: str, model: Any, part: Part) -> type[HFTarget]:
-    """The runner's class. Raises UserError for an unknown runner, and for `fast` or a split model that only transformers can
-    run.
+    """The runner's class. Raises UserError for an unknown name, and if `fast` or a split needs what the model does
+    not support.
     """
     if name not in ("hf", "fast", "auto"):
         raise UserError(f"target.runner is {name!r}; choose hf, fast or auto")

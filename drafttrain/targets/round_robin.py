@@ -20,9 +20,7 @@ from drafttrain.targets.split import SplitTarget
 
 
 class RoundRobinTarget(SplitTarget):
-    """With a cache it acts as SplitTarget, with the same input everywhere. Without one, each process passes its own
-    sequences.
-    """
+    """With a cache as SplitTarget: the same input everywhere. Without one, each process passes its own sequences."""
 
     splits_head = False
 

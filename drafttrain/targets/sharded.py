@@ -35,9 +35,7 @@ class Shards(Protocol):
         ...
 
     def start(self, blocks: nn.ModuleList) -> nn.Module:
-        """A module that calls its first argument with the others: one pass over the blocks, whose weights are gathered and
-        dropped.
-        """
+        """A module that calls its first argument with the others: one pass over the blocks, which gathers and drops weights."""
         ...
 
     def free(self) -> None:

@@ -13,11 +13,10 @@ import pytest
 from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
-from drafttrain.data.files import read_records
 from drafttrain.data.journal import SETTINGS, Journal, check_settings, read, scan
 from drafttrain.data.pool import Conversations, Workers
 from drafttrain.data.provenance import FILE, find_provenance
-from drafttrain.data.records import open_records
+from drafttrain.data.records import open_records, read_records
 from drafttrain.data.sources import open_sources, read_conversations
 from drafttrain.data.store import Block, Store, encode_block, key_of
 from tests.damage import harmed, refused
@@ -61,7 +60,7 @@ def test_a_changed_byte_of_prepared_data_is_refused(out: Path) -> None:
     assert refused([out / LISTED], lambda: trained_on(out), 150, removed=False)[LISTED] > 0.9  # but for spaces and line feeds
     for part in parts:
         assert refused([part], lambda part=part: trained_on(part), 30, removed=False) == {part.name: 1.0}
-        assert refused([part], lambda part=part: list(read_records(part)), 30, removed=False) == {part.name: 1.0}
+        assert refused([part], lambda part=part: list(read_records(part, None, out)), 30, removed=False) == {part.name: 1.0}
 
 
 def test_names_of_prepared_data_are_compared(out: Path) -> None:
