@@ -35,7 +35,7 @@ from drafttrain.cli.quiet import quiet
 from drafttrain.drafters import families
 from drafttrain.model.drafter import trainable
 from drafttrain.objective.losses import LossOptions
-from drafttrain.targets.estimate import Outline, activation_bytes, need_of, said
+from drafttrain.targets.estimate import Outline, activation_bytes, format_bytes, need_of
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.structure import find_blocks
 from drafttrain.train import DeepSpeedOptions, TrainOptions
@@ -174,7 +174,13 @@ def table(mfu: float) -> Table:
                 tokens = plan.rows * plan.length * processes
                 slow, fast = tokens / (computing + moving), tokens / max(computing, moving)
                 hours = (BILLION / rate / 3600 for rate in (fast, slow))
-                cells = (plan.name, f"{plan.length:,}", str(processes), placement, said(plan.memory(processes, placement)))
+                cells = (
+                    plan.name,
+                    f"{plan.length:,}",
+                    str(processes),
+                    placement,
+                    format_bytes(plan.memory(processes, placement)),
+                )
                 rates = (f"{slow:,.0f}-{fast:,.0f}", "{:.1f}-{:.1f}".format(*hours))
                 found.add_row(*cells, f"{computing:.3f}", f"{moving:.3f}", *rates)
     return found

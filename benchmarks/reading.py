@@ -20,7 +20,7 @@ from benchmarks.section import Found, Settings
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.features.cached import Cached
-from drafttrain.features.form import Form
+from drafttrain.features.format import FeatureFormat
 from drafttrain.features.layout import Layout
 from drafttrain.features.store import Store
 from drafttrain.model.batch import TrainBatch
@@ -51,7 +51,7 @@ def reading(settings: Settings) -> Found:
 
 def written(folder: Path, texts: Sequence[np.ndarray], hidden: int) -> Store:
     """Random states of these conversations."""
-    form = Form((1, FINAL), "bfloat16", hidden)
+    form = FeatureFormat((1, FINAL), "bfloat16", hidden)
     store = Store(folder, Layout.of(texts, form.bytes), form, {})
     store.folder.mkdir()
     for number in store.numbers:

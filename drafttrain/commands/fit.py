@@ -35,7 +35,7 @@ from drafttrain.runs.placement import Place, built, check_placement, load_placed
 from drafttrain.runs.provenance import origin_of
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.devices import device_of
-from drafttrain.targets.estimate import said
+from drafttrain.targets.estimate import format_bytes
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.caching import Caching, check_features
@@ -202,7 +202,8 @@ def _check_end(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> N
     needed, free = CHECKPOINT * trainable(drafter), shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"output {folder} has {said(free)} free, a checkpoint of this drafter and its optimiser takes {said(needed)}; "
+            f"output {folder} has {format_bytes(free)} free, a checkpoint of this drafter and its optimiser takes "
+            f"{format_bytes(needed)}; "
             "free space, or set output"
         )
 

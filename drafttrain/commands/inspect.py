@@ -21,11 +21,11 @@ from drafttrain.data import InspectOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.contamination import Copy, copies
 from drafttrain.data.dataset import encoder_of
-from drafttrain.data.look import Bin, Look, Sample, chosen, longest_bar, sample_of, template_rows
 from drafttrain.data.progress import bar
 from drafttrain.data.prompts import load_prompts, named_prompts
 from drafttrain.data.provenance import find_provenance
 from drafttrain.data.sources import Conversation, read_conversations
+from drafttrain.data.statistics import Bin, Sample, Statistics, chosen, sample_of, template_rows
 from drafttrain.data.templates import read_template
 from drafttrain.measure.html import render
 from drafttrain.runs.options import RunOptions
@@ -59,18 +59,18 @@ def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
     prompt_file = named_prompts(prompt_file)
     tokenizer = load_tokenizer(options.target)
     conversations = read_conversations(options.data)
-    look, samples = _looked(conversations, tokenizer, options)
-    if not any(look.supervised):
+    statistics, samples = _statistics(conversations, tokenizer, options)
+    if not any(statistics.supervised):
         raise UserError(f"{options.data.named}: none of {len(conversations)} conversations has a supervised token")
     source = "embedded" if options.target.name == "embedded" else path_of(options.target)
     rows = [
         ("data", ", ".join(options.data.paths)),
-        *look.rows(),
+        *statistics.rows(),
         *template_rows(tokenizer, source, read_template(options.data.template)),
         ("replies by", ", ".join(dict.fromkeys(map(_writer, options.data.paths)))),
     ]
     copied = copies(prompts, conversations, asked.ngram, asked.overlap)
-    found = Found(rows, look.histogram(), copied, len(prompts), prompt_file, samples)
+    found = Found(rows, statistics.histogram(), copied, len(prompts), prompt_file, samples)
     console = Console()
     _print(console, found, asked)
     atomic_write_text(page, _page(found, asked))
@@ -95,20 +95,20 @@ def _checked(options: RunOptions) -> Path:
     return page
 
 
-def _looked(
+def _statistics(
     conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, options: RunOptions
-) -> tuple[Look, list[Sample]]:
-    look, most = Look(), max(options.inspect.page_samples, options.inspect.samples)
+) -> tuple[Statistics, list[Sample]]:
+    statistics, most = Statistics(), max(options.inspect.page_samples, options.inspect.samples)
     kept: dict[int, Encoded | None] = dict.fromkeys(chosen(len(conversations), most, options.data.seed))
     encode = encoder_of(options.data, tokenizer)
     with bar("tokenising", len(conversations), shown=True) as advance:
         for i, conversation in enumerate(conversations):
             encoded = encode(conversation)
-            look.add(conversation, encoded)
+            statistics.add(conversation, encoded)
             advance(1)
             if i in kept:
                 kept[i] = encoded
-    return look, [sample_of(conversations[i], encoded, tokenizer) for i, encoded in kept.items() if encoded is not None]
+    return statistics, [sample_of(conversations[i], encoded, tokenizer) for i, encoded in kept.items() if encoded is not None]
 
 
 def _writer(data: str) -> str:
@@ -129,7 +129,7 @@ def _print(console: Console, found: Found, asked: InspectOptions) -> None:
     console.rule("figures", align="left")
     console.print(table)
     console.rule("lengths in tokens", align="left")
-    most, wide = longest_bar(found.bins), len(f"{found.bins[-1].last:,}")
+    most, wide = max(b.count for b in found.bins), len(f"{found.bins[-1].last:,}")
     for b in found.bins:
         bar = "█" * round(WIDE * b.count / most) or "▏" * bool(b.count)
         console.print(Text.assemble(f"{b.first:>{wide},}–{b.last:<{wide},} ", (bar, BAR), f" {b.count:,}"), soft_wrap=True)
@@ -160,7 +160,7 @@ def _page(found: Found, asked: InspectOptions) -> str:
         title=f"Training data: {found.rows[0][1]}",
         version=drafttrain.__version__,
         command=shlex.join(["drafttrain", "inspect", *sys.argv[1:]]),
-        most=longest_bar(found.bins),
+        most=max(b.count for b in found.bins),
         n=asked.ngram,
         least=asked.overlap,
         rows=found.rows,

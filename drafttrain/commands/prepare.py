@@ -17,8 +17,8 @@ from torch import distributed
 import drafttrain
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.data import PrepareOptions
-from drafttrain.data.asks import TOO_LONG, Asks, Dialogue, jobs_of, read_asks
-from drafttrain.data.journal import Journal, check_settings, look
+from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, PromptScripts, jobs_of, read_scripts
+from drafttrain.data.journal import Journal, check_settings, scan
 from drafttrain.data.provenance import FORMAT
 from drafttrain.data.publish import FORMATS, check_out, publish
 from drafttrain.data.rules import check_rules
@@ -48,33 +48,33 @@ def prepare(options: RunOptions, resolved: dict[str, Any]) -> Path:
     Raises UserError for bad input, before anything is written, and for a server that stays away.
     """
     out = _checked(options)
-    asks = read_asks(read_conversations(options.data, replies=False))
+    scripts = read_scripts(read_conversations(options.data, replies=False))
     try:
         with Interrupt():
             if options.target.tensor_parallel > 1:
                 with together(options, "prepare") as part:
-                    _prepare(options, asks, out, Share(0, 1), part)
+                    _prepare(options, scripts, out, Share(0, 1), part)
             else:
                 with _apart() as share:
-                    _prepare(options, asks, out, share, None)
+                    _prepare(options, scripts, out, share, None)
     except Interrupted as stopped:
         raise Interrupted(f"{stopped}; the same command goes on", stopped.together) from stopped
     return out
 
 
-def _prepare(options: RunOptions, asks: Asks, out: Path, share: Share, part: Part | None) -> None:
+def _prepare(options: RunOptions, scripts: PromptScripts, out: Path, share: Share, part: Part | None) -> None:
     """part: of a target that is shared; its processes decode everything in lock step, and the first of them writes."""
     first = share.rank == 0 and (part is None or part.first)
     console, folder = Console(quiet=not first), out.with_name(f"{out.name}.journal")
     answerer, about = served(options) if options.prepare.server else own_engine(options, part)
     check_settings(folder, about, write=first)
-    jobs, paths = list(jobs_of(asks.asks, options.prepare)), ", ".join(options.data.paths)
-    found = look(folder)
+    jobs, paths = list(jobs_of(scripts.scripts, options.prepare)), ", ".join(options.data.paths)
+    found = scan(folder)
     there = found.answered
     own = jobs[share.rank :: share.size]
     left = [job for job in own if job.id not in there]
     known = f", {sum(job.id in there for job in jobs):,} of them answered before" if there else ""
-    _say(console, f"prompts: {len(asks.asks):,}, texts: {len(jobs):,}{known} ({paths})")
+    _say(console, f"prompts: {len(scripts.scripts):,}, texts: {len(jobs):,}{known} ({paths})")
     if found.damaged:
         _say(console, f"{len(found.damaged):,} damaged lines are left out, their texts are asked again: {found.damaged[0]}")
     with watching(console) as watch, _writing(folder, share.rank, first or part is None) as write:
@@ -92,9 +92,9 @@ def _prepare(options: RunOptions, asks: Asks, out: Path, share: Share, part: Par
     if first:
         prompts = {
             "path": paths,
-            "count": len(asks.asks),
-            "sha256": asks.digest,
-            "skipped": dict(asks.skipped),
+            "count": len(scripts.scripts),
+            "sha256": scripts.digest,
+            "skipped": dict(scripts.skipped),
         }
         record = {"format": FORMAT, "drafttrain": drafttrain.__version__, **about, "prompts": prompts}
         record["drop"] = sorted(options.prepare.drop)
@@ -191,7 +191,7 @@ class _Progress:
             self.failed += 1
             if self.failed > self.failures:
                 raise UserError(
-                    f"{self.failed} prompts have failed, the last one, {dialogue.job.ask.origin}: {dialogue.failed}; mend "
+                    f"{self.failed} prompts have failed, the last one, {dialogue.job.script.origin}: {dialogue.failed}; mend "
                     "that, or raise prepare.failures; what is answered is kept"
                 )
 

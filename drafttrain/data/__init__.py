@@ -1,4 +1,4 @@
-"""Conversations in, supervised token batches out."""
+"""Conversations in, batches of supervised tokens out."""
 
 from __future__ import annotations
 
@@ -28,60 +28,62 @@ class DataOptions:
     limit: int | None = None  # at most so many of its records, the first
     mix: list[SourceOptions] = field(default_factory=list)  # several sources instead of one
     template: str | None = None  # a Jinja file instead of the tokenizer's own chat template
-    thinking: str = "keep"  # keep: thoughts go to the template as they are. drop: none, and the template is told so
-    date: str = "2026-01-01"  # what templates are told that print today's: a run that goes on tomorrow needs the same tokens
+    thinking: str = (
+        "keep"  # keep: reasoning goes to the template unchanged. drop: it is removed, and the template's thinking is off
+    )
+    date: str = "2026-01-01"  # for templates that print today's date, so that a resumed run has the same tokens on another day
     max_length: int = 1024  # tokens; of longer conversations the turns are kept that fit
-    bad_records: int = 0  # records that cannot be used are left out, listed in rejected.txt, up to so many; more are an error
-    held_out: int = 64  # conversations set apart for tuning the draft's shape and for expected tau
+    bad_records: int = 0  # up to this many unusable records are left out and listed in rejected.txt; more are an error
+    held_out: int = 64  # conversations held out for tuning the draft's shape and for expected tau
     seed: int = 0
-    group_by_length: bool = True  # batches of like lengths, so that little of them is padding; false: in random order
-    pack: bool = False  # rows of max_length tokens hold several conversations, each by itself; train.*_batch count rows
-    workers: int | None = None  # processes that prepare large data; null: one for each core but one, at most 16
+    group_by_length: bool = True  # batches of similar lengths, which need little padding; false: in random order
+    pack: bool = False  # rows of max_length tokens hold several separate conversations; train.*_batch count rows
+    workers: int | None = None  # processes that prepare large data; null: the number of cores less one, at most 16
     cache: str | None = None  # folder of prepared data; null: drafttrain/data in ~/.cache, or in $XDG_CACHE_HOME
 
     @property
     def paths(self) -> list[str]:
-        """Of all sources."""
+        """The paths of all sources."""
         return [source.path for source in self.mix] or [self.path]
 
     @property
     def named(self) -> str:
-        """The sources as a user would name them."""
+        """The sources as a user names them."""
         return f"data.mix with {', '.join(self.paths)}" if self.mix else f"data.path={self.path}"
 
 
 @dataclass
 class PrepareOptions:
-    """How `prepare` has the target answer the prompts of data.path. A text's noise depends on its prompt, its number and the
-    seed alone.
+    """How `prepare` lets the target answer the prompts of data.path. A text's noise depends only on its prompt, number and
+    seed.
     """
 
-    samples: int = 1  # texts of each prompt
-    temperatures: list[float] = field(default_factory=lambda: [0.0])  # each text is written at one of these
-    weights: list[float] = field(default_factory=list)  # how often each of them is drawn; none: all alike
+    samples: int = 1  # texts per prompt
+    temperatures: list[float] = field(default_factory=lambda: [0.0])  # each text is sampled at one of these
+    weights: list[float] = field(default_factory=list)  # relative frequency of each temperature; none: all equal
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
     max_new_tokens: int = 1024  # of one reply
-    max_length: int = 4096  # tokens of a conversation; a turn that leaves no room for max_new_tokens is not asked
+    max_length: int = 4096  # tokens of a conversation; a turn that leaves no room for max_new_tokens is not answered
     batch_size: int = 32  # texts decoded together, in each process
     drop: list[str] = field(default_factory=lambda: ["empty", "truncated", "loop"])  # of data/rules.py: also refusal
     failures: int = 100  # prompts that may fail; one more ends the command
     format: str = "jsonl"  # jsonl | parquet
     shard: int = 50_000  # conversations in a file
     server: str | None = None  # http://HOST:PORT/v1 of an OpenAI-compatible server that answers instead
-    model: str | None = None  # its name there; null: the only one that the server has
-    key_env: str = "OPENAI_API_KEY"  # the environment variable that holds the server's key, where it wants one
-    concurrency: int = 64  # requests under way at the server, from each process
+    model: str | None = None  # the model's name there; null: the only one that the server has
+    key_env: str = "OPENAI_API_KEY"  # environment variable that holds the server's key, if it needs one
+    concurrency: int = 64  # concurrent requests to the server, per process
     timeout: float = 600.0  # seconds for one reply
-    patience: float = 600.0  # seconds that a request is sent again while the server is down, busy or limits its rate
+    patience: float = 600.0  # seconds to retry a request while the server is down, busy or limits its rate
 
 
 @dataclass
 class InspectOptions:
-    """What `inspect` shows of the data."""
+    """Settings of `inspect`."""
 
     samples: int = 3  # conversations printed
     page_samples: int = 24  # conversations on the page
-    ngram: int = 8  # words that must agree in a row to count as copied
-    overlap: float = 0.5  # share of a prompt's n-grams in one training text from which it is reported
+    ngram: int = 8  # consecutive words that must agree to count as copied
+    overlap: float = 0.5  # smallest share of a prompt's n-grams in one training text that is reported

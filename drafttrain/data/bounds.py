@@ -1,4 +1,4 @@
-"""Bounds for code that comes with a target or its data: chat templates are programs."""
+"""Time and memory limits for code that comes with a target or its data: chat templates are programs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 from types import FrameType
 
 SECONDS = 20.0  # of processor time
-SIZE = 1 << 30  # bytes beyond what the process has
+SIZE = 1 << 30  # bytes in addition to what the process uses already
 
 STATM = Path("/proc/self/statm")
 
 
 class TooLongError(BaseException):
-    """The time is used up. No Exception: the program that is bounded may catch those, as Jinja does where it optimises."""
+    """The time is used up. Not an Exception, because the bounded program may catch those, as Jinja's optimiser does."""
 
 
 @contextmanager
 def bounded(seconds: float | None = None, size: int | None = None) -> Iterator[None]:
-    """End what runs inside by TooLongError or MemoryError once it needs more than this; None: `SECONDS`, `SIZE`.
+    """End the code inside with TooLongError or MemoryError when it exceeds these limits; None: `SECONDS` and `SIZE`.
 
-    Time is bounded in a process's main thread alone, memory on Linux alone.
+    Time is limited only in a process's main thread, memory only on Linux.
     """
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread() and hasattr(signal, "ITIMER_VIRTUAL"):
@@ -39,7 +39,7 @@ def _time(seconds: float) -> Iterator[None]:
         raise TooLongError(f"it takes more than {seconds:g} seconds")
 
     before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 10)  # again and again, should it be caught
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 10)  # repeated, in case the error is caught
     try:
         yield
     finally:

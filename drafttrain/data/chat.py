@@ -1,9 +1,9 @@
-"""One conversation to token ids and the mask of what the target itself would have said.
+"""Converts a conversation to token ids and the mask of the tokens that the target itself wrote.
 
-Where a reply stands in the text is the template's matter (`templates`); where it stands among the tokens comes from tokenising
-the text up to there and comparing ids. Worked example:
+`templates` finds a reply's place in the text. Its place among the tokens comes from tokenising the text up to there and
+comparing ids. Worked example:
 
-    up to the reply    <s> [INST] hi [/INST]                          3 tokens behind <s>: the reply starts at 4
+    up to the reply    <s> [INST] hi [/INST]                          3 tokens after <s>: the reply starts at 4
     past the reply     <s> [INST] hi [/INST] yes </s>                 it ends at 6, its end-of-turn token included
     whole              <s> [INST] hi [/INST] yes </s> [INST] ...
 """
@@ -24,15 +24,12 @@ from drafttrain.data.templates import Rendered, Template, TemplateOptions, speci
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """token_ids: int32 [T]. mask: bool [T], True on supervised tokens; never on a first one, which nothing precedes.
+    """Token ids and loss mask of one row."""
 
-    starts: where its documents begin, of which each is a conversation by itself; one, unless several are packed or the
-    conversation's replies stand in several texts. truncated: whether a reply or some of it did not fit.
-    """
-
-    token_ids: NDArray[np.int32]
-    mask: NDArray[np.bool_]
-    truncated: bool = False
+    token_ids: NDArray[np.int32]  # int32 [T]
+    mask: NDArray[np.bool_]  # bool [T], True on supervised tokens; never on a document's first token, which nothing precedes
+    truncated: bool = False  # whether a reply or a part of one did not fit
+    # first tokens of the row's documents; several if conversations are packed or replies need separate texts
     starts: tuple[int, ...] = (0,)
 
     @property
@@ -42,11 +39,11 @@ class Encoded:
 
     @property
     def supervised(self) -> int:
-        """How many tokens are supervised."""
+        """Number of supervised tokens."""
         return int(self.mask.sum())
 
     def split(self) -> list[Encoded]:
-        """Its documents, each by itself."""
+        """The documents as separate rows."""
         if len(self.starts) == 1:
             return [self]
         masks = np.split(self.mask, self.starts[1:])
@@ -54,7 +51,7 @@ class Encoded:
 
 
 def join(documents: Sequence[Encoded]) -> Encoded:
-    """One row of them all."""
+    """One row of all these documents."""
     if len(documents) == 1:
         return documents[0]
     starts = np.cumsum([0, *(len(d.token_ids) for d in documents[:-1])]).tolist()
@@ -62,39 +59,33 @@ def join(documents: Sequence[Encoded]) -> Encoded:
     return Encoded(token_ids, mask, any(d.truncated for d in documents), tuple(starts))
 
 
-def encode(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoded:
-    """As `Encoder`, with the tokenizer's own template."""
-    return Encoder(tokenizer, max_length)(conversation)
-
-
 @dataclass(frozen=True, slots=True)
-class Edge:
-    """A place in a text whose ids are known. size: ids that the text up to there has by itself; common: those of them that the
-    whole begins with. piece: the text up to there, from the id `wall` on.
-    """
+class Boundary:
+    """An edge of a reply: a place in a text, and its place among the text's ids."""
 
-    wall: int
-    size: int
-    common: int
-    piece: str
+    anchor: int  # index of the last special token before it, from which `piece` is tokenised
+    size: int  # number of ids of the text up to the edge, tokenised by itself
+    common: int  # how many of them the whole text's ids start with
+    piece: str  # text from `anchor` to the edge
 
 
 class Encoder:
-    """Conversations to rows of at most `max_length` tokens a document."""
+    """Converts conversations to rows of at most `max_length` tokens per document."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, options: TemplateOptions | None = None) -> None:
         self.tokenizer, self.max_length = tokenizer, max_length
         self.template = Template(tokenizer, options or TemplateOptions())
         added = tokenizer.added_tokens_decoder
         self.special = {i for i, token in added.items() if token.special}
-        self._wall = special_tokens(tokenizer)
-        self._walls = {token.content: i for i, token in added.items() if token.special and not token.normalized}
+        self._anchor_pattern = special_tokens(tokenizer)
+        self._anchor_ids = {token.content: i for i, token in added.items() if token.special and not token.normalized}
 
     def __call__(self, conversation: Conversation) -> Encoded:
-        """The mask is all False when no reply lies within `max_length`.
+        """The conversation's row. The mask is all False when no reply fits into `max_length`.
 
-        Turns are kept whole: what does not fit is left out from a turn on. Only a first reply that is too long by itself is
-        cut, as plain text is. Raises UserError when the template is missing, refuses the conversation or hides its replies.
+        Turns are kept whole: a conversation that does not fit is cut before a turn. Only a first reply that is too long by
+        itself is cut inside, as plain text is. Raises UserError when the template is missing, refuses the conversation or hides
+        its replies.
         """
         if conversation.text is not None:
             (ids,) = self._ids([conversation.text], special=True)
@@ -106,10 +97,10 @@ class Encoder:
         return replace(row, truncated=any(document.truncated for document in documents))
 
     def _document(self, rendered: Rendered, first: bool) -> Encoded:
-        """first: it holds the conversation's first reply, which may be cut."""
+        """The row of one text. first: it contains the conversation's first reply, which may be cut."""
         ids, edges = self._edges(rendered)
         replies = [
-            (behind := self._behind(ids, begin), self._end_of_turn(ids, behind, end.common))
+            (start := self._reply_start(ids, begin), self._end_of_turn(ids, start, end.common))
             for begin, end in zip(edges[::2], edges[1::2], strict=True)
         ]
         whole = [end for _, end in replies if end <= self.max_length]
@@ -117,43 +108,50 @@ class Encoder:
             return _masked(ids, replies, self.max_length)
         return replace(_masked(ids, replies, max(whole, default=1)), truncated=len(whole) < len(replies))
 
-    def _edges(self, rendered: Rendered) -> tuple[list[int], list[Edge]]:
-        """The text's ids, and where among them each reply begins and ends, in turn.
+    def _edges(self, rendered: Rendered) -> tuple[list[int], list[Boundary]]:
+        """The text's ids, and the boundaries of its replies: start and end in turn.
 
-        The texts up to there are tokenised from the last special token before, not from their beginning: a tokenizer splits a
-        text at these before anything else, so that they are the same ids, and no square of the length.
+        Each text up to a boundary is tokenised from the last special token before it instead of from the beginning. A tokenizer
+        splits a text at special tokens first, so the ids are the same, and the cost stays linear in the length.
         """
         text, at = rendered.text, [edge for reply in rendered.replies for edge in reply]
-        walls = [] if self._wall is None else [(m.start(), m.end(), self._walls[m[0]]) for m in self._wall.finditer(text)]
-        before = [bisect_right(walls, edge, key=lambda wall: wall[1]) - 1 for edge in at]
-        pieces = [text[walls[b][0] if b >= 0 else 0 : edge] for b, edge in zip(before, at, strict=True)]
+        anchors = (
+            []
+            if self._anchor_pattern is None
+            else [(m.start(), m.end(), self._anchor_ids[m[0]]) for m in self._anchor_pattern.finditer(text)]
+        )
+        before = [bisect_right(anchors, edge, key=lambda anchor: anchor[1]) - 1 for edge in at]
+        pieces = [text[anchors[b][0] if b >= 0 else 0 : edge] for b, edge in zip(before, at, strict=True)]
         ids, *tails = self._ids([text, *pieces])
-        wall_ids = set(self._walls.values())
-        found = [(i, token) for i, token in enumerate(ids) if token in wall_ids]
-        if [token for _, token in found] != [wall[2] for wall in walls]:  # another tokenizer than those that are known
+        anchor_ids = set(self._anchor_ids.values())
+        found = [(i, token) for i, token in enumerate(ids) if token in anchor_ids]
+        if [token for _, token in found] != [anchor[2] for anchor in anchors]:  # a tokenizer that splits in another way
             found, before, tails = [], [-1] * len(at), self._ids([text[:edge] for edge in at])
             pieces = [text[:edge] for edge in at]
         firsts = [found[b][0] if b >= 0 else 0 for b in before]
         return ids, [
-            Edge(first, first + len(tail), first + _common(tail, ids[first : first + len(tail)]), piece)
+            Boundary(first, first + len(tail), first + _common(tail, ids[first : first + len(tail)]), piece)
             for first, tail, piece in zip(firsts, tails, pieces, strict=True)
         ]
 
-    def _behind(self, ids: list[int], edge: Edge) -> int:
-        """The first id behind the prompt. One that prompt and reply share can never be drafted behind that prompt, and how many
-        ids the prompt has then is told by their text."""
+    def _reply_start(self, ids: list[int], edge: Boundary) -> int:
+        """Index of the first id after the prompt.
+
+        An id that covers the end of the prompt and the beginning of the reply can never be drafted after that prompt. Then the
+        decoded text shows how many ids the prompt takes.
+        """
         if edge.common == edge.size:
             return edge.size
         for end in range(edge.common + 1, len(ids)):
-            if len(str(self.tokenizer.decode(ids[edge.wall : end]))) >= len(edge.piece):
+            if len(str(self.tokenizer.decode(ids[edge.anchor : end]))) >= len(edge.piece):
                 return end
         return edge.size
 
     def _ids(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        as_it_is = backend is not None and backend.truncation is None and backend.padding is None
-        if backend is not None and as_it_is and not special and not self.tokenizer.split_special_tokens:
-            # the same ids without the offsets and objects that transformers asks for: a quarter of the time of all this
+        plain = not special and not self.tokenizer.split_special_tokens
+        if plain and backend is not None and backend.truncation is None and backend.padding is None:
+            # same ids without the offsets and objects that transformers requests: a quarter of the time
             return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         encoded = self.tokenizer(
             list(texts), add_special_tokens=special, verbose=False, return_attention_mask=False, return_token_type_ids=False
@@ -161,8 +159,7 @@ class Encoder:
         return [list(ids) for ids in encoded["input_ids"]]
 
     def _end_of_turn(self, ids: list[int], first: int, last: int) -> int:
-        """Where the target stops: after the end-of-turn token, also when marks leave it out, and before the blanks behind
-        it."""
+        """Index after the end-of-turn token, which the marks may exclude, and before the blanks that follow it."""
         eos = self.tokenizer.eos_token_id
         if last < len(ids) and ids[last] == eos and ids[last - 1] != eos:
             return last + 1
@@ -171,7 +168,7 @@ class Encoder:
 
 
 def _masked(ids: Sequence[int], replies: Sequence[tuple[int, int]], length: int) -> Encoded:
-    """The first `length` ids."""
+    """The first `length` ids with the replies' mask."""
     mask = np.zeros(len(ids), np.bool_)
     for first, last in replies:
         mask[first:last] = True
@@ -180,5 +177,5 @@ def _masked(ids: Sequence[int], replies: Sequence[tuple[int, int]], length: int)
 
 
 def _common(prefix: Sequence[int], ids: Sequence[int]) -> int:
-    """Length of the common prefix; shorter than `prefix` where its last token goes on into what follows."""
+    """Length of the common prefix; less than that of `prefix` if its last token merges with the text that follows."""
     return next((i for i, (a, b) in enumerate(zip(prefix, ids, strict=False)) if a != b), min(len(prefix), len(ids)))

@@ -1,9 +1,8 @@
-"""Evaluation prompts that stand in the training data: word n-grams in common, exactly, as GPT-3 counted them (arXiv 2005.14165,
-appendix C).
+"""Finds evaluation prompts in the training data by exact word n-grams, as GPT-3 did (arXiv 2005.14165, appendix C).
 
-A prompt's share is that of its n-grams found in one training conversation: of a copy 1, of a copy with a few words changed
-still most. Exact n-grams need the prompts' alone in memory, and find a prompt within a longer text, which MinHash, made for
-texts of like size, does not.
+A prompt's share is the share of its n-grams that occur in one training conversation. It is 1 for a copy, and still high for a
+copy with a few changed words. Exact n-grams keep only the prompts' n-grams in memory, and find a prompt inside a longer text.
+MinHash compares texts of similar size and does not.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.sources import Conversation, Source
 
-EAST = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without blanks: each character counts as a word
+EAST = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # scripts without blanks: each character counts as a word
 WORD = re.compile(rf"[{EAST}]|[^\W{EAST}]+")
 Gram = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A prompt, and the training conversation that holds the largest share of its n-grams."""
+    """A prompt, and the training conversation that contains the largest share of its n-grams."""
 
     question_id: str
     category: str
@@ -38,14 +37,14 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Contamination:
-    """What evaluation prompts stand in `searched` of the data's `records`. ngram, overlap: what counted as a copy."""
+    """Evaluation prompts that were found in the training data."""
 
     copies: tuple[Copy, ...]
-    prompts: int
-    searched: int
-    records: int
-    ngram: int
-    overlap: float
+    prompts: int  # number of evaluation prompts
+    searched: int  # number of conversations that were searched
+    records: int  # number of conversations in the data
+    ngram: int  # words per n-gram
+    overlap: float  # smallest share that counts as a copy
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -53,18 +52,18 @@ class Contamination:
         return asdict(self) | {"copies": [asdict(copy) for copy in self.copies]}
 
     def line(self) -> str | None:
-        """A warning; None where there is nothing to warn of."""
+        """A warning for the user; None if nothing was found."""
         if not self.copies:
             return None
         first = self.copies[0]
         return (
-            f"warning: {len(self.copies)} of {self.prompts} evaluation prompts stand in the training data, {first.question_id} "
-            f"in {first.origin}; drafttrain inspect lists them, what is measured on them is too good"
+            f"warning: {len(self.copies)} of {self.prompts} evaluation prompts are in the training data, {first.question_id} "
+            f"in {first.origin}; drafttrain inspect lists them, and results on them are too good"
         )
 
 
 def contamination(sources: Sequence[Source], prompts: Sequence[Prompt], ngram: int, overlap: float, most: int) -> Contamination:
-    """Of at most so many conversations of each source, spread over all of it."""
+    """Search at most `most` conversations of each source, spread evenly over it."""
     searched = 0
 
     def read() -> Iterator[Conversation]:
@@ -75,7 +74,7 @@ def contamination(sources: Sequence[Source], prompts: Sequence[Prompt], ngram: i
             ).tolist():
                 try:
                     conversation = source.conversation(number)
-                except UserError:  # a record that cannot be used, which preparation counts
+                except UserError:  # preparation counts unusable records
                     continue
                 searched += 1
                 yield conversation
@@ -86,9 +85,9 @@ def contamination(sources: Sequence[Source], prompts: Sequence[Prompt], ngram: i
 
 
 def copies(prompts: Sequence[Prompt], conversations: Iterable[Conversation], n: int, least: float) -> list[Copy]:
-    """The prompts of which at least this share is found, the largest share first. n: words of an n-gram.
+    """The prompts of which at least the share `least` is found, the largest share first. n: words per n-gram.
 
-    A prompt of fewer words is found where it is a whole turn.
+    A prompt with fewer words is found only as a whole turn.
     """
     known: dict[Gram, list[int]] = {}
     sizes = []
@@ -103,12 +102,12 @@ def copies(prompts: Sequence[Prompt], conversations: Iterable[Conversation], n: 
         for number, count in Counter(number for gram in found for number in known[gram]).items():
             if count > best.get(number, (0, ""))[0]:
                 best[number] = count, conversation.origin
-    found_copies = [
+    matches = [
         Copy(str(prompts[i].question_id), prompts[i].category, count / sizes[i], origin, prompts[i].turns[0])
         for i, (count, origin) in best.items()
         if count >= least * sizes[i]
     ]
-    return sorted(found_copies, key=lambda copy: -copy.share)
+    return sorted(matches, key=lambda copy: -copy.share)
 
 
 def _texts(conversation: Conversation) -> Iterator[str]:

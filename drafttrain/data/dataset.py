@@ -1,7 +1,7 @@
-"""Tokenised conversations, and which of them make up which training step.
+"""Tokenised conversations, and the rows of each training step.
 
-A step's batch is a function of (seed, step) alone: a resumed run needs no state of the data, and every process draws the same
-batch and takes its rows of it. Shapes: B sequences, T positions.
+A step's batch depends only on (seed, step). So a resumed run needs no data state, and every process draws the same batch and
+takes its own rows from it. Shapes: B sequences, T positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
 from drafttrain.data.chat import Encoded, Encoder
-from drafttrain.data.order import Alone, Mixture, Order, generator
+from drafttrain.data.order import Mixture, Order, SingleRows, generator
 from drafttrain.data.packing import pack
 from drafttrain.data.pool import Conversations, Rows, Workers
 from drafttrain.data.progress import bar
@@ -30,25 +30,21 @@ from drafttrain.model.batch import TrainBatch
 
 __all__ = ["Dataset", "Encoded", "check_supervised", "collate", "encoder_of", "load_dataset", "pack", "shard", "token_counts"]
 
-LARGE = 8192  # records from which on several processes prepare them, and training does not wait for all
-FIRST = 2048  # records that training waits for, besides the held-out ones
-COUNTED = 1024  # rows whose tokens are counted together
+LARGE = 8192  # records; larger data is prepared by several processes while training runs
+FIRST = 2048  # records that training waits for, in addition to the held-out ones
+COUNTED = 1024  # rows whose tokens are counted in one call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """train and held_out never share a conversation; a row of train may be several of them, packed. summary: what the report
-    says of the data, of what is prepared so far (`summarise`).
-
-    conversations: those that rows come from; None where there are rows alone.
-    """
+    """Training rows and held-out rows, which never share a conversation. A packed row holds several conversations."""
 
     train: Sequence[Encoded]
     held_out: list[Encoded]
-    summary: dict[str, Any]
+    summary: dict[str, Any]  # facts for the report about the data prepared so far (`summarise`)
     seed: int = 0
     group_by_length: bool = True
-    conversations: Conversations | None = None
+    conversations: Conversations | None = None  # the rows' conversations; None if there are only rows
     mixture: Mixture | None = None
     _order: list[Order] = field(default_factory=list, repr=False)
 
@@ -58,39 +54,39 @@ class Dataset:
         return self.conversations is not None and not self.conversations.complete
 
     def report(self) -> dict[str, Any]:
-        """The summary, of what is prepared by now."""
+        """The summary of the data prepared by now."""
         return self.summary if self.conversations is None else self.summary | summarise(self.conversations)
 
     def close(self) -> None:
-        """Prepare no more."""
+        """Stop the preparation."""
         if self.conversations is not None:
             self.conversations.close()
 
     @property
     def rows(self) -> Order:
-        """Which row of `train` is where."""
+        """The order of `train`'s rows over all epochs."""
         if not self._order:
-            groups = self.train if isinstance(self.train, Rows) else Alone(len(self.train))
+            groups = self.train if isinstance(self.train, Rows) else SingleRows(len(self.train))
             lengths = self.train if self.group_by_length else None
             self._order.append(Order(self.seed, self.mixture or Mixture((groups.size,)), groups, lengths))
         return self._order[0]
 
     def order(self, epoch: int, size: int) -> list[int]:
-        """The training rows' order in this epoch (from 0), in batches of `size`. Waits for all of them to be prepared."""
+        """The training rows' order in this epoch (from 0), in batches of `size`. Waits until all rows are prepared."""
         return self.rows.epoch(epoch, size).all()
 
     def global_batch(self, step: int, size: int) -> list[Encoded]:
-        """The `size` rows of this step (from 0), for all processes together. Batches run on across epochs."""
+        """The `size` rows of this step (from 0), for all processes together. A batch may span two epochs."""
         return [self.train[self.rows.row(place, size)] for place in range(step * size, (step + 1) * size)]
 
 
 def load_dataset(
     options: DataOptions, tokenizer: PreTrainedTokenizerBase, progress: bool = True, leads: bool = True
 ) -> Dataset:
-    """Read, tokenise and split. Raises UserError for unusable records, and when too few are left to train on.
+    """Read, tokenise and split the data. Raises UserError for unusable records, and when too few are left to train on.
 
-    Of large data no more than the beginning of the first epoch; the rest is prepared while training runs, until `close`.
-    Packing needs all of it. leads: this process prepares; others of its machine read what it writes.
+    Of large data it waits only for the beginning of the first epoch. The rest is prepared while training runs, until `close`.
+    Packing needs all of it. leads: this process prepares the data, and the others of its machine read it.
     """
     _check_options(options)
     encoder, sources = encoder_of(options, tokenizer), open_sources(options)
@@ -103,9 +99,9 @@ def load_dataset(
 
 
 def encoder_of(options: DataOptions, tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    """What makes rows of conversations, with the template that the options name."""
-    told = TemplateOptions(read_template(options.template), options.thinking, options.date)
-    return Encoder(tokenizer, options.max_length, told)
+    """Converts conversations to rows, with the template that the options name."""
+    template = TemplateOptions(read_template(options.template), options.thinking, options.date)
+    return Encoder(tokenizer, options.max_length, template)
 
 
 def _dataset(options: DataOptions, conversations: Conversations, progress: bool) -> Dataset:
@@ -117,28 +113,26 @@ def _dataset(options: DataOptions, conversations: Conversations, progress: bool)
     ) as advance:
         if waits:
             conversations.wait(np.arange(count), advance)
-        apart = _set_apart(options, conversations, advance)
-        rows = Rows(conversations, np.setdiff1d(np.arange(count), apart))
+        held_out_numbers = _held_out_numbers(options, conversations, advance)
+        rows = Rows(conversations, np.setdiff1d(np.arange(count), held_out_numbers))
         mixture = _mixture(options, conversations, rows.numbers)
         first = rows.numbers[mixture.epoch(0)[generator(options.seed, 1).permutation(rows.size)]]
-        conversations.ask(first)
+        conversations.request(first)
         conversations.wait(first[:FIRST], advance)
-        conversations.ask(rows.numbers)
+        conversations.request(rows.numbers)
     if conversations.complete:
         _check_enough(options, conversations, len(rows))
-    held_out = [row for number in apart.tolist() for row in conversations.rows(number)]
+    held_out = [row for number in held_out_numbers.tolist() for row in conversations.rows(number)]
     summary = summarise(conversations)
     if not options.pack:
         return Dataset(rows, held_out, summary, options.seed, options.group_by_length, conversations, mixture)
     packed = pack(rows, options.max_length, [row for number in mixture.epoch(0).tolist() for row in rows.rows(number)])
-    room = len(packed) * options.max_length
-    summary["packing"] = {"rows": len(packed), "efficiency": packed.tokens / room}
+    summary["packing"] = {"rows": len(packed), "efficiency": packed.tokens / (len(packed) * options.max_length)}
     return Dataset(packed, held_out, summary, options.seed, options.group_by_length, conversations)
 
 
-def _set_apart(options: DataOptions, conversations: Conversations, advance: Callable[[int], None]) -> NDArray[np.int64]:
-    """Numbers of the conversations that are held out, ascending: those that are usable first in a shuffle of all, or of each
-    source by its weight."""
+def _held_out_numbers(options: DataOptions, conversations: Conversations, advance: Callable[[int], None]) -> NDArray[np.int64]:
+    """The held-out conversations, ascending: the first usable ones in a shuffle of all, or of each source by weight."""
     shuffled = generator(options.seed, 0).permutation(conversations.count)
     mixture = _mixture(options, conversations, np.arange(conversations.count))
     if mixture.weights is None:
@@ -146,20 +140,20 @@ def _set_apart(options: DataOptions, conversations: Conversations, advance: Call
     else:
         source_of = np.searchsorted(conversations.first, shuffled, side="right") - 1
         parts = [(shuffled[source_of == source], share) for source, share in enumerate(mixture.shares(options.held_out))]
-    apart: list[int] = []
+    held_out: list[int] = []
     for numbers, share in parts:
-        start, taken = 0, len(apart)
-        while (left := share - (len(apart) - taken)) and start < len(numbers):
-            asked = numbers[start : start + left]
-            conversations.ask(asked)
-            conversations.wait(asked, advance)
-            apart += [number for number in asked.tolist() if conversations.documents_C[number]]
+        start, taken = 0, len(held_out)
+        while (left := share - (len(held_out) - taken)) and start < len(numbers):
+            requested = numbers[start : start + left]
+            conversations.request(requested)
+            conversations.wait(requested, advance)
+            held_out += [number for number in requested.tolist() if conversations.documents_C[number]]
             start += left
-    return np.array(sorted(apart), np.int64)
+    return np.array(sorted(held_out), np.int64)
 
 
 def _mixture(options: DataOptions, conversations: Conversations, numbers: NDArray[np.int64]) -> Mixture:
-    """Of these conversations. Raises UserError where a source has none left."""
+    """The mixture of these conversations. Raises UserError if a source has none left."""
     sizes = np.diff(np.searchsorted(numbers, conversations.first)).tolist()
     weights = tuple(source.weight for source in conversations.sources if source.weight is not None)
     if weights and 0 in sizes:
@@ -193,9 +187,9 @@ def _none_left(conversations: Conversations, usable: int, held_out: int) -> User
 
 
 def collate(rows: Sequence[Encoded], pad_id: int) -> TrainBatch:
-    """Right-pad to the longest row. A row's documents count from 0, and positions within each; padding is document -1.
+    """Right-pad to the longest row. Documents of a row count from 0, and positions start at 0 in each. Padding is document -1.
 
-    Worked example, a row `a b c | d e` beside `f g`:
+    Worked example, the rows `a b c | d e` and `f g`:
 
         token      a b c d e     f g
         document   0 0 0 1 1     0 0 -1 -1 -1
@@ -229,7 +223,7 @@ def token_counts(rows: Sequence[Encoded], vocab_size: int) -> torch.Tensor:
 
 
 def shard(batch: Sequence[Encoded], rank: int, world: int, micro_batch: int) -> list[list[Encoded]]:
-    """This process's rows of a global batch (rank, rank + world, ...) in micro-batches; as many for every process."""
+    """This process's rows of a global batch (rank, rank + world, ...) in micro-batches; the same number for every process."""
     if len(batch) % (micro_batch * world):
         raise UserError(
             f"train.global_batch={len(batch)} must be a multiple of train.micro_batch={micro_batch} x {world} processes; "
@@ -240,7 +234,7 @@ def shard(batch: Sequence[Encoded], rank: int, world: int, micro_batch: int) -> 
 
 
 def check_supervised(count: int, step: int) -> None:
-    """Raise UserError when a step's global batch has nothing to learn from: its loss would be 0 / 0."""
+    """Raise UserError if a step's global batch has no supervised token. Its loss would be 0 / 0."""
     if count == 0:
         raise UserError(
             f"step {step}: expected supervised tokens, got a batch whose loss mask selects nothing (its replies are cut off "
@@ -252,5 +246,5 @@ def _check_options(options: DataOptions) -> None:
     for name, least in {"max_length": 2, "held_out": 0, "bad_records": 0, "workers": 1}.items():
         value = getattr(options, name)
         if value is not None and value < least:
-            floor = "must not be negative" if least == 0 else f"must be at least {least}"
-            raise UserError(f"data.{name} {floor}, got {value}; " + ("set it to 0 or more" if least == 0 else "raise it"))
+            bound = "must not be negative" if least == 0 else f"must be at least {least}"
+            raise UserError(f"data.{name} {bound}, got {value}; " + ("set it to 0 or more" if least == 0 else "raise it"))

@@ -13,11 +13,11 @@ from drafttrain.data.prompts import encode_messages
 
 DOCUMENTS = 16
 ENDINGS = (".txt", ".md", ".rst", ".py", ".html", ".tex")
-Document = tuple[str, str]  # its name and its text
+Document = tuple[str, str]  # name and text
 
 
 def read_documents(path: str | None) -> list[Document]:
-    """The longest text files of a folder, or one file; None: of Python's own standard library, which every machine has.
+    """The longest text files of a folder, or one file. None: Python's standard library, which is on every machine.
 
     Raises UserError where there is none.
     """
@@ -37,8 +37,10 @@ def read_documents(path: str | None) -> list[Document]:
 def long_prompts(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], length: int, count: int
 ) -> list[tuple[str, list[int]]]:
-    """(name, token ids) of at most `count` prompts of `length` tokens or slightly less: beginnings of documents, as the user's
-    turn where there is a chat template. Shorter documents are left out; one that is alone and long enough gives several.
+    """(name, token ids) of at most `count` prompts of `length` tokens or slightly fewer.
+
+    Each is the beginning of a document, as a user turn where there is a chat template. Shorter documents are skipped. A single
+    document is cut into `count` parts.
     """
     parts = list(documents)
     found: list[tuple[str, list[int]]] = []
@@ -53,7 +55,7 @@ def long_prompts(
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, text: str, length: int) -> list[int] | None:
-    """The longest beginning whose prompt has at most `length` tokens, to a few; None for a text that is too short."""
+    """The longest beginning whose prompt has at most `length` tokens, within a few tokens; None if the text is too short."""
 
     def prompt(characters: int) -> list[int]:
         return encode_messages(tokenizer, [{"role": "user", "content": text[:characters]}])

@@ -1,4 +1,4 @@
-"""Records out of local files, each with the place it came from."""
+"""Reads data files of all kinds. Errors name the place in the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, cast
 import drafttrain
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import disk_full
-from drafttrain.data.provenance import check_shard
 
 ASSETS = Path(drafttrain.__file__).parent / "assets"
 LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
@@ -23,25 +22,9 @@ TABLES = (".parquet", ".arrow", ".csv")
 TEXT_COLUMNS = ("prompt", "response", "completion", "instruction", "input", "output", "system", "text")
 
 
-def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (origin, record) pairs in file order; origin is `file:line`, or `file:row n` for tables.
-
-    Raises UserError naming the place for a blank or malformed line, and for an empty, damaged or unknown file.
-    """
-    check_file(path)
-    check_shard(path)
-    empty = True
-    with unreadable(path):
-        for origin, record in _read(path):
-            empty = False
-            yield origin, as_object(origin, record)
-    if empty:
-        raise UserError(f"{path}: expected at least one record, got an empty file; fill it, or point to another file")
-
-
 @contextmanager
 def unreadable(path: Path) -> Iterator[None]:
-    """Give what the system says inside as a UserError: no permission, a device that fails, a link to itself."""
+    """Turn an OSError inside into a UserError, such as missing permission, a failing device or a link to itself."""
     try:
         yield
     except OSError as error:
@@ -51,14 +34,14 @@ def unreadable(path: Path) -> Iterator[None]:
 
 
 def as_object(origin: str, record: Any) -> dict[str, Any]:
-    """The record, which must be an object."""
+    """Return the record. Raises UserError unless it is a JSON object."""
     if not isinstance(record, dict):
         raise UserError(f"{origin}: expected a JSON object, got {type(record).__name__}; write one {{...}} per record")
     return record
 
 
 def keys_of(record: dict[str, Any]) -> str:
-    """A record's keys for a message: the first ten, and no more than the beginning of a long one."""
+    """A record's keys for an error message: the first ten, each cut to 40 characters."""
     names = [" ".join(str(key)[:40].split()) for key in sorted(record, key=str)]
     return ", ".join(names[:10] + [f"and {len(names) - 10} more"] * (len(names) > 10)) or "no key at all"
 
@@ -84,24 +67,14 @@ def _nearest(path: Path) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"correct the path (nothing of a similar name in {path.parent})"
 
 
-def _read(path: Path) -> Iterator[tuple[str, Any]]:
-    if path.name.endswith(TABLES):
-        yield from _read_table(path)
-    elif is_array(path):
-        yield from ((f"{path}:record {number}", record) for number, record in enumerate(read_array(path), start=1))
-    else:
-        with damaged_gzip(path), open_plain(path) as file:
-            yield from _read_lines(path, file)
-
-
 def open_plain(path: Path) -> BinaryIO:
-    """The file's bytes, decompressed."""
+    """The file's decompressed bytes."""
     return cast(BinaryIO, gzip.open(path)) if path.name.endswith(".gz") else path.open("rb")
 
 
 @contextmanager
 def damaged_gzip(path: Path) -> Iterator[None]:
-    """Give what gzip raises inside as a UserError."""
+    """Turn gzip's errors inside into a UserError."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -109,7 +82,7 @@ def damaged_gzip(path: Path) -> Iterator[None]:
 
 
 def is_array(path: Path) -> bool:
-    """Whether a .json file is one array; many hold one object per line."""
+    """Whether a .json file holds one array. Many hold one object per line."""
     if ".json" not in path.suffixes:
         return False
     with damaged_gzip(path), open_plain(path) as file:
@@ -123,13 +96,8 @@ def read_array(path: Path) -> list[Any]:
         return elements
 
 
-def _read_lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    for number, line in filled_lines(path, file):
-        yield f"{path}:{number}", read_json(line.rstrip(), path, number)
-
-
 def filled_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Lines and their numbers, without blank ones at the end; others are refused."""
+    """Lines with their numbers. Blank lines at the end are dropped; others raise UserError."""
     blank = None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -141,7 +109,7 @@ def filled_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, byte
 
 
 def read_json(content: bytes, path: Path, line: int) -> Any:
-    """JSON out of bytes that start at this line of the file."""
+    """Parse bytes that start at this line of the file. Raises UserError that names the faulty line."""
     try:
         return json.loads(content.removeprefix(codecs.BOM_UTF8).decode())
     except UnicodeDecodeError as error:
@@ -156,7 +124,7 @@ def read_json(content: bytes, path: Path, line: int) -> Any:
         ) from error
     except RecursionError as error:
         raise UserError(f"{path}:{line}: expected a record, got JSON nested too deeply to read; flatten it") from error
-    except ValueError as error:  # Python's own limit for whole numbers
+    except ValueError as error:  # Python limits the digits of integers
         raise UserError(f"{path}:{line}: expected a record, got a number with thousands of digits; shorten it") from error
 
 
@@ -164,32 +132,23 @@ def _excerpt(text: str, position: int) -> str:
     return repr(text[position : position + 20].split("\n")[0]) if text[position:].strip() else "the end of the text"
 
 
-def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
-    row = 0
-    for batch in read_batches(path):
-        for record in plain_rows(path, batch):
-            row += 1
-            yield f"{path}:row {row}", record
-
-
 def plain_rows(path: Path, batch: Any) -> list[dict[str, Any]]:
-    """Of a record batch, as Python's own values, which do not hold all that a table can: not every time, for one."""
+    """A record batch as Python values. Raises UserError for values that Python cannot hold, for example some timestamps."""
     with damaged_table(path):
-        batch.validate(full=True)  # damaged offsets would be read far outside of the file
+        batch.validate(full=True)  # damaged offsets would read outside of the file
         rows: list[dict[str, Any]] = batch.to_pylist()
         return rows
 
 
 def read_batches(path: Path) -> Iterator[Any]:
-    """Record batches of a Parquet, Arrow (file or stream) or CSV file; Arrow's are mapped. Raises UserError for a damaged
-    one."""
+    """Record batches of a Parquet, Arrow (file or stream, memory-mapped) or CSV file. Raises UserError if damaged."""
     with damaged_table(path):
         yield from _batches(path)
 
 
 @contextmanager
 def damaged_table(path: Path) -> Iterator[None]:
-    """Give what pyarrow raises inside as a UserError: its own errors, and Python's for names and numbers that cannot be."""
+    """Turn pyarrow's errors inside into a UserError, and Python's errors for impossible names and numbers."""
     import pyarrow  # slow to import, and most runs read JSON lines
 
     python = (OSError, ValueError, RuntimeError, ArithmeticError, LookupError, TypeError, MemoryError, SystemError)
@@ -199,29 +158,29 @@ def damaged_table(path: Path) -> Iterator[None]:
         raise
     except (pyarrow.ArrowException, *python) as error:
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, pyarrow.ArrowException):
-            raise  # the system's own
+            raise  # an error of the operating system
         got = f"a file that cannot be read as one ({reason_of(error)})"
         raise UserError(f"{path}: expected a {path.suffix} table, got {got}; write it again") from error
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what a library says, no longer than a reader takes; its kind where it says nothing."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return (said if len(said) <= 200 else f"{said[:200]}...") or type(error).__name__
+    """The first line of an error's text, cut to 200 characters; its type where it has no text."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return (text if len(text) <= 200 else f"{text[:200]}...") or type(error).__name__
 
 
 def path_of(name: str, key: str) -> Path:
-    """The path that a key names. Raises UserError for what cannot be one on this machine."""
+    """The path that a configuration key names. Raises UserError for text that cannot be a path on this machine."""
     try:
         path = Path(name).expanduser()
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:
         short = name if len(name) <= 80 else f"{name[:80]}..."
-        raise UserError(f"{key}={short}: no path of this machine ({_said(error)}); correct it") from error
+        raise UserError(f"{key}={short}: no path of this machine ({_system_reason(error)}); correct it") from error
     return path
 
 
-def _said(error: Exception) -> str:
+def _system_reason(error: Exception) -> str:
     return str(error.strerror).lower() if isinstance(error, OSError) else reason_of(error)
 
 

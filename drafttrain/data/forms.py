@@ -1,4 +1,4 @@
-"""One record to one conversation: its form is recognised by its fields, or named by the user."""
+"""Converts a record to a conversation. Its form is recognised by its fields, or named by the user."""
 
 from __future__ import annotations
 
@@ -11,40 +11,39 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.files import keys_of
 
 ASSISTANT = "assistant"
-SPEAKERS = {  # names that published ShareGPT-style sets use
+ROLES = {  # role names of published ShareGPT-style sets
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), ASSISTANT),
     **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "function_call"),
     "system": "system",
 }
-KEPT = ("name", "tool_call_id")  # of a turn, beside role, content, tool calls and thoughts
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of the same
+COPIED_FIELDS = ("name", "tool_call_id")  # fields of a turn that are kept unchanged
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # alternative names of one field
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One record: turns for the chat template, or plain text that is supervised whole.
+    """One record: messages for the chat template, or plain text that is supervised as a whole."""
 
-    messages: {role, content} each, and where they are known tool_calls, tool_call_id, name and reasoning_content.
-    tools: JSON schemas for the template. origin: file and line, for messages to the user. form: a name of `FORMS`.
-    """
-
-    origin: str
+    origin: str  # file and line, for error messages
+    # {role, content} each, and if present tool_calls, tool_call_id, name and reasoning_content
     messages: tuple[dict[str, Any], ...] = ()
-    text: str | None = None
-    tools: tuple[dict[str, Any], ...] = ()
-    form: str = field(default="", compare=False)
+    text: str | None = None  # plain text instead of messages
+    tools: tuple[dict[str, Any], ...] = ()  # JSON schemas for the template
+    form: str = field(default="", compare=False)  # the record's form, a name of `FORMS`
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """fields: alternatives, of which one is all there. read: (origin, the record's filled fields) -> messages, or a text."""
+    """A record form."""
 
-    fields: tuple[tuple[str, ...], ...]
+    fields: tuple[tuple[str, ...], ...]  # alternative sets of fields; a record of this form has all fields of one set
+    # (origin, the record's non-null fields) -> messages, or a text
     read: Callable[[str, dict[str, Any]], list[dict[str, Any]] | str]
 
     def fits(self, filled: dict[str, Any]) -> bool:
+        """Whether these fields are those of this form."""
         return any(all(name in filled for name in names) for names in self.fields)
 
     def __str__(self) -> str:
@@ -52,29 +51,29 @@ class Form:
 
 
 def conversation(origin: str, record: dict[str, Any], form: str = "auto", replies: bool = True) -> Conversation:
-    """The record as a conversation. replies: one without an assistant's turn, which is only good to be answered, is refused.
+    """The record as a conversation. replies: refuse records without an assistant turn, which are only usable as prompts.
 
-    Tables hold every column in every row, so that a field counts only where it is not null. Raises UserError.
+    Null fields count as absent, since tables hold every column in every row. Raises UserError for an unusable record.
     """
     filled = {str(key): value for key, value in record.items() if value is not None}
     name = _recognised(origin, filled) if form == "auto" else form
     if not FORMS[name].fits(filled):
         raise UserError(f"{origin}: expected {FORMS[name]} (data.form={form}), got {keys_of(record)}; correct data.form")
-    said = FORMS[name].read(origin, filled)
-    if isinstance(said, str):
-        return Conversation(origin, text=said, form=name)
-    roles = [message["role"] for message in said]
+    parsed = FORMS[name].read(origin, filled)
+    if isinstance(parsed, str):
+        return Conversation(origin, text=parsed, form=name)
+    roles = [message["role"] for message in parsed]
     if "system" in filled and "system" not in roles and isinstance(filled["system"], str) and filled["system"]:
-        said.insert(0, {"role": "system", "content": _string(origin, "system", filled["system"])})
+        parsed.insert(0, {"role": "system", "content": _string(origin, "system", filled["system"])})
     if replies and ASSISTANT not in roles:
         got = " ".join(", ".join(roles)[:60].split()) or "no turn"
         way_out = "write them with drafttrain prepare" if name in UNANSWERED else "add the reply, or remove the record"
         raise UserError(f"{origin}: expected an assistant turn to learn from, got {got}; {way_out}")
-    return Conversation(origin, tuple(said), tools=_tools(origin, filled.get("tools")), form=name)
+    return Conversation(origin, tuple(parsed), tools=_tools(origin, filled.get("tools")), form=name)
 
 
 def check_form(form: str) -> None:
-    """Raise UserError for a form that there is not."""
+    """Raise UserError for an unknown form."""
     if form != "auto" and form not in FORMS:
         raise UserError(f"data.form is {form!r}; set it to auto, {', '.join(FORMS)}")
 
@@ -94,9 +93,9 @@ def _openai(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
 def _sharegpt(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
     turns = _turns(origin, "conversations", filled["conversations"], ("from", "role"), ("value", "content"))
     for turn in turns:
-        if turn["role"] not in SPEAKERS:
-            raise UserError(f"{origin}: expected a speaker among {', '.join(SPEAKERS)}, got {turn['role']!r:.60}; rename it")
-        turn["role"] = SPEAKERS[turn["role"]]
+        if turn["role"] not in ROLES:
+            raise UserError(f"{origin}: expected a speaker among {', '.join(ROLES)}, got {turn['role']!r:.60}; rename it")
+        turn["role"] = ROLES[turn["role"]]
         if turn["role"] == "function_call":
             turn |= {"role": ASSISTANT, "content": "", "tool_calls": _calls(origin, "conversations", turn["content"])}
     return turns
@@ -108,13 +107,13 @@ def _prompted(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _alpaca(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
-    """The task, a blank line, and what it is about."""
-    asked = [_string(origin, name, filled.get(name, "")) for name in ("instruction", "input")]
-    return _pair("\n\n".join(part for part in asked if part.strip()), _string(origin, "output", filled["output"]))
+    """The instruction, a blank line, and its input."""
+    parts = [_string(origin, name, filled.get(name, "")) for name in ("instruction", "input")]
+    return _pair("\n\n".join(part for part in parts if part.strip()), _string(origin, "output", filled["output"]))
 
 
-def _asked(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
-    """MT-bench: what the user says, turn by turn."""
+def _mt_bench(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+    """MT-bench: the user's turns."""
     turns = filled["turns"]
     if not isinstance(turns, list):
         raise UserError(f"{origin}: expected a list in `turns`, got {type(turns).__name__}; write one string per turn")
@@ -122,7 +121,7 @@ def _asked(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _question(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
-    """HumanEval, GSM8K and other sets of questions, whose answers are not in the target's words."""
+    """HumanEval, GSM8K and other sets of questions. Their answers were not written by the target, so they are dropped."""
     name = "question" if "question" in filled else "prompt"
     return [{"role": "user", "content": _string(origin, name, filled[name])}]
 
@@ -136,7 +135,7 @@ FORMS = {  # in the order in which they are tried
     "conversations": Form((("conversations",),), _sharegpt),
     "prompt": Form((("prompt", "response"), ("prompt", "completion")), _prompted),
     "alpaca": Form((("instruction", "output"),), _alpaca),
-    "turns": Form((("turns",),), _asked),
+    "turns": Form((("turns",),), _mt_bench),
     "text": Form((("text",),), _text),
     "question": Form((("question",), ("prompt",)), _question),
 }
@@ -150,7 +149,7 @@ def _pair(prompt: str, reply: str) -> list[dict[str, Any]]:
 def _turns(
     origin: str, name: str, turns: Any, role_keys: tuple[str, ...] = ("role",), content_keys: tuple[str, ...] = ("content",)
 ) -> list[dict[str, Any]]:
-    """keys: names of the same, the usual one first."""
+    """Messages from a list of turns. role_keys, content_keys: alternative field names, the usual one first."""
     if not isinstance(turns, list):
         raise UserError(f"{origin}: expected a list in `{name}`, got {type(turns).__name__}; write one object per turn")
     found = []
@@ -161,26 +160,28 @@ def _turns(
             raise UserError(f"{origin}: expected an object in {place}, got {got}; write {role_keys[0]} and {content_keys[0]}")
         role, content = (next((k for k in keys if turn.get(k) is not None), keys[0]) for keys in (role_keys, content_keys))
         found.append(
-            {"role": _string(origin, f"{place}.{role}", turn.get(role))} | _said(origin, f"{place}.{content}", turn, content)
+            {"role": _string(origin, f"{place}.{role}", turn.get(role))}
+            | _message_content(origin, f"{place}.{content}", turn, content)
         )
     return found
 
 
-def _said(origin: str, place: str, turn: dict[str, Any], content: str) -> dict[str, Any]:
+def _message_content(origin: str, place: str, turn: dict[str, Any], content: str) -> dict[str, Any]:
+    """A message's fields except its role."""
     calls = turn.get("tool_calls")
-    said: dict[str, Any] = {
+    parsed: dict[str, Any] = {
         "content": "" if calls and turn.get(content) is None else _content(origin, place, turn.get(content))
     }
     if calls:
-        said["tool_calls"] = _calls(origin, place.rpartition(".")[0], calls)
-    thought = next((turn[key] for key in THOUGHTS if turn.get(key)), None)
+        parsed["tool_calls"] = _calls(origin, place.rpartition(".")[0], calls)
+    thought = next((turn[key] for key in REASONING_FIELDS if turn.get(key)), None)
     if thought is not None:
-        said["reasoning_content"] = _string(origin, place.replace(content, THOUGHTS[0]), thought)
-    return said | {key: turn[key] for key in KEPT if turn.get(key) is not None}
+        parsed["reasoning_content"] = _string(origin, place.replace(content, REASONING_FIELDS[0]), thought)
+    return parsed | {key: turn[key] for key in COPIED_FIELDS if turn.get(key) is not None}
 
 
 def _content(origin: str, place: str, value: Any) -> str:
-    """A string, or a list of parts that are text."""
+    """A string, or a list of text parts."""
     if not isinstance(value, list):
         return _string(origin, place, value)
     parts = []
@@ -193,7 +194,7 @@ def _content(origin: str, place: str, value: Any) -> str:
 
 
 def _calls(origin: str, place: str, value: Any) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, which is what templates expect; OpenAI writes them as strings of JSON."""
+    """Tool calls with their arguments as objects, as templates expect them. OpenAI stores arguments as JSON strings."""
     value = _unpacked(value)
     calls = value if isinstance(value, list) else [value]
     found = []
@@ -207,6 +208,7 @@ def _calls(origin: str, place: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _tools(origin: str, value: Any) -> tuple[dict[str, Any], ...]:
+    """JSON schemas of the tools."""
     tools = _unpacked(value)
     if not tools:
         return ()
@@ -216,16 +218,17 @@ def _tools(origin: str, value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _unpacked(value: Any) -> Any:
-    """Tables and OpenAI keep what has no fixed shape as a string of JSON."""
+    """The value of a JSON string: tables and OpenAI store values without a fixed shape as JSON strings."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
-    except (ValueError, RecursionError):  # no JSON, or none that anything could be made of
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply to be used
         return value
 
 
 def _string(origin: str, name: str, value: Any) -> str:
+    """The value. Raises UserError unless it is a string of valid Unicode."""
     if not isinstance(value, str):
         got = "nothing" if value is None else type(value).__name__
         raise UserError(f"{origin}: expected a string in {name}, got {got}; write its text, or remove the record")

@@ -1,11 +1,10 @@
-"""What has been answered so far, safe against a kill at any moment: a line per text, appended by one process to its own file.
+"""A journal of generated texts that survives a kill at any moment: one line per text, appended by each process to its own file.
 
-A line counts once its line feed is there, and while its checksum is that of the rest of it. A torn end of a file is ignored
-by readers and cut off by the process that goes on with the file. A damaged line before others is left out, and said. Texts that
-are not there are asked again. The files of all processes, of earlier runs too, are read together, so that a run may go on in
-another number of processes.
+A line counts if it ends with a line feed and its checksum is correct. Readers ignore a torn end of a file, and the process that
+continues the file cuts it off. A damaged line before others is skipped and reported. Missing texts are generated again. The
+files of all processes and of earlier runs are read together, so that a run may continue with another number of processes.
 
-Lines without a checksum count as they are: earlier versions wrote such, and whoever changes one on purpose removes it.
+Lines without a checksum are accepted: earlier versions wrote them, and a user who edits a line removes its checksum.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from drafttrain.core.files import read_sealed_json, remove_abandoned, sealed, un
 
 FILES = "rank-*.jsonl"
 SETTINGS = "settings.json"
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems that have none: nothing else needs them
-SYNC = 5.0  # seconds of work that a power failure may cost; a kill costs none
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without locks, where the journal works as well
+SYNC = 5.0  # seconds of work that a power failure may lose; a kill loses none
 
 
 class Journal:
@@ -48,7 +47,7 @@ class Journal:
         self._synced = time.monotonic()
 
     def append(self, record: dict[str, Any]) -> None:
-        """In one write, straight to the system."""
+        """Write a record in one write, without buffering."""
         line = memoryview(json.dumps(sealed(record), ensure_ascii=False).encode() + b"\n")
         while line:
             line = line[self._file.write(line) :]
@@ -65,17 +64,16 @@ class Journal:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What is in a folder. answered: ids of the texts that are there; one that failed is not. damaged: `file:line` of each line
-    that is left out though others follow it.
-    """
+class JournalContents:
+    """The contents of a folder."""
 
-    answered: set[str]
-    damaged: list[str]
+    answered: set[str]  # ids of the texts that succeeded
+    damaged: list[str]  # `file:line` of each damaged line that others follow
 
 
-def look(folder: Path) -> Found:
-    found = Found(set(), [])
+def scan(folder: Path) -> JournalContents:
+    """Read all files of a folder."""
+    found = JournalContents(set(), [])
     for path in sorted(folder.glob(FILES)):
         bad: list[str] = []
         for number, (_, _, record) in enumerate(_lines(path), start=1):
@@ -90,23 +88,18 @@ def look(folder: Path) -> Found:
 
 
 def whole_bytes(path: Path) -> int:
-    """The file's length without what a kill or a power failure has torn at its end."""
+    """The file's length without an end that was torn by a kill or a power failure."""
     return max((end for _, end, record in _lines(path) if record is not None), default=0)
 
 
 def read(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """(file, offset, record) of every whole line of every file."""
+    """(file, offset, record) of every complete line of every file."""
     for path in sorted(folder.glob(FILES)):
         yield from ((path, start, record) for start, _, record in _lines(path) if record is not None)
 
 
-def answered(folder: Path) -> set[str]:
-    """The ids of all texts that are there; one that failed is not."""
-    return look(folder).answered
-
-
 def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
-    """(first byte, end, record) of every line; no record where it is torn or damaged."""
+    """(first byte, end, record) of every line. The record is None where the line is torn or damaged."""
     with path.open("rb") as file:
         start = 0
         for line in file:
@@ -115,20 +108,20 @@ def _lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any] | None]]:
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """A line's record; None of one that is torn or damaged."""
+    """A line's record; None if the line is torn or damaged."""
     if not line.endswith(b"\n"):
         return None
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):  # zeros, where a power failure came between a file's length and its bytes
+    except (ValueError, RecursionError):  # such as zeros, after a power failure between a file's length and its bytes
         return None
     return unsealed(record) if isinstance(record, dict) else None
 
 
 def check_settings(folder: Path, settings: dict[str, Any], write: bool) -> None:
-    """Record what decides the texts, where it is not recorded yet and `write`.
+    """Record the settings that decide the texts, if they are not recorded yet and `write` is set.
 
-    Raises UserError where the folder was begun with other settings: its texts would not go together with the new ones.
+    Raises UserError if the folder was begun with other settings, whose texts would not match new ones.
     """
     path = folder / SETTINGS
     if write:

@@ -1,9 +1,9 @@
-"""Which rows make up which epoch: a function of the seed alone, known as far as the rows are.
+"""The rows of each epoch in order. The order depends only on the seed and becomes known as rows are prepared.
 
-An epoch is a shuffle of all conversations, or of as many drawn from several sources by their weights. It is cut into windows of
-`WINDOW` batches that are sorted by length, and a window's batches are shuffled, so that little of a batch is padding.
-Conversations that give no row are passed over, those that give several give them one after another. A window is known once its
-conversations are prepared: training begins while others are not, and has the batches it would have had later.
+An epoch is a shuffle of all conversations, or of as many that are drawn from several sources by weight. It is cut into windows
+of `WINDOW` batches. Each window is sorted by length and its batches are shuffled, so that a batch has little padding.
+Conversations without rows are skipped; the rows of one conversation follow each other. A window is known once its conversations
+are prepared. So training starts while others are being prepared, and gets the same batches as if all had been prepared before.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded
 
 WINDOW = 16  # batches that are sorted by length together
-MIX = 0x6D6978  # apart from the seeds of epochs
+MIX = 0x6D6978  # separates these seeds from those of epochs
 
 
 class Groups(Protocol):
-    """The conversations of the training rows, by number."""
+    """The training conversations by number, each a group of rows."""
 
     @property
     def size(self) -> int: ...
 
     @property
     def complete(self) -> bool:
-        """Whether all are prepared."""
+        """Whether all conversations are prepared."""
         ...
 
     def rows(self, conversation: int) -> Sequence[int]:
-        """The rows that it gives. Waits for it to be prepared."""
+        """Row numbers of a conversation. Waits until it is prepared."""
         ...
 
     def total(self, conversations: NDArray[np.int64]) -> int:
-        """How many rows these give together, all of them prepared."""
+        """Number of rows of these conversations, which must be prepared."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """Every row is a conversation by itself."""
+class SingleRows:
+    """Every row is one conversation."""
 
     size: int
     complete: bool = True
@@ -59,17 +59,17 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The conversations of several sources, source after source. weights: None where each counts once."""
+    """The conversations of several sources, source after source."""
 
     sizes: tuple[int, ...]
-    weights: tuple[float, ...] | None = None
+    weights: tuple[float, ...] | None = None  # None: every conversation counts once
     seed: int = 0
 
     def epoch(self, number: int) -> NDArray[np.int64]:
-        """Which conversations it holds, not shuffled: as many as there are, each source's share in passes over all of it.
+        """As many conversations as there are, not shuffled; a source's share comes from repeated passes over it.
 
-        Worked example, sizes 2 and 6 at equal weights: 4 and 4; the first source twice, of the second 4, the other 2 in the
-        next epoch first.
+        Worked example, sizes 2 and 6 with equal weights: 4 and 4 conversations. The first source is read twice; the second
+        gives 4, and its other 2 come first in the next epoch.
         """
         if self.weights is None:
             return np.arange(sum(self.sizes))
@@ -80,7 +80,7 @@ class Mixture:
         return np.concatenate(parts)
 
     def shares(self, total: int) -> list[int]:
-        """So many of each source: by weight, rounded so that they add up."""
+        """Split `total` among the sources by weight, rounded so that the parts add up."""
         weights = self.sizes if self.weights is None else self.weights
         exact = np.array(weights, np.float64) * (total / sum(weights))
         counts = np.floor(exact).astype(int)
@@ -95,14 +95,14 @@ class Mixture:
 
 
 class Epoch:
-    """One epoch's rows in order, window after window."""
+    """One epoch's rows in order, computed window by window."""
 
     def __init__(self, windows: Iterator[list[int]]) -> None:
         self.known: list[int] = []
         self._windows = windows
 
     def row(self, index: int) -> int | None:
-        """None behind the last."""
+        """The row at this index; None after the last."""
         while index >= len(self.known):
             window = next(self._windows, None)
             if window is None:
@@ -111,32 +111,33 @@ class Epoch:
         return self.known[index]
 
     def all(self) -> list[int]:
+        """All rows, in order."""
         for window in self._windows:
             self.known += window
         return self.known
 
 
 class Order:
-    """All epochs, one after another. lengths: the rows, to be grouped by length; None: not grouped."""
+    """All epochs, one after another. lengths: rows to group by length; None: no grouping."""
 
     def __init__(self, seed: int, mixture: Mixture, groups: Groups, lengths: Sequence[Encoded] | None) -> None:
         self.seed, self.mixture, self.groups, self.lengths = seed, mixture, groups, lengths
-        self._epochs: dict[tuple[int, int], Epoch] = {}  # those in use
-        self._sizes: dict[int, int] = {}  # rows of epochs; without weights all are like the first
+        self._epochs: dict[tuple[int, int], Epoch] = {}  # the epochs in use
+        self._sizes: dict[int, int] = {}  # rows of epochs; without weights all epochs have the size of the first
 
     def epoch(self, number: int, batch: int) -> Epoch:
-        """From 0, in batches of so many rows."""
+        """Epoch `number`, from 0, in batches of `batch` rows."""
         if (number, batch) not in self._epochs:
             while len(self._epochs) > 1:  # a batch spans two epochs at most, unless the data is smaller than a batch
                 self._epochs.pop(next(iter(self._epochs)))
-            draw, held = generator(self.seed, 1 + number), self.mixture.epoch(number)
-            shuffled = held[draw.permutation(len(held))]
+            draw, members = generator(self.seed, 1 + number), self.mixture.epoch(number)
+            shuffled = members[draw.permutation(len(members))]
             rows = (row for conversation in shuffled for row in self.groups.rows(int(conversation)))
             self._epochs[number, batch] = Epoch(_windows(rows, batch, draw, self.lengths))
         return self._epochs[number, batch]
 
     def row(self, place: int, batch: int) -> int:
-        """The row at this place among all that training sees."""
+        """The row at this place in the concatenation of all epochs."""
         number = 0
         while True:
             size = self._size(number)
@@ -144,20 +145,20 @@ class Order:
                 epoch = self.epoch(number, batch)
                 if (row := epoch.row(place)) is not None:
                     return row
-                size = self._sizes[self._like(number)] = len(epoch.known)
+                size = self._sizes[self._size_key(number)] = len(epoch.known)
             if not size:
                 raise UserError("no conversation has a supervised token to train on; raise data.max_length")
             passed = 1 if self.mixture.weights else place // size
             number, place = number + passed, place - passed * size
 
     def _size(self, number: int) -> int | None:
-        """How many rows an epoch has; None as long as that is not known."""
-        like = self._like(number)
-        if like not in self._sizes and self.groups.complete:
-            self._sizes[like] = self.groups.total(self.mixture.epoch(number))
-        return self._sizes.get(like)
+        """Number of rows of an epoch; None while it is unknown."""
+        key = self._size_key(number)
+        if key not in self._sizes and self.groups.complete:
+            self._sizes[key] = self.groups.total(self.mixture.epoch(number))
+        return self._sizes.get(key)
 
-    def _like(self, number: int) -> int:
+    def _size_key(self, number: int) -> int:
         return number if self.mixture.weights else 0
 
 
@@ -176,5 +177,5 @@ def _grouped(window: list[int], batch: int, draw: np.random.Generator, lengths: 
 
 
 def generator(seed: int, stream: int) -> np.random.Generator:
-    """Independent streams of one seed: 0 sets conversations apart, 1 + e orders epoch e."""
+    """Independent random streams of one seed: stream 0 selects held-out conversations, 1 + e orders epoch e."""
     return np.random.default_rng([seed % 2**64, stream])

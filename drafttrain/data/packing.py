@@ -1,4 +1,4 @@
-"""Several conversations in one row."""
+"""Packs several conversations into one row."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from drafttrain.data.chat import Encoded, join
 
 
 class Packed(Sequence[Encoded]):
-    """Rows of several conversations, joined when they are asked for. members: which of `rows` are in each."""
+    """Rows of several conversations each, joined on access. members: each row's conversations, as indices into `rows`."""
 
     def __init__(self, rows: Sequence[Encoded], members: list[list[int]]) -> None:
         self.rows, self.members = rows, members
 
     @property
     def tokens(self) -> int:
+        """Tokens of all rows, without padding."""
         return sum(len(self.rows[i].token_ids) for members in self.members for i in members)
 
     def __len__(self) -> int:
@@ -32,27 +33,27 @@ class Packed(Sequence[Encoded]):
 
 
 def pack(rows: Sequence[Encoded], length: int, chosen: Sequence[int] | None = None) -> Packed:
-    """Rows of at most `length` tokens that hold all of these: the longest first, each into the fullest row with room for it.
+    """Rows of at most `length` tokens with all these conversations: the longest first, each into the fullest row that has room.
 
-    Best fit decreasing (Johnson 1974): at most 11/9 of the fewest rows possible, and close to them where many are short.
-    chosen: which of `rows`, some perhaps several times; None: each once.
+    Best fit decreasing (Johnson 1974) needs at most 11/9 of the minimal number of rows, and nearly the minimum if many are
+    short. chosen: indices into `rows`, some perhaps several times; None: each once.
     """
     members: list[list[int]] = []
-    having: dict[int, list[int]] = {}  # the rows with this much room
-    rooms = 0  # a bit for every room that some row has
+    rows_by_free: dict[int, list[int]] = {}  # rows by their number of free tokens
+    free_sizes = 0  # a bit for every key of rows_by_free
     lengths = {i: len(rows[i].token_ids) for i in (range(len(rows)) if chosen is None else chosen)}
     for i in sorted(lengths if chosen is None else chosen, key=lambda i: (-lengths[i], i)):
         size = lengths[i]
-        fitting = rooms >> size
+        fitting = free_sizes >> size
         if fitting:
-            room = size + (fitting & -fitting).bit_length() - 1
-            row = having[room].pop()
-            if not having[room]:
-                rooms ^= 1 << room
+            free = size + (fitting & -fitting).bit_length() - 1
+            row = rows_by_free[free].pop()
+            if not rows_by_free[free]:
+                free_sizes ^= 1 << free
         else:
-            room, row = length, len(members)
+            free, row = length, len(members)
             members.append([])
         members[row].append(i)
-        having.setdefault(room - size, []).append(row)
-        rooms |= 1 << (room - size)
+        rows_by_free.setdefault(free - size, []).append(row)
+        free_sizes |= 1 << (free - size)
     return Packed(rows, members)

@@ -1,4 +1,4 @@
-"""All conversations of a run, as far as they are prepared: what is on disk, and what workers add while training runs."""
+"""All conversations of a run: those on disk, and those that workers add while training runs."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.sources import Source
 from drafttrain.data.store import Store, blocks_in, key_of
-from drafttrain.data.workers import Done, Follower, Here, Pool, Task, Team
+from drafttrain.data.workers import Follower, InProcess, PreparedBlock, Preparer, Task, WorkerPool
 
-CHUNK = 256  # records of a task
+CHUNK = 256  # records per task
 UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """folder: of prepared data; None: this process prepares in memory. count: processes. leads: others of this machine wait."""
+    """Who prepares the data."""
 
-    folder: Path | None = None
-    count: int = 1
-    leads: bool = True
+    folder: Path | None = None  # folder of prepared data; None: this process prepares in memory
+    count: int = 1  # number of worker processes
+    leads: bool = True  # whether this process prepares; the others of its machine wait for it
 
 
 class Conversations:
-    """Conversations by number, source after source. bad: how many records may be wrong."""
+    """Conversations by number, source after source. bad: number of unusable records that are tolerated."""
 
     def __init__(self, sources: Sequence[Source], encoder: Encoder, workers: Workers, bad: int = 0) -> None:
         self.sources, self.encoder, self.workers, self.bad = list(sources), encoder, workers, bad
         self.sizes = [len(source.records) for source in sources]
         self.first = np.concatenate([[0], np.cumsum(self.sizes)])
         self.count = int(self.first[-1])
-        self.blocks: list[Done] = []
+        self.blocks: list[PreparedBlock] = []
         self.faults: list[str] = []
-        self.missing = self.count  # those that are not prepared
+        self.missing = self.count  # conversations that are not prepared
         self.documents_C = np.full(self.count, UNKNOWN, np.int32)  # rows of each
         self._block_C, self._place_C = (np.zeros(self.count, np.int32) for _ in range(2))
-        self._asked_C = np.zeros(self.count, np.bool_)
-        self._team: Team | None = None
+        self._requested_C = np.zeros(self.count, np.bool_)
+        self._preparer: Preparer | None = None
         self._seen: list[set[str]] = []
         self._stores: list[Store] = []
         if workers.folder is not None:
@@ -55,63 +55,66 @@ class Conversations:
                 for name in names - blocks.keys() if workers.leads else ():
                     store.remove(name)
                 for block in blocks.values():
-                    self._add(Done(number, block), block.sound_N)  # what was wrong may have been mended, or lie elsewhere
+                    self._add(PreparedBlock(number, block), block.sound_N)  # faulty records may have been mended since
                 self._seen.append(set(blocks))
 
     @property
     def name(self) -> str:
-        """What the user calls them."""
+        """The sources as the user names them."""
         return "data.path=" + ", ".join(source.name for source in self.sources)
 
-    def ask(self, numbers: NDArray[np.int64]) -> None:
-        """Have those prepared that are missing, in this order, after what was asked for before."""
-        numbers = numbers[(self.documents_C[numbers] == UNKNOWN) & ~self._asked_C[numbers]]
+    def request(self, numbers: NDArray[np.int64]) -> None:
+        """Prepare the missing ones of these conversations, in this order, after those requested before."""
+        numbers = numbers[(self.documents_C[numbers] == UNKNOWN) & ~self._requested_C[numbers]]
         numbers = numbers[np.sort(np.unique(numbers, return_index=True)[1])]
-        self._asked_C[numbers] = True
+        self._requested_C[numbers] = True
         if not len(numbers):
             return
-        if self._team is None:
-            self._team = self._begin()
-        self._team.add(list(self._tasks(numbers)))
+        if self._preparer is None:
+            self._preparer = self._start()
+        self._preparer.add(list(self._tasks(numbers)))
 
-    def _begin(self) -> Team:
+    def _start(self) -> Preparer:
         if self.workers.folder is None:
-            return Here(self.sources, self.encoder)
+            return InProcess(self.sources, self.encoder)
         if self.workers.leads:
-            return Pool(self.sources, self.encoder, self._stores, self.workers.count)
+            return WorkerPool(self.sources, self.encoder, self._stores, self.workers.count)
         return Follower(self._stores, self._seen)
 
     def wait(self, numbers: NDArray[np.int64], advance: Callable[[int], None] = lambda done: None) -> None:
-        """Until these are prepared. advance: told of how many more are. Raises UserError for records that are wrong."""
-        self.ask(numbers)
+        """Wait until these are prepared. Raises UserError for unusable records. advance: called with numbers of newly prepared
+        ones.
+        """
+        self.request(numbers)
         left = numbers[self.documents_C[numbers] == UNKNOWN]
         while len(left):
-            assert self._team is not None, "asked for"
+            assert self._preparer is not None, "the call of request above sets it"
             before = len(left)
-            self._add(next(self._team))
+            self._add(next(self._preparer))
             left = left[self.documents_C[left] == UNKNOWN]
             advance(before - len(left))
 
     def rows(self, number: int) -> list[Encoded]:
-        """What this conversation gives; none where nothing of it can be learnt."""
+        """This conversation's rows. Empty if it has no supervised token."""
         if self.documents_C[number] == UNKNOWN:
             self.wait(np.array([number]))
         return self.encoded(number).split() if self.documents_C[number] else []
 
     def encoded(self, number: int) -> Encoded:
-        """Of one that is prepared."""
+        """The documents of a prepared conversation, as one row."""
         return self.blocks[self._block_C[number]].block.row(int(self._place_C[number]))
 
     @property
     def complete(self) -> bool:
+        """Whether all conversations are prepared."""
         return not self.missing
 
     def close(self) -> None:
-        """End the workers; what they have written is kept, and counted."""
-        if self._team is not None:
-            for done in self._team.finished():
+        """Stop the workers. Blocks that they have written are kept and counted."""
+        if self._preparer is not None:
+            for done in self._preparer.finished():
                 self._add(done, done.block.sound_N)
-            self._team.close()
+            self._preparer.close()
 
     def _tasks(self, order: NDArray[np.int64]) -> Iterator[Task]:
         for start in range(0, len(order), CHUNK):
@@ -120,8 +123,8 @@ class Conversations:
             for source in np.unique(source_of).tolist():
                 yield Task(source, (chunk[source_of == source] - self.first[source]).tolist())
 
-    def _add(self, done: Done, taken_N: NDArray[np.bool_] | None = None) -> None:
-        """taken_N: which of its records; None: all."""
+    def _add(self, done: PreparedBlock, taken_N: NDArray[np.bool_] | None = None) -> None:
+        """Register a block. taken_N: which of its records; None: all."""
         inside_N = done.block.record_N < self.sizes[done.source]
         places = np.flatnonzero(inside_N if taken_N is None else inside_N & taken_N)
         numbers = self.first[done.source] + done.block.record_N[places]
@@ -133,7 +136,7 @@ class Conversations:
         for place in places[fresh & ~done.block.sound_N[places]].tolist():
             self._refuse(str(done.block.batch["fault"][place]))
 
-    def held(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def entries_of(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(numbers, places) of the conversations that are read from this block."""
         done = self.blocks[block]
         places = np.flatnonzero(done.block.record_N < self.sizes[done.source])
@@ -149,7 +152,7 @@ class Conversations:
 
 
 class Rows(Sequence[Encoded]):
-    """The rows of some conversations, numbered as they are first asked for. Its length waits for all of them."""
+    """The rows of some conversations, numbered in the order in which they are first read. `len` waits for all of them."""
 
     def __init__(self, conversations: Conversations, numbers: NDArray[np.int64]) -> None:
         self.conversations, self.numbers = conversations, numbers
@@ -158,9 +161,11 @@ class Rows(Sequence[Encoded]):
 
     @property
     def size(self) -> int:
+        """Number of conversations."""
         return len(self.numbers)
 
     def rows(self, conversation: int) -> Sequence[int]:
+        """Row numbers of a conversation. Waits until it is prepared."""
         number = self.numbers[conversation]
         if self.conversations.documents_C[number] == UNKNOWN:
             self.conversations.wait(self.numbers[conversation : conversation + 1])
@@ -174,9 +179,11 @@ class Rows(Sequence[Encoded]):
 
     @property
     def complete(self) -> bool:
+        """Whether all conversations are prepared."""
         return self.conversations.complete
 
     def total(self, conversations: NDArray[np.int64]) -> int:
+        """Number of rows of these conversations, which must be prepared."""
         return int(self.conversations.documents_C[self.numbers[conversations]].sum())
 
     def __bool__(self) -> bool:

@@ -1,4 +1,4 @@
-"""How far the preparation is, for who waits for it."""
+"""Progress bar of the preparation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-BAR_FROM = 2000  # conversations: fewer are tokenised before a bar would be read
+BAR_FROM = 2000  # conversations; fewer need no bar
 
 
 @contextmanager
 def bar(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yields what is told of how many more conversations are done."""
+    """Yields a function that is called with the number of newly prepared conversations."""
     if not shown or total < BAR_FROM:
         yield lambda done: None
         return

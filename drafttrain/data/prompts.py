@@ -1,41 +1,41 @@
-"""Evaluation prompts: from files in MT-bench's own record form or that of a public set, or from the hub."""
+"""Evaluation prompts from files in MT-bench's record form, from files of public sets, or from the hub."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError, printable
-from drafttrain.data.files import ASSETS, keys_of, path_of, read_records
+from drafttrain.data import DataOptions
+from drafttrain.data.files import ASSETS, keys_of, path_of
+from drafttrain.data.records import read_records
 from drafttrain.data.sets import SETS, field_of, hub_records
-from drafttrain.data.templates import template_errors, whose
+from drafttrain.data.sources import cache_folder
+from drafttrain.data.templates import template_errors, template_origin
 
 SINGLE = ("prompt", "question")  # HumanEval, GSM8K
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """turns: what the user says, turn by turn; the target's replies go in between. origin: the public set it is of, if any.
-
-    format: json where the reply is to be JSON; required: keys that it must then have. reference: the record's own answer.
-    """
+    """An evaluation prompt."""
 
     question_id: str | int
     category: str
-    turns: list[str]
-    format: str | None = None
-    required: tuple[str, ...] = ()
-    reference: Any = None
-    origin: str | None = None
+    turns: list[str]  # the user's turns; the target's replies are inserted between them
+    format: str | None = None  # json if the reply must be JSON
+    required: tuple[str, ...] = ()  # keys that the JSON reply must have
+    reference: Any = None  # the record's own answer
+    origin: str | None = None  # name of its public set, if any
 
 
 def load_prompts(prompts: str | Sequence[str], limit: int | None = None) -> list[Prompt]:
-    """Read `embedded`, a file, a public set by name (`drafttrain.data.sets`) or as NAME:FILE, or several of these, at most
-    `limit` prompts of each. Raises UserError naming file and line of anything malformed.
+    """Read `embedded`, a file, a public set by name (`drafttrain.data.sets`) or as NAME:FILE, or several of these.
+
+    limit: largest number of prompts of each. Raises UserError that names file and line of a malformed record.
     """
     if limit is not None and limit < 1:
         raise UserError(
@@ -48,7 +48,7 @@ def load_prompts(prompts: str | Sequence[str], limit: int | None = None) -> list
 
 
 def named_prompts(prompts: str | Sequence[str]) -> str:
-    """As a report names them."""
+    """The prompts' names for a report."""
     return prompts if isinstance(prompts, str) else ", ".join(prompts)
 
 
@@ -59,15 +59,15 @@ def _load(name: str, limit: int | None) -> list[Prompt]:
     if chosen not in SETS:
         chosen, path = "", name
     file = ASSETS / "prompts.jsonl" if path == "embedded" else path_of(path, "prompts")
-    records = islice(read_records(file), limit)
+    records = read_records(file, limit, cache_folder(DataOptions()) / "spool")
     category = chosen or file.name.split(".")[0]
     return [_prompt(origin, record, i, category, chosen) for i, (origin, record) in enumerate(records, start=1)]
 
 
 def _prompt(origin: str, record: dict[str, Any], number: int, category: str, chosen: str) -> Prompt:
-    """category: of a record that names none. chosen: the set that it is of; empty: told by its fields."""
+    """category: used if the record has none. chosen: the record's public set; empty: recognised by its fields."""
     of = SETS.get(chosen)
-    turns = of.turns(record) if of else _told(record)
+    turns = of.turns(record) if of else _turns_by_field(record)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         got = keys_of(record)
         form = f"the fields of {chosen}" if of else "`turns`, a list of strings (or `prompt`, or `question`)"
@@ -82,8 +82,8 @@ def _prompt(origin: str, record: dict[str, Any], number: int, category: str, cho
     return Prompt(name, printable(str(category)), turns, *_format(origin, record), reference, chosen or None)
 
 
-def _told(record: dict[str, Any]) -> Any:
-    """The turns of a record that is of no set, by the fields it has."""
+def _turns_by_field(record: dict[str, Any]) -> Any:
+    """The turns of a record of unknown form, recognised by its fields."""
     if record.get("turns") is not None:
         return record["turns"]
     found = (field_of(key)(record) for key in SINGLE)
@@ -91,7 +91,7 @@ def _told(record: dict[str, Any]) -> Any:
 
 
 def _format(origin: str, record: dict[str, Any]) -> tuple[str | None, tuple[str, ...]]:
-    """What the reply is to be, and the keys that it needs: `required`, or those of a JSON schema."""
+    """The reply's required format and its required keys: `required`, or those of a JSON schema."""
     form, required = record.get("format"), record.get("required")
     if form not in (None, "json"):
         raise UserError(f"{origin}: expected json in `format`, got {form!r}; write json, or leave it out")
@@ -99,24 +99,26 @@ def _format(origin: str, record: dict[str, Any]) -> tuple[str | None, tuple[str,
         required = schema.get("required")
     required = [] if required is None else required
     if not isinstance(required, list) or not all(isinstance(key, str) for key in required) or (required and form is None):
-        raise UserError(f'{origin}: expected a list of keys in `required`, beside "format": "json", got {required!r}; mend it')
+        raise UserError(f'{origin}: expected a list of keys in `required`, with "format": "json", got {required!r}; mend it')
     return form, tuple(required)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], replies: Sequence[str] = ()) -> list[int]:
-    """Token ids of the first turn, or with r replies of the first r + 1 turns with the replies between, ready to be continued.
+    """Token ids that the target continues: the first turn, or with r replies the first r + 1 turns and the replies between.
 
-    With a chat template: rendered with its generation prompt. Without: the plain text, blank lines between turns.
+    A chat template is applied with its generation prompt. Without one, turns are plain text with blank lines between them.
     """
-    said = [part for pair in zip(turns, replies, strict=False) for part in pair] + [turns[len(replies)]]
-    return encode_messages(tokenizer, [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)])
+    contents = [part for pair in zip(turns, replies, strict=False) for part in pair] + [turns[len(replies)]]
+    return encode_messages(
+        tokenizer, [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    )
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation that ends in a user turn, ready to be continued; templates as in `encode_prompt`."""
+    """Token ids of a conversation that ends in a user turn. Templates are applied as in `encode_prompt`."""
     if not tokenizer.chat_template:
         return list(tokenizer("\n\n".join(m["content"] for m in messages), verbose=False)["input_ids"])
     refused = f"the chat template refuses the prompt {messages[0]['content'][:40]!r}"
-    with template_errors(refused, whose(tokenizer), "use a template that takes user turns"):
+    with template_errors(refused, template_origin(tokenizer), "use a template that takes user turns"):
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

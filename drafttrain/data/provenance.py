@@ -1,4 +1,4 @@
-"""Who wrote a data set's replies: the record that `prepare` leaves beside them, and how `fit` finds and reads it."""
+"""The record of who wrote a data set's replies. `prepare` writes it next to the data, and `fit` reads it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def template_hash(template: str | None) -> str | None:
 
 
 def find_provenance(data: str) -> dict[str, Any] | None:
-    """The record of a prepared directory, or of the one that a file lies in; None where there is none.
+    """The record of a prepared directory, or of the directory that contains a file; None where there is none.
 
-    Raises UserError for a record that cannot be read, or is not what was written.
+    Raises UserError for an unreadable or changed record.
     """
     path = Path(data).expanduser()
     file = (path if path.is_dir() else path.parent) / FILE
@@ -45,12 +45,12 @@ def find_provenance(data: str) -> dict[str, Any] | None:
 
 
 def shards_of(path: Path) -> list[Path]:
-    """The data files of a prepared directory, in order; none of any other directory.
+    """The data files of a prepared directory, in order; empty for any other directory.
 
-    Raises UserError where they are not those that were written, by their names.
+    Raises UserError if files are missing or have been added, judged by their names.
     """
     found, sums = sorted(path.glob(SHARDS)), listed(path, AGAIN) or {}
-    if FILE not in sums:  # of an earlier version, or no data
+    if FILE not in sums:  # written by an earlier version, or not prepared
         return found if (path / FILE).is_file() else []
     here = {file.name for file in (*found, path / FILE) if file.is_file()}
     if apart := sorted(here ^ {name for name in sums if name == FILE or fnmatch(name, SHARDS)}):
@@ -60,7 +60,7 @@ def shards_of(path: Path) -> list[Path]:
 
 
 def check_shard(path: Path) -> str | None:
-    """The sha256 of a data file of a prepared directory; None of any other file. Raises UserError for one that was changed."""
+    """The sha256 of a data file in a prepared directory; None for any other file. Raises UserError for a changed file."""
     sums = listed(path.parent, AGAIN) or {}
     if FILE not in sums or path.name not in sums:
         return None
@@ -70,9 +70,9 @@ def check_shard(path: Path) -> str | None:
 
 
 def foreign(data: str, target: dict[str, Any], template: str | None) -> str | None:
-    """Why these replies are not known to be this target's own, in a clause; None where they are.
+    """A clause that says why these replies may not be this target's own; None if they are its own.
 
-    target: the description that `load_target` gives; template: its tokenizer's chat template.
+    target: the description of `load_target`. template: the chat template of its tokenizer.
     """
     if data == EMBEDDED:
         return None if target["name"] == EMBEDDED else "the embedded replies are the embedded target's"
@@ -91,5 +91,5 @@ def foreign(data: str, target: dict[str, Any], template: str | None) -> str | No
 
 
 def _same_name(served: str, path: str) -> bool:
-    """A server knows its model by a hub id, a path, or the last part of either."""
+    """Whether two model names agree. A server names its model by a hub id, a path, or the last part of either."""
     return served.rstrip("/").rpartition("/")[2] == path.rstrip("/").rpartition("/")[2]

@@ -1,6 +1,7 @@
-"""From the journal to the data set: texts in the order of their prompts, judged by the rules, in files of one size.
+"""Writes the data set from the journal: texts in the order of their prompts, filtered by the rules, in files of equal size.
 
-The directory appears whole or not at all; the journal stays, so that other rules or more samples need no text twice.
+The directory is written atomically. The journal is kept, so that other rules or more samples do not need new texts for the old
+ones.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from drafttrain.core.checksums import list_files
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, atomic_write_json
-from drafttrain.data.asks import TOO_LONG, Job
+from drafttrain.data.generation_jobs import TOO_LONG, GenerationJob
 from drafttrain.data.journal import read, record_of
 from drafttrain.data.provenance import FILE
 from drafttrain.data.rules import RULES, Reply, judge
@@ -29,32 +30,34 @@ FORMATS = ("jsonl", "parquet")
 
 @dataclass
 class Counts:
-    """found: conversations in which a rule found its fault, dropped for it or not; shortened: kept up to a fault."""
+    """Counts of the published data."""
 
     texts: int = 0
     kept: int = 0
     replies: int = 0
     tokens: int = 0
-    shortened: int = 0
+    shortened: int = 0  # conversations that are kept up to a faulty reply
+    # conversations in which a rule found a fault, whether it is dropped or not
     found: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
 
     def summary(self) -> dict[str, Any]:
+        """The counts under their names in summary.json."""
         named = {name: self.found[name] for name in RULES}
         plain = {name: getattr(self, name) for name in ("texts", "kept", "replies", "tokens", "shortened")}
         return plain | {"found": named, "dropped": dict(self.dropped), "failed": dict(self.failed)}
 
 
 def publish(
-    journal: Path, jobs: Iterable[Job], out: Path, provenance: dict[str, Any], drop: list[str], form: str, shard: int
+    journal: Path, jobs: Iterable[GenerationJob], out: Path, provenance: dict[str, Any], drop: list[str], form: str, shard: int
 ) -> dict[str, Any]:
-    """Write the directory `out`, replacing one of an earlier call; returns its summary.
+    """Write the directory `out`, replacing an earlier one. Returns its summary.
 
-    Raises UserError when no text is kept, or the disk is full; `out` stays as it was then.
+    Raises UserError when no text is kept or the disk is full. `out` then stays unchanged.
     """
     counts = Counts()
-    for left in out.parent.glob(f"{out.name}.tmp-*"):  # of a call that was killed
+    for left in out.parent.glob(f"{out.name}.tmp-*"):  # left by a killed call
         shutil.rmtree(left)
     with atomic_directory(out) as aside, (aside / REJECTS).open("w", encoding="utf-8") as rejects:
         kept = _kept(journal, jobs, drop, counts, rejects)
@@ -76,13 +79,15 @@ def publish(
 
 
 def check_out(out: Path) -> None:
-    """Raise UserError for a place that publishing would take from somebody else."""
+    """Raise UserError for a directory that `prepare` did not write, since publishing would replace it."""
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / FILE).is_file()):
-        raise UserError(f"out={out} is there already and is no data that prepare has made; name another directory")
+        raise UserError(f"out={out} exists and was not written by prepare; name another directory")
 
 
-def _kept(journal: Path, jobs: Iterable[Job], drop: list[str], counts: Counts, rejects: Any) -> Iterator[dict[str, Any]]:
-    # the place of a text that failed counts only until it has been written after all
+def _kept(
+    journal: Path, jobs: Iterable[GenerationJob], drop: list[str], counts: Counts, rejects: Any
+) -> Iterator[dict[str, Any]]:
+    # a failed text's place is replaced by that of a later success
     places: dict[str, tuple[Path, int, bool]] = {}
     for path, at, record in read(journal):
         if record["id"] not in places or not places[record["id"]][2]:
@@ -92,7 +97,7 @@ def _kept(journal: Path, jobs: Iterable[Job], drop: list[str], counts: Counts, r
         counts.texts += 1
         judged = _judged(record, drop, counts)
         if isinstance(judged, str):
-            reject = {"id": job.id, "origin": job.ask.origin, "reason": judged}
+            reject = {"id": job.id, "origin": job.script.origin, "reason": judged}
             rejects.write(json.dumps(reject, ensure_ascii=False) + "\n")
         else:
             yield judged
@@ -108,7 +113,7 @@ def _at(path: Path, offset: int) -> dict[str, Any]:
 
 
 def _judged(record: dict[str, Any], drop: list[str], counts: Counts) -> dict[str, Any] | str:
-    """The record as it is published, or why it is not."""
+    """The published record, or the reason why it is dropped."""
     if "messages" not in record:
         counts.failed["too_long" if record["failed"] == TOO_LONG else "refused"] += 1
         return str(record["failed"])

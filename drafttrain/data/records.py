@@ -1,7 +1,7 @@
-"""Records by number: an index over what lies in files, so that they can be read in any order by any process.
+"""Random access to records: an index over files, so that any process can read records in any order.
 
-What cannot be read from the middle (compressed lines, a JSON array, Parquet, CSV) is rewritten once as plain lines or as an
-Arrow file where it is large, and kept in memory where it is small.
+Files that cannot be read from the middle (compressed lines, a JSON array, Parquet, CSV) are converted once to plain lines or to
+an Arrow file if they are large, and kept in memory if they are small.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from drafttrain.core.files import atomic_file, atomic_write_bytes
 from drafttrain.data.files import (
     TABLES,
     as_object,
+    check_file,
     damaged_gzip,
     filled_lines,
     is_array,
@@ -34,17 +35,17 @@ from drafttrain.data.files import (
 )
 from drafttrain.data.provenance import check_shard
 
-SMALL = 2**23  # bytes of a file that is kept in memory
+SMALL = 2**23  # bytes; files up to this size are kept in memory
 NO_ROOM = "free some space, or set data.cache to a folder on another disk"
 
 
 class Records(Protocol):
-    """Sent to worker processes by pickle. digest: of the content; two with the same hold the same records."""
+    """Records by number. Workers get them by pickle."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> tuple[str, dict[str, Any]]:
-        """(origin, record): where it came from, for messages to the user."""
+        """(origin, record). The origin is the record's place, for messages."""
         ...
 
     @property
@@ -52,10 +53,13 @@ class Records(Protocol):
 
 
 class Lines:
-    """Lines of JSON in a file or in memory. starts: the first byte of each record, and the end of the last."""
+    """Lines of JSON in a file or in memory.
+
+    starts: the first byte of each record, and the end of the last. label: prefix of a record's number in messages, as in
+    `a.jsonl:3` or `a.json:record 3`.
+    """
 
     def __init__(self, name: Path, content: Path | bytes, starts: array[int], label: str, digest: str | None = None) -> None:
-        """label: what a number is in messages: `a.jsonl:3`, or `a.json:record 3`."""
         self.name, self.content, self.starts, self.label, self._digest = name, content, starts, label, digest
         self._mapped: mmap.mmap | bytes | None = None
 
@@ -86,10 +90,12 @@ class Lines:
 
 
 class Rows:
-    """Rows of an Arrow table, mapped from a file or in memory."""
+    """Rows of an Arrow table, memory-mapped from a file or in memory.
+
+    content: an Arrow file or stream, or another kind of table that is small enough to be read at once.
+    """
 
     def __init__(self, name: Path, content: Path, limit: int | None, digest: str | None = None) -> None:
-        """content: an Arrow file or stream, or another kind of table that is small enough to be read whole."""
         self.name, self.content, self.limit, self._digest = name, content, limit, digest
         self._batches: list[Any] = []
         self._ends: list[int] = []
@@ -154,7 +160,7 @@ class Listed:
 
 
 class Joined:
-    """Several, one after another."""
+    """Several `Records`, one after another."""
 
     def __init__(self, parts: Sequence[Records]) -> None:
         self.parts, self.ends = list(parts), list(accumulate(map(len, parts)))
@@ -172,16 +178,16 @@ class Joined:
 
 
 def filled(value: Any) -> Any:
-    """Without the nulls by which a table fills the fields that a record does not have."""
+    """The value without nulls. Tables store null in fields that a record does not have."""
     if isinstance(value, dict):
         return {key: filled(inner) for key, inner in value.items() if inner is not None}
     return [filled(inner) for inner in value] if isinstance(value, list) else value
 
 
 def open_records(path: Path, limit: int | None, spool: Path) -> Records:
-    """Of a data file, at most `limit`. spool: where what cannot be read from the middle is rewritten, if it is large.
+    """The records of a data file, at most `limit`. spool: folder for large files that must be converted.
 
-    Raises UserError naming the place of a blank line, for an empty or damaged file, and for one of `prepare` that was changed.
+    Raises UserError that names the place of a blank line, for an empty or damaged file, and for a changed file of `prepare`.
     """
     with unreadable(path):
         digest = check_shard(path)
@@ -189,6 +195,14 @@ def open_records(path: Path, limit: int | None, spool: Path) -> Records:
     if not len(records):
         raise UserError(f"{path}: expected at least one record, got an empty file; fill it, or point to another file")
     return records
+
+
+def read_records(path: Path, limit: int | None, spool: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (origin, record) pairs in order, at most `limit`. Raises UserError as `open_records`, or for an unknown file."""
+    check_file(path)
+    records = open_records(path, limit, spool)
+    with unreadable(path):
+        yield from (records[number] for number in range(len(records)))
 
 
 def _rows(path: Path, limit: int | None, spool: Path, digest: str | None) -> Records:
@@ -229,7 +243,7 @@ def _dumped(path: Path, number: int, record: Any) -> bytes:
 
 
 def _starts(path: Path, lines: Iterable[bytes], limit: int | None) -> array[int]:
-    """Where each record begins, and where the last ends."""
+    """The first byte of each record, and the end of the last."""
     starts = array("q", [0])
     for _, line in islice(filled_lines(path, lines), limit):
         starts.append(starts[-1] + len(line))
@@ -237,20 +251,22 @@ def _starts(path: Path, lines: Iterable[bytes], limit: int | None) -> array[int]
 
 
 def _spooled(path: Path, spool: Path, suffix: str, write: Callable[[BinaryIO], Any], digest: str | None) -> tuple[Path, str]:
-    """(the file rewritten, named by its content, unless that is there as it was written; its sha256). digest: of `path`."""
+    """(the converted file, its sha256). Converts only if the file is missing or damaged. digest: that of `path`, in
+    its name.
+    """
     plain = spool / f"{digest or digest_of(path)}{suffix}"
-    beside = plain.with_name(f"{plain.name}.sha256")
+    checksum = plain.with_name(f"{plain.name}.sha256")
     if (
         plain.exists()
-        and beside.exists()
-        and (found := digest_of(plain)) == beside.read_text(encoding="ascii", errors="replace")
+        and checksum.exists()
+        and (found := digest_of(plain)) == checksum.read_text(encoding="ascii", errors="replace")
     ):
         return plain, found
     with atomic_file(plain, NO_ROOM) as file:
         write(file)
         file.flush()
         found = digest_of(Path(file.name))
-        atomic_write_bytes(beside, found.encode(), NO_ROOM)
+        atomic_write_bytes(checksum, found.encode(), NO_ROOM)
     return plain, found
 
 
@@ -266,7 +282,7 @@ def _write_arrow(path: Path, file: BinaryIO) -> None:
 
 
 def digest_of(content: Path | bytes) -> str:
-    """sha256 of a file's or of these bytes."""
+    """sha256 of a file or of bytes."""
     if isinstance(content, bytes):
         return hashlib.sha256(content).hexdigest()
     with content.open("rb") as file:

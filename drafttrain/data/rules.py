@@ -1,4 +1,4 @@
-"""Named rules on what the target has replied: each finds one fault, and `prepare.drop` says which of them cost a reply."""
+"""Named rules for the target's replies. Each finds one fault; `prepare.drop` selects the rules that drop a reply."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drafttrain.decoding.guards.repetition import tail_run
 
 LONGEST_PERIOD = 400  # characters: a paragraph
 LEAST_CHARACTERS = 120  # shorter repetition is ordinary text: a ruler, a row of a table
-OPENING = 300  # characters in which a refusal shows
+OPENING = 300  # characters in which a refusal is searched for
 REFUSAL = re.compile(
     r"as an ai( language)? model"
     r"|\bi(['’]m| am) (really |so |very )?sorry,? (but )?(i|as an)\b"
@@ -25,38 +25,39 @@ REFUSAL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the target has replied. finish: stop, or length where it ran out of room, or the server's own word."""
+    """A reply of the target."""
 
     text: str
-    finish: str
+    finish: str  # stop, length if it ran out of tokens, or another finish reason of the server
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """kept: replies before the first that a rule drops. fault: the rule. found: every rule that any reply breaks."""
+    """The verdict on a conversation."""
 
-    kept: int
-    fault: str | None
-    found: frozenset[str]
+    kept: int  # number of replies before the first dropped one
+    fault: str | None  # the rule that drops that reply
+    found: frozenset[str]  # all rules that any reply breaks
 
 
 def truncated(reply: Reply) -> bool:
-    """Cut off: the template would have the drafter learn an end of turn that the target never said."""
+    """The reply is cut off. A template would append an end of turn that the target did not write."""
     return reply.finish != "stop"
 
 
 def loop(reply: Reply) -> bool:
-    """Ends in one piece of text three times or more, over 120 characters or more."""
+    """The reply ends in three or more copies of one piece of text, over 120 characters or more."""
     text = reply.text.rstrip()
     return any(tail_run(text, n) >= LEAST_CHARACTERS for n in range(1, LONGEST_PERIOD + 1))
 
 
 def refusal(reply: Reply) -> bool:
-    """Opens with a refusal, in English."""
+    """The reply begins with a refusal, in English."""
     return REFUSAL.search(reply.text[:OPENING]) is not None
 
 
 def empty(reply: Reply) -> bool:
+    """The reply is blank."""
     return not reply.text.strip()
 
 
@@ -64,13 +65,13 @@ RULES: dict[str, Callable[[Reply], bool]] = {"empty": empty, "truncated": trunca
 
 
 def check_rules(names: Sequence[str]) -> None:
-    """Raise UserError for a rule that there is not."""
+    """Raise UserError for an unknown rule."""
     if unknown := [name for name in names if name not in RULES]:
         raise UserError(f"prepare.drop names {', '.join(unknown)}; the rules are {', '.join(RULES)}")
 
 
 def judge(replies: Sequence[Reply], drop: Sequence[str]) -> Judged:
-    """A conversation's replies in order. It is kept up to the first reply that breaks one of the rules `drop`."""
+    """Judge a conversation's replies, in order. It is kept up to the first reply that breaks a rule of `drop`."""
     broken = [[name for name, breaks in RULES.items() if breaks(reply)] for reply in replies]
     found = frozenset(name for names in broken for name in names)
     for kept, names in enumerate(broken):

@@ -1,10 +1,10 @@
-"""An OpenAI-compatible server (vLLM, SGLang, ...) answers prompts: many requests at a time, again while it is down or busy.
+"""An OpenAI-compatible server (vLLM, SGLang, ...) answers prompts: concurrent requests, retried while it is down or busy.
 
-What the server says of a request decides what becomes of it:
-- no connection, a dropped one, 408, 425, 429, 502 to 504: sent again, later and later, for `patience` seconds; then the command
-  ends, and the same command goes on. `Retry-After` holds all requests back for so long;
-- nothing within `timeout` seconds, 500, or an answer that is none: sent again twice, then the text counts as failed;
-- 401, 403, 404, 405: the command ends, every other request would be told the same;
+The response decides how a request continues:
+- no connection, a dropped one, 408, 425, 429, 502 to 504: retried with growing waits for `patience` seconds; then the command
+  ends, and the same command resumes. `Retry-After` holds all requests back for that time;
+- no response within `timeout` seconds, 500, or a malformed one: retried twice, then the text counts as failed;
+- 401, 403, 404, 405: the command ends, since all requests would fail in the same way;
 - any other refusal: the text counts as failed.
 """
 
@@ -19,25 +19,25 @@ from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from drafttrain.core.errors import UserError
-from drafttrain.data.asks import Dialogue, Job, Message
-from drafttrain.data.regenerate import Finished, Tick
+from drafttrain.data.generation_jobs import Dialogue, GenerationJob, Message
+from drafttrain.data.local_generator import Finished, Tick
 from drafttrain.data.rules import Reply
 
 if TYPE_CHECKING:
     import httpx
 
 BUSY = (408, 425, 429, 502, 503, 504)
-HOPELESS = (401, 403, 404, 405)
-TRIES = 3  # of a request that the server takes and cannot answer
-FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds; doubled from try to try
+FATAL = (401, 403, 404, 405)
+TRIES = 3  # attempts for a request that the server accepts and does not answer
+FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds; doubled after every attempt
 
 
 class _RefusedError(Exception):
-    """This text failed; others may not."""
+    """This text failed. Others may succeed."""
 
 
-class _AgainError(Exception):
-    """To be sent again. after: seconds that the server asks for."""
+class _RetryError(Exception):
+    """The request is to be sent again. after: requested wait in seconds. busy: the server is down, busy or limits its rate."""
 
     def __init__(self, reason: str, after: float | None = None, busy: bool = True) -> None:
         super().__init__(reason)
@@ -46,23 +46,23 @@ class _AgainError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Where the server is, and how it is asked. key: sent as a bearer token; it appears in no message and no file."""
+    """The server's address, and how requests are sent."""
 
     url: str
     model: str | None = None
-    key: str | None = field(default=None, repr=False)
-    concurrency: int = 64
-    timeout: float = 600.0
-    patience: float = 600.0
+    key: str | None = field(default=None, repr=False)  # sent as a bearer token; it appears in no message and no file
+    concurrency: int = 64  # concurrent requests
+    timeout: float = 600.0  # seconds for one reply
+    patience: float = 600.0  # seconds to retry while the server is down, busy or limits its rate
     max_new_tokens: int = 1024
     top_p: float = 1.0
     top_k: int = 0
 
 
 def base_of(url: str, key: str, secret: str) -> httpx.URL:
-    """Where requests go. key, secret: the names of the settings that hold the URL and the key, for messages.
+    """The base URL of requests. key, secret: names of the settings for the URL and the key, for messages.
 
-    Raises UserError for a URL that is none, and where httpx is missing.
+    Raises UserError for an invalid URL, and if httpx is missing.
     """
     try:
         import httpx
@@ -79,7 +79,7 @@ def base_of(url: str, key: str, secret: str) -> httpx.URL:
 
 
 def client_of(options: ServerOptions) -> httpx.AsyncClient:
-    """Raises UserError for a URL that is none, and where httpx is missing."""
+    """An HTTP client for the server. Raises UserError for an invalid URL, and if httpx is missing."""
     base = base_of(options.url, "prepare.server", "prepare.key_env")
     import httpx
 
@@ -89,7 +89,7 @@ def client_of(options: ServerOptions) -> httpx.AsyncClient:
 
 
 def model_of(options: ServerOptions) -> str:
-    """The name of the model that will answer. Raises UserError where the server has several and none was chosen."""
+    """The name of the model that answers. Raises UserError if the server has several and none was chosen."""
     if options.model is not None:
         return options.model
 
@@ -108,12 +108,12 @@ def model_of(options: ServerOptions) -> str:
 
 @dataclass(frozen=True)
 class Server:
-    """options.model: its name, as `model_of` finds it."""
+    """Generates texts by an OpenAI-compatible server. options.model must be set (`model_of`)."""
 
     options: ServerOptions
 
-    def answer(self, jobs: Sequence[Job], finished: Finished, tick: Tick) -> None:
-        """Write every job's text. Raises UserError where the server stays away for `patience` seconds or refuses everything."""
+    def answer(self, jobs: Sequence[GenerationJob], finished: Finished, tick: Tick) -> None:
+        """Generate every job's text. Raises UserError if the server is away for `patience` seconds or refuses every request."""
         if not jobs:
             return
         try:
@@ -121,75 +121,75 @@ class Server:
         except BaseExceptionGroup as group:
             raise next((e for e in group.exceptions if not isinstance(e, Exception)), group.exceptions[0]) from group
 
-    async def _answer(self, jobs: Iterator[Job], finished: Finished, tick: Tick) -> None:
+    async def _answer(self, jobs: Iterator[GenerationJob], finished: Finished, tick: Tick) -> None:
         async with client_of(self.options) as client, asyncio.TaskGroup() as group:
             sender = _Sender(client, self.options)
             for _ in range(self.options.concurrency):
                 group.create_task(self._work(sender, jobs, finished, tick))
 
-    async def _work(self, sender: _Sender, jobs: Iterator[Job], finished: Finished, tick: Tick) -> None:
-        for job in jobs:  # shared by all workers: each takes the next
+    async def _work(self, sender: _Sender, jobs: Iterator[GenerationJob], finished: Finished, tick: Tick) -> None:
+        for job in jobs:  # all workers share this iterator
             dialogue = Dialogue(job)
             try:
-                while (messages := dialogue.ask()) is not None:
+                while (messages := dialogue.next_prompt()) is not None:
                     body = self._body(job, messages)
-                    reply, tokens = await sender.send("POST", "chat/completions", body, _reply_in)
-                    dialogue.take(reply, tokens)
+                    reply, tokens = await sender.send("POST", "chat/completions", body, _read_reply)
+                    dialogue.add_reply(reply, tokens)
                     tick(tokens)
             except _RefusedError as error:
                 dialogue.fail(str(error))
             finished(dialogue)
 
-    def _body(self, job: Job, messages: list[Message]) -> dict[str, Any]:
+    def _body(self, job: GenerationJob, messages: list[Message]) -> dict[str, Any]:
         options = self.options
         body: dict[str, Any] = {"model": options.model, "messages": messages, "max_tokens": options.max_new_tokens}
         body |= {"temperature": job.temperature, "top_p": options.top_p, "seed": job.seed}
-        return body | ({"top_k": options.top_k} if options.top_k else {})  # vLLM and SGLang have it, OpenAI has not
+        return body | ({"top_k": options.top_k} if options.top_k else {})  # vLLM and SGLang support it, OpenAI does not
 
 
-def _reply_in(body: Any) -> tuple[Reply, int]:
-    """Raises KeyError, TypeError, IndexError or ValueError for an answer that is none."""
+def _read_reply(body: Any) -> tuple[Reply, int]:
+    """(reply, number of its tokens). Raises KeyError, TypeError, IndexError or ValueError for a malformed response."""
     choice = body["choices"][0]
     text, finish = choice["message"]["content"], choice["finish_reason"]
     if not isinstance(text, str) or not isinstance(finish, str):
         raise ValueError("no text in it")
-    text.encode()  # an unpaired surrogate could not be written
+    text.encode()  # an unpaired surrogate could not be written to the journal
     return Reply(text, finish), int((body.get("usage") or {}).get("completion_tokens") or 0)
 
 
 class _Sender:
-    """Sends a request until it is answered or given up. One rate limit holds all requests back."""
+    """Sends a request until it is answered or given up. A rate limit of one request holds all of them back."""
 
     def __init__(self, client: httpx.AsyncClient, options: ServerOptions) -> None:
-        self.client, self.options, self.held_until = client, options, 0.0
+        self.client, self.options, self.resume_at = client, options, 0.0
 
     async def send(self, method: str, path: str, body: Any, read: Any) -> Any:
-        """read: what is wanted of the answer's JSON. Raises _RefusedError, and UserError when nothing more can be sent."""
+        """Returns `read` of the response's JSON. Raises _RefusedError, and UserError when no further request makes sense."""
         until, tries, wait = None, 0, FIRST_WAIT
         while True:
-            await self._held()
+            await self._wait_for_rate_limit()
             try:
                 return await self._once(method, path, body, read)
-            except _AgainError as again:
-                tries += not again.busy
+            except _RetryError as retry:
+                tries += not retry.busy
                 if tries >= TRIES:
-                    raise _RefusedError(f"{again}, {TRIES} times") from again
+                    raise _RefusedError(f"{retry}, {TRIES} times") from retry
                 until = until or monotonic() + self.options.patience
                 if monotonic() >= until:
                     raise UserError(
-                        f"{self.options.url}: {again}, for {self.options.patience:g} s; what is answered is kept: start the "
+                        f"{self.options.url}: {retry}, for {self.options.patience:g} s; what is answered is kept: start the "
                         "server and repeat the command, or raise prepare.patience"
-                    ) from again
-                if again.after:
-                    self.held_until = max(self.held_until, monotonic() + again.after)
-                    until += again.after  # time that the server asked for is not time in which it was away
+                    ) from retry
+                if retry.after:
+                    self.resume_at = max(self.resume_at, monotonic() + retry.after)
+                    until += retry.after  # a requested wait does not count as absence
                 else:
                     await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), until - monotonic()))
                     wait = min(2 * wait, LONGEST_WAIT)
 
-    async def _held(self) -> None:
-        """Until no rate limit stands; then not all at once."""
-        while (left := self.held_until - monotonic()) > 0:
+    async def _wait_for_rate_limit(self) -> None:
+        """Wait until no rate limit holds, plus a random time, so that requests do not resume at the same moment."""
+        while (left := self.resume_at - monotonic()) > 0:
             await asyncio.sleep(left + random.uniform(0.0, min(1.0, 0.1 * left)))
 
     async def _once(self, method: str, path: str, body: Any, read: Any) -> Any:
@@ -198,29 +198,29 @@ class _Sender:
         try:
             response = await self.client.request(method, path, json=body)
         except httpx.ReadTimeout as error:
-            raise _AgainError(f"no answer within {self.options.timeout:g} s", busy=False) from error
+            raise _RetryError(f"no answer within {self.options.timeout:g} s", busy=False) from error
         except httpx.RequestError as error:
-            raise _AgainError(f"no answer ({type(error).__name__})") from error
+            raise _RetryError(f"no answer ({type(error).__name__})") from error
         status = response.status_code
         if status in BUSY:
-            raise _AgainError(f"it is busy (status {status})", _seconds(response.headers.get("Retry-After")))
-        if status in HOPELESS:
+            raise _RetryError(f"it is busy (status {status})", _seconds(response.headers.get("Retry-After")))
+        if status in FATAL:
             raise UserError(
-                f"{self.options.url} refuses {path} with status {status}: {said(response)}; check prepare.server, "
+                f"{self.options.url} refuses {path} with status {status}: {error_text(response)}; check prepare.server, "
                 "prepare.model and the key in prepare.key_env"
             )
         if status >= 500:
-            raise _AgainError(f"it fails with status {status}", busy=False)
+            raise _RetryError(f"it fails with status {status}", busy=False)
         if status >= 400:
-            raise _RefusedError(f"status {status}: {said(response)}")
+            raise _RefusedError(f"status {status}: {error_text(response)}")
         try:
             return read(response.json())
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise _AgainError("an answer without a reply", busy=False) from error
+            raise _RetryError("an answer without a reply", busy=False) from error
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Of a Retry-After header, which names seconds or a date; None where it is missing or neither."""
+    """Seconds of a Retry-After header, which holds a number or a date; None if it is missing or neither."""
     if retry_after is None:
         return None
     if retry_after.strip().isdigit():
@@ -231,6 +231,6 @@ def _seconds(retry_after: str | None) -> float | None:
         return None
 
 
-def said(response: httpx.Response) -> str:
-    """What an error's body says, short."""
+def error_text(response: httpx.Response) -> str:
+    """The beginning of an error response's body."""
     return " ".join(response.text.split())[:200] or "nothing"

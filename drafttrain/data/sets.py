@@ -1,7 +1,7 @@
 """Public prompt sets: where each is published, and how its records become prompts. A new set is one entry of `SETS`.
 
-The wording is Spec-Bench's (arXiv 2401.07851): GSM8K's questions as they stand, articles behind "Summarize: ". Of large sets
-the first 80 are taken, as many as Spec-Bench has of each task.
+The wording follows Spec-Bench (arXiv 2401.07851): GSM8K's questions unchanged, articles after "Summarize: ". Of large sets the
+first 80 prompts are used, as many as Spec-Bench has of each task.
 """
 
 from __future__ import annotations
@@ -14,39 +14,36 @@ from typing import Any
 from drafttrain.core.errors import UserError
 
 Record = dict[str, Any]
-FEW = 80  # prompts of a set of many thousands, where no limit is given
+FEW = 80  # prompts used of a large set, if no limit is given
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """turns: a record's user turns; None where the record is not of this set. name: the field with its id, or None. category:
-    the field with its category, or None: the set's own name. reference: the field with its answer. most: records taken.
+    """A public prompt set."""
 
-    hub, config, split: as `datasets.load_dataset` takes them; address: of the file, where its authors have put it on no hub.
-    """
-
-    turns: Callable[[Record], Any]
-    hub: str | None
-    split: str = "test"
-    config: str | None = None
-    address: str | None = None
-    name: str | None = None
-    category: str | None = None
-    reference: str | None = None
-    most: int | None = None
+    turns: Callable[[Record], Any]  # a record's user turns; None if the record is not of this set
+    hub: str | None  # data set id on the hub; None: not on the hub
+    split: str = "test"  # as `datasets.load_dataset` takes it
+    config: str | None = None  # as `datasets.load_dataset` takes it
+    address: str | None = None  # URL of the file, for a set that is not on the hub
+    name: str | None = None  # field with the record's id
+    category: str | None = None  # field with the record's category; None: the set's own name
+    reference: str | None = None  # field with the record's answer
+    most: int | None = None  # prompts used if no limit is given
 
 
 def field_of(key: str) -> Callable[[Record], Any]:
+    """A function that returns a field as the only user turn."""
     return lambda record: None if record.get(key) is None else [record[key]]
 
 
 def _turns(record: Record) -> Any:
-    """Both turns of MT-bench: `turns` in FastChat's file, `prompt` in the hub's."""
+    """Both turns of MT-bench: `turns` in FastChat's file, `prompt` on the hub."""
     return record.get("turns", record.get("prompt"))
 
 
 def _instruction(record: Record) -> Any:
-    """An instruction, and what it is about below it."""
+    """An instruction, and its input below it."""
     text, about = record.get("instruction"), record.get("input")
     return None if text is None else [f"{text}\n\n{about}" if about else text]
 
@@ -78,7 +75,7 @@ SETS: dict[str, PromptSet] = {
 
 
 def hub_records(name: str, limit: int | None) -> Iterator[tuple[str, Record]]:
-    """(origin, record) pairs of a set, from the hub or its cache. Raises UserError where it cannot be had."""
+    """(origin, record) pairs of a set, from the hub or its cache. Raises UserError if the set is not available."""
     from datasets import load_dataset  # slow to import
     from datasets.exceptions import DatasetsError
 
@@ -95,7 +92,7 @@ def hub_records(name: str, limit: int | None) -> Iterator[tuple[str, Record]]:
     except (OSError, ValueError, DatasetsError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"prompt set {name}: {chosen.hub} cannot be had ({reason}); download it, and give the file as "
+            f"prompt set {name}: {chosen.hub} cannot be loaded ({reason}); download it, and give the file as "
             f"measure.prompts={name}:FILE"
         ) from error
     return ((f"{chosen.hub}:record {number}", dict(record)) for number, record in enumerate(found, start=1))

@@ -1,4 +1,4 @@
-"""What `data.path` and `data.mix` name: the embedded data, files, globs, folders and hub ids, opened as records by number."""
+"""Opens the data that `data.path` and `data.mix` name: the embedded data, files, glob patterns, folders and hub ids."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One component of the data. weight: None where every record counts once."""
+    """One source of the data."""
 
     name: str
     records: Records
-    form: str
-    weight: float | None
+    form: str  # a name of `forms.FORMS`, or auto
+    weight: float | None  # share of an epoch relative to other sources; None: every record counts once
 
     def conversation(self, number: int, replies: bool = True) -> Conversation:
-        """Its record of this number (from 0). Raises UserError naming the record's place."""
+        """The record with this number, from 0. Raises UserError that names the record's place."""
         origin, record = self.records[number]
         return conversation(origin, record, self.form, replies)
 
 
 def open_sources(options: DataOptions) -> list[Source]:
-    """Everything that the options name, in order. Raises UserError for what is not there, or not readable as records."""
+    """All sources that the options name, in order. Raises UserError for a source that is missing or has no readable records."""
     chosen = _chosen(options)
     weights = [source.weight for source in chosen]
     if any(w is None for w in weights) != all(w is None for w in weights):
@@ -51,15 +51,15 @@ def open_sources(options: DataOptions) -> list[Source]:
 
 
 def read_conversations(options: DataOptions, replies: bool = True) -> list[Conversation]:
-    """All conversations, in order. Raises UserError naming the place of anything unusable.
+    """All conversations, in order. Raises UserError that names the place of an unusable record.
 
-    replies: those without an assistant's turn, which are only good to be answered, are refused.
+    replies: refuse conversations without an assistant turn. Those are only usable as prompts.
     """
     return [source.conversation(i, replies) for source in open_sources(options) for i in range(len(source.records))]
 
 
 def cache_folder(options: DataOptions) -> Path:
-    """Where prepared data is kept."""
+    """The folder of prepared data."""
     if options.cache is not None:
         return Path(options.cache).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drafttrain" / "data"
@@ -67,7 +67,7 @@ def cache_folder(options: DataOptions) -> Path:
 
 def _chosen(options: DataOptions) -> list[SourceOptions]:
     if options.mix and options.path != "embedded":
-        raise UserError(f"data.path={options.path} and data.mix name the data both; move the path into data.mix")
+        raise UserError(f"data.path={options.path} and data.mix both name the data; move the path into data.mix")
     alone = SourceOptions(**{f.name: getattr(options, f.name) for f in fields(SourceOptions) if f.name != "weight"})
     if options.mix and (strays := [f.name for f in fields(alone) if getattr(alone, f.name) != f.default]):
         raise UserError(f"data.{strays[0]} is for data.path alone; give each source of data.mix its own {strays[0]}")
@@ -89,7 +89,7 @@ def _open(source: SourceOptions, spool: Path) -> Records:
 
 
 def _is_local(path: Path) -> bool:
-    """What exists, what has a data file's suffix, and what no hub id can look like."""
+    """Whether this is a path rather than a hub id: it exists, has a data file's suffix, or is not a possible hub id."""
     return path.exists() or path.name.endswith(LINES + TABLES) or not HUB_ID.fullmatch(str(path))
 
 
@@ -115,8 +115,7 @@ def _files(source: SourceOptions, path: Path) -> list[Path]:
 
 
 def _folder_files(source: SourceOptions, folder: Path) -> Iterator[Path]:
-    """Those that `prepare` wrote; else the files of a split, by the hub's own rules: those of the data set's card, or by their
-    names and folders."""
+    """The files that `prepare` wrote; else those of a split by the hub's rules: from the data set's card or from file names."""
     from datasets import load_dataset_builder  # slow to import
 
     if shards := shards_of(folder):
@@ -129,7 +128,7 @@ def _folder_files(source: SourceOptions, folder: Path) -> Iterator[Path]:
         )
     try:
         by_split = load_dataset_builder(str(folder), name=source.config).config.data_files or {}
-    except Exception as error:  # whatever the library and its parsers raise for a card, an archive or a description
+    except Exception as error:  # the library and its parsers raise errors of every kind
         raise UserError(f"data.path={source.path}: {reason_of(error)}; correct data.path, data.config or its files") from error
     if source.split not in by_split:
         splits = ", ".join(map(str, by_split)) or "none"
@@ -137,7 +136,7 @@ def _folder_files(source: SourceOptions, folder: Path) -> Iterator[Path]:
             f"data.path={source.path}: it has no split '{source.split}' but {splits}; set data.split to one of them"
         )
     files = [Path(name) for name in by_split[source.split]]
-    # a .json file beside others describes them
+    # a .json file next to other data files describes them
     others = [file for file in files if not file.name.endswith((".json", ".json.gz"))]
     yield from others or files
 
@@ -152,7 +151,7 @@ def _hub(source: SourceOptions) -> Records:
         return Listed(source.path, islice(rows, source.limit)) if streamed else Loaded(source.path, rows)
     except UserError:
         raise
-    except Exception as error:  # whatever the library and its parsers raise for a set that it cannot read
+    except Exception as error:  # the library and its parsers raise errors of every kind
         config = f" of '{source.config}'" if source.config else ""
         raise UserError(
             f"data.path={source.path}: no local file of this name, and no data set with split '{source.split}'{config} "

@@ -1,4 +1,4 @@
-"""What a report says of the data: counts, lengths, what was recognised, and how often each token is learnt."""
+"""A report's facts about the data: counts, lengths, record forms, and token frequencies."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from drafttrain.data.pool import Conversations
 
 
 def summarise(conversations: Conversations) -> dict[str, Any]:
-    """Of what is prepared. Tokens, lengths and truncations are of usable conversations; `sha256` is of all text, once all is
-    read.
+    """Facts about the conversations that are prepared by now.
 
-    dropped: conversations without a reply within the length. rejected: records that cannot be used. documents: rows before
-    they are packed, of which some templates make several of a conversation. lengths: [at most so many tokens, rows].
+    Tokens, lengths and truncations are those of usable conversations. `dropped` are conversations without a reply within the
+    length, and `rejected` unusable records. `documents` are rows before packing; with some templates a conversation has
+    several. `lengths` has pairs [at most this many tokens, rows]. `sha256` is that of all text, once all is prepared.
     """
     total, each = Counter[str](), [Counter[str]() for _ in conversations.sources]
     forms = [Counter[str]() for _ in conversations.sources]
     digests = np.zeros(conversations.count, "S16")
     lengths = []
     for number, done in enumerate(conversations.blocks):
-        numbers, places = conversations.held(number)
+        numbers, places = conversations.entries_of(number)
         block, usable = done.block, places[conversations.documents_C[numbers] > 0]
         each[done.source] += Counter(
             prepared=len(numbers),
@@ -69,7 +69,7 @@ def summarise(conversations: Conversations) -> dict[str, Any]:
 
 
 def _histogram(length_D: NDArray[np.int64], most: int) -> list[list[int]]:
-    """Rows of at most 32, 64, 128, ... tokens, and of at most `most`."""
+    """Numbers of rows of at most 32, 64, 128, ... tokens, and of at most `most`."""
     edges = [edge for edge in (2**power for power in range(5, 31)) if edge < most] + [most]
     counts = np.bincount(np.searchsorted(edges, length_D), minlength=len(edges))
     return [[edge, int(count)] for edge, count in zip(edges, counts, strict=True)]

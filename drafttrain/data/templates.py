@@ -1,14 +1,15 @@
-"""A conversation as text, and where in it the target speaks: what its chat template says, never what it looks like.
+"""Renders a conversation with its chat template and finds the replies in the text, without assumptions about its format.
 
-A reply's place comes from the template's own `{% generation %}` marks, else from rendering the conversation up to the turn
-(with the generation prompt) and past it. Worked example, a template without marks:
+A reply's place comes from the template's `{% generation %}` marks, or else from rendering the conversation up to the turn (with
+the generation prompt) and past it. Worked example, a template without marks:
 
     up to the reply    <s> [INST] hi [/INST]
     past the reply     <s> [INST] hi [/INST] yes </s>                 so the reply is ` yes </s>`
     whole              <s> [INST] hi [/INST] yes </s> [INST] ...
 
-Some templates change a turn once another follows: they leave out its thoughts, or move the system turn to the last user turn.
-A reply then stands in the whole text as the target never said it, so it gets a text of its own that ends with it.
+Some templates change a turn once another turn follows. They drop its reasoning, or move the system turn to the last user turn.
+The whole text then contains a reply that the target never wrote in this form. Such a reply gets a separate text, which ends
+with it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from drafttrain.data.bounds import TooLongError, bounded
 from drafttrain.data.forms import ASSISTANT, Conversation
 
 Messages = Sequence[dict[str, Any]]
-Marked = tuple[list[str], list[list[tuple[int, int]]]]  # texts, and the marked characters of each (transformers says str)
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TAKES_THOUGHTS = re.compile(r"reasoning_content|\.thinking\b|\[['\"]thinking['\"]\]")
 THOUGHT = re.compile(r"^(\s*<think>)?.*?</think>\s*", re.DOTALL)
@@ -40,56 +40,58 @@ DATE_CODES = "aAbBdmyYHIMSpj"
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text, and the [start, end) characters of each reply in it that is learnt from."""
+    """A text and its supervised replies."""
 
     text: str
-    replies: list[tuple[int, int]]
+    replies: list[tuple[int, int]]  # [start, end) characters of each reply
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """text: a template instead of the tokenizer's own; thinking: keep | drop; date: of today, for templates that print it."""
+    """How conversations are rendered."""
 
-    text: str | None = None
-    thinking: str = "keep"
-    date: str = "2026-01-01"
+    text: str | None = None  # a template instead of the tokenizer's own
+    thinking: str = "keep"  # keep | drop
+    date: str = "2026-01-01"  # today's date for templates that print it
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """The text up to a reply, and past it."""
+    """A reply's surroundings."""
 
-    before: str
-    after: str
+    before: str  # the text up to the reply
+    after: str  # the text up to the reply's end
 
 
 class Template:
-    """The chat template that conversations are rendered with."""
+    """The chat template that renders conversations."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions) -> None:
         if options.thinking not in ("keep", "drop"):
             raise UserError(f"data.thinking is {options.thinking!r}; set it to keep or drop")
         self.tokenizer, self.options = tokenizer, options
-        self.told: dict[str, Any] = dict.fromkeys(("enable_thinking", "thinking"), False) if options.thinking == "drop" else {}
+        self.arguments: dict[str, Any] = (
+            dict.fromkeys(("enable_thinking", "thinking"), False) if options.thinking == "drop" else {}
+        )
         self._special = special_tokens(tokenizer)
         self._dated: dict[bool, str] = {}
-        self._whose = whose(tokenizer) if options.text is None else "data.template"
+        self._origin = template_origin(tokenizer) if options.text is None else "data.template"
 
     def render(self, conversation: Conversation) -> list[Rendered]:
-        """The fewest texts in which every reply stands as it was said, in order; one for most templates.
+        """The fewest texts that contain every reply unchanged, in order. For most templates this is one text.
 
-        Raises UserError when there is no template, or one that refuses the conversation or hides its replies.
+        Raises UserError when the template is missing, refuses the conversation or hides its replies.
         """
         template = self._text(conversation)
         messages = self._messages(conversation, template)
         if MARKED.search(template):
-            # transformers' own token mask loses or overruns replies whose edge is a trimmed space, so: the marks' characters
+            # transformers' own token mask is wrong at trimmed spaces, so this uses the marked characters instead
             return [Rendered(*self._run(conversation, messages, marks=True))]
         whole, _ = self._run(conversation, messages)
-        return _standing(whole, self._replies(conversation, messages, whole))
+        return _rendered_texts(whole, self._replies(conversation, messages, whole))
 
     def _text(self, conversation: Conversation) -> str:
-        """With tools, the tokenizer may have another."""
+        """The template's text. The tokenizer may have another one for conversations with tools."""
         tooled = bool(conversation.tools)
         if tooled not in self._dated:
             own = self.options.text or chat_template(self.tokenizer, conversation.origin, conversation.tools)
@@ -97,7 +99,7 @@ class Template:
         return self._dated[tooled]
 
     def _messages(self, conversation: Conversation, template: str) -> list[dict[str, Any]]:
-        """With thoughts where the template looks for them, or without any."""
+        """The messages with reasoning in the form that the template reads, or without any."""
         takes, messages = TAKES_THOUGHTS.search(template), []
         for message in conversation.messages:
             thought = message.get("reasoning_content")
@@ -128,8 +130,7 @@ class Template:
         return found
 
     def _end(self, message: dict[str, Any], after: str, start: int) -> int:
-        """Behind the special token that ends the turn, where its content is the last before one; some templates write more
-        there when no turn follows."""
+        """After the special token that follows the content. Some templates write more after it when no turn follows."""
         if self._special is None or message.get("tool_calls") or not message["content"].strip():
             return len(after)
         content = message["content"].strip()
@@ -141,31 +142,26 @@ class Template:
     def _run(
         self, conversation: Conversation, messages: Messages, marks: bool = False, **how: Any
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the marked characters of it."""
-        special: dict[str, Any] = self.tokenizer.special_tokens_map
-        chats: Any = [list(messages)]
-        text = self._text(conversation)
-        with template_errors(f"{conversation.origin}: the chat template refuses this conversation", self._whose, WAY_OUT):
-            texts, marked = cast(
-                Marked,
-                render_jinja_template(
-                    chats,
-                    tools=list(conversation.tools) or None,
-                    chat_template=text,
-                    return_assistant_tokens_mask=marks,
-                    **special,
-                    **self.told,
-                    **how,
-                ),
+        """The rendered text and its marked characters."""
+        text, render = self._text(conversation), cast(Any, render_jinja_template)  # its annotations exclude marks
+        with template_errors(f"{conversation.origin}: the chat template refuses this conversation", self._origin, WAY_OUT):
+            (rendered,), marked = render(
+                [list(messages)],
+                tools=list(conversation.tools) or None,
+                chat_template=text,
+                return_assistant_tokens_mask=marks,
+                **self.tokenizer.special_tokens_map,
+                **self.arguments,
+                **how,
             )
-        return texts[0], marked[0] if marks else []
+        return rendered, marked[0] if marks else []
 
 
 @contextmanager
-def template_errors(refused: str, whose: str, way_out: str) -> Iterator[None]:
-    """While a template runs: bounded, and what it raises becomes a UserError.
+def template_errors(refused: str, origin: str, way_out: str) -> Iterator[None]:
+    """A context for running a template: it bounds time and memory, and turns errors into UserErrors.
 
-    refused: the message where the template itself says no. whose: where it comes from, for what it does wrong.
+    refused: message for errors that the template raises itself. origin: where the template comes from, for its other errors.
     """
     try:
         with bounded():
@@ -174,17 +170,17 @@ def template_errors(refused: str, whose: str, way_out: str) -> Iterator[None]:
         raise
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise UserError(f"{refused} ({_short(error)}); {way_out}") from error
-    except (Exception, TooLongError) as error:  # a template is a program, and may fail as any does
+    except (Exception, TooLongError) as error:  # a template is a program and may raise anything
         kind = "" if isinstance(error, TooLongError) else f"{type(error).__name__}: "
-        raise UserError(f"{refused}: {whose} fails ({kind}{_short(error)}); mend the template") from error
+        raise UserError(f"{refused}: {origin} fails ({kind}{_short(error)}); mend the template") from error
 
 
 def _short(error: BaseException) -> str:
     return " ".join(str(error).split())[:160]
 
 
-def _standing(whole: str, replies: Sequence[_Reply]) -> list[Rendered]:
-    """The whole text with the replies that it holds unchanged, and for those that it does not the texts that end with them."""
+def _rendered_texts(whole: str, replies: Sequence[_Reply]) -> list[Rendered]:
+    """The whole text with the replies that it contains unchanged, and for each other reply a text that ends with it."""
     left, texts = list(replies), []
     for text in (whole, *(reply.after for reply in reversed(replies))):
         here = [reply for reply in left if text.startswith(reply.after)]
@@ -194,8 +190,8 @@ def _standing(whole: str, replies: Sequence[_Reply]) -> list[Rendered]:
     return texts[::-1] or [Rendered(whole, [])]
 
 
-def whose(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's own template, for a message."""
+def template_origin(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's own template, named for an error message."""
     return f"the template of the tokenizer {getattr(tokenizer, 'name_or_path', None) or 'without a name'}"
 
 
@@ -210,14 +206,14 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, origin: str, tools: Sequen
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """What finds those around which the tokenizer splits a text before anything else; None where there are none."""
+    """A pattern for the tokens at which the tokenizer splits a text first; None where there are none."""
     contents = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special and not token.normalized]
     longest_first = sorted(filter(None, contents), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def dated(template: str, day: str) -> str:
-    """The template with a macro for `strftime_now`, which is else today, so that the same text has the same tokens tomorrow."""
+    """The template with a macro `strftime_now` for this day, so that the same conversation has the same tokens on every day."""
     if "strftime_now" not in template:
         return template
     try:
@@ -230,7 +226,7 @@ def dated(template: str, day: str) -> str:
 
 
 def read_template(path: str | None) -> str | None:
-    """The Jinja file that data.template names."""
+    """The text of the Jinja file that data.template names."""
     if path is None:
         return None
     file = Path(path).expanduser()

@@ -1,7 +1,7 @@
-"""How large a drafter's vocabulary pays: how many of the supervised tokens its commonest ones cover.
+"""Coverage of the supervised tokens by a reduced drafter vocabulary of the most frequent tokens.
 
-A token that the drafter lacks can never be drafted, so that a position's acceptance is at most the share covered; what is
-saved is the output matrix's rows (FR-Spec, arXiv 2502.14856).
+A token outside the drafter's vocabulary can never be drafted. So a position's acceptance is at most the share that is covered.
+In return the output matrix has fewer rows (FR-Spec, arXiv 2502.14856).
 """
 
 from __future__ import annotations
@@ -12,36 +12,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ENOUGH = 0.99  # of the supervised tokens
-STEP = 64  # sizes that matrix products like
+ENOUGH = 0.99  # share of the supervised tokens that a recommended vocabulary covers
+STEP = 64  # sizes are multiples of this, for efficient matrix products
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coverage:
-    """curve: (size, share of all supervised tokens that the commonest `size` are). seen: tokens that occur at all.
+    """How many supervised tokens the most frequent ones cover."""
 
-    recommended: the least size, a multiple of `STEP`, that covers `ENOUGH`; the whole vocabulary where that is no smaller.
-    """
-
-    vocabulary: int
-    seen: int
-    curve: list[tuple[int, float]]
-    recommended: int
+    vocabulary: int  # size of the target's vocabulary
+    seen: int  # number of distinct supervised tokens
+    curve: list[tuple[int, float]]  # (size, share of supervised tokens that the `size` most frequent ones cover)
+    recommended: int  # smallest multiple of `STEP` that covers `ENOUGH`, at most the whole vocabulary
     recommended_share: float
     covered_V: Tensor
 
     def share(self, size: int) -> float:
-        """Of the supervised tokens that the commonest `size` cover."""
+        """Share of the supervised tokens that the `size` most frequent ones cover."""
         return float(self.covered_V[min(size, self.vocabulary) - 1])
 
     def as_dict(self) -> dict[str, Any]:
-        """What a report says."""
+        """The figures for a report."""
         names = ("vocabulary", "seen", "recommended", "recommended_share")
         return {name: getattr(self, name) for name in names} | {"curve": [list(point) for point in self.curve]}
 
 
 def coverage(counts_V: Tensor) -> Coverage | None:
-    """Of these counts per token (`token_counts`); None where none is counted."""
+    """The coverage for these counts per token (`token_counts`); None if all are 0."""
     vocabulary, total = len(counts_V), int(counts_V.sum())
     if not total:
         return None

@@ -1,4 +1,4 @@
-"""Who prepares records: this process, processes of a pool, or another process that shares the folder with this one."""
+"""Prepares records: in this process, in worker processes, or in another process that shares the folder with this one."""
 
 from __future__ import annotations
 
@@ -20,43 +20,45 @@ from drafttrain.data.chat import Encoder
 from drafttrain.data.sources import Source
 from drafttrain.data.store import Block, Store, encode_block
 
-POLL = 0.05  # seconds between looks at a folder that another process fills
-MOST = 16  # processes by default
+POLL = 0.05  # seconds between checks of a folder that another process fills
+MAX_WORKERS = 16  # most processes by default
 KILLED = "a process that prepares data was killed, for want of memory perhaps; lower data.workers"
-IGNORED = ("SIGINT", "SIGTERM", "SIGUSR1")  # they go to all of a terminal's or a job's processes; these end with their parent
+IGNORED = ("SIGINT", "SIGTERM", "SIGUSR1")  # sent to all processes of a terminal or job; workers end with their parent
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Records of one source."""
+    """Records of one source to prepare."""
 
     source: int
     numbers: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class PreparedBlock:
+    """A prepared block and the number of its source."""
+
     source: int
     block: Block
 
 
-class Team(Iterator[Done], ABC):
-    """Prepares tasks in the order in which they are added; an iterator over what is done."""
+class Preparer(Iterator[PreparedBlock], ABC):
+    """Prepares tasks in the order in which they are added. Iterates over the prepared blocks."""
 
     @abstractmethod
     def add(self, tasks: Sequence[Task]) -> None:
-        """After what was added before."""
+        """Append tasks."""
 
-    def finished(self) -> Iterator[Done]:
-        """What is done already."""
+    def finished(self) -> Iterator[PreparedBlock]:
+        """Blocks that are prepared already."""
         return iter(())
 
     def close(self) -> None:
-        """Begin no more."""
+        """Start no more tasks."""
 
 
-class Here(Team):
-    """This process, in memory, when it is asked for the next."""
+class InProcess(Preparer):
+    """Prepares in this process and in memory, when the next block is requested."""
 
     def __init__(self, sources: Sequence[Source], encoder: Encoder) -> None:
         self._sources, self._encoder = sources, encoder
@@ -65,23 +67,25 @@ class Here(Team):
     def add(self, tasks: Sequence[Task]) -> None:
         self._tasks.extend(tasks)
 
-    def __next__(self) -> Done:
+    def __next__(self) -> PreparedBlock:
         task = self._tasks.popleft()
-        return Done(task.source, encode_block(self._sources[task.source], self._encoder, task.numbers))
+        return PreparedBlock(task.source, encode_block(self._sources[task.source], self._encoder, task.numbers))
 
 
-class Pool(Team):
-    """Processes that write blocks. Who waits for one meanwhile prepares what none has begun: all, until they have started."""
+class WorkerPool(Preparer):
+    """Worker processes that write blocks. While they start, and when it must wait, the caller prepares unstarted
+    tasks itself.
+    """
 
     def __init__(self, sources: Sequence[Source], encoder: Encoder, stores: Sequence[Store], workers: int) -> None:
-        # processes of a server that was started clean: a fork of this one would have its threads' locks and its GPU
+        # forkserver or spawn: a fork of this process would inherit the locks of its threads and its GPU context
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         context = multiprocessing.get_context(method)
         context.set_forkserver_preload([__name__])
-        self._work = Work(list(sources), encoder, list(stores))
-        self._pool = ProcessPoolExecutor(workers, context, _begin, (self._work,))
+        self._writer = BlockWriter(list(sources), encoder, list(stores))
+        self._pool = ProcessPoolExecutor(workers, context, _start_worker, (self._writer,))
         self._lock = threading.Lock()
-        self._waiting: deque[Task] | None = deque()  # for the processes to start; None: they have
+        self._waiting: deque[Task] | None = deque()  # tasks until the processes have started; None afterwards
         self._futures: deque[tuple[Task, Future[str]]] = deque()
         self._end = weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
         own = weakref.ref(self)
@@ -108,19 +112,19 @@ class Pool(Team):
         try:
             self._futures.extend((task, self._pool.submit(_prepare, task)) for task in tasks)
         except BrokenProcessPool:
-            self._broken = True  # said to who waits
+            self._broken = True  # the next `__next__` raises
 
-    def __next__(self) -> Done:
+    def __next__(self) -> PreparedBlock:
         with self._lock:
             if self._broken:
                 raise WorkerError(KILLED)
             task = self._waiting.popleft() if self._waiting else None
         if task is not None:
-            return self._read(task, self._work(task))
+            return self._read(task, self._writer(task))
         for place, (task, future) in enumerate(self._futures):
-            if future.done() or future.cancel():  # one that no process has begun is prepared by who waits
+            if future.done() or future.cancel():  # a task that no process has started is prepared here
                 del self._futures[place]
-                return self._read(task, self._work(task) if future.cancelled() else self._result(future))
+                return self._read(task, self._writer(task) if future.cancelled() else self._result(future))
         task, future = self._futures.popleft()
         return self._read(task, self._result(future))
 
@@ -130,15 +134,15 @@ class Pool(Team):
         except BrokenProcessPool as error:
             raise WorkerError(KILLED) from error
 
-    def _read(self, task: Task, name: str) -> Done:
-        store = self._work.stores[task.source]
-        if (block := store.read(name)) is None:  # of another process, and damaged since
+    def _read(self, task: Task, name: str) -> PreparedBlock:
+        store = self._writer.stores[task.source]
+        if (block := store.read(name)) is None:  # another process wrote it, and it has been damaged since
             store.remove(name)
-            block = store.read(self._work(task))
-        assert block is not None, "written whole"
-        return Done(task.source, block)
+            block = store.read(self._writer(task))
+        assert block is not None, "written atomically"
+        return PreparedBlock(task.source, block)
 
-    def finished(self) -> Iterator[Done]:
+    def finished(self) -> Iterator[PreparedBlock]:
         while self._futures and self._futures[0][1].done() and self._futures[0][1].exception() is None:
             yield next(self)
 
@@ -147,9 +151,11 @@ class Pool(Team):
             self._end()
 
 
-class Follower(Team):
-    """Another process of this machine writes the blocks. It is asked for the same, and waited for without end: a launcher ends
-    all processes with one that fails."""
+class Follower(Preparer):
+    """Waits for blocks that another process of this machine writes. Both request the same tasks.
+
+    It waits without a time limit, because a launcher ends all processes when one fails.
+    """
 
     def __init__(self, stores: Sequence[Store], seen: Sequence[set[str]]) -> None:
         self._stores, self._known = stores, [set(names) for names in seen]
@@ -157,25 +163,25 @@ class Follower(Team):
     def add(self, tasks: Sequence[Task]) -> None:
         pass
 
-    def __next__(self) -> Done:
+    def __next__(self) -> PreparedBlock:
         while True:
             for source, store in enumerate(self._stores):
                 for name in sorted(store.names() - self._known[source]):
                     if (block := store.read(name)) is not None:
                         self._known[source].add(name)
-                        return Done(source, block)
+                        return PreparedBlock(source, block)
             time.sleep(POLL)
 
 
 def spare_cores() -> int:
-    """Those that this process may use, less the one it is on itself."""
+    """Cores that this process may use, less the one it runs on, at most `MAX_WORKERS`."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST, allowed - 1))
+    return max(1, min(MAX_WORKERS, allowed - 1))
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What turns a task into a block on disk, and gives the block's name."""
+class BlockWriter:
+    """Prepares a task, writes its block to disk and returns the block's name."""
 
     sources: list[Source]
     encoder: Encoder
@@ -183,31 +189,31 @@ class Work:
 
     def __call__(self, task: Task) -> str:
         store = self.stores[task.source]
-        name = store.name(task.numbers)  # another machine's process may have been here
+        name = store.name(task.numbers)  # a process of another machine may have written it
         if (store.folder / name).exists():
             return name
         return store.write(encode_block(self.sources[task.source], self.encoder, task.numbers))
 
 
-_work: Work | None = None  # of a worker process
+_writer: BlockWriter | None = None  # set in worker processes
 
 
-def _begin(work: Work) -> None:
-    """What a worker process starts with."""
-    global _work
+def _start_worker(work: BlockWriter) -> None:
+    """Initialise a worker process."""
+    global _writer
     for name in IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _work = work
+    _writer = work
 
 
 def _prepare(task: Task) -> str:
-    assert _work is not None
-    return _work(task)
+    assert _writer is not None
+    return _writer(task)
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed closes nothing."""
+    """End this worker when its parent has ended. A killed parent does not close its pool."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -22,7 +22,7 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.ops.quantised import BITS, cost
-from drafttrain.targets.companion import companion, scratch
+from drafttrain.targets.companion import companion, from_scratch
 
 
 @dataclass
@@ -66,7 +66,7 @@ def model_of(options: DraftModelOptions, target: Target, kind: str) -> Model:
     if options.source == "pruned":
         return Model(target.pruned(options.blocks))
     if options.source == "scratch":
-        return Model(scratch(target, options.blocks, options.hidden_size))
+        return Model(from_scratch(target, options.blocks, options.hidden_size))
     found = companion(target, str(options.path), options.revision)
     if kind != "chain" and not (found.same_tokens and found.model.trees):
         why = "architecture is exact for chains only" if found.same_tokens else "tokenizer is another one, its drafts are text"

@@ -11,7 +11,7 @@ from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 
 from drafttrain.core.errors import UserError
-from drafttrain.data.server import base_of, said
+from drafttrain.data.server import base_of, error_text
 from drafttrain.engines.answers import About, Answer, Text
 
 if TYPE_CHECKING:
@@ -208,7 +208,8 @@ def _check(response: httpx.Response, where: Where, path: str) -> None:
     response.read()
     hint = "" if where.api == CHAT or path == "models" else ", or engine_api=chat where it takes no token ids"
     raise UserError(
-        f"{where.url} refuses {path} with status {response.status_code}: {said(response)}; check {where.name}, engine_model "
+        f"{where.url} refuses {path} with status {response.status_code}: {error_text(response)}; check {where.name}, "
+        "engine_model "
         f"and the key in engine_key_env{hint}"
     )
 

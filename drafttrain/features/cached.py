@@ -1,4 +1,4 @@
-"""Target states read from disk, batch by batch: the target's blocks do not run.
+"""Reads target states from disk, batch by batch. The target's blocks do not run.
 
 Shapes: B rows, T positions.
 """
@@ -12,57 +12,57 @@ from math import prod
 import torch
 from torch import Tensor
 
-from drafttrain.features.form import Column
+from drafttrain.features.format import Column
 from drafttrain.features.layout import key_of
 from drafttrain.features.reader import HostBuffers, ReadAhead
 from drafttrain.features.store import Store
 from drafttrain.model.batch import TrainBatch
 
-ALIGNED = 64  # bytes at whose multiples a column begins in a buffer
+ALIGNED = 64  # bytes; each column of a buffer starts at a multiple
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """A batch's columns on the host, by name, [B, T, ...], and the pinned buffer they lie in, if they do."""
+class HostColumns:
+    """A batch's columns in host memory."""
 
-    columns: dict[str, Tensor]
-    buffer: Tensor | None = None
+    columns: dict[str, Tensor]  # [B, T, ...] by name
+    buffer: Tensor | None = None  # the pinned buffer that holds them, if any
 
 
 class Cached:
-    """Fills batches of the conversations that `store` holds whole. device, dtype: the target's.
+    """Adds the stored states to batches of conversations that `store` holds complete. device, dtype: the target's.
 
-    `begin` reads the next batch while this one trains: into pinned memory where the target is on a GPU, which then copies it
-    without the host waiting. A batch's states are the same either way.
+    `begin` reads the next batch while this one trains. Where the target is on a GPU, it reads into pinned memory, so that the
+    copy to the GPU does not block the host. The states are the same with and without `begin`.
     """
 
     def __init__(self, store: Store, device: torch.device, dtype: torch.dtype) -> None:
         self.store, self.device, self.dtype = store, device, dtype
-        self._ahead: ReadAhead[TrainBatch, Read] = ReadAhead(self._read, device)
+        self._ahead: ReadAhead[TrainBatch, HostColumns] = ReadAhead(self._read, device)
         self._buffers = HostBuffers(device) if device.type == "cuda" else None
 
     def begin(self, batch: TrainBatch) -> None:
-        """Begin to read the batch that will be trained on next. What fails is raised when it is filled."""
+        """Start to read the next batch. Errors are raised when that batch is filled."""
         self._ahead.start(batch)
 
     def fill(self, batch: TrainBatch) -> TrainBatch:
-        """The batch on the target's device with what `Online.fill` would compute; padding holds zeros.
+        """The batch on the target's device with the states that `Online.fill` would compute. Padding holds zeros.
 
-        States travel as they are stored, and get the target's dtype there.
+        States are copied in their stored format and converted to the target's dtype on the device.
         """
         read, form = self._ahead.get(batch), self.store.form
         columns = read.columns
         if self._buffers is not None and read.buffer is not None:
             columns = {name: column.to(self.device, non_blocking=True, copy=True) for name, column in columns.items()}
             self._buffers.give(read.buffer)
-        return replace(batch.to(self.device), hidden=form.states(columns, self.dtype), top=form.law(columns))
+        return replace(batch.to(self.device), hidden=form.states(columns, self.dtype), top=form.top_k(columns))
 
     def close(self) -> None:
-        """End the reading thread; what was begun is dropped. Batches can still be filled."""
+        """Stop the reading thread and drop the batch it read ahead. Batches can still be filled."""
         self._ahead.close()
 
-    def _read(self, batch: TrainBatch) -> Read:
-        """From disk, by the reading thread, or by the caller's while there is none."""
+    def _read(self, batch: TrainBatch) -> HostColumns:
+        """Read from disk, in the reading thread or, while there is none, in the caller's."""
         T, first = batch.token_BT.shape[1], batch.span.first if batch.span else 0
         read = self._zeros(*batch.token_BT.shape)
         for document in documents((batch.whole or batch).to(torch.device("cpu"))):
@@ -74,38 +74,38 @@ class Cached:
                     read.columns[name][document.row, start - first : stop - first] = part
         return read
 
-    def _zeros(self, rows: int, length: int) -> Read:
-        """Columns of so many rows and positions that are to be filled."""
+    def _zeros(self, rows: int, length: int) -> HostColumns:
+        """Zeroed columns of this many rows and positions."""
         wanted = self.store.form.columns
         if self._buffers is None:
-            return Read({name: torch.zeros(rows, length, *c.shape, dtype=c.dtype) for name, c in wanted.items()})
+            return HostColumns({name: torch.zeros(rows, length, *c.shape, dtype=c.dtype) for name, c in wanted.items()})
         sizes = {name: -(-rows * length * c.bytes // ALIGNED) * ALIGNED for name, c in wanted.items()}
         buffer, columns, at = self._buffers.take(sum(sizes.values())), dict[str, Tensor](), 0
         for name, column in wanted.items():
             columns[name] = _column(buffer[at : at + sizes[name]], rows, length, column)
             at += sizes[name]
-        return Read(columns, buffer)
+        return HostColumns(columns, buffer)
 
 
-def _column(room: Tensor, rows: int, length: int, column: Column) -> Tensor:
-    """[B, T, ...] zeros in a part of a buffer of bytes."""
-    used = room[: rows * length * column.bytes].zero_().view(column.dtype)
+def _column(part: Tensor, rows: int, length: int, column: Column) -> Tensor:
+    """A [B, T, ...] view of zeros on a part of a byte buffer."""
+    used = part[: rows * length * column.bytes].zero_().view(column.dtype)
     assert used.numel() == rows * length * prod(column.shape)
     return used.view(rows, length, *column.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Columns `start` to `stop` of a batch's row."""
+    """One conversation in a batch: columns `start` to `stop` of a row."""
 
     row: int
     start: int
     stop: int
-    key: str
+    key: str  # `layout.key_of` its token ids
 
 
 def documents(batch: TrainBatch) -> Iterator[Document]:
-    """All of a batch, row by row."""
+    """All documents of a batch, row by row."""
     for row, (token_T, document_T) in enumerate(zip(batch.token_BT, batch.document_BT, strict=True)):
         numbers, counts = document_T.unique_consecutive(return_counts=True)
         start = 0

@@ -1,4 +1,4 @@
-"""Which conversation's states lie in which shard: a function of the conversations alone, whoever computes them."""
+"""Assigns conversations to shards. The layout depends only on the conversations, not on the processes that compute them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
-MOST = 2**28  # bytes of a shard
-SHARDS = 64  # so that processes get like shares, and little is lost with a shard
-LEAST = 2**13  # positions of a shard: enough for a pass of the target
+MAX_SHARD_BYTES = 2**28
+MIN_SHARDS = 64  # so that processes get similar shares and a damaged shard costs little
+MIN_SHARD_TOKENS = 2**13  # enough for one forward of the target
 
 
 def key_of(ids: Ids) -> str:
-    """A conversation's name: of its token ids, which are all that a frozen target's states depend on."""
+    """A conversation's key: a hash of its token ids, on which alone a frozen target's states depend."""
     return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=16).hexdigest()
 
 
@@ -32,57 +32,59 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """texts: every conversation once, the shortest first; shards: how many each shard holds, in order."""
+    """Conversations and the shards that hold them."""
 
-    texts: tuple[Ids, ...]
-    shards: tuple[range, ...]
+    sequences: tuple[Ids, ...]  # token ids of every conversation once, the shortest first
+    shards: tuple[range, ...]  # the conversations of each shard, as indices into `sequences`
 
     @staticmethod
     def of(documents: Iterable[Ids], position_bytes: int) -> Layout:
-        """Shards of `MOST` bytes, less where there would be fewer than `SHARDS`; one conversation is never divided."""
+        """Shards of `MAX_SHARD_BYTES`, or smaller if that gives fewer than `MIN_SHARDS`. A conversation is never divided."""
         named = {key_of(ids): ids for ids in documents}
-        texts = [ids for _, ids in sorted(named.items(), key=lambda item: (len(item[1]), item[0]))]
-        sizes = [len(ids) for ids in texts]
-        few = max(sum(sizes) // SHARDS, LEAST)
-        return Layout(tuple(texts), tuple(_groups(sizes, min(MOST // position_bytes, few))))
+        sequences = [ids for _, ids in sorted(named.items(), key=lambda item: (len(item[1]), item[0]))]
+        sizes = [len(ids) for ids in sequences]
+        share = max(sum(sizes) // MIN_SHARDS, MIN_SHARD_TOKENS)
+        return Layout(tuple(sequences), tuple(_groups(sizes, min(MAX_SHARD_BYTES // position_bytes, share))))
 
     def tokens(self, shard: int) -> int:
-        return sum(len(self.texts[i]) for i in self.shards[shard])
+        """Tokens of a shard."""
+        return sum(len(self.sequences[i]) for i in self.shards[shard])
 
     def passes(self, shard: int, positions: int) -> list[Sequence[Ids]]:
-        """The shard's conversations, in order, in batches of no more positions than these, padding included."""
+        """The shard's conversations, in order, in batches of at most `positions` positions, padding included."""
         found: list[list[Ids]] = []
         for i in self.shards[shard]:
-            text = self.texts[i]  # the longest of its batch: they ascend
-            if not found or (len(found[-1]) + 1) * len(text) > positions:
+            sequence = self.sequences[i]  # the longest of its batch, since lengths ascend
+            if not found or (len(found[-1]) + 1) * len(sequence) > positions:
                 found.append([])
-            found[-1].append(text)
+            found[-1].append(sequence)
         return list(found)
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Where each conversation is, by its key."""
+        """Each conversation's place by its key."""
         found = {}
         for number, shard in enumerate(self.shards):
             start = 0
             for i in shard:
-                stop = start + len(self.texts[i])
-                found[key_of(self.texts[i])] = Place(number, start, stop)
+                stop = start + len(self.sequences[i])
+                found[key_of(self.sequences[i])] = Place(number, start, stop)
                 start = stop
         return found
 
     @cached_property
     def digest(self) -> str:
-        """Of all conversations, in whichever order they came."""
+        """Hash of the set of conversations, whatever their order."""
         return hashlib.sha256("\n".join(sorted(self.places)).encode()).hexdigest()
 
 
 def _groups(sizes: Sequence[int], most: int) -> Iterable[range]:
-    start, held = 0, 0
+    """Consecutive indices whose sizes add up to at most `most`; a single larger one is its own group."""
+    start, total = 0, 0
     for i, size in enumerate(sizes):
-        if held and held + size > most:
+        if total and total + size > most:
             yield range(start, i)
-            start, held = i, 0
-        held += size
-    if held:
+            start, total = i, 0
+        total += size
+    if total:
         yield range(start, len(sizes))

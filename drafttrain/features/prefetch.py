@@ -1,4 +1,4 @@
-"""The next batch's target states, begun before the drafter works on this one's."""
+"""Computes the next batch's target states before the drafter trains on the current batch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from drafttrain.model.batch import TrainBatch
 
 
 class Prefetch:
-    """`fill` with one batch in advance: on a GPU in a stream of its own, beside the drafter's; elsewhere in program order.
+    """`fill`, one batch ahead: on a GPU in a separate stream, concurrently with the drafter; elsewhere in program order.
 
-    The states are the same tensors' either way. One more batch's states are in memory.
+    The states are the same as without it. One more batch of states is in memory.
     """
 
     def __init__(self, fill: Callable[[TrainBatch], TrainBatch], device: torch.device) -> None:
@@ -23,16 +23,16 @@ class Prefetch:
         self._begun: tuple[TrainBatch, TrainBatch] | None = None
 
     def start(self, batch: TrainBatch) -> None:
-        """Begin with the batch that will be asked for next."""
+        """Start to compute the batch that `fill` will be called with next."""
         if self._stream is None:
             self._begun = batch, self._fill(batch)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # its tokens are on their way
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # the batch's tokens are still being copied
         with torch.cuda.stream(self._stream):
             self._begun = batch, self._fill(batch)
 
     def fill(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with its states: those that were begun for this very batch, or new ones."""
+        """The batch with its states: those started for this batch object, or newly computed ones."""
         begun, self._begun = self._begun, None
         if begun is None or begun[0] is not batch:
             return self._fill(batch)
@@ -40,12 +40,12 @@ class Prefetch:
             current = torch.cuda.current_stream(self._stream.device)
             current.wait_stream(self._stream)
             for tensor in tensors(begun[1]):
-                tensor.record_stream(current)  # its memory is reused when this stream is done with it too
+                tensor.record_stream(current)  # its memory is reused only after this stream has used it
         return begun[1]
 
 
 def tensors(batch: TrainBatch) -> Iterator[Tensor]:
-    """All of a batch, with its states."""
+    """All tensors of a batch, its states included."""
     for part in (batch, batch.top, batch.whole):
         for name in () if part is None else (field.name for field in fields(part)):
             value = getattr(part, name)

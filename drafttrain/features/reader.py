@@ -1,4 +1,4 @@
-"""Reading the next batch while the current one trains: a thread of its own, and host memory that a GPU copies from."""
+"""Reads the next batch in a thread while the current one trains, into pinned host memory for a GPU."""
 
 from __future__ import annotations
 
@@ -10,73 +10,74 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+Input = TypeVar("Input")
+Output = TypeVar("Output")
 
 BUFFERS = 2  # one is filled while the other is copied
 
 
-class ReadAhead(Generic[Given, Made]):
-    """`make` with one call in advance, in a thread that the first `start` opens and `close` ends. `make` never runs twice at
-    a time. device: what the thread works for.
+class ReadAhead(Generic[Input, Output]):
+    """`compute`, one call ahead, in a thread that the first `start` opens and `close` ends.
+
+    `compute` never runs twice at a time. device: the device that the thread works for.
     """
 
-    def __init__(self, make: Callable[[Given], Made], device: torch.device) -> None:
-        self._make, self._device = make, device
+    def __init__(self, compute: Callable[[Input], Output], device: torch.device) -> None:
+        self._compute, self._device = compute, device
         self._thread: ThreadPoolExecutor | None = None
-        self._begun: tuple[Given, Future[Made]] | None = None
+        self._next: tuple[Input, Future[Output]] | None = None
 
-    def start(self, given: Given) -> None:
-        """Begin with what will be asked for next. What was begun before and not asked for is dropped."""
+    def start(self, batch: Input) -> None:
+        """Start to compute the next batch. An earlier one that was not fetched is dropped."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "features", self._enter)
-        if self._begun is not None:
-            self._begun[1].cancel()
-        self._begun = given, self._thread.submit(self._make, given)
+        if self._next is not None:
+            self._next[1].cancel()
+        self._next = batch, self._thread.submit(self._compute, batch)
 
-    def get(self, given: Given) -> Made:
-        """What was begun for this very object, else a new result; raises what `make` raises for it."""
-        if self._begun is not None and self._begun[0] is given:
-            (_, future), self._begun = self._begun, None
+    def get(self, batch: Input) -> Output:
+        """The result that was started for this batch object, else a new one. Raises what `compute` raises for it."""
+        if self._next is not None and self._next[0] is batch:
+            (_, future), self._next = self._next, None
             return future.result()
-        return self._make(given) if self._thread is None else self._thread.submit(self._make, given).result()
+        return self._compute(batch) if self._thread is None else self._thread.submit(self._compute, batch).result()
 
     def close(self) -> None:
-        """Wait for a call that runs, drop its result, end the thread. `start` opens another one."""
-        thread, self._thread, self._begun = self._thread, None, None
+        """Wait for a running call, drop its result and end the thread. `start` opens a new one."""
+        thread, self._thread, self._next = self._thread, None, None
         if thread is not None:
             thread.shutdown(wait=True, cancel_futures=True)
 
     def _enter(self) -> None:
-        if self._device.type == "cuda":  # else a thread's first call opens a context on another GPU
+        if self._device.type == "cuda":  # otherwise the thread's first CUDA call opens a context on GPU 0
             torch.cuda.set_device(self._device)
 
 
 class HostBuffers:
-    """Pinned memory for copies to a GPU, used again when its copy is done. One thread takes, one gives back."""
+    """Pinned memory for copies to a GPU, reused after a copy has finished. One thread takes buffers, one gives them back."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._given: deque[tuple[Tensor, Any]] = deque()
+        self._in_use: deque[tuple[Tensor, Any]] = deque()
 
     def take(self, size: int) -> Tensor:
-        """[size or more] bytes that no copy reads; waits for the older copy once `BUFFERS` are in use."""
-        if len(self._given) >= BUFFERS:
-            buffer, copied = self._given.popleft()
+        """At least `size` bytes that no copy reads. Once `BUFFERS` are in use, waits for the oldest copy."""
+        if len(self._in_use) >= BUFFERS:
+            buffer, copied = self._in_use.popleft()
             copied.synchronize()
             if len(buffer) >= size:
                 return buffer
         return self._allocated(size)
 
     def give(self, buffer: Tensor) -> None:
-        """Its copies have been started on the device's current stream."""
-        self._given.append((buffer, self._recorded()))
+        """Give a buffer back whose copies were enqueued on the device's current stream."""
+        self._in_use.append((buffer, self._copy_event()))
 
     def _allocated(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def _recorded(self) -> Any:
-        """An event behind all that the device's current stream has been given."""
+    def _copy_event(self) -> Any:
+        """An event that follows all work enqueued on the device's current stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event

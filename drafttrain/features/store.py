@@ -1,8 +1,8 @@
-"""A set of features on disk: safetensors shards that appear whole, and what each should be.
+"""A set of features on disk: safetensors shards, written atomically, with their expected sizes and checksums.
 
-<folder>/index.json              for people alone: what the features are of, what their name is a hash of, and figures
-<folder>/shard-00000.safetensors the columns of `Form`, [N, ...] each
-<folder>/shard-00000.json        its size and sha256, written behind it: a shard without is not there
+<folder>/index.json              for people only: what the features belong to, what the folder's name is a hash of, and sizes
+<folder>/shard-00000.safetensors the columns of `FeatureFormat`, [N, ...] each
+<folder>/shard-00000.json        size and sha256, written after the shard: a shard without this file counts as absent
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_bytes, atomic_write_json, remove_leftovers
-from drafttrain.features.form import Form
+from drafttrain.features.format import FeatureFormat
 from drafttrain.features.layout import Layout, Place
 
 VERSION = 1  # of the layout too
 ABSENT = "absent"
-OPEN = 64  # shards that stay mapped
-FULL = "complete shards are, and the same command goes on behind them; free space, or set features.dir to another disk"
+MAX_MAPPED = 64  # shards that stay mapped
+FULL = "complete shards are kept, and the same command continues after them; free space, or set features.dir to another disk"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a shard's file must be."""
+    """Expected size and checksum of a shard's file."""
 
     bytes: int
     sha256: str
 
 
 class Store:
-    """The features of `layout` in `form` below `root`. description: what else decides their values, such as the target."""
+    """The features of `layout` in `form`, in a folder below `root` that is named by a hash of all that decides their values.
 
-    def __init__(self, root: Path, layout: Layout, form: Form, description: Mapping[str, Any]) -> None:
+    description: other facts that decide them, such as the target's fingerprint.
+    """
+
+    def __init__(self, root: Path, layout: Layout, form: FeatureFormat, description: Mapping[str, Any]) -> None:
         self.layout, self.form = layout, form
         self.identity = {"version": VERSION, **description, "form": asdict(form), "texts": layout.digest}
         name = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -53,18 +56,20 @@ class Store:
 
     @property
     def numbers(self) -> range:
+        """Shard numbers."""
         return range(len(self.layout.shards))
 
     def bytes(self, numbers: range | list[int]) -> int:
-        """What these shards take, but for their headers."""
+        """Bytes of these shards without their headers."""
         return sum(self.layout.tokens(n) for n in numbers) * self.form.bytes
 
     def file(self, number: int) -> Path:
+        """Path of a shard."""
         return self.folder / f"shard-{number:05d}.safetensors"
 
     def fault(self, number: int, verify: bool) -> str | None:
-        """Why this shard cannot be used, None where it can. Absent is a fault too. verify: read it whole, for its checksum;
-        else its size and its header alone.
+        """Why this shard cannot be used, `ABSENT` included; None where it can. verify: also compare the checksum, which reads
+        the whole shard; otherwise only size and header are checked.
         """
         file = self.file(number)
         try:
@@ -87,7 +92,7 @@ class Store:
         return None
 
     def _opened(self, number: int) -> Any:
-        """A shard, mapped. Raises ValueError unless it has the form's columns, SafetensorError where it is no such file."""
+        """A shard, mapped. Raises ValueError for other columns than the format's, SafetensorError for another kind of file."""
         shard, rows = safe_open(self.file(number), framework="pt"), self.layout.tokens(number)
         for name, column in self.form.columns.items():
             found = shard.get_slice(name)
@@ -96,12 +101,12 @@ class Store:
         return shard
 
     def buffers(self, number: int) -> dict[str, Tensor]:
-        """A shard's columns, to be filled."""
+        """Empty tensors for a shard's columns."""
         rows = self.layout.tokens(number)
         return {name: torch.empty(rows, *c.shape, dtype=c.dtype) for name, c in self.form.columns.items()}
 
     def write(self, number: int, columns: Mapping[str, Tensor]) -> None:
-        """Whole or not at all. Raises UserError on a full disk."""
+        """Write a shard atomically. Raises UserError on a full disk."""
         content, file = save(dict(columns)), self.file(number)
         file.with_suffix(".json").unlink(missing_ok=True)
         atomic_write_bytes(file, content, FULL)
@@ -109,14 +114,14 @@ class Store:
         atomic_write_bytes(file.with_suffix(".json"), json.dumps(asdict(record)).encode(), FULL)
 
     def describe(self, target: Mapping[str, Any]) -> None:
-        """For people: what these features are of."""
-        figures = {"shards": len(self.numbers), "texts": len(self.layout.texts), "bytes": self.bytes(self.numbers)}
+        """Write index.json, which nothing reads back."""
+        figures = {"shards": len(self.numbers), "texts": len(self.layout.sequences), "bytes": self.bytes(self.numbers)}
         atomic_write_json(self.folder / "index.json", {"identity": self.identity, **figures, "target": dict(target)})
 
     def read(self, place: Place) -> dict[str, Tensor]:
-        """The columns' rows there, mapped from the file. Raises UserError where the shard is gone or another by now."""
+        """The columns' rows at this place, mapped from the file. Raises UserError if the shard is gone or has changed."""
         if place.shard not in self._mapped:
-            while len(self._mapped) >= OPEN:
+            while len(self._mapped) >= MAX_MAPPED:
                 self._mapped.popitem(last=False)
             try:
                 self._mapped[place.shard] = self._opened(place.shard)
@@ -129,7 +134,7 @@ class Store:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """For one process at a time, whose others may then write too. Raises UserError where another run is writing them."""
+        """Lock the set for writing. One process of a run holds the lock for all. Raises UserError while another run writes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as lock:
             try:

@@ -1,6 +1,6 @@
-"""The target's one run over all conversations: each process computes whole shards of its own.
+"""Computes the features: the target runs once over all conversations, and each process computes whole shards.
 
-Shapes: B rows, T positions, N positions that are no padding.
+Shapes: B rows, T positions, N positions without padding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from drafttrain.features.form import LOG_REST
+from drafttrain.features.format import LOG_REST
 from drafttrain.features.layout import Ids
 from drafttrain.features.online import Online
 from drafttrain.features.store import Store
@@ -23,56 +23,58 @@ Batch = Callable[[Sequence[Ids]], TrainBatch]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """seconds: that all will take. rest: the mean mass of the target's law outside the kept tokens; None: all is kept."""
+    """Extrapolation from one timed forward."""
 
-    seconds: float
-    rest: float | None
+    seconds: float  # expected time for all missing shards
+    dropped_mass: float | None  # mean probability outside the stored top-k tokens; None: the final state is stored
 
 
 class Writer:
-    """positions: of one pass of the target, padding included; batch: collates conversations.
+    """Computes and writes shards.
 
-    Every process makes as many passes as every other, so that a target whose parts lie in several processes can compute.
+    positions: tokens of one forward, padding included. batch: collates conversations. All processes run the same number of
+    forwards, so that a target that is split over processes can compute.
     """
 
     def __init__(self, store: Store, online: Online, batch: Batch, positions: int) -> None:
         self.store, self.online, self.batch, self.positions = store, online, batch, positions
 
     def trial(self, missing: Sequence[int], size: int) -> Trial:
-        """What these shards will take `size` processes, by one pass of middling length, timed after a first one."""
+        """Extrapolate the time of these shards on `size` processes, from one forward of medium length after a warm-up."""
         layout = self.store.layout
         passes = layout.passes(missing[len(missing) // 2], self.positions)
-        texts = passes[len(passes) // 2]
-        self._columns(texts)
+        sequences = passes[len(passes) // 2]
+        self._columns(sequences)
         began = perf_counter()
-        columns = self._columns(texts)
-        share = sum(map(layout.tokens, missing)) / (size * sum(map(len, texts)))
-        rest = float(columns[LOG_REST].exp().mean()) if LOG_REST in columns else None
-        return Trial((perf_counter() - began) * share, rest)
+        columns = self._columns(sequences)
+        share = sum(map(layout.tokens, missing)) / (size * sum(map(len, sequences)))
+        dropped_mass = float(columns[LOG_REST].exp().mean()) if LOG_REST in columns else None
+        return Trial((perf_counter() - began) * share, dropped_mass)
 
     def write(self, missing: Sequence[int], rank: int, size: int, advance: Callable[[int], None]) -> None:
-        """This process's share of the missing shards. advance: is told the tokens done.
+        """Write this process's share of the missing shards. advance: called with the tokens that are done.
 
-        Raises UserError on a full disk; shards that are complete stay.
+        Raises UserError on a full disk; complete shards are kept.
         """
         layout = self.store.layout
         shares = [missing[r::size] for r in range(size)]
         left = max(sum(len(layout.passes(number, self.positions)) for number in share) for share in shares)
         for number in shares[rank]:
             buffers, at = self.store.buffers(number), 0
-            for texts in layout.passes(number, self.positions):
-                tokens = sum(map(len, texts))
-                for name, column in self._columns(texts).items():
+            for sequences in layout.passes(number, self.positions):
+                tokens = sum(map(len, sequences))
+                for name, column in self._columns(sequences).items():
                     buffers[name][at : at + tokens] = column
                 at, left = at + tokens, left - 1
                 advance(tokens)
             self.store.write(number, buffers)
         for _ in range(left):
-            self._columns(layout.texts[:1])
+            self._columns(layout.sequences[:1])
 
     @torch.no_grad()
-    def _columns(self, texts: Sequence[Ids]) -> dict[str, Tensor]:
-        filled = self.online.fill(self.batch(texts))
+    def _columns(self, sequences: Sequence[Ids]) -> dict[str, Tensor]:
+        """The stored columns of some conversations, on the CPU."""
+        filled = self.online.fill(self.batch(sequences))
         real_BT = filled.document_BT >= 0
         hidden = {key: state_BTH[real_BT] for key, state_BTH in filled.hidden.items()}
         return {name: column.cpu() for name, column in self.store.form.encode(hidden, self.online.target).items()}

@@ -1,10 +1,12 @@
-"""The one objective of every family: a divergence between laws, chunk by chunk, with acceptance counted on the way.
+"""The training objective of every family: a divergence between distributions, computed in chunks, and acceptance counts.
 
-Shapes: M predictions, C a chunk of them, K draft depth, H hidden, V vocabulary, D the drafter's own part of it.
+Shapes: M predictions, C a chunk of them, K draft depth, H hidden, V vocabulary, D the drafter's own part of it, P = B * T flat
+positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,26 +19,26 @@ from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.target import Target
-from drafttrain.objective.scores import Outcome, Terms, offered, restricted
-from drafttrain.objective.teacher import Law, law_of
+from drafttrain.objective.scores import Scores, Terms, offered, restricted
+from drafttrain.objective.teacher import Distribution, target_distribution
 from drafttrain.ops import divergence
 
 END_TO_END, MIX = "e2e_tv", "mix"
 NAMES = (*divergence.NAMES, END_TO_END, MIX)
-EVALUATED = 1024  # predictions whose logits are in memory at once where nothing is trained
-LOGITS = 1 << 27  # of one model that are in memory at once at most: 1,024 predictions over 131,072 tokens
+EVAL_CHUNK = 1024  # predictions whose logits are in memory at once in evaluation
+MAX_LOGITS = 1 << 27  # logits of one model that are in memory at once: 1,024 predictions over 131,072 tokens
 
 
 @dataclass
 class LossOptions:
-    """The divergence between the drafter's law q and the target's law p."""
+    """The divergence between the drafter's distribution q and the target's distribution p."""
 
     name: str = "kl"  # ce: the token itself. kl: KL(p || q). rkl: KL(q || p). jsd, tvd. lk: -log sum min(p, q). e2e_tv, mix
     chunk: int = 1024  # predictions whose logits are in memory at once; fewer where the target has more than 131,072 tokens
-    mix: dict[str, float] = field(default_factory=dict)  # of mix: the weight of each divergence, by name
+    mix: dict[str, float] = field(default_factory=dict)  # weight of each divergence by name; for name=mix only
 
     def check(self) -> None:
-        """Raise UserError for a loss that there is not."""
+        """Raise UserError for an unknown loss, a chunk below 1, or weights that do not fit the loss."""
         if self.chunk < 1 or self.name not in NAMES:
             choice = f"choose {', '.join(NAMES)}, and a chunk of 1 or more"
             raise UserError(f"loss.name is {self.name!r}, loss.chunk {self.chunk}; {choice}")
@@ -49,47 +51,50 @@ class LossOptions:
 
     @property
     def terms(self) -> Terms:
-        """The end-to-end loss is made of what is not accepted."""
+        """Divergences and their weights. The end-to-end loss is built from 1 - acceptance, the total variation."""
         return self.mix if self.name == MIX else {"tvd" if self.name == END_TO_END else self.name: 1.0}
 
     def at_once(self, vocab: int) -> int:
-        """Predictions of a chunk: its memory has a bound that no vocabulary moves."""
-        return max(1, min(self.chunk, LOGITS // vocab))
+        """Predictions per chunk. The logits of a chunk never exceed `MAX_LOGITS`, however large the vocabulary is."""
+        return max(1, min(self.chunk, MAX_LOGITS // vocab))
 
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """Sums over the predictions of each step, [K] each. `alive`: predictions whose earlier steps all agreed.
+    """Sums over the predictions of each step, [K] each.
 
-    Dividing gives the logged figures: correct / total (top-1 agreement), mass / total (expected acceptance),
-    alive_correct / alive (alpha of the position given the ones before).
+    Quotients give the logged figures: correct / total is top-1 agreement, mass / total is expected acceptance, and
+    alive_correct / alive is alpha of a position given that the positions before it agreed.
     """
 
-    loss: Tensor
-    total: Tensor
-    correct: Tensor
-    mass: Tensor
-    alive: Tensor
-    alive_correct: Tensor
+    loss: Tensor  # sum of losses
+    total: Tensor  # number of predictions
+    correct: Tensor  # predictions whose top-1 token is the target's
+    mass: Tensor  # sum of acceptance, sum min(p, q)
+    alive: Tensor  # predictions whose earlier steps all agreed
+    alive_correct: Tensor  # of these, the ones that agree as well
 
     @staticmethod
     def stack(rows: list[Tensor]) -> StepCounts:
+        """One [6] row per step to counts of [K] each."""
         return StepCounts(*torch.stack(rows).T)
 
     def packed(self) -> Tensor:
+        """[6, K], for one all-reduce."""
         return torch.stack([self.loss, self.total, self.correct, self.mass, self.alive, self.alive_correct])
 
     @staticmethod
     def unpacked(packed_6K: Tensor) -> StepCounts:
+        """The inverse of `packed`."""
         return StepCounts(*packed_6K)
 
 
-class Reach:
-    """The end-to-end objective: of every source 1 - (1/K) sum over depths j of P(its first j drafts are accepted), where each
-    is accepted with its own alpha = sum min(p, q). K times this, and the bonus token, is what one verification is short of.
+class EndToEndLoss:
+    """The end-to-end objective: for each source 1 - (1/K) * sum over depths j of P(its first j drafts are accepted).
 
-    The weights of the steps are its own; a family's decay is not applied. A depth without a label counts as accepted for
-    the depths below it.
+    Each draft is accepted with its own alpha = sum min(p, q). K times the loss is the number of drafts that one verification
+    fails to accept. The loss weights its steps itself; a family's decay does not apply. A depth without a label counts as
+    accepted for the depths below it.
     """
 
     def __init__(self, batch: TrainBatch, depths: int) -> None:
@@ -97,8 +102,10 @@ class Reach:
         self.alive_P = batch.token_BT.new_ones(batch.token_BT.numel(), dtype=torch.float32)
 
     def missed(self, prediction: Prediction, loss_M: Tensor) -> Tensor:
-        """[M] P(not all drafts from the source to this depth are accepted), or by label, summed over the depths, for a
-        prediction that stands for all of them. loss_M: 1 - alpha."""
+        """[M] P(not all drafts from the source to this depth are accepted). loss_M: 1 - alpha.
+
+        A prediction that covers every depth gets the sum over the depths, by label.
+        """
         if not prediction.every_step:
             return self._deeper(prediction.source_M, 1.0 - loss_M)
         alpha_P = torch.ones_like(self.alive_P).scatter(0, prediction.label_M, 1.0 - loss_M)
@@ -109,16 +116,17 @@ class Reach:
         return sum_P[prediction.label_M]
 
     def _deeper(self, source_M: Tensor, alpha_M: Tensor) -> Tensor:
+        """Multiply each source's acceptance by alpha and return the missed probability."""
         alive_M = self.alive_P[source_M] * alpha_M
         self.alive_P = self.alive_P.scatter(0, source_M, alive_M)
         return 1.0 - alive_M
 
 
 class Objective(nn.Module):
-    """Drafter and loss in one module, so that the engine wraps all that is trained.
+    """Drafter and loss in one module, so that the engine wraps everything that is trained.
 
-    Memory: the first chunk of predictions keeps one tensor of logits' size for the backward pass; every later chunk's
-    logits are recomputed there, so that one more chunk exists at a time. at_once: predictions of a chunk.
+    The first chunk of predictions keeps one tensor of the logits' size for the backward pass. The logits of later chunks are
+    recomputed there, one chunk at a time. at_once: predictions per chunk.
     """
 
     def __init__(self, drafter: Drafter, target: Target, options: LossOptions) -> None:
@@ -129,31 +137,32 @@ class Objective(nn.Module):
 
     @property
     def vocabularies(self) -> set[int]:
-        """Rows of heads and embeddings: the target's tokens, and the part of them that the drafter has."""
+        """Row counts of heads and embeddings: the target's vocabulary, and the drafter's own part of it."""
         own = getattr(self.drafter, "ids", None)
         return {self._target.module.shape.vocab_size} | (set() if own is None else {len(own)})
 
     def forward(self, batch: TrainBatch, progress: float = 1.0) -> tuple[Tensor, StepCounts]:
-        """(the sum of all weighted losses over this batch's predictions, their counts). The caller normalises.
+        """Returns the sum of all weighted losses over the batch's predictions, and their counts. The caller normalises.
 
-        progress: the share of the steps done when this one is; for objectives that change on the way.
+        progress: share of the training steps that are done after this one, for objectives that change during training.
         """
-        law, token_P = law_of(batch, self._target.module), batch.token_BT.flatten()
+        distribution, token_P = target_distribution(batch, self._target.module), batch.token_BT.flatten()
         alive_P = torch.ones_like(token_P, dtype=torch.bool)
-        total, rows, held = token_P.new_zeros((), dtype=torch.float32), [], 0
-        depths = self.drafter.proposal.predicted_depths
-        reach = Reach(batch, depths) if self.options.name == END_TO_END else None
-        own = next(self.drafter.parameters()).dtype
-        for prediction in self.drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
+        total, rows, seen = token_P.new_zeros((), dtype=torch.float32), [], 0
+        end_to_end = EndToEndLoss(batch, self.drafter.proposal.predicted_depths) if self.options.name == END_TO_END else None
+        for prediction in _predictions(self.drafter, batch):
             place_M, label_M = batch.teacher_index(prediction.label_M), token_P[prediction.label_M]
-            held += len(label_M)
-            step = self._step(prediction, law, place_M, label_M, whole=held <= self.at_once)
+            seen += len(label_M)
+            step = self._step(prediction, distribution, place_M, label_M, keep=seen <= self.at_once)
             weight = prediction.weight
-            if reach is not None and prediction.counted:
-                weight, step = 1.0 / depths, replace(step, loss_M=reach.missed(prediction, step.loss_M))
-            total = total + _weighed(weight, step.loss_M)
+            if end_to_end is not None and prediction.counted:
+                weight, step = (
+                    1.0 / self.drafter.proposal.predicted_depths,
+                    replace(step, loss_M=end_to_end.missed(prediction, step.loss_M)),
+                )
+            total = total + _weighted_sum(weight, step.loss_M)
             if prediction.confidence is not None:
-                total = total + _weighed(prediction.weight, step.doubt_M)
+                total = total + _weighted_sum(prediction.weight, step.confidence_loss_M)
             if prediction.aux is not None:
                 total = total + prediction.aux
             if not prediction.counted:
@@ -172,81 +181,89 @@ class Objective(nn.Module):
             rows += [row] * (self.drafter.proposal.predicted_depths if prediction.every_step else 1)
         return total, StepCounts.stack(rows)
 
-    def _step(self, prediction: Prediction, law: Law, place_M: Tensor, label_M: Tensor, whole: bool) -> StepOutcome:
+    def _step(
+        self, prediction: Prediction, distribution: Distribution, place_M: Tensor, label_M: Tensor, keep: bool
+    ) -> StepScores:
+        """keep: compute all predictions in one chunk and keep what the backward pass needs."""
+
         def chunk(hidden_CH: Tensor, place_C: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             logits_CV = prediction.head(hidden_CH)
             with torch.no_grad():
-                law_logits_CV = law.logits(place_C, prediction, logits_CV)
-            loss_C, hit_C, mass_C = self._outcome(prediction, logits_CV, law_logits_CV, label_C)
+                target_logits_CV = distribution.logits(place_C, prediction, logits_CV)
+            loss_C, hit_C, mass_C = self._scores(prediction, logits_CV, target_logits_CV, label_C)
             if prediction.confidence is None:
                 return loss_C, hit_C, mass_C, torch.zeros_like(mass_C)
-            doubt_C = F.binary_cross_entropy_with_logits(prediction.confidence(hidden_CH).float(), mass_C, reduction="none")
-            return loss_C, hit_C, mass_C, doubt_C
+            confidence_loss_C = F.binary_cross_entropy_with_logits(
+                prediction.confidence(hidden_CH).float(), mass_C, reduction="none"
+            )
+            return loss_C, hit_C, mass_C, confidence_loss_C
 
-        if whole:
-            return StepOutcome(*chunk(prediction.hidden_MH, place_M, label_M))
+        if keep:
+            return StepScores(*chunk(prediction.hidden_MH, place_M, label_M))
         parts = [
             checkpoint(chunk, *pieces, use_reentrant=False)
             for pieces in zip(*(t.split(self.at_once) for t in (prediction.hidden_MH, place_M, label_M)), strict=True)
         ]
-        return StepOutcome(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        return StepScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def _outcome(
-        self, prediction: Prediction, logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor
+    def _scores(
+        self, prediction: Prediction, logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        terms, whole = self.options.terms, self.options.name == END_TO_END
+        terms, end_to_end = self.options.terms, self.options.name == END_TO_END
         if prediction.vocab_D is not None:
-            return restricted(logits_CV, law_logits_CV, label_C, terms, prediction.vocab_D, whole)
+            return restricted(logits_CV, target_logits_CV, label_C, terms, prediction.vocab_D, end_to_end)
         if prediction.offers is not None:
-            return offered(logits_CV, law_logits_CV, label_C, terms, prediction.offers, whole)
-        found: tuple[Tensor, Tensor, Tensor] = Outcome.apply(logits_CV, law_logits_CV, label_C, terms)
+            return offered(logits_CV, target_logits_CV, label_C, terms, prediction.offers, end_to_end)
+        found: tuple[Tensor, Tensor, Tensor] = Scores.apply(logits_CV, target_logits_CV, label_C, terms)
         return found
 
 
-def _weighed(weight: float | Tensor, loss_M: Tensor) -> Tensor:
+def _predictions(drafter: Drafter, batch: TrainBatch) -> Iterator[Prediction]:
+    """The drafter's predictions from the target's states, which are cast to the drafter's dtype."""
+    dtype = next(drafter.parameters()).dtype
+    yield from drafter.predict(replace(batch, hidden={key: state.to(dtype) for key, state in batch.hidden.items()}))
+
+
+def _weighted_sum(weight: float | Tensor, loss_M: Tensor) -> Tensor:
     return (weight * loss_M).sum() if isinstance(weight, Tensor) else weight * loss_M.sum()
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """doubt: cross-entropy of the confidences with the acceptance that they foretell; 0 where there are none."""
+class StepScores:
+    """Scores of one step's predictions, [M] each."""
 
-    loss_M: Tensor
-    hit_M: Tensor
-    mass_M: Tensor
-    doubt_M: Tensor
+    loss_M: Tensor  # divergence
+    hit_M: Tensor  # whether the top-1 token is the target's
+    mass_M: Tensor  # acceptance, sum min(p, q)
+    confidence_loss_M: Tensor  # cross-entropy between predicted confidence and acceptance; 0 without confidences
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Teacher-forced outcomes per source that has every depth: rank of the true token among the choices, `width` if beyond.
+    """Teacher-forced results per source that has every depth."""
 
-    length_D: how many of these sources each document has, in order. confidence_MK: logits of the drafter's confidence in each
-    draft; None: it says nothing of it.
-    """
-
-    rank_MK: Tensor
-    mass_MK: Tensor
-    length_D: list[int]
-    confidence_MK: Tensor | None = None
+    rank_MK: Tensor  # rank of the true token among the drafter's choices, `width` if beyond
+    mass_MK: Tensor  # acceptance, sum min(p, q)
+    length_D: list[int]  # number of these sources in each document, in order
+    confidence_MK: Tensor | None = None  # logits of the drafter's confidence in each draft; None: it has no confidence head
 
 
 @torch.no_grad()
 def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: int = 10) -> Hits:
-    """What the drafter would offer at every position of a text the target wrote, given the true tokens above each depth.
+    """The drafter's choices at every position of a text that the target wrote, given the true tokens above each depth.
 
-    Only sources whose root and whole future of K tokens are supervised count; the batch must carry the target's states or law.
+    Only sources count whose first token and whole future of K tokens are supervised. The batch must carry the target's states
+    or its top-k distribution.
     """
-    law, token_P = law_of(batch, target), batch.token_BT.flatten()
+    distribution, token_P = target_distribution(batch, target), batch.token_BT.flatten()
     K, confident = drafter.proposal.predicted_depths, False
     rank_PK = torch.full((len(token_P), K), -1, device=token_P.device)
     mass_PK, confidence_PK = (torch.zeros(len(token_P), K, device=token_P.device) for _ in range(2))
-    own = next(drafter.parameters()).dtype
-    for prediction in drafter.predict(replace(batch, hidden={k: h.to(own) for k, h in batch.hidden.items()})):
+    for prediction in _predictions(drafter, batch):
         if not prediction.counted:
             continue
-        pieces = zip(prediction.hidden_MH.split(EVALUATED), prediction.label_M.split(EVALUATED), strict=True)
-        found = [_offered(prediction, law, hidden_CH, label_C, batch, width) for hidden_CH, label_C in pieces]
+        pieces = zip(prediction.hidden_MH.split(EVAL_CHUNK), prediction.label_M.split(EVAL_CHUNK), strict=True)
+        found = [_ranks_and_mass(prediction, distribution, hidden_CH, label_C, batch, width) for hidden_CH, label_C in pieces]
         rank_M, mass_M = (torch.cat(column) for column in zip(*found, strict=True))
         if not prediction.every_step:
             if prediction.step < K:
@@ -273,12 +290,12 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     return Hits(rank_PK[whole_P].cpu(), mass_PK[whole_P].cpu(), length_D, confidence_MK)
 
 
-def _offered(
-    prediction: Prediction, law: Law, hidden_CH: Tensor, label_C: Tensor, batch: TrainBatch, width: int
+def _ranks_and_mass(
+    prediction: Prediction, distribution: Distribution, hidden_CH: Tensor, label_C: Tensor, batch: TrainBatch, width: int
 ) -> tuple[Tensor, Tensor]:
-    """[C] the true token's rank among the choices, `width` if beyond, and sum min(p, q)."""
+    """[C] the true token's rank among the choices, `width` if beyond, and the acceptance sum min(p, q)."""
     draft_CD = prediction.head(hidden_CH)
-    p_CV = law.logits(batch.teacher_index(label_C), prediction, draft_CD)
+    p_CV = distribution.logits(batch.teacher_index(label_C), prediction, draft_CD)
     q_CV = prediction.whole(draft_CD, p_CV.shape[-1])
     best_CR = q_CV.topk(min(width, q_CV.shape[-1]), -1)
     hit_CR = (best_CR.indices == batch.token_BT.flatten()[label_C][:, None]) & (best_CR.values > -torch.inf)

@@ -1,6 +1,6 @@
-"""What some predictions' logits are worth: their loss, and whether and how far they agree with the target's law.
+"""Scores of predictions from the logits of drafter and target: loss, top-1 agreement and acceptance.
 
-Shapes: C predictions, V vocabulary, D tokens that the drafter knows or offers.
+Shapes: C predictions, V vocabulary, D tokens of the drafter's own vocabulary or candidates.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from torch import Tensor
 
 from drafttrain.ops import divergence
 
-Terms = Mapping[str, float]  # divergences by name (`ops.divergence`), and the weight of each in the loss
+Terms = Mapping[str, float]  # weight of each divergence in the loss, by its name in `ops.divergence`
 
 
-class Outcome(torch.autograd.Function):
-    """(loss_C, hit_C, mass_C) from the logits of both models, and the loss's gradient with them.
+class Scores(torch.autograd.Function):
+    """Autograd function: (loss_C, hit_C, mass_C) from the logits of both models.
 
-    What the backward pass needs is one tensor, dloss/dlogits, computed with the loss (`ops.divergence`).
+    It saves one tensor for the backward pass, dloss/dlogits, which is computed together with the loss (`ops.divergence`).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, terms: Terms
+        ctx: Any, logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, terms: Terms
     ) -> tuple[Tensor, Tensor, Tensor]:
         wanted = ctx.needs_input_grad[0]
         (first, weight), *others = terms.items()
-        found = divergence.outcome(logits_CV, law_logits_CV, label_C, first, wanted)
+        found = divergence.outcome(logits_CV, target_logits_CV, label_C, first, wanted)
         loss_C, slope_CV = found.loss_C, found.slope_CV
         if weight != 1.0 or others:
             loss_C = weight * loss_C
             slope_CV = None if slope_CV is None else slope_CV.mul_(weight)
         for name, weight in others:
-            other = divergence.outcome(logits_CV, law_logits_CV, label_C, name, wanted)
+            other = divergence.outcome(logits_CV, target_logits_CV, label_C, name, wanted)
             loss_C = loss_C + weight * other.loss_C
             if slope_CV is not None and other.slope_CV is not None:
                 slope_CV.add_(other.slope_CV, alpha=weight)
@@ -50,44 +50,50 @@ class Outcome(torch.autograd.Function):
 
 
 def restricted(
-    logits_CD: Tensor, law_logits_CV: Tensor, label_C: Tensor, terms: Terms, vocab_D: Tensor, whole: bool = False
+    logits_CD: Tensor, target_logits_CV: Tensor, label_C: Tensor, terms: Terms, vocab_D: Tensor, end_to_end: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`Outcome` of a drafter whose vocabulary is a part of the target's (arXiv 2503.01840, the official code).
+    """`Scores` of a drafter whose vocabulary is a part of the target's (arXiv 2503.01840, the official code).
 
-    The loss is against the target's law over that part, renormalised, and 0 where the target's likeliest token (ce: the
-    label) lies outside. Hits and acceptance are those of the whole vocabulary, in which the drafter has nothing outside;
-    whole: the loss is too, one minus the acceptance.
+    The loss compares with the target's distribution over that part, renormalised. It is 0 where the target's likeliest token
+    (for ce: the label) is outside the part. Hits and acceptance are those of the whole vocabulary, where the drafter's
+    probability outside its part is 0. end_to_end: the loss is one minus that acceptance instead.
     """
-    place_V = torch.full_like(law_logits_CV[0], -1, dtype=torch.long)
+    place_V = torch.full_like(target_logits_CV[0], -1, dtype=torch.long)
     place_V = place_V.index_copy(0, vocab_D, torch.arange(len(vocab_D), device=vocab_D.device))
-    best_C, part_CD = law_logits_CV.argmax(-1), law_logits_CV[:, vocab_D].contiguous()
-    return _partly(logits_CD, part_CD, law_logits_CV, place_V[best_C], place_V[label_C], terms, whole)
+    best_C, part_CD = target_logits_CV.argmax(-1), target_logits_CV[:, vocab_D].contiguous()
+    return _scores_over_part(logits_CD, part_CD, target_logits_CV, place_V[best_C], place_V[label_C], terms, end_to_end)
 
 
 def offered(
-    logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, terms: Terms, count: int, whole: bool = False
+    logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, terms: Terms, count: int, end_to_end: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of a head that offers `count` tokens of each prediction alone, the likeliest, as if they were its vocabulary."""
+    """As `restricted`, for a head that offers only its `count` likeliest tokens of each prediction."""
     token_CD = logits_CV.detach().topk(count, -1).indices
-    best_C = law_logits_CV.argmax(-1)
+    best_C = target_logits_CV.argmax(-1)
 
     def place(token_C: Tensor) -> Tensor:
         same_CD = token_CD == token_C[:, None]
         return torch.where(same_CD.any(-1), same_CD.int().argmax(-1), -1)
 
-    part_CD, logits_CD = law_logits_CV.gather(1, token_CD), logits_CV.gather(1, token_CD)
-    return _partly(logits_CD, part_CD, law_logits_CV, place(best_C), place(label_C), terms, whole)
+    part_CD, logits_CD = target_logits_CV.gather(1, token_CD), logits_CV.gather(1, token_CD)
+    return _scores_over_part(logits_CD, part_CD, target_logits_CV, place(best_C), place(label_C), terms, end_to_end)
 
 
-def _partly(
-    logits_CD: Tensor, part_CD: Tensor, law_logits_CV: Tensor, best_C: Tensor, label_C: Tensor, terms: Terms, whole: bool
+def _scores_over_part(
+    logits_CD: Tensor,
+    part_CD: Tensor,
+    target_logits_CV: Tensor,
+    best_C: Tensor,
+    label_C: Tensor,
+    terms: Terms,
+    end_to_end: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """best_C, label_C: places of the target's likeliest token and of the true one among those that the drafter has, or -1."""
-    p_CD = (part_CD.float() - law_logits_CV.float().logsumexp(-1, keepdim=True)).exp()
+    """best_C, label_C: indices of the target's likeliest token and of the true token within the part, or -1."""
+    p_CD = (part_CD.float() - target_logits_CV.float().logsumexp(-1, keepdim=True)).exp()
     mass_C = torch.minimum(logits_CD.float().softmax(-1), p_CD).sum(-1)
     loss_C, hit_C = torch.zeros_like(mass_C), torch.zeros_like(label_C, dtype=torch.bool)
     for name, weight in terms.items():
-        apart_C, hit_C, _ = Outcome.apply(logits_CD, part_CD, label_C.clamp_min(0), {name: 1.0})
+        apart_C, hit_C, _ = Scores.apply(logits_CD, part_CD, label_C.clamp_min(0), {name: 1.0})
         learnt_C = (label_C if name == "ce" else best_C) >= 0
         loss_C = loss_C + weight * torch.where(learnt_C, apart_C, 0.0)
-    return 1.0 - mass_C if whole else loss_C, hit_C & (best_C >= 0), mass_C.detach()
+    return 1.0 - mass_C if end_to_end else loss_C, hit_C & (best_C >= 0), mass_C.detach()

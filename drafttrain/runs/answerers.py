@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.data import PrepareOptions
-from drafttrain.data.asks import Dialogue, Job
+from drafttrain.data.generation_jobs import Dialogue, GenerationJob
+from drafttrain.data.local_generator import LocalGenerator
 from drafttrain.data.provenance import template_hash
-from drafttrain.data.regenerate import Engine
 from drafttrain.data.server import Server, ServerOptions, model_of
 from drafttrain.data.templates import chat_template, read_template
 from drafttrain.decoding.decoder import Decoder
@@ -22,7 +22,7 @@ from drafttrain.targets.parallel import Part
 
 
 class Answerer(Protocol):
-    def answer(self, jobs: list[Job], finished: Callable[[Dialogue], None], tick: Callable[[int], None]) -> None: ...
+    def answer(self, jobs: list[GenerationJob], finished: Callable[[Dialogue], None], tick: Callable[[int], None]) -> None: ...
 
 
 def sampling_at(asked: PrepareOptions, temperature: float) -> Sampling:
@@ -42,7 +42,7 @@ def own_engine(options: RunOptions, part: Part | None) -> tuple[Answerer, dict[s
             f"prepare.max_new_tokens is {asked.max_new_tokens}, a conversation has room for {longest} tokens "
             "(prepare.max_length, and the target's context); set it lower"
         )
-    engine = Engine(lambda t: _decoder(loaded, asked, t), loaded.tokenizer, longest, asked.batch_size)
+    engine = LocalGenerator(lambda t: _decoder(loaded, asked, t), loaded.tokenizer, longest, asked.batch_size)
     names = ("name", "path", "revision", "dtype", "weights", "architecture", "fingerprint")
     target = {name: loaded.description[name] for name in names}
     return engine, _about(target, None, template, asked, longest)

@@ -18,10 +18,10 @@ from drafttrain.model.target import Target, TargetShape
 from drafttrain.runs.lock_step import first_speaks
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.devices import device_of
-from drafttrain.targets.estimate import PLACEMENTS, Need, activation_bytes, choose, free_bytes, need_of, outline, said
+from drafttrain.targets.estimate import PLACEMENTS, Need, activation_bytes, choose, format_bytes, free_bytes, need_of, outline
 from drafttrain.targets.load import DTYPES, LoadedTarget, check_options, load_target
 from drafttrain.targets.parallel import Part, leave
-from drafttrain.targets.turns import TurnTarget, sharing
+from drafttrain.targets.round_robin import RoundRobinTarget, part_among_neighbours
 from drafttrain.train.engine import World, leave_world
 from drafttrain.train.memory import state_bytes
 from drafttrain.train.sharding import ZeroShards
@@ -88,7 +88,7 @@ def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Plac
     found = Place(chosen, held, needed, 4 * trainable(drafter), bare.shape)
     if found.shared:
         _check_shared(options, found, drafter, free)
-    say(f"placement: {chosen}, about {_figures(found)}, of {said(free)} free in each process")
+    say(f"placement: {chosen}, about {_figures(found)}, of {format_bytes(free)} free in each process")
     return found
 
 
@@ -107,7 +107,7 @@ def load_placed(options: RunOptions, found: Place) -> LoadedTarget:
     if found.placement == "zero3":
         return load_target(options.target, shards=ZeroShards(DTYPES[options.target.dtype]))
     if found.placement == "tensor_parallel":
-        return load_target(options.target, sharing(found.sharing), kind=TurnTarget)
+        return load_target(options.target, part_among_neighbours(found.sharing), kind=RoundRobinTarget)
     return load_target(options.target)
 
 
@@ -201,5 +201,5 @@ def _neighbours() -> int:
 def _figures(found: Place) -> str:
     own, parts = found.need.of_target(found.placement, found.sharing), found.need
     sizes = {"target": own, "drafter and optimizer": parts.drafter, "activations": parts.activations}
-    each = ", ".join(f"{name} {said(size)}" for name, size in sizes.items())
-    return f"{said(parts.total(found.placement, found.sharing))} ({each})"
+    each = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    return f"{format_bytes(parts.total(found.placement, found.sharing))} ({each})"

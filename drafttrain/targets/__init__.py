@@ -1,4 +1,4 @@
-"""Runners of frozen targets."""
+"""Frozen targets: how they are loaded and run."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass
 class TargetOptions:
-    """Which target, and how it is loaded."""
+    """Which target to load, and how."""
 
-    name: str = "embedded"  # embedded: the model in the wheel. hf: any transformers causal LM at `path`; a path alone means hf
+    name: str = "embedded"  # embedded: the model in the wheel. hf: any transformers causal LM at `path`; a path implies hf
     path: str | None = None  # directory or hub id, for hf
     revision: str | None = None
     dtype: str = "float32"  # float32 | bfloat16 | float16
-    weights: str | None = None  # int8, int4: of the blocks' linear maps, quantised as they are loaded; the target is that model
+    weights: str | None = None  # int8, int4: quantise the blocks' linear maps at load time; the quantised model is the target
     device: str = "auto"  # auto | cpu | cuda | cuda:1 ...
     attention: str = "auto"  # transformers' attn_implementation: sdpa | eager. auto: sdpa where the model has it, else eager
     runner: str = "auto"  # fast: our own forward, for the Llama family. hf: transformers'. auto: fast where it can
     trust_remote_code: bool = False
-    tensor_parallel: int = 1  # processes, each with its own GPU, that share one target; as many as were started
-    prefetch: bool = False  # fit: its forward for the next batch is begun before the drafter's step, on a GPU beside it
+    tensor_parallel: int = 1  # processes that share one target, each with its own GPU; equals the number of started processes
+    prefetch: bool = False  # fit: start the next batch's target forward before the drafter's step; on a GPU both overlap
     placement: str = "auto"  # fit: replicated | zero3 | tensor_parallel. auto: from free memory (docs/scaling.md)
 
     def __post_init__(self) -> None:

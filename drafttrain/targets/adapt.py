@@ -1,7 +1,7 @@
-"""A target with low-rank matrices beside its linear maps (LoRA, arXiv 2106.09685): trained, and merged for decoding.
+"""A target with trainable low-rank matrices on its linear maps (LoRA, arXiv 2106.09685), and the merged target that decodes.
 
-The original is never written to. Its copies are other modules over the same memory: the trained one adds the matrices alone,
-the merged one the weights that they change.
+The original's weights are never written. The trained and the merged target are other modules over the same memory. The trained
+one adds only the matrices, the merged one only the weights that they change.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.target import LoraSpec
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
-from drafttrain.targets.shallow import shadow
+from drafttrain.targets.shallow import weight_sharing_copy
 from drafttrain.targets.structure import find_blocks
 
-NAME = "default"  # peft's own, of the one adapter
+NAME = "default"  # peft's name for a single adapter
 
 
 class Adapter(nn.Module):
-    """The matrices of one target, named as peft does but for the adapter's name: `...q_proj.lora_A.weight`.
+    """The low-rank matrices of one target, named as peft names them without the adapter's name: `...q_proj.lora_A.weight`.
 
-    target: computes with them, through transformers' modules; gradients reach the matrices alone. A fresh adapter changes
-    nothing: B is zero. Raises UserError for a specification that does not fit the target.
+    A fresh adapter changes nothing, because B is zero. Raises UserError for a specification that does not fit the target.
     """
 
     def __init__(self, original: HFTarget, spec: LoraSpec) -> None:
         super().__init__()
         spec.check()
         check_whole(original)
-        self.spec, model = spec, shadow(original.model)
+        self.spec, model = spec, weight_sharing_copy(original.model)
         config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=_modules(model, original.shape.blocks, spec))  # type: ignore[arg-type]
-        with warnings.catch_warnings():  # that GPT-2 keeps its weights transposed
+        with warnings.catch_warnings():  # peft warns that GPT-2's weights are transposed
             warnings.simplefilter("ignore")
             inject_adapter_in_model(config, model, NAME)
         for name, parameter in model.named_parameters():
@@ -52,13 +51,14 @@ class Adapter(nn.Module):
 
     @property
     def target(self) -> HFTarget:
+        """The target with the matrices, run by transformers' modules. Gradients reach only the matrices."""
         return self._target.module
 
     @torch.no_grad()
     def merged(self) -> HFTarget:
-        """A frozen target of the original's runner whose weights hold the matrices' products, added in float32."""
+        """A frozen target of the original's runner with the matrices' products added to its weights, in float32."""
         original = self._original.module
-        model = shadow(original.model)
+        model = weight_sharing_copy(original.model)
         layers: list[tuple[str, Any]] = [(n, m) for n, m in self.target.model.named_modules() if isinstance(m, LoraLayer)]
         for name, layer in layers:
             linear: Any = model.get_submodule(name)
@@ -77,19 +77,19 @@ def check_whole(original: HFTarget) -> None:
 
 
 def adapted(loaded: LoadedTarget, adapter: Adapter) -> LoadedTarget:
-    """The same with the merged target; the description stays the original's."""
+    """The same with the merged target. The description stays the original's."""
     return replace(loaded, target=adapter.merged())
 
 
 def own_bytes(target: HFTarget, original: HFTarget) -> int:
-    """Bytes of the target's weights that lie outside the original's memory."""
-    held = {p.untyped_storage().data_ptr() for p in original.model.parameters()}
-    own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in target.model.parameters()}
-    return sum(size for place, size in own.items() if place not in held)
+    """Bytes of the target's weights that are not in the original's memory."""
+    shared = {p.untyped_storage().data_ptr() for p in original.model.parameters()}
+    sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in target.model.parameters()}
+    return sum(size for address, size in sizes.items() if address not in shared)
 
 
 def _modules(model: nn.Module, blocks: int, spec: LoraSpec) -> list[str]:
-    """Last names of the blocks' linear maps that are adapted."""
+    """Last name components of the blocks' linear maps that get an adapter."""
     inside = find_blocks(model, blocks).named_modules()
     known = sorted({name.rsplit(".", 1)[-1] for name, module in inside if isinstance(module, nn.Linear | Conv1D)})
     unknown = [name for name in spec.modules if name not in known]

@@ -1,4 +1,4 @@
-"""Attention of transformers' own models over whole sequences, by an operator of ours: no mask is made, however long they are.
+"""An attention implementation for transformers' models: whole sequences need no mask tensor, however long they are.
 
 Shapes: B rows, T positions, h heads, g KV heads, D head width.
 """
@@ -18,8 +18,8 @@ from drafttrain.model.masks import Documents
 from drafttrain.model.target import FINAL, Taps
 
 NAME = "drafttrain"
-KINDS = {"full_attention", "sliding_attention"}  # of layers: what each sees is told by documents and a window
-FURTHER = ("s_aux", "position_bias", "softcap")  # terms of a score that the operator does not have
+KINDS = {"full_attention", "sliding_attention"}  # layer types whose masks follow from documents and a window
+UNSUPPORTED = ("s_aux", "position_bias", "softcap")  # score terms that the operator does not have
 
 
 def attention(
@@ -34,13 +34,13 @@ def attention(
     documents: Documents | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' `sdpa` unless the sequences are whole; then there is no mask to read."""
+    """transformers' `sdpa`, or for whole sequences our operator, which ignores the mask."""
     if not whole:
-        given = {"scaling": scaling, "sliding_window": sliding_window, **more}
-        mixed_BThD, _ = sdpa_attention_forward(module, q_BhTD, k_BgTD, v_BgTD, mask, **given)
+        options = {"scaling": scaling, "sliding_window": sliding_window, **more}
+        mixed_BThD, _ = sdpa_attention_forward(module, q_BhTD, k_BgTD, v_BgTD, mask, **options)
         return mixed_BThD, None
-    if any(more.get(name) is not None for name in FURTHER):
-        raise ValueError(f"whole sequences are attended to without {', '.join(FURTHER)}")
+    if any(more.get(name) is not None for name in UNSUPPORTED):
+        raise ValueError(f"whole sequences are attended to without {', '.join(UNSUPPORTED)}")
     mixed_BhTD = attended(q_BhTD, k_BgTD, v_BgTD, documents, sliding_window, scaling)
     return mixed_BhTD.transpose(1, 2).contiguous(), None
 
@@ -50,9 +50,11 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 @torch.no_grad()
-def take_over(target: Any) -> bool:
-    """Make this the attention of the target's model. False where it then would not have the states that it has with masks:
-    it is no `sdpa` model, its layers see something else than a window of what is before them, or it drops what it is given.
+def install(target: Any) -> bool:
+    """Use this attention in the target's model. Returns whether whole sequences then run without masks.
+
+    False if the states would differ from those with masks: the model does not use `sdpa`, a layer attends to something else
+    than a window of earlier positions, or the model drops the arguments.
     """
     model: PreTrainedModel = target.model
     config = model.config.get_text_config()

@@ -1,4 +1,4 @@
-"""Language models that draft beside a target: of its architecture with fresh weights, or loaded from elsewhere."""
+"""Language models that draft for a target: the target's architecture with fresh weights, or a model loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -15,63 +15,57 @@ from drafttrain.model.target import Target
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.probe import probe
-from drafttrain.targets.structure import shape_of
-from drafttrain.targets.weights import check_settings, load_model
+from drafttrain.targets.structure import set_depth, shape_of
+from drafttrain.targets.weights import check_settings, load_model, one_line
 
-SIZES = ("intermediate_size", "ffn_dim", "n_inner", "word_embed_proj_dim")  # that go with the width, where a config has them
+SIZES = ("intermediate_size", "ffn_dim", "n_inner", "word_embed_proj_dim")  # config fields that scale with the width
 
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A loaded causal LM, float32 and trainable, on the target's device.
-
-    tokenizer: its own; None where the directory has none. same_tokens: its token ids mean what the target's do.
-    missing: why the weights are not there, all NaN; None when they are.
-    """
+    """A loaded causal LM, float32 and trainable, on the target's device."""
 
     model: HFTarget
-    tokenizer: Any
-    same_tokens: bool
-    missing: str | None
+    tokenizer: Any  # its own tokenizer; None where the directory has none
+    same_tokens: bool  # whether its token ids mean the same as the target's
+    missing: str | None  # why its weights are absent (all NaN then); None when they are there
 
 
-def scratch(given: Target, blocks: int, width: int | None) -> HFTarget:
-    """The target's architecture with so many blocks, freshly initialised. width: hidden size, heads and MLP in proportion.
+def from_scratch(target: Target, blocks: int, width: int | None) -> HFTarget:
+    """The target's architecture with this many blocks, freshly initialised. width: hidden size; heads and MLP scale with it.
 
     Raises UserError for a depth or width that the architecture cannot have.
     """
-    target = _hf(given)
-    config = copy.deepcopy(target.model.config)
     if blocks < 1:
         raise UserError(f"drafter.blocks is {blocks}; set it to 1 or more")
-    text = config.get_text_config()
-    text.num_hidden_layers = blocks
-    if kinds := getattr(text, "layer_types", None):
-        text.layer_types = [kinds[i % len(kinds)] for i in range(blocks)]
+    original = _hf(target)
+    config = copy.deepcopy(original.model.config)
+    text = set_depth(config, blocks)
     if width is not None:
-        _narrow(text, target, width)
-    return _runner(type(target.model)(config), target)
+        _narrow(text, original, width)
+    return _runner(type(original.model)(config), original)
 
 
 def companion(given: Target, path: str, revision: str | None) -> Companion:
-    """The causal LM at a directory or hub id, from safetensors only; code that comes with it is not run.
+    """The causal LM at a directory or hub id, from safetensors only. Code that comes with the model is never run.
 
-    Where its tokens are the target's, its vocabulary is brought to the target's size: models of one tokenizer are often
-    padded to different sizes. Raises UserError for a path without a usable model, or a vocabulary that fits neither way.
+    If its tokens are the target's, its vocabulary is resized to the target's size, since models that share a tokenizer are
+    often padded to different sizes. Raises UserError for a path without a usable model, and for a vocabulary that neither
+    matches nor can be translated.
     """
     where = readable(path)
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
-    except Exception as error:  # libraries end in errors of every kind where it is damaged
+    except Exception as error:  # libraries raise errors of every kind for damaged files
         raise UserError(
-            f"drafter.path {path!r} has no usable config.json, which checkpoints need too: {_short(error)}"
+            f"drafter.path {path!r} has no usable config.json, which checkpoints need too: {one_line(error, 160)}"
         ) from error
     target = _hf(given)
     if target.outline:
         return Companion(target.outline_of(AutoModelForCausalLM.from_config(config)), None, True, None)
     tokenizer = _tokenizer(where, revision)
     model, missing = _load(where, revision, config)
-    if tokenizer is None or target.tokenizer is None:  # nothing to compare but the sizes
+    if tokenizer is None or target.tokenizer is None:  # only the sizes can be compared
         same = shape_of(config.get_text_config()).vocab_size == target.shape.vocab_size
         if not same:
             raise UserError(
@@ -90,19 +84,19 @@ def companion(given: Target, path: str, revision: str | None) -> Companion:
 
 
 def _hf(target: Target) -> HFTarget:
-    """Every target that drafters are built for is a transformers model, or stands before one and has its attributes."""
+    """Every target that drafters are built for is a transformers model, or has the attributes of one."""
     return cast(HFTarget, target)
 
 
 def vocabulary(tokenizer: Any) -> dict[str, int]:
-    """Pieces and their ids; special tokens, which are no text, left out."""
+    """Token ids by piece, without special tokens, which are not text."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {piece: i for piece, i in tokenizer.get_vocab().items() if i not in special}
 
 
 @torch.no_grad()
 def resize(model: Any, size: int) -> None:
-    """Bring a model's vocabulary to `size`: padding is cut off, or added as mean rows, which are never likely."""
+    """Resize a model's vocabulary. Removes padding rows, or adds rows equal to the mean row, which are never likely."""
     known = model.get_input_embeddings().weight.shape[0]
     if size == known:
         return
@@ -112,6 +106,7 @@ def resize(model: Any, size: int) -> None:
 
 
 def _narrow(text: Any, target: HFTarget, width: int) -> None:
+    """Set the width of a text configuration: hidden size, heads, KV heads and the sizes that scale with it."""
     shape = target.shape
     heads = width // shape.head_dim
     if width < shape.head_dim or width % shape.head_dim:
@@ -133,7 +128,7 @@ def _runner(model: Any, target: HFTarget) -> HFTarget:
 
 
 def _load(where: str, revision: str | None, config: PreTrainedConfig) -> tuple[Any, str | None]:
-    """(model, why its weights are missing): a checkpoint of ours brings weights of its own, and needs the config alone."""
+    """(model, why its weights are missing). A checkpoint of ours has its own weights and needs only the configuration."""
     try:
         return load_model(
             where, f"drafter.path {where!r}", revision=revision, trust_remote_code=False, dtype=torch.float32
@@ -141,31 +136,34 @@ def _load(where: str, revision: str | None, config: PreTrainedConfig) -> tuple[A
     except UserError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        reason = _short(error)
+        reason = one_line(error, 160)
     try:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as error:
-        raise UserError(f"drafter.path {where!r} is no causal LM that transformers knows: {_short(error)}") from error
+        raise UserError(f"drafter.path {where!r} is no causal LM that transformers knows: {one_line(error, 160)}") from error
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
     return model, reason
 
 
 def _check(lm: HFTarget, path: str) -> None:
+    """Raise UserError unless the model decodes exactly with our KV cache."""
     try:
         lm.eval()
         lm.trees = probe(lm)
         lm.train()
-    except Exception as error:  # whatever a model raises that does not know this cache
-        raise UserError(f"drafter.path {path!r} cannot draft with a KV cache of ours: {_short(error)}") from error
+    except Exception as error:  # a model may raise anything when it does not support this cache
+        raise UserError(f"drafter.path {path!r} cannot draft with a KV cache of ours: {one_line(error, 160)}") from error
 
 
 def _tokenizer(where: str, revision: str | None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises plain ones
+    except Exception as error:  # tokenizers raises plain Exceptions
         if (Path(where) / "tokenizer.json").is_file():
-            raise UserError(f"drafter.path {where!r} has a tokenizer.json that cannot be read: {_short(error)}") from error
+            raise UserError(
+                f"drafter.path {where!r} has a tokenizer.json that cannot be read: {one_line(error, 160)}"
+            ) from error
         return None
 
 
@@ -180,7 +178,3 @@ def readable(path: str) -> str:
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(f"drafter.path {path!r} does not exist; set it to a model directory or a hub id")
     return path
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:160]

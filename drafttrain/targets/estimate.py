@@ -1,7 +1,7 @@
-"""What training takes of a process's memory, from the configuration alone: models are built on `meta`, nothing is loaded.
+"""Estimates the memory of a training process from configurations: models are built on `meta`, no weights are loaded.
 
-An estimate: allocators keep some memory back, and what a drafter keeps for its backward pass is counted by the widths of its
-linear maps.
+The figure is approximate. Allocators keep some memory in reserve, and the drafter's saved activations are estimated from the
+widths of its linear maps.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from drafttrain.targets.load import DTYPES, path_of, reason
 from drafttrain.targets.structure import find_blocks
 
 PLACEMENTS = ("replicated", "zero3", "tensor_parallel")
-LIVE = 10**9  # parameters of a sharded target that are whole at once at most: DeepSpeed's stage3_max_live_parameters
-WIDE = 6  # tensors of hidden width that a block without gradients has at once, beside the three of its MLP
+LIVE = 10**9  # most parameters of a sharded target that are gathered at a time: DeepSpeed's stage3_max_live_parameters
+WIDE = 6  # tensors of hidden width that a block without gradients holds at a time, in addition to the three of its MLP
 CGROUP = Path("/sys/fs/cgroup")
 
 
 class Outline(HFTarget):
-    """A target without weights: what drafters of the right shapes are built from, within `torch.device("meta")`."""
+    """A target without weights, on the `meta` device. Drafters of the right shapes are built from it."""
 
     outline = True
 
@@ -40,15 +40,11 @@ class Outline(HFTarget):
     def outline_of(self, model: PreTrainedModel) -> HFTarget:
         return Outline(model)
 
-    def _trainable(self, model: PreTrainedModel) -> HFTarget:
-        return Outline(model)
-
-    def _view(self, model: PreTrainedModel) -> HFTarget:
-        return Outline(model)
+    _trainable = _view = outline_of
 
 
 def outline(options: TargetOptions) -> Outline:
-    """Raises UserError for a path without a usable configuration."""
+    """The target of these options without weights. Raises UserError for a path without a usable configuration."""
     path, more = path_of(options), {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     try:
         with torch.device("meta"):
@@ -60,29 +56,28 @@ def outline(options: TargetOptions) -> Outline:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes. target, blocks: of all weights, and of the blocks' among them; live: of blocks that are whole at once when they
-    are sharded; drafter: its weights, gradients and optimiser; activations: all that comes and goes in a step.
-    """
+    """Memory of a training process, in bytes."""
 
-    target: int
-    blocks: int
-    live: int
-    drafter: int
-    activations: int
+    target: int  # all weights of the target
+    blocks: int  # the blocks' share of them
+    live: int  # blocks that are gathered at a time when they are sharded
+    drafter: int  # weights, gradients and optimiser states of the drafter
+    activations: int  # temporary tensors of a step
 
     def of_target(self, placement: str, sharing: int) -> int:
-        """In one of the `sharing` processes that hold the target together."""
+        """The target's bytes in one of the `sharing` processes that hold it together."""
         if placement == "replicated":
             return self.target
         own = self.target - self.blocks + -(-self.blocks // sharing)
         return own + self.live if placement == "zero3" else own
 
     def total(self, placement: str, sharing: int) -> int:
+        """All bytes of one of these processes."""
         return self.of_target(placement, sharing) + self.drafter + self.activations
 
 
 def need_of(target: Outline, kind: str | None, drafter: int, activations: int) -> Need:
-    """kind: of quantised weights. drafter, activations: bytes, as in `Need`."""
+    """kind: name of the weights' quantisation, or None. drafter, activations: bytes, as in `Need`."""
     blocks, wide = find_blocks(target.model, target.shape.blocks), target.dtype.itemsize
     inside = sum(p.numel() * wide for p in blocks.parameters())
     whole = sum(p.numel() * wide for p in target.model.parameters())
@@ -94,8 +89,11 @@ def need_of(target: Outline, kind: str | None, drafter: int, activations: int) -
 
 
 def activation_bytes(target: Outline, drafter: Drafter, rows: int, length: int, chunk: int) -> int:
-    """Of a micro-batch of so many rows. chunk: predictions whose logits are in memory at once: both models', their slope, and
-    those of one chunk more that is computed again."""
+    """Bytes of a micro-batch of `rows` x `length` tokens.
+
+    chunk: predictions whose logits are in memory at once. Four tensors of that size count: both models' logits, their gradient,
+    and one more chunk that is recomputed.
+    """
     shape = target.shape
     widths = (len(drafter.taps.blocks) + 1 + WIDE) * shape.hidden_size + 3 * shape.intermediate_size
     forward, logits = rows * length * widths * target.dtype.itemsize, 4 * 4 * chunk * shape.vocab_size
@@ -103,21 +101,22 @@ def activation_bytes(target: Outline, drafter: Drafter, rows: int, length: int, 
 
 
 def kept_bytes(drafter: Drafter, vocab: int, positions: int) -> int:
-    """For the drafter's backward pass, in float32: inputs and outputs of its linear maps, but of heads, whose chunks are
-    computed again."""
+    """Bytes that the drafter saves for its backward pass, in float32: inputs and outputs of its linear maps. Heads do not
+    count, since their chunks are recomputed.
+    """
     maps = [m.weight.shape for m in drafter.modules() if isinstance(m, nn.Linear | Conv1D)]
     return 4 * positions * sum(sum(shape) for shape in maps if vocab not in shape)
 
 
 def free_bytes(device: torch.device, neighbours: int) -> int:
-    """What a process may take of the device's memory. neighbours: processes of this machine, which share it on a CPU."""
+    """Memory of the device that this process may use. neighbours: processes of this machine, which share a CPU's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(psutil.virtual_memory().available, _container()) // neighbours
 
 
 def _container() -> int:
-    """What the process's control group (version 2) leaves; without a limit, more than there is."""
+    """Bytes left in the process's control group (version 2); without a limit, a number larger than any memory."""
     try:
         limit, used = ((CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
         return int(limit) - int(used)
@@ -126,20 +125,20 @@ def _container() -> int:
 
 
 def choose(need: Need, free: int, processes: int) -> str:
-    """`replicated` where it fits, else `zero3` where there is more than one process. Raises UserError where neither fits."""
+    """`replicated` if it fits, else `zero3` if there are several processes. Raises UserError if neither fits."""
     totals = {name: need.total(name, processes) for name in (("replicated", "zero3") if processes > 1 else ("replicated",))}
     for placement, total in totals.items():
         if total <= free:
             return placement
     parts = {"target": need.target, "drafter and optimizer": need.drafter, "activations": need.activations}
     raise UserError(
-        f"training needs about {said(min(totals.values()))} in each process ("
-        + ", ".join(f"{name} {said(size)}" for name, size in parts.items())
-        + f"), {said(free)} are free; use more processes, or lower train.micro_batch, data.max_length or loss.chunk, or "
-        "set target.weights or a higher deepspeed.zero_stage; target.placement=replicated or zero3 goes on regardless"
+        f"training needs about {format_bytes(min(totals.values()))} in each process ("
+        + ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        + f"), {format_bytes(free)} are free; use more processes, or lower train.micro_batch, data.max_length or loss.chunk, "
+        "or set target.weights or a higher deepspeed.zero_stage; target.placement=replicated or zero3 goes on regardless"
     )
 
 
-def said(size: int) -> str:
-    """A size for a person."""
+def format_bytes(size: int) -> str:
+    """A size with its unit, for messages."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

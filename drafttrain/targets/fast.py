@@ -1,4 +1,4 @@
-"""Our own forward of the Llama family over transformers' weights: joined projections, few operations a block.
+"""Our own forward of the Llama family over transformers' weights, with joined projections and few operations per block.
 
 Shapes: B rows, N new positions, P positions, I joined heads, D head width, H hidden.
 """
@@ -30,12 +30,12 @@ from drafttrain.targets.shallow import check_first
 from drafttrain.targets.substitute import merged
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-PACKED_BYTES = 2**31  # of weights at most: packing doubles them
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # angles that depend on the position alone
+PACKED_BYTES = 2**31  # largest weights that are packed: packing doubles them
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # rope types whose angles depend only on the position
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """Why this model needs transformers' own forward; None when this runner computes the same."""
+    """Why this model needs transformers' own forward; None if this runner computes the same."""
     config = model.config
     if type(model).__name__ not in ARCHITECTURES:
         return f"{type(model).__name__} is not one of {', '.join(ARCHITECTURES)}"
@@ -50,8 +50,9 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 class Joint:
-    """Linear maps of one input as one product, packed where that pays. Until `join`, each is computed by itself, as
-    training needs.
+    """Linear maps with one input, computed as one product and packed where that is faster.
+
+    Until `join`, each map is computed separately, as training needs.
     """
 
     def __init__(self, parts: list[nn.Linear]) -> None:
@@ -59,6 +60,7 @@ class Joint:
         self.split()
 
     def split(self) -> None:
+        """Compute the maps separately again."""
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.packed: Tensor | None = None
@@ -72,13 +74,13 @@ class Joint:
         return linear(x_H, self.weight, self.bias, self.packed)
 
     def join(self, share: bool, packed: bool, bits: int | None = None) -> bool:
-        """Join the parts' weights as they are now; whether they differ from those joined before.
+        """Join the parts' current weights. Returns whether they differ from those joined before.
 
-        Weights that have not changed stay where they are, and changed ones are written to the same place: a CUDA graph that
-        was captured before knows that place alone. share: the parts become views of the joined weight, so that it takes no
-        memory of its own. bits: it is quantised.
+        Unchanged weights stay in place and changed ones are written to the same memory, since a captured CUDA graph refers to
+        that memory. share: the parts become views of the joined weight, so that it takes no extra memory. bits: quantise the
+        joined weight.
         """
-        # what decoding joins first, in inference mode, may have to be written to later
+        # decoding may join first, in inference mode, and the joined tensors may have to be written later
         with torch.inference_mode(torch.is_inference_mode_enabled() and share), torch.no_grad():
             return self._joined(share, packed, bits)
 
@@ -89,7 +91,7 @@ class Joint:
         if bits is not None:
             return self._quantise(torch.cat(weights), bits) or changed
         if packed and not share and self.weight is None and weights[0].device.type == "cpu":
-            weights[0] = weights[0].clone()  # a view of the parameter would always equal it, and its packed copy grow old
+            weights[0] = weights[0].clone()  # a view would always equal the parameter, and its packed copy would become stale
         changed = _update(self, "weight", weights) or changed
         assert self.weight is not None
         if share and len(weights) > 1:
@@ -112,7 +114,7 @@ class Joint:
 
 
 def _update(joint: Joint, name: str, parts: list[Tensor]) -> bool:
-    """Let the joint's tensor of this name be the parts, one after the other; whether it was something else before."""
+    """Set the joint's tensor `name` to the concatenated parts. Returns whether it changed."""
     whole: Tensor | None = getattr(joint, name)
     if not parts:
         return False
@@ -127,7 +129,10 @@ def _update(joint: Joint, name: str, parts: list[Tensor]) -> bool:
 
 
 class Block:
-    """One decoder block: transformers' modules for the weights, our order of operations. part: of it, where it is split."""
+    """One decoder block: transformers' modules hold the weights, the order of operations is ours.
+
+    part: this process's part of it, where the target is split.
+    """
 
     def __init__(self, layer: Any, window: int | None, part: Part) -> None:
         self.part = part
@@ -150,14 +155,14 @@ class Block:
         self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
 
     def forward(self, x_BNH: Tensor, delta_BNH: Tensor | None, step: AttentionMetadata, number: int) -> tuple[Tensor, Tensor]:
-        """(x, delta): the block's output is their sum; the addition is left to the norm that follows."""
+        """(x, delta): the block's output is their sum. The norm of the next block does the addition."""
         x_BNH, normed_BNH = norm(self.before, x_BNH, delta_BNH)
         mixed_BNI = attend(self.qkv(normed_BNH), step, number, self.shape)
         x_BNH, normed_BNH = norm(self.between, x_BNH, self.part.sum(self.out(mixed_BNI)))
         return x_BNH, self.part.sum(self.down(gated(self.gate_up(normed_BNH))))
 
     def weights(self) -> BlockWeights | None:
-        """Joined and packed weights; None where they are not."""
+        """Joined and packed weights; None if they are not packed."""
         qkv, out, gate_up, down = (joint.packed for joint in self.joints)
         if qkv is None or out is None or gate_up is None or down is None:
             return None
@@ -181,10 +186,10 @@ class Block:
 
 
 class FastTarget(HFTarget):
-    """As HFTarget, for the architectures of `ARCHITECTURES`; its probe compares it with transformers' own forward."""
+    """As HFTarget, for the architectures of `ARCHITECTURES`. Its probe compares it with transformers' own forward."""
 
     name = "fast"
-    hooked = False  # transformers' own forward is left as it is: the baseline beside us
+    hooked = False  # transformers' forward stays unchanged, as the baseline
     captured = True
     recomputes = False
     joins = True
@@ -203,7 +208,7 @@ class FastTarget(HFTarget):
         if self.frozen:
             self._join(share=True)
 
-    def _attends(self) -> bool:
+    def _install_attention(self) -> bool:
         return True
 
     def _join(self, share: bool) -> None:
@@ -217,7 +222,7 @@ class FastTarget(HFTarget):
             self._blocks = Blocks(whole, self._chain[0].before.variance_epsilon)
 
     def shallow(self, blocks: int) -> FastTarget:
-        """Its blocks are this target's own, joined and packed once for both."""
+        """The first blocks, shared with this target, joined and packed once for both."""
         check_first(self.shape.blocks, blocks)
         view = copy.copy(self)
         view.shape, view._chain = replace(self.shape, blocks=blocks), self._chain[:blocks]
@@ -251,16 +256,16 @@ class FastTarget(HFTarget):
         return self.part.joined(self._head(hidden_H), self.shape.vocab_size)
 
     def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
-        if not self.frozen and not self.training:  # a trained copy that begins to decode
+        if not self.frozen and not self.training:  # a trained copy starts to decode
             self._join(share=False)
         kv = super().new_cache(slots, max_len, pages)
         kv.allocate(self.shape.kv_heads // self.part.size, self.shape.head_dim, self.dtype)
         return kv
 
     def _table(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of all positions, [max_positions, D], by transformers' own rotary module."""
+        """Cosines and signed sines of all positions, [max_positions, D], from transformers' own rotary module."""
         if self._angles is None or self._angles[0].device != like.device or self._angles[0].dtype != like.dtype:
-            with torch.inference_mode(False), torch.no_grad():  # a model may decode first and be trained then
+            with torch.inference_mode(False), torch.no_grad():  # a model may decode first and be trained afterwards
                 position_1P = torch.arange(self.shape.max_positions, device=like.device)[None]
                 cos_1PD, sin_1PD = self.backbone.module.rotary_emb(like, position_1P)
                 sin_PD = sin_1PD[0].clone()
@@ -292,4 +297,4 @@ class FastTarget(HFTarget):
                 hidden[number] = x_BNH
         if not logits:
             return TargetOut(None, hidden)
-        return self._outcome(norm(self.backbone.module.norm, x_BNH, delta_BNH)[1], hidden, taps, logit_row_BR)
+        return self._output(norm(self.backbone.module.norm, x_BNH, delta_BNH)[1], hidden, taps, logit_row_BR)

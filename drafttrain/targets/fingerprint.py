@@ -1,4 +1,4 @@
-"""A name for a model's weights."""
+"""A hash that identifies a model's weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SAMPLES = 64  # values read per parameter: cheap at 70B, and any training step moves nearly all of them
-SMALLEST = 2.0**-14  # float16's smallest normal number: below it a float16 copy has other digits
+SAMPLES = 64  # values read per parameter: cheap at 70B, and a training step changes nearly all of them
+SMALLEST = 2.0**-14  # float16's smallest normal number: smaller values differ in a float16 copy
 
 
 def fingerprint_of(model: nn.Module, whole: Callable[[nn.Parameter], AbstractContextManager[Any]] = nullcontext) -> str:
-    """sha256 over parameter names, shapes and an evenly strided sample of their values; hexadecimal.
+    """sha256, in hexadecimal, over parameter names, shapes and an evenly strided sample of their values.
 
-    Samples are taken in bfloat16 with tiny ones as zero, so that one set of weights has one name however it is loaded:
-    float32 and bfloat16 always agree, and float16 agrees unless the weights were stored in float32.
-    whole: within it a parameter has all its values, where the process holds a part of them otherwise.
+    Samples are rounded to bfloat16, and tiny ones to zero, so that the same weights have the same hash in every dtype. float32
+    and bfloat16 always agree; float16 agrees unless the weights were stored in float32. whole: a context in which a sharded
+    parameter has all its values.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):

@@ -1,4 +1,4 @@
-"""Any transformers causal LM as a Target: trees by a 4-D mask and explicit positions, taps by hooks.
+"""Any transformers causal LM as a Target: trees use a 4-D mask and explicit positions, taps use hooks.
 
 Shapes: B rows, N new positions, P cached + new positions, R logit rows, H hidden, V vocabulary.
 """
@@ -20,17 +20,17 @@ from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents, additive, attention_mask
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
-from drafttrain.targets.attention import take_over
+from drafttrain.targets.attention import install
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.parallel import WHOLE, Part
-from drafttrain.targets.probe import own_logits, probe
-from drafttrain.targets.shallow import check_first, cut, final_norm
-from drafttrain.targets.structure import find_blocks, lacking, shape_of
+from drafttrain.targets.probe import probe, reference_logits
+from drafttrain.targets.shallow import check_first, final_norm, first_blocks
+from drafttrain.targets.structure import find_blocks, lacking, set_depth, shape_of
 from drafttrain.targets.substitute import restore, substitute
 
 
 class SlotCache(Cache):
-    """Our KV cache under transformers' interface: layers write scratch positions and read the whole row back."""
+    """Our KV cache behind transformers' interface: layers write scratch positions and read the whole row back."""
 
     def __init__(self, kv: KVCache) -> None:
         super().__init__(layers=[])
@@ -39,7 +39,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of different widths, as of latent attention, lie in rows of the greater one."""
+        """Keys and values of different widths, as in latent attention, are stored in rows of the larger width."""
         wide, narrow = key_states.shape[-1], value_states.shape[-1]
         if wide == narrow:
             self.kv.append(layer_idx, key_states, value_states)
@@ -68,20 +68,20 @@ class SlotCache(Cache):
 
 
 class HFTarget(PrunedTarget):
-    """Runs `model` as it is. Frozen and in eval mode unless it is a `pruned` copy.
+    """Runs transformers' `model` unchanged. It is frozen and in eval mode unless it is a `pruned` copy.
 
-    Raises UserError when the model's own logits are not `head(final state)`, or when decoding with a cache differs
-    from a plain pass; an architecture that only fails tree masks has `trees` False.
+    Raises UserError when the model's own logits are not `head(final state)`, or when decoding with a cache differs from a
+    forward without one. An architecture that fails only with tree masks gets `trees = False`.
     """
 
     name = "hf"
-    hooked = True  # taps are taken by hooks on the blocks
-    captured = False  # transformers' own forward is not ours to vouch for
-    bits: int | None = None  # of the weights that a trainable copy decodes with; None: as they are
+    hooked = True  # hooks on the blocks record the taps
+    captured = False  # not run in CUDA graphs: transformers' forward may not allow it
+    bits: int | None = None  # quantisation of the weights that a trainable copy decodes with; None: not quantised
     joins = False  # decodes with joined copies of its weights
-    outline = False  # it has no weights
-    part: Part = WHOLE  # that this process holds
-    tokenizer: Any = None  # the one the model was loaded with
+    outline = False  # has no weights, only shapes
+    part: Part = WHOLE  # the part that this process holds
+    tokenizer: Any = None  # the tokenizer that was loaded with the model
 
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int] = frozenset(), frozen: bool = True) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class HFTarget(PrunedTarget):
         config = model.config.get_text_config()
         self.shape = shape_of(config)
         self.backbone: FrozenRef[Any] = FrozenRef(model.base_model)
-        self._norm: list[nn.Module] | None = None  # before the head, once asked for
+        self._norm: FrozenRef[nn.Module] | None = None  # the norm before the head, found on first use
         self._captured: dict[int, Tensor] = {}
         self._wanted: frozenset[int] = frozenset()
         blocks = find_blocks(model, self.shape.blocks)
@@ -100,38 +100,40 @@ class HFTarget(PrunedTarget):
         self._window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._accepts = frozenset(inspect.signature(model.base_model.forward).parameters)
-        self.unmasked = False  # whole sequences need no mask, however long they are
+        self.unmasked = False  # whole sequences need no mask tensor
         self.fingerprint = ""
         if frozen:
             model.requires_grad_(False).eval()
             self.fingerprint = self._fingerprint()
         self._prepare()
-        self.unmasked = self._attends()
+        self.unmasked = self._install_attention()
         if frozen:
             try:
                 self.trees = probe(self)
             except UserError:
                 raise
-            except Exception as error:  # whatever a model raises that does not know this cache or this mask
+            except Exception as error:  # a model may raise anything when it does not support this cache or mask
                 reason = lacking(model) or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
                 raise UserError(
                     f"{type(model).__name__} cannot decode with our KV cache ({reason}); choose another target"
                 ) from error
 
     def _prepare(self) -> None:
-        """What another runner of the same modules needs before its first forward."""
+        """Set up another runner of the same modules before its first forward."""
 
-    def _attends(self) -> bool:
-        return take_over(self)
+    def _install_attention(self) -> bool:
+        """Returns whether whole sequences run without a mask."""
+        return install(self)
 
     def _fingerprint(self) -> str:
         return fingerprint_of(self.model)
 
-    def own_logits_of_texts(self) -> dict[tuple[int, ...], Tensor]:
-        return own_logits(self.model)
+    def reference_logits(self) -> dict[tuple[int, ...], Tensor]:
+        """Logits of the model's own forward for the probe's sequences."""
+        return reference_logits(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> TargetOut:
-        """Straight to `forward`: a module's hooks, DeepSpeed's for one, know no TargetOut."""
+        """Calls `forward` directly, because module hooks such as DeepSpeed's do not support TargetOut."""
         return self.forward(*args, **kwargs)
 
     @property
@@ -179,15 +181,15 @@ class HFTarget(PrunedTarget):
             inputs["past_key_values"] = SlotCache(kv)
         if kv is None and self.unmasked and not isinstance(ancestor_BNN, Tensor):
             inputs |= {"whole": True, "documents": ancestor_BNN}
-            inputs["attention_mask"] = self._by_layer(token_BN.new_zeros(1, 1, 1, 1))  # one that is there: none is made
+            inputs["attention_mask"] = self._by_layer(token_BN.new_zeros(1, 1, 1, 1))  # given, so that transformers builds none
         elif kv is not None or ancestor_BNN is not None:
             inputs["attention_mask"] = self._mask(kv, ancestor_BNN, position_BN)
         self._captured, self._wanted = {}, frozenset(taps.blocks)
         final_BNH = self.backbone.module(**inputs).last_hidden_state
         hidden, self._captured, self._wanted = self._captured, {}, frozenset()
-        return self._outcome(final_BNH, hidden, taps, logit_row_BR)
+        return self._output(final_BNH, hidden, taps, logit_row_BR)
 
-    def _outcome(self, final_BNH: Tensor, hidden: dict[int, Tensor], taps: Taps, logit_row_BR: Tensor | None) -> TargetOut:
+    def _output(self, final_BNH: Tensor, hidden: dict[int, Tensor], taps: Taps, logit_row_BR: Tensor | None) -> TargetOut:
         if taps.final:
             hidden[FINAL] = final_BNH
         if logit_row_BR is None:
@@ -198,14 +200,14 @@ class HFTarget(PrunedTarget):
         return TargetOut(self.head(rows_BRH), hidden)
 
     def _mask(self, kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor) -> Any:
-        """Additive [B, 1, N, P]; for models that mix full and sliding layers, one per layer type."""
+        """Additive mask, [B, 1, N, P]; for models that mix full and sliding layers, one per layer type."""
         full = additive(attention_mask(kv, ancestor_BNN, position_BN, None), self.dtype)
         if self._window is None:
             return full
         return self._by_layer(full, additive(attention_mask(kv, ancestor_BNN, position_BN, self._window), self.dtype))
 
     def _by_layer(self, full: Tensor, sliding: Tensor | None = None) -> Any:
-        """As the model takes masks: one for all layers, or one for each kind of them. sliding: of a window; None: the same."""
+        """Masks as the model takes them: one for all layers, or one per layer type. sliding: with a window; None: the same."""
         sliding = full if sliding is None else sliding
         if self._window is None:
             return full
@@ -218,12 +220,12 @@ class HFTarget(PrunedTarget):
 
     def norm(self, hidden_H: Tensor) -> Tensor:
         if self._norm is None:
-            self._norm = [final_norm(self.model, self.shape.blocks)]
-        return self._norm[0](hidden_H)
+            self._norm = FrozenRef(final_norm(self.model, self.shape.blocks))
+        return self._norm.module(hidden_H)
 
     def shallow(self, blocks: int) -> HFTarget:
         check_first(self.shape.blocks, blocks)
-        return self._view(cut(self.model, self.shape.blocks, blocks))
+        return self._view(first_blocks(self.model, self.shape.blocks, blocks))
 
     def _view(self, model: PreTrainedModel) -> HFTarget:
         return HFTarget(model, self.stop_ids)
@@ -233,38 +235,36 @@ class HFTarget(PrunedTarget):
         if not 1 <= blocks <= self.shape.blocks:
             raise UserError(f"drafter.blocks is {blocks}; the target has {self.shape.blocks}, choose 1..{self.shape.blocks}")
         config = copy.deepcopy(self.model.config)
-        text = config.get_text_config()
-        text.num_hidden_layers = blocks
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:blocks]
+        set_depth(config, blocks)
         model: Any = type(self.model)(config)
         missing = model.load_state_dict(self.model.state_dict(), strict=False).missing_keys
         assert not missing, f"a pruned copy lacks {missing}"
         return self._trainable(model.to(self.device, torch.float32))
 
     def outline_of(self, model: PreTrainedModel) -> HFTarget:
-        raise AssertionError("only a target without weights makes others of the kind")
+        """A target without weights of another model. Only targets without weights have this."""
+        raise AssertionError("only a target without weights can create another one")
 
     def _trainable(self, model: PreTrainedModel) -> HFTarget:
         return type(self)(model, self.stop_ids, frozen=False)
 
     def adapt(self, rank: int, alpha: int) -> None:
-        """Add low-rank adapters to all linear maps but the head; from here on they alone are trained (arXiv 2106.09685)."""
+        """Add low-rank adapters to all linear maps except the head. From then on only they are trained (arXiv 2106.09685)."""
         from peft import LoraConfig, inject_adapter_in_model
 
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # it finds out by itself which way round a weight lies, and says so
+            warnings.simplefilter("ignore", UserWarning)  # peft warns when it detects a transposed weight
             inject_adapter_in_model(config, self.model)
         self._prepare()
 
     def recompute(self) -> None:
         model: Any = self.model
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # before 5.23
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # transformers < 5.23
         enable({"use_reentrant": False})
 
     def free(self) -> None:
-        """Give the weights' memory back; nothing can be computed any more."""
+        """Release the weights' memory. The target cannot compute afterwards."""
         self.model.to("meta")  # type: ignore[arg-type]
 
     def train(self, mode: bool = True) -> HFTarget:

@@ -1,4 +1,4 @@
-"""Load the target named by the options, or say in one line why not."""
+"""Loads the target that the options name. Errors explain in one line why it cannot be loaded."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class LoadedTarget:
-    """A frozen target with its tokenizer. description: what checkpoints and reports record of it."""
+    """A frozen target with its tokenizer."""
 
     target: HFTarget
     tokenizer: PreTrainedTokenizerBase
-    path: str
-    description: dict[str, Any]
+    path: str  # directory or hub id
+    description: dict[str, Any]  # the facts that checkpoints and reports record
 
 
 def load_target(
     options: TargetOptions, part: Part = WHOLE, shards: Shards | None = None, kind: type[SplitTarget] = SplitTarget
 ) -> LoadedTarget:
-    """part: of the target that this process is to hold, while others load the rest, as a target of this kind. shards: they
-    hold the blocks together instead.
+    """Load the target with its tokenizer.
 
-    Raises UserError for an unknown kind, a missing path, a directory without a usable model, one that cannot be split so.
+    part: this process's part, when several processes share the target as a target of this kind. shards: spreads the blocks over
+    processes instead. Raises UserError for an unknown kind, a missing path, a directory without a usable model, and a model
+    that cannot be split in this way.
     """
     path, device = path_of(options), device_of(options.device)
     check_options(options, shared=part.size > 1 or shards is not None)
@@ -65,10 +66,10 @@ def load_target(
             )
     except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as error:  # libraries end in errors of every kind where a model's files are damaged
+    except Exception as error:  # libraries raise errors of every kind for damaged files
         if "attention implementation" in str(error):
             raise UserError(
-                f"target.attention={options.attention}: {path!r} is of an architecture that transformers does not run so; "
+                f"target.attention={options.attention}: transformers does not support it for the architecture of {path!r}; "
                 "set target.attention=eager, or leave it out"
             ) from error
         raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason(error)}") from error
@@ -94,7 +95,7 @@ def load_target(
 
 
 def load_shape(options: TargetOptions) -> TargetShape:
-    """The target's dimensions, from its configuration alone. Raises UserError as `load_target` does."""
+    """The target's dimensions, from its configuration only. Raises UserError as `load_target` does."""
     path = path_of(options)
     try:
         config = AutoConfig.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
@@ -106,23 +107,23 @@ def load_shape(options: TargetOptions) -> TargetShape:
 
 
 def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
-    """The target's tokenizer alone. Raises UserError as `load_target` does."""
+    """The target's tokenizer only. Raises UserError as `load_target` does."""
     path = path_of(options)
     check_settings(path)
     try:
         return AutoTokenizer.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    except Exception as error:  # as in `load_target`; tokenizers raises plain ones
+    except Exception as error:  # as in `load_target`; tokenizers raises plain Exceptions
         raise UserError(f"target.path {path!r} has no tokenizer that transformers can load: {reason(error)}") from error
 
 
 def reason(error: Exception) -> str:
-    """A library's error as a part of one line; its kind too, where the text alone says little."""
+    """A library's error as part of one line, with its type where the text alone may be unclear."""
     text = " ".join(str(error).split())[:200]
     return text if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: {text}"
 
 
 def check_options(options: TargetOptions, shared: bool = False) -> None:
-    """Raise UserError for settings that there are not, or that do not go together. shared: by several processes."""
+    """Raise UserError for unknown or incompatible values. shared: several processes share the target."""
     if options.dtype not in DTYPES:
         raise UserError(f"target.dtype is {options.dtype!r}; choose one of {', '.join(DTYPES)}")
     if options.attention not in ("auto", "sdpa", "eager"):
@@ -151,7 +152,7 @@ def _description(options: TargetOptions, target: HFTarget, parameters: int) -> d
 
 
 def _why_slow(options: TargetOptions, target: HFTarget) -> str | None:
-    """Why `auto` did not choose the fast runner; None where it did."""
+    """Why `auto` did not choose the fast runner; None if it did."""
     if options.runner != "auto" or target.name == "fast":
         return None
     if options.weights is not None:
@@ -160,13 +161,14 @@ def _why_slow(options: TargetOptions, target: HFTarget) -> str | None:
 
 
 def _why_eager(options: TargetOptions, target: HFTarget) -> str | None:
-    """Why `auto` did not choose sdpa; None where it did."""
+    """Why `auto` did not choose sdpa; None if it did."""
     if options.attention != "auto" or target.model.config.get_text_config()._attn_implementation != "eager":
         return None
     return f"transformers has no sdpa for {type(target.model).__name__}"
 
 
 def path_of(options: TargetOptions) -> str:
+    """The directory or hub id that the options name. Raises UserError for a directory without a usable model."""
     if options.name == "embedded":
         return str(EMBEDDED)
     if options.name != "hf":
@@ -187,7 +189,9 @@ def path_of(options: TargetOptions) -> str:
 
 
 def _runner(name: str, model: Any, part: Part) -> type[HFTarget]:
-    """Raises UserError for an unknown runner, and for `fast` or a split where only transformers can run the model."""
+    """The runner's class. Raises UserError for an unknown name, and if `fast` or a split needs what the model does
+    not support.
+    """
     if name not in ("hf", "fast", "auto"):
         raise UserError(f"target.runner is {name!r}; choose hf, fast or auto")
     reason = why_not(model)
@@ -202,7 +206,7 @@ def _runner(name: str, model: Any, part: Part) -> type[HFTarget]:
 def keep_freed_memory() -> None:
     """Make glibc reuse freed tensors' pages instead of returning them: training steps on a CPU take about 10 % less time.
 
-    Elsewhere (another libc) this does nothing. The numbers are mallopt's M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD.
+    Does nothing with another libc. The numbers are mallopt's M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None:
@@ -211,6 +215,7 @@ def keep_freed_memory() -> None:
 
 
 def _stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer."""
     found: set[int] = set()
     for ids in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
         found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()

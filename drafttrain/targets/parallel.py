@@ -1,12 +1,13 @@
-"""This process's part of a target that several processes share, and what they say to each other.
+"""This process's part of a target that several processes share, and their communication.
 
-All of them run the same program on the same input in lock step, and decide alone what they accept and when they stop. They
-decide alike because all see the same bits:
+All of them run the same program on the same input in lock step. Each decides by itself which tokens it accepts and when it
+stops. They decide alike because all of them see the same bits:
 - each slice of the vocabulary's logits is computed by one process and copied to the others;
-- an all-reduce of gloo or NCCL adds each element up in one place (the owner of its chunk in a ring, the root of a tree, the
-  switch) and copies the sum: the residual stream and the tapped states are the same everywhere;
-- what lies between is the same program on the same kind of device. A group of unlike GPUs does not fulfil that.
-What the clock decides is decided by the first process and shared.
+- an all-reduce of gloo or NCCL adds up each element in one place (the owner of its chunk in a ring, the root of a tree, or the
+  switch) and copies the sum, so that the residual stream and the tapped states are the same everywhere;
+- everything in between is the same program on the same kind of device. A group of different GPUs does not satisfy this.
+
+Decisions that depend on the clock are made by the first process and shared.
 
 Shapes: B rows, N positions, H hidden, V vocabulary, W columns of one process.
 """
@@ -26,44 +27,44 @@ from drafttrain.targets.devices import bind
 
 Value = TypeVar("Value")
 
-PATIENCE = timedelta(minutes=30)  # for the slowest process: the first one alone runs the whole model's forward at load time
+PATIENCE = timedelta(minutes=30)  # the others wait while the first process runs the whole model's forward at load time
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rank and size of this process among those that share a target; group None is the default group.
+    """Rank and size of this process among the processes that share a target.
 
-    `sum` and `joined` ask the device nothing and allocate as any operation does, so that a CUDA graph can hold them.
+    `sum` and `joined` never sync with the host and allocate like any operation, so that a CUDA graph can contain them.
     """
 
     rank: int = 0
     size: int = 1
-    group: Any = None
+    group: Any = None  # process group; None: the default group
 
     @property
     def first(self) -> bool:
-        """This process speaks to the user, writes, and reads the clock."""
+        """Whether this process prints, writes files and reads the clock for all."""
         return self.rank == 0
 
     def sum(self, x_BNH: Tensor) -> Tensor:
-        """The sum over all processes, in place where it can be."""
+        """The sum over all processes, in place where possible."""
         if self.size > 1:
             x_BNH = x_BNH.contiguous()
             distributed.all_reduce(x_BNH, group=self.group)
         return x_BNH
 
     def joined(self, x_BNW: Tensor, width: int) -> Tensor:
-        """[..., width]: every process's columns side by side, without what fills up the last ones."""
+        """[..., width]: all processes' columns next to each other, without the padding at the end."""
         if self.size == 1:
             return x_BNW
         x_BNW = x_BNW.contiguous()
         pieces = [torch.empty_like(x_BNW) for _ in range(self.size)]
         distributed.all_gather(pieces, x_BNW, group=self.group)
-        filled = x_BNW.shape[-1] * self.size - width
-        return torch.cat(pieces, -1)[..., :width].contiguous() if filled else torch.cat(pieces, -1)
+        padding = x_BNW.shape[-1] * self.size - width
+        return torch.cat(pieces, -1)[..., :width].contiguous() if padding else torch.cat(pieces, -1)
 
     def share(self, value: Value) -> Value:
-        """The first process's value, on every process. Plain values only, and never inside a step."""
+        """The first process's value, on every process. Takes plain values only, and is never called inside a step."""
         if self.size == 1:
             return value
         box = [value]
@@ -71,7 +72,7 @@ class Part:
         return box[0]
 
     def check(self, value: object) -> None:
-        """Raise RuntimeError where a process has found something else than the first one: then nothing they found counts."""
+        """Raise RuntimeError if a process has another value than the first one: then none of their results is valid."""
         if self.share(value) != value:
             raise RuntimeError(f"process {self.rank} of {self.size} decoded other tokens than the first; are their GPUs alike?")
 
@@ -80,7 +81,7 @@ WHOLE = Part()
 
 
 def join(size: int, device: torch.device) -> Part:
-    """Form the group of the processes that torchrun's environment variables name; `size` of them, as the caller has checked."""
+    """Form the group of the `size` processes that torchrun's environment variables name. The caller has checked `size`."""
     bind(device)
     if size == 1:
         return WHOLE
@@ -92,8 +93,9 @@ def join(size: int, device: torch.device) -> Part:
 
 
 def end_at_exit() -> None:
-    """End the process group when this process ends without having done so, because of an error or a mistake: gloo's threads
-    would abort it then, with a code that is not the one it ends with.
+    """Destroy the process group at exit if the process has not done so itself, because of an error or a mistake.
+
+    Otherwise gloo's threads would abort the process with another exit code than its own.
     """
 
     def end() -> None:
@@ -104,7 +106,7 @@ def end_at_exit() -> None:
 
 
 def leave(part: Part) -> None:
-    """End the group; no process goes before the last one has arrived."""
+    """Destroy the group after all processes have arrived."""
     if part.size > 1:
         distributed.barrier(group=part.group)
         distributed.destroy_process_group(part.group)

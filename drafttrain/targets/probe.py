@@ -1,4 +1,4 @@
-"""Is a model exact with our cache and masks? Asked once, when it is loaded.
+"""Checks once, at load time, whether a model is exact with our cache and masks.
 
 Shapes: B rows, N nodes, T prompt positions, V vocabulary.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.model.target import Taps, Target
 
-PROMPTS = (5, 3)  # tokens of the probe's rows
+PROMPTS = (5, 3)  # prompt lengths of the probe's rows
 CHAIN, TREE = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)), ((0,), (0, 1), (0, 2), (0, 1, 3))  # paths of its four nodes
 
 
@@ -22,8 +22,8 @@ class Probed(Target, Protocol):
 
     model: Any
 
-    def own_logits_of_texts(self) -> dict[tuple[int, ...], Tensor]:
-        """As `own_logits` of its model."""
+    def reference_logits(self) -> dict[tuple[int, ...], Tensor]:
+        """`reference_logits` of its model."""
         ...
 
 
@@ -34,38 +34,38 @@ def _probed(vocab_size: int) -> tuple[Tensor, Tensor]:
     return prompt_BT, torch.randint(0, vocab_size, (2, 4), generator=generator)
 
 
-def _text(prompt_BT: Tensor, node_BN: Tensor, row: int, path: tuple[int, ...]) -> tuple[int, ...]:
+def _sequence(prompt_BT: Tensor, node_BN: Tensor, row: int, path: tuple[int, ...]) -> tuple[int, ...]:
     return (*prompt_BT[row, : PROMPTS[row]].tolist(), *node_BN[row, list(path)].tolist())
 
 
 @torch.no_grad()
-def own_logits(model: Any) -> dict[tuple[int, ...], Tensor]:
-    """By text, the last logits [V] of the model's own plain forward, for every text that the probe looks at."""
-    material = _probed(model.config.get_text_config().vocab_size)
-    texts = {_text(*material, row, path) for row in range(len(PROMPTS)) for path in CHAIN + TREE}
-    return {text: model(torch.tensor([text], device=model.device)).logits[0, -1].float() for text in sorted(texts)}
+def reference_logits(model: Any) -> dict[tuple[int, ...], Tensor]:
+    """The last logits [V] of the model's own forward without a cache, by sequence, for every sequence of the probe."""
+    inputs = _probed(model.config.get_text_config().vocab_size)
+    sequences = {_sequence(*inputs, row, path) for row in range(len(PROMPTS)) for path in CHAIN + TREE}
+    return {ids: model(torch.tensor([ids], device=model.device)).logits[0, -1].float() for ids in sorted(sequences)}
 
 
 @torch.no_grad()
 def probe(target: Probed) -> bool:
-    """True when ragged trees are exact: each node's logits equal those of its path alone. Raises UserError when chains fail.
+    """Whether ragged trees are exact: each node's logits equal those of its path alone. Raises UserError when chains fail.
 
-    Rows of 5 and 3 committed tokens verify root, two children and a grandchild at once; the reference is the model's
-    own forward over the row's prefix and the node's path.
+    Rows of 5 and 3 committed tokens verify a root, two children and a grandchild at once. The reference is the model's own
+    forward over the row's prefix and the node's path.
     """
-    wanted = target.own_logits_of_texts()
-    if _worst_gap(target, wanted, CHAIN) > 1.0:
+    expected = target.reference_logits()
+    if _worst_gap(target, expected, CHAIN) > 1.0:
         raise UserError(
             f"{type(target.model).__name__} gives other logits with a cache than without one; "
             "this architecture cannot be decoded exactly, choose another target"
         )
-    return _worst_gap(target, wanted, TREE) <= 1.0
+    return _worst_gap(target, expected, TREE) <= 1.0
 
 
-def _worst_gap(target: Probed, wanted: dict[tuple[int, ...], Tensor], paths: tuple[tuple[int, ...], ...]) -> float:
-    """Largest difference between cached and plain logits, in units of what the dtype's rounding allows."""
-    material, device = _probed(target.shape.vocab_size), target.device
-    prompt_BT, node_BN = (tokens.to(device) for tokens in material)
+def _worst_gap(target: Probed, expected: dict[tuple[int, ...], Tensor], paths: tuple[tuple[int, ...], ...]) -> float:
+    """Largest difference between logits with and without a cache, in units of the dtype's rounding tolerance."""
+    inputs, device = _probed(target.shape.vocab_size), target.device
+    prompt_BT, node_BN = (tokens.to(device) for tokens in inputs)
     kv, arange_T, count_B = target.new_cache(2, 16), torch.arange(5, device=device), torch.tensor(PROMPTS, device=device)
     target(prompt_BT, kv, None, arange_T.expand(2, 5), Taps(), count_B[:, None] - 1)
     kv.keep(arange_T.expand(2, 5), count_B)
@@ -78,6 +78,6 @@ def _worst_gap(target: Probed, wanted: dict[tuple[int, ...], Tensor], paths: tup
     gaps = []
     for row in range(len(PROMPTS)):
         for path in paths:
-            wanted_V = wanted[_text(*material, row, path)].to(device)
-            gaps.append((logits_BNV[row, path[-1]].float() - wanted_V).abs().max() / wanted_V.abs().max().clamp_min(1.0))
+            expected_V = expected[_sequence(*inputs, row, path)].to(device)
+            gaps.append((logits_BNV[row, path[-1]].float() - expected_V).abs().max() / expected_V.abs().max().clamp_min(1.0))
     return float(torch.stack(gaps).max()) / (200 * torch.finfo(target.dtype).eps)

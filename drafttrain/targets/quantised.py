@@ -1,7 +1,7 @@
-"""A frozen target whose blocks hold 8- or 4-bit weights: that model is the target, in training and in measurement.
+"""A frozen target whose blocks hold 8- or 4-bit weights. The quantised model is the target, in training and in measurement.
 
-Weights alone are quantised, and widened for each product: a row's result does not depend on what stands beside it, as
-exact decoding needs. Embedding, norms and head stay as they are. Shapes: I in, O out.
+Only weights are quantised, and they are widened for each product. So a row's result does not depend on the rest of its batch,
+as exact decoding requires. Embedding, norms and head keep their dtype. Shapes: I in, O out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drafttrain.targets.structure import find_blocks, shape_of
 
 
 class QuantisedLinear(nn.Module):
-    """A linear map with quantised weights, in the place of one with whole ones."""
+    """A linear map with quantised weights."""
 
     def __init__(self, linear: nn.Linear, bits: int, device: torch.device) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class QuantisedLinear(nn.Module):
 
 
 class QuantisedTarget(HFTarget):
-    """As HFTarget. `fingerprint` is that of the whole weights, a dash, and the name of the kind."""
+    """As HFTarget. `fingerprint` is that of the original weights, a dash, and the name of the quantisation."""
 
     def __init__(self, model: PreTrainedModel, kind: str, device: torch.device, stop_ids: frozenset[int] = frozenset()) -> None:
         self.kind, self._whole = kind, fingerprint_of(model)
@@ -56,16 +56,16 @@ class QuantisedTarget(HFTarget):
 
     def _refuse(self, what: str) -> NoReturn:
         raise UserError(
-            f"this drafter {what}, whose weights target.weights={self.kind} has quantised; choose a family with layers of its "
-            "own, or leave target.weights out"
+            f"this drafter {what}, whose weights target.weights={self.kind} has quantised; choose a family with its own "
+            "layers, or leave target.weights out"
         )
 
 
 @torch.no_grad()
 def quantise_blocks(model: Any, bits: int, device: torch.device) -> None:
-    """Replace the blocks' linear maps, one at a time, so that the device never holds the whole weights.
+    """Replace the blocks' linear maps one at a time, so that the device never holds all original weights.
 
-    Raises UserError for a model whose blocks have none.
+    Raises UserError for a model without linear maps in its blocks.
     """
     blocks = find_blocks(model, shape_of(model.config.get_text_config()).blocks)
     found = [
@@ -81,10 +81,10 @@ def quantise_blocks(model: Any, bits: int, device: torch.device) -> None:
 
 
 def whole_fingerprint(fingerprint: str) -> str:
-    """Of the weights as they were before some kind of them was made."""
+    """The fingerprint of the weights before quantisation."""
     return fingerprint.partition("-")[0]
 
 
 def weights_of(fingerprint: str) -> str:
-    """Which kind of them the fingerprint names."""
+    """The quantisation that a fingerprint names, or `whole`."""
     return fingerprint.partition("-")[2] or "whole"

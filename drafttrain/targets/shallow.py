@@ -1,4 +1,4 @@
-"""The first blocks of a target as a model over the same weights, and the norm that stands before its head."""
+"""The first blocks of a target as a model over the same weights, and the norm before its head."""
 
 from __future__ import annotations
 
@@ -8,28 +8,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
-from drafttrain.targets.structure import find_blocks
+from drafttrain.targets.structure import find_blocks, set_depth
 
 
-def shadow(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the modules whose parameters are new objects over the same memory; tied ones stay tied."""
+def weight_sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the modules whose parameters are new objects over the same memory. Tied parameters stay tied."""
     memo: dict[int, Tensor] = {id(p): nn.Parameter(p.data, requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, memo | {id(b): b for b in model.buffers()})
 
 
-def cut(model: PreTrainedModel, blocks: int, first: int) -> PreTrainedModel:
-    """Other modules over the same memory: the first of so many blocks, with embedding, norm and head."""
-    made = shadow(model)
-    text = made.config.get_text_config()
-    text.num_hidden_layers = first
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:first]
-    del find_blocks(made, blocks)[first:]
-    return made.eval()
+def first_blocks(model: PreTrainedModel, blocks: int, first: int) -> PreTrainedModel:
+    """A model of the `first` blocks over the same memory, with embedding, norm and head. blocks: the number of all blocks."""
+    copied = weight_sharing_copy(model)
+    set_depth(copied.config, first)
+    del find_blocks(copied, blocks)[first:]
+    return copied.eval()
 
 
 def final_norm(model: PreTrainedModel, blocks: int) -> nn.Module:
-    """The last norm outside the blocks. Raises UserError for a model that has none."""
+    """The last norm outside the blocks. Raises UserError for a model without one."""
     inside = {id(module) for module in find_blocks(model, blocks).modules()}
     found = [m for m in model.modules() if id(m) not in inside and "norm" in type(m).__name__.lower()]
     if not found:
@@ -38,6 +35,6 @@ def final_norm(model: PreTrainedModel, blocks: int) -> nn.Module:
 
 
 def check_first(blocks: int, first: int) -> None:
-    """Raise UserError unless a target of so many blocks has so many first ones, and others behind them."""
+    """Raise UserError unless `first` blocks are some but not all of a target's `blocks`."""
     if not 1 <= first < blocks:
         raise UserError(f"drafter.blocks is {first}; the target has {blocks}, choose 1..{blocks - 1}")

@@ -1,8 +1,8 @@
-"""A frozen target whose blocks' weights are spread over the processes that train (ZeRO-3, arXiv 1910.02054, section 5.3).
+"""A frozen target whose blocks' weights are sharded over the training processes (ZeRO-3, arXiv 1910.02054, section 5.3).
 
-Every process feeds its own batch; a block's weights are gathered as its turn comes and dropped behind it. All processes make
-the same calls in the same order. Embedding, last norm and head are whole on every process: losses and drafters read them all
-through a step, and in numbers of chunks that differ between processes, so that gathering them would save nothing at the peak.
+Every process runs its own batch. A block's weights are gathered before it runs and dropped afterwards. All processes make the
+same calls in the same order. Embedding, last norm and head are whole on every process: losses and drafters read them throughout
+a step, in numbers of chunks that differ between processes, so that sharding them would not lower the peak.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from drafttrain.targets.structure import find_blocks, shape_of
 
 
 class Shards(Protocol):
-    """The library that spreads weights; training brings it along."""
+    """The library that shards weights; training provides it."""
 
     def loading(self) -> AbstractContextManager[None]:
-        """A model that is read in here is spread from the beginning: one parameter at a time is whole."""
+        """A context in which a model is sharded while it is loaded: only one parameter at a time is whole."""
         ...
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """These parameters are whole on every process in here."""
+        """A context in which these parameters are whole on every process."""
         ...
 
     def start(self, blocks: nn.ModuleList) -> nn.Module:
-        """A module that calls what it is given, with its arguments: one pass over the blocks, whose weights come and go."""
+        """A module that calls its first argument with the others: one pass over the blocks, which gathers and drops weights."""
         ...
 
     def free(self) -> None:
-        """Drop this process's shards; the model is of no use any more."""
+        """Drop this process's shards. The model cannot be used afterwards."""
         ...
 
 
 class ShardedTarget(HFTarget):
-    """As HFTarget, for a model that was read within `shards.loading()`."""
+    """As HFTarget, for a model that was loaded within `shards.loading()`."""
 
     def __init__(self, model: PreTrainedModel, shards: Shards, stop_ids: frozenset[int] = frozenset()) -> None:
         self.shards = shards
@@ -65,7 +65,7 @@ class ShardedTarget(HFTarget):
     def shallow(self, blocks: int) -> NoReturn:
         raise UserError(
             "this drafter runs the target's first blocks by themselves, and they are sharded over processes; choose a family "
-            "with layers of its own, or a target that fits one device"
+            "with its own layers, or a target that fits one device"
         )
 
     def _trainable(self, model: PreTrainedModel) -> HFTarget:
@@ -79,20 +79,20 @@ class ShardedTarget(HFTarget):
 
 @torch.no_grad()
 def make_whole(model: PreTrainedModel, blocks: nn.ModuleList, shards: Shards) -> None:
-    """Replace all parameters outside the blocks by plain ones with all their values; tied ones stay tied."""
-    inside, made = {id(p) for p in blocks.parameters()}, dict[int, nn.Parameter]()
+    """Replace all parameters outside the blocks by unsharded ones. Tied parameters stay tied."""
+    inside, whole = {id(p) for p in blocks.parameters()}, dict[int, nn.Parameter]()
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in inside:
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in whole:
                 with shards.gathered([parameter]):
-                    made[id(parameter)] = nn.Parameter(parameter.data.clone(), requires_grad=False)
-            setattr(module, name, made[id(parameter)])
+                    whole[id(parameter)] = nn.Parameter(parameter.data.clone(), requires_grad=False)
+            setattr(module, name, whole[id(parameter)])
 
 
 def one_pass(backbone: Any, trunk: nn.Module) -> None:
-    """Every forward of the backbone goes through the trunk."""
+    """Send every forward of the backbone through the trunk."""
     own = backbone.forward
 
     @wraps(own)

@@ -1,8 +1,8 @@
 """A target that several processes share: each holds a slice of every block and of the head (arXiv 1909.08053, section 3).
 
-q, k, v, gate and up projection keep this process's output rows (whole heads), the projections after them the input columns that
-belong to those rows; one all-reduce follows each of the latter. The head keeps a slice of the vocabulary, which a gather
-completes. Embedding and norms are whole on every process.
+The q, k, v, gate and up projections keep this process's output rows (whole heads). The projections after them keep the input
+columns that belong to those rows, and one all-reduce follows each of them. The head keeps a slice of the vocabulary, which a
+gather completes. Embedding and norms are whole on every process.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ from drafttrain.model.target import TargetShape
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.parallel import Part
-from drafttrain.targets.probe import own_logits
+from drafttrain.targets.probe import reference_logits
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """What only the whole model can tell, taken before it is split. logits: what the probe compares with (`own_logits`).
-
-    head_weight stays where it was loaded, on the CPU, unless it is the embedding's: drafters start from it, no step reads it.
-    """
+class WholeModel:
+    """Facts about the whole model, taken before it is split."""
 
     fingerprint: str
+    # on the CPU, where it was loaded, unless tied to the embedding: drafters start from it, no step reads it
     head_weight: Tensor
-    logits: dict[tuple[int, ...], Tensor]
+    logits: dict[tuple[int, ...], Tensor]  # the probe's reference (`reference_logits`)
 
 
 class SplitTarget(FastTarget):
@@ -41,7 +39,7 @@ class SplitTarget(FastTarget):
 
     splits_head = True
 
-    def __init__(self, model: PreTrainedModel, whole: Whole, part: Part, stop_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(self, model: PreTrainedModel, whole: WholeModel, part: Part, stop_ids: frozenset[int] = frozenset()) -> None:
         self.part, self.whole = part, whole
         super().__init__(model, stop_ids)
 
@@ -52,13 +50,13 @@ class SplitTarget(FastTarget):
     def _fingerprint(self) -> str:
         return self.whole.fingerprint
 
-    def own_logits_of_texts(self) -> dict[tuple[int, ...], Tensor]:
+    def reference_logits(self) -> dict[tuple[int, ...], Tensor]:
         return self.whole.logits
 
     def pruned(self, blocks: int) -> NoReturn:
         raise UserError(
             f"this drafter copies whole blocks of the target, and each of {self.part.size} processes that share it "
-            "holds a slice of them; choose a family with layers of its own, or a target that fits one device"
+            "holds a slice of them; choose a family with its own layers, or a target that fits one device"
         )
 
 
@@ -69,40 +67,43 @@ def split_target(
     stop_ids: frozenset[int] = frozenset(),
     kind: type[SplitTarget] = SplitTarget,
 ) -> SplitTarget:
-    """Split a whole model where it was loaded, and bring this process's part to the device, which never holds more."""
+    """Split a whole model where it was loaded and move this process's part to the device, which never holds more than that."""
     model.requires_grad_(False).eval()
-    whole = whole_of(model, part)
+    whole = whole_model_of(model, part)
     split_blocks(model, part)
     if kind.splits_head:
         split_head(model, part)
     return kind(model.to(device), whole, part, stop_ids)  # type: ignore[arg-type]
 
 
-def whole_of(model: Any, part: Part) -> Whole:
-    """The forward of the whole model is the first process's alone, with all cores while the others wait: they need not even
-    read all weights."""
+def whole_model_of(model: Any, part: Part) -> WholeModel:
+    """Facts about the model before it is split.
+
+    Only the first process runs the whole model's forward, with all cores while the others wait. So the others need not read all
+    weights.
+    """
     threads = torch.get_num_threads()
     if part.first:
         torch.set_num_threads(max(threads, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1))
-    logits = part.share(own_logits(model) if part.first else {})
+    logits = part.share(reference_logits(model) if part.first else {})
     torch.set_num_threads(threads)
-    return Whole(fingerprint_of(model), model.get_output_embeddings().weight, logits)
+    return WholeModel(fingerprint_of(model), model.get_output_embeddings().weight, logits)
 
 
 def check_divides(shape: TargetShape, size: int) -> None:
-    """Raise UserError unless so many processes can share a target of this shape."""
+    """Raise UserError unless `size` processes can share a target of this shape."""
     for what, count in (("KV heads", shape.kv_heads), ("MLP rows", shape.intermediate_size)):
         if count % size:
-            able = [n for n in range(2, shape.kv_heads + 1) if shape.kv_heads % n == shape.intermediate_size % n == 0]
-            choice = f"set it to {' or '.join(map(str, able))}" if able else "this target runs in one process, leave it out"
+            sizes = [n for n in range(2, shape.kv_heads + 1) if shape.kv_heads % n == shape.intermediate_size % n == 0]
+            choice = f"set it to {' or '.join(map(str, sizes))}" if sizes else "this target runs in one process, leave it out"
             raise UserError(f"target.tensor_parallel is {size}, which does not divide the target's {count} {what}; {choice}")
 
 
 @torch.no_grad()
 def split_blocks(model: Any, part: Part) -> None:
-    """Keep this process's slices of a Llama-like model's blocks, as copies; the rest is freed as it goes.
+    """Keep copies of this process's slices of a Llama-like model's blocks; the rest is freed on the way.
 
-    The model's own forward stays right, in lock step too: what completes a slice's product hangs on its module.
+    The model's own forward stays correct in lock step: a hook on each sliced module completes its product.
     """
     for layer in model.base_model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -115,13 +116,14 @@ def split_blocks(model: Any, part: Part) -> None:
 
 @torch.no_grad()
 def split_head(model: Any, part: Part) -> None:
+    """Keep this process's rows of the head; a hook gathers the logits of all processes."""
     head, vocabulary = model.get_output_embeddings(), model.get_output_embeddings().out_features
     _keep_rows(head, part)
     head.register_forward_hook(lambda module, args, out: part.joined(out, vocabulary))
 
 
 def _keep_rows(linear: nn.Linear, part: Part) -> None:
-    """This process's output rows; of a number that does not divide, the last ones are filled up with zeros."""
+    """Keep this process's output rows. If the number does not divide, the last process's rows are padded with zeros."""
     rows = -(-linear.out_features // part.size)
     start = min(part.rank * rows, linear.out_features)
 
@@ -133,7 +135,7 @@ def _keep_rows(linear: nn.Linear, part: Part) -> None:
 
 
 def _keep_columns(linear: nn.Linear, part: Part) -> None:
-    """This process's input columns. The sum over all processes takes the bias from the first."""
+    """Keep this process's input columns. Only the first process keeps the bias, since the all-reduce would add it up."""
     weight = linear.weight.chunk(part.size, 1)[part.rank].clone(memory_format=torch.contiguous_format)
     bias = None if linear.bias is None else linear.bias * (1.0 if part.first else 0.0)
     _put(linear, weight, bias)

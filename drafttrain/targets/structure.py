@@ -1,4 +1,4 @@
-"""What a transformers model is made of: its blocks, its dimensions, and what it is known to lack."""
+"""The structure of transformers models: blocks, dimensions, and unsupported features."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drafttrain.model.target import TargetShape
 
 
 def lacking(model: Any) -> str | None:
-    """What an architecture that failed is known to lack for decoding with our cache and masks; None where that is not known."""
+    """The feature of a failed architecture that our cache and masks do not support; None if unknown."""
     base, config = model.base_model, model.config.get_text_config()
     if hasattr(base, "build_alibi_tensor") or getattr(config, "alibi", False):
         return "its alibi biases count positions along a 2-D mask, which rows of several lengths and draft trees do not have"
@@ -19,10 +19,20 @@ def lacking(model: Any) -> str | None:
 
 
 def find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:
+    """The list of the model's decoder blocks. Raises UserError for a model without one."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == blocks:
             return module
     raise UserError(f"{type(model).__name__} has no list of its {blocks} blocks to tap; choose a decoder-only causal LM")
+
+
+def set_depth(config: Any, blocks: int) -> Any:
+    """Set the number of blocks of a transformers configuration, in place; layer types repeat. Returns its text part."""
+    text = config.get_text_config()
+    text.num_hidden_layers = blocks
+    if types := getattr(text, "layer_types", None):
+        text.layer_types = [types[i % len(types)] for i in range(blocks)]
+    return text
 
 
 def shape_of(config: Any) -> TargetShape:
@@ -39,7 +49,7 @@ def shape_of(config: Any) -> TargetShape:
         hidden_size=config.hidden_size,
         blocks=config.num_hidden_layers,
         heads=heads,
-        kv_heads=heads if heads % kv_heads else kv_heads,  # latent attention reads no such field, and may have any number there
+        kv_heads=heads if heads % kv_heads else kv_heads,  # latent attention ignores this field, so it may hold any number
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         max_positions=getattr(config, "max_position_embeddings", None) or 2048,

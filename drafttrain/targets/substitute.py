@@ -1,4 +1,4 @@
-"""Weights as decoding uses them: low-rank adapters (peft's) merged, or quantised, while the parameters stay as they are."""
+"""Replaces weights for decoding, by merged low-rank adapters (peft's) or by quantised copies. The parameters stay unchanged."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from drafttrain.ops.quantised import Quantised
 
 @torch.no_grad()
 def merged(linear: Any) -> Tensor:
-    """A linear map's weight, with its adapter's product if it has one."""
+    """A linear map's weight plus the product of its adapter, if it has one."""
     weight: Tensor = linear.weight.detach()
     delta = getattr(linear, "get_delta_weight", None)
     return weight if delta is None else weight + delta("default").to(weight.dtype)
 
 
 def substitute(model: nn.Module, bits: int | None = None) -> None:
-    """Until `restore`, adapted layers compute with merged copies of their weights, and with `bits` all linear maps with
-    quantised ones; what they hold stays as it is."""
+    """Until `restore`, adapted layers compute with merged weights and, with `bits`, all linear maps with quantised ones.
+
+    The parameters do not change.
+    """
     for layer in _layers(model):
         base = getattr(layer, "base_layer", layer)
         if bits is not None and isinstance(base, nn.Linear):
@@ -34,6 +36,7 @@ def substitute(model: nn.Module, bits: int | None = None) -> None:
 
 
 def restore(model: nn.Module) -> None:
+    """Undo `substitute`."""
     for layer in _layers(model):
         layer.__dict__.pop("forward", None)
 
@@ -43,7 +46,7 @@ def _product(weight: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tenso
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    """Linear maps, those with an adapter as one."""
+    """Linear maps; one with an adapter counts as a single layer."""
     found, adapted = [], ""
     for name, module in model.named_modules():
         if adapted and name.startswith(adapted):

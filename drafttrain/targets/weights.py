@@ -1,6 +1,6 @@
-"""A transformers model from its files: these are looked at first, and every tensor is accounted for afterwards.
+"""Loads a transformers model from its files. Files are checked before, and every tensor is accounted for afterwards.
 
-transformers fills what a checkpoint lacks with random numbers, and says so in its log alone.
+transformers itself fills missing tensors with random numbers and reports this only in its log.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ INDEX = "model.safetensors.index.json"
 AGAIN = "get its files again"
 SHOWN = 3  # names in a message
 
-# tensors that checkpoints hold and models have no use for, beside those that transformers leaves out itself
-SPARE = re.compile(
+# tensors of checkpoints that models do not use, in addition to those that transformers ignores itself
+IGNORED = re.compile(
     r"rotary_emb\.inv_freq$"  # computed from the configuration
     r"|\.(attn|attention)\.(masked_bias|bias)$"  # causal masks, saved by old versions
-    r"|^(model\.)?(vision|visual|audio|multi_modal|image)\w*\."  # what reads other things than text
+    r"|^(model\.)?(vision|visual|audio|multi_modal|image)\w*\."  # encoders of other modalities than text
 )
 
 
 def load_model(path: str, origin: str, **settings: Any) -> Any:
     """The causal LM at a directory or hub id, every parameter filled from its safetensors files.
 
-    origin: what the user calls it, for messages. settings: of `from_pretrained`. Raises UserError for files that are damaged or
-    lie elsewhere, and for weights that do not fill the architecture, with their names.
+    origin: the name that messages use for it. settings: arguments of `from_pretrained`. Raises UserError for damaged files,
+    files outside the directory, and weights that do not fill the architecture, with their names.
     """
     if Path(path).is_dir():
         check_files(Path(path), origin)
@@ -43,24 +43,24 @@ def load_model(path: str, origin: str, **settings: Any) -> Any:
             check_listed(Path(path), AGAIN, is_weights)
     level, load = logging.get_verbosity(), cast(Any, AutoModelForCausalLM.from_pretrained)
     bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # the report of what is missing is ours to make
-    logging.disable_progress_bar()  # of a library that is called from Python, whose caller has not asked for any
+    logging.set_verbosity_error()  # `_check_filled` reports missing tensors
+    logging.disable_progress_bar()  # callers have not asked for one
     try:
         model, found = load(
             path, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **settings
-        )  # shapes that do not match are refused below, by their names
+        )  # `_check_filled` refuses mismatched shapes by name
     except SafetensorError as error:
         raise UserError(f"{origin}: its weights are damaged ({one_line(error)}); {AGAIN}") from error
     finally:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-    _account(model, found, origin)
+    _check_filled(model, found, origin)
     return model
 
 
 def check_settings(directory: str) -> None:
-    """Raise UserError unless an export's configuration and tokenizer are what was written."""
+    """Raise UserError if an export's configuration or tokenizer differs from what was written."""
     check_listed(Path(directory), AGAIN, lambda name: not is_weights(name))
 
 
@@ -69,7 +69,7 @@ def is_weights(name: str) -> bool:
 
 
 def check_files(directory: Path, origin: str) -> None:
-    """Raise UserError for weight files that are missing, damaged, or outside of the directory."""
+    """Raise UserError for weight files that are missing, damaged, or outside the directory."""
     index = directory / INDEX
     files = listed_files(index, origin) if index.is_file() else sorted(directory.glob("model*.safetensors"))
     for file in files:
@@ -81,10 +81,10 @@ def check_files(directory: Path, origin: str) -> None:
 
 
 def listed_files(index: Path, origin: str) -> list[Path]:
-    """The weight files that an index names, each once. Raises UserError for another file than an index, for names that lead out
-    of its directory, and for files that are not there.
+    """The weight files that an index names, each once.
 
-    Links lead out too, but for those that the hub's cache is made of.
+    Raises UserError for a file that is not an index, for names outside its directory, and for missing files. Links may not lead
+    outside the directory either, except those of the hub's cache.
     """
     try:
         names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
@@ -95,26 +95,32 @@ def listed_files(index: Path, origin: str) -> list[Path]:
     allowed = home.parent.parent if home.parent.name == "snapshots" else home
     for name, file in zip(sorted(names), files, strict=True):
         if Path(name).name != name or not file.resolve().is_relative_to(allowed):
-            raise UserError(f"{origin}: {index.name} names {name!r}; only files beside it are read; {AGAIN}")
+            raise UserError(f"{origin}: {index.name} names {name!r}; only files next to it are read; {AGAIN}")
         if not file.is_file():
             raise UserError(f"{origin}: {index.name} names {name!r}, which is not there; {AGAIN}")
     return files
 
 
-def _account(model: Any, found: Any, origin: str) -> None:
-    """Raise UserError for tensors that the model needs and the files do not have, or the other way round."""
+def _check_filled(model: Any, found: Any, origin: str) -> None:
+    """Raise UserError for tensors that the model needs and the files lack, or the other way round."""
     found = found if isinstance(found, dict) else vars(found)
     mismatched = [key[0] if isinstance(key, tuple) else key for key in found.get("mismatched_keys", ())]
-    spare = [name for name in found.get("unexpected_keys", ()) if not (SPARE.search(name) or _drafts(name, model.config))]
-    wrong = {"lack": found.get("missing_keys", ()), "have in another shape": mismatched, "have and it does not know": spare}
-    said = [f"{what} {_named(names)}" for what, names in wrong.items() if names]
-    if said:
+    unexpected = [name for name in found.get("unexpected_keys", ()) if not _is_ignored(name, model.config)]
+    wrong = {
+        "lack": found.get("missing_keys", ()),
+        "have in another shape": mismatched,
+        "have and it does not know": unexpected,
+    }
+    faults = [f"{what} {_named(names)}" for what, names in wrong.items() if names]
+    if faults:
         kind = type(model).__name__
-        raise UserError(f"{origin}: its files do not fill {kind}: they {'; they '.join(said)}; {AGAIN}, or mend config.json")
+        raise UserError(f"{origin}: its files do not fill {kind}: they {'; they '.join(faults)}; {AGAIN}, or mend config.json")
 
 
-def _drafts(name: str, config: Any) -> bool:
-    """Whether a tensor belongs to the layers behind the last one that some checkpoints bring to draft with."""
+def _is_ignored(name: str, config: Any) -> bool:
+    """Whether the model has no use for a tensor, such as one of the draft layers after a checkpoint's last layer."""
+    if IGNORED.search(name):
+        return True
     config = config.get_text_config()
     number = re.search(r"\blayers\.(\d+)\.", name)
     extra = getattr(config, "num_nextn_predict_layers", None) or 0
@@ -128,4 +134,5 @@ def _named(names: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException, length: int = 200) -> str:
+    """An error's text in one line, cut to `length` characters."""
     return " ".join(str(error).split())[:length]

@@ -19,7 +19,7 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import Dataset, collate
 from drafttrain.features import FeatureOptions
 from drafttrain.features.cached import Cached
-from drafttrain.features.form import Form
+from drafttrain.features.format import FeatureFormat
 from drafttrain.features.layout import Ids, Layout
 from drafttrain.features.online import Online
 from drafttrain.features.store import ABSENT, Store
@@ -80,7 +80,7 @@ class Caching:
     def _store(self, rows: Sequence[Encoded]) -> Store:
         target, sparse = self.loaded.target, self.options.law == "top_k"
         keys = (self.taps if sparse else self.taps | Taps(final=True)).keys
-        form = Form(keys, self.options.format, target.shape.hidden_size, self.options.k if sparse else 0)
+        form = FeatureFormat(keys, self.options.format, target.shape.hidden_size, self.options.k if sparse else 0)
         layout = Layout.of((document for row in rows for document in row.documents), form.bytes)
         description = {"target": target.fingerprint, "dtype": self.loaded.description["dtype"]}
         return Store(self.root.resolve(), layout, form, description)
@@ -109,7 +109,11 @@ class Caching:
         trial = writer.trial(missing, world.size)
         free = shutil.disk_usage(next(p for p in store.folder.parents if p.exists())).free
         need, time = f"{store.bytes(missing) / GIB:,.2f} GiB", timedelta(seconds=round(trial.seconds))
-        kept = "" if trial.rest is None else f", {store.form.top} tokens hold {1 - trial.rest:.1%} of the target's law"
+        kept = (
+            ""
+            if trial.dropped_mass is None
+            else f", {store.form.top} tokens hold {1 - trial.dropped_mass:.1%} of the target's probability"
+        )
         console.say(
             f"features: {tokens:,} tokens, {store.form.bytes:,} bytes each{kept}: {need} of {free / GIB:,.2f} GiB free "
             f"below {self.root}, about {time} at {tokens / trial.seconds:,.0f} tokens/s"

@@ -51,7 +51,7 @@ def data(material: Path, loaded: LoadedTarget) -> Dataset:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(layout, "LEAST", 200)
+    monkeypatch.setattr(layout, "MIN_SHARD_TOKENS", 200)
     return join_world(torch.device("cpu"))
 
 

@@ -29,8 +29,8 @@ from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget, load_target
+from drafttrain.targets.round_robin import RoundRobinTarget, part_among_neighbours
 from drafttrain.targets.sharded import ShardedTarget
-from drafttrain.targets.turns import TurnTarget, sharing
 from drafttrain.train import DeepSpeedOptions, LoggerOptions, TrainOptions
 from drafttrain.train.engine import Engine, World, join_world, leave_world
 from drafttrain.train.progress import Console
@@ -66,7 +66,9 @@ def loaded_as(placement: str, path: str) -> LoadedTarget:
     options = TargetOptions(name="hf", path=path)
     if placement == "zero3":
         return load_target(options, shards=ZeroShards(torch.float32))
-    return load_target(options, sharing(2), kind=TurnTarget) if placement == "tensor_parallel" else load_target(options)
+    if placement == "tensor_parallel":
+        return load_target(options, part_among_neighbours(2), kind=RoundRobinTarget)
+    return load_target(options)
 
 
 def watch_blocks(loaded: LoadedTarget, found: Found) -> None:

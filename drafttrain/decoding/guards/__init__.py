@@ -1,1 +1,1 @@
-"""Output monitors: they watch a text while it is decoded and may end it."""
+"""Output monitors that act: they watch a text while it is decoded, and end it or fall back to plain decoding."""

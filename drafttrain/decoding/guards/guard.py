@@ -1,6 +1,6 @@
-"""Guards: output monitors that act. They stop a text, or continue it by plain decoding, when it loops or breaks its format.
+"""Output monitors that act: they watch a text while it is decoded, and act when it starts to loop or can no longer become JSON.
 
-Monitors (`drafttrain.measure.monitors`) count the same faults in finished texts; they never act.
+The monitors of `drafttrain.measure.monitors` count the same faults in finished texts and never act.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The actions on faults: off, plain (plain decoding from there on), or stop (end of the text)."""
+    """What to do about a loop, and about a text that can no longer become JSON.
 
-    loop: str = "off"  # action on a loop
-    json: str = "off"  # action on a text that can no longer become JSON
-    fence: bool = True  # a ``` fence may enclose the JSON
-    decode: Decode | None = None  # token ids into text without special tokens; only `json` needs it
+    The actions are nothing (off), plain decoding of the target from there on (plain), or the end of the text (stop).
+    """
+
+    loop: str = "off"  # action for a loop
+    json: str = "off"  # action for a text that can no longer become JSON
+    fence: bool = True  # whether a ``` fence may surround the JSON
+    decode: Decode | None = None  # token ids to text without special tokens; needed for JSON only
 
     def __post_init__(self) -> None:
         for name in (LOOP, JSON):
@@ -37,38 +40,39 @@ class Guard:
 
     @property
     def idle(self) -> bool:
+        """Whether no action is set."""
         return self.loop == self.json == "off"
 
     def without(self, action: str) -> Guard:
-        """The guard without this action."""
+        """The same without this action."""
         return replace(self, loop="off" if self.loop == action else self.loop, json="off" if self.json == action else self.json)
 
     def of(self, as_json: bool) -> Guard | None:
-        """The guard of one text; None: nothing is watched. as_json: the text is meant to be JSON."""
+        """The guard of one text; None if nothing is watched. as_json: the text is meant to be JSON."""
         guard = self if as_json else replace(self, json="off")
         return None if guard.idle else guard
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One action of a guard."""
+    """An action on one text."""
 
     guard: str  # loop or json
     action: str  # plain or stop
-    kept: int  # tokens of the text before the action
+    kept: int  # number of tokens that stay; the text continues or ends after them
 
 
 class Watch:
-    """Watches one text. A guard that has acted is off. After a first `plain` there is no second one."""
+    """Watches one text. A guard that has acted is off, and after the first `plain` all `plain` actions are off."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._reader = None if guard.json == "off" or guard.decode is None else _Reader(guard.decode, guard.fence)
 
     def act(self, tokens: list[int], new: int) -> Act | None:
-        """The action on the first fault within the last `new` tokens; None: no fault.
+        """The action for the first fault within the last `new` tokens; None if there is none.
 
-        A loop keeps the token that makes it one. JSON loses the token that breaks it, unless it is the text's first.
+        A loop keeps the token that completes it. JSON drops the token that breaks it, unless that is the text's first token.
         """
         for end in range(len(tokens) - new + 1, len(tokens) + 1):
             if self._guard.loop != "off" and loops(tokens[max(0, end - REACH) : end]):
@@ -87,14 +91,14 @@ class Watch:
 
 
 class _Reader:
-    """Reads tokens as JSON, one after the other. A part of a character waits for the rest of it."""
+    """Feeds tokens to the JSON checker. An incomplete character waits for its remaining tokens."""
 
     def __init__(self, decode: Decode, fence: bool) -> None:
         self._decode, self._json = decode, JsonText(fence)
-        self._from = self._read = 0  # tokens [_from, _read) have been read, and are decoded again before those that follow
+        self._from = self._read = 0  # tokens [_from, _read) are read already; they are decoded again as context for the next
 
     def goes_on(self, tokens: list[int], end: int) -> bool:
-        """Whether the first `end` tokens can become JSON; called with 1, 2, 3, ..."""
+        """Whether the first `end` tokens can become JSON. Call it with 1, 2, 3, ..."""
         known, text = (self._decode(tokens[self._from : stop]) for stop in (self._read, end))
         if text.endswith(UNFINISHED):
             return True

@@ -1,17 +1,17 @@
-"""Runs of one n-gram repeated back to back, in tokens or in characters; and what is called a loop."""
+"""Runs of one n-gram that repeats without gaps, in tokens or characters, and the definition of a loop."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 LEAST_REPEATS = 3
-LONGEST_PERIOD = 32  # n-grams up to this length are looked for
+LONGEST_PERIOD = 32  # longest n-gram that is searched for
 LEAST_TOKENS = 16  # shorter repetition is ordinary text
-REACH = LEAST_REPEATS * LONGEST_PERIOD  # a loop shows in so many last tokens
+REACH = LEAST_REPEATS * LONGEST_PERIOD  # number of last tokens that are enough to detect a loop
 
 
 def tail_run(items: Sequence[object], n: int) -> int:
-    """Items in the run of one n-gram that ends the sequence; 0 where it is repeated fewer than three times.
+    """Length of the run of one n-gram that ends the sequence; 0 if it repeats fewer than three times.
 
     Example: `c a b a b a b` ends in three times `a b`, 6 items.
     """
@@ -22,12 +22,12 @@ def tail_run(items: Sequence[object], n: int) -> int:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """The tail repeats one n-gram of at most 32 tokens at least three times, over at least 16 tokens."""
+    """Whether the tail repeats one n-gram of at most 32 tokens at least three times, over at least 16 tokens."""
     tail = tokens[-REACH:]
     return any(tail_run(tail, n) >= LEAST_TOKENS for n in range(1, LONGEST_PERIOD + 1))
 
 
 def whole_run(equal: int, n: int) -> int:
-    """`equal` items that agree with those n earlier make a run of equal + n items, if it repeats often enough."""
+    """Length of a run in which `equal` items agree with the item n earlier: equal + n, or 0 if it repeats too rarely."""
     run = equal + n
     return run if equal and run // n >= LEAST_REPEATS else 0

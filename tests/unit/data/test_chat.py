@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from drafttrain.core.errors import UserError
-from drafttrain.data.chat import encode
+from drafttrain.data.chat import Encoder
 from drafttrain.data.sources import Conversation
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -62,7 +62,7 @@ def chat(*contents: str, system: str | None = None) -> Conversation:
 
 def spans(conversation: Conversation, tokenizer: PreTrainedTokenizerFast, max_length: int = 10_000) -> list[str]:
     """The text of every run of supervised tokens."""
-    encoded = encode(conversation, tokenizer, max_length)
+    encoded = Encoder(tokenizer, max_length)(conversation)
     runs, previous = [], False
     for token, supervised in zip(encoded.token_ids.tolist(), encoded.mask.tolist(), strict=True):
         if supervised:
@@ -95,7 +95,7 @@ def test_the_end_token_in_the_next_turn_belongs_to_the_reply() -> None:
 
 def test_marks_and_prefixes_give_the_same_mask() -> None:
     conversation = chat("hi", "yes\n", "\n", " hi\n\n")
-    marked, plain = (encode(conversation, byte_tokenizer(t), 1000) for t in (MARKED, CHATML))
+    marked, plain = (Encoder(byte_tokenizer(t), 1000)(conversation) for t in (MARKED, CHATML))
     assert marked.token_ids.tolist() == plain.token_ids.tolist()
     assert marked.mask.tolist() == plain.mask.tolist()
 
@@ -133,32 +133,32 @@ def test_any_text_supervises_the_ends_of_its_replies_and_no_prompt(contents: lis
 
 
 def test_text_is_supervised_whole_behind_its_first_token() -> None:
-    encoded = encode(Conversation("x:1", text="hi yes"), byte_tokenizer(None), 100)
+    encoded = Encoder(byte_tokenizer(None), 100)(Conversation("x:1", text="hi yes"))
     assert encoded.mask.tolist() == [False] + [True] * (len(encoded.token_ids) - 1)
     assert encoded.supervised == len(encoded.token_ids) - 1
 
 
 def test_truncation_cuts_ids_and_mask() -> None:
     tokenizer = byte_tokenizer(CHATML)
-    whole, cut = (encode(chat("hi", "yes and more"), tokenizer, n) for n in (1000, 20))
+    whole, cut = (Encoder(tokenizer, n)(chat("hi", "yes and more")) for n in (1000, 20))
     assert cut.truncated
     assert not whole.truncated
     assert cut.token_ids.tolist() == whole.token_ids[:20].tolist()
     assert cut.mask.tolist() == whole.mask[:20].tolist()
-    assert encode(chat("hi", "yes"), tokenizer, 4).supervised == 0
+    assert Encoder(tokenizer, 4)(chat("hi", "yes")).supervised == 0
 
 
 def test_conversations_without_a_template_are_refused() -> None:
     with pytest.raises(UserError, match=r"data.jsonl:1: conversations need a chat template.* has none; use .*`text` records"):
-        encode(chat("hi", "yes"), byte_tokenizer(None), 100)
+        Encoder(byte_tokenizer(None), 100)(chat("hi", "yes"))
 
 
 def test_a_template_that_rewrites_earlier_text_is_refused() -> None:
     with pytest.raises(UserError, match=r"data.jsonl:1: .*cannot be masked reliably: turn 2 .*\{% generation %\}.*`text`"):
-        encode(chat("hi", "yes", "more?", "no"), byte_tokenizer(COUNTING), 100)
+        Encoder(byte_tokenizer(COUNTING), 100)(chat("hi", "yes", "more?", "no"))
 
 
 @pytest.mark.parametrize("template", [LLAMA2, LLAMA2_MARKED])
 def test_a_conversation_that_the_template_refuses_names_its_line(template: str) -> None:
     with pytest.raises(UserError, match=r"data.jsonl:1: the chat template refuses .*only user and assistant"):
-        encode(chat("hi", "yes", system="be short"), byte_tokenizer(template), 100)
+        Encoder(byte_tokenizer(template), 100)(chat("hi", "yes", system="be short"))

@@ -13,11 +13,10 @@ import pytest
 from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
-from drafttrain.data.files import read_records
-from drafttrain.data.journal import SETTINGS, Journal, check_settings, look, read
+from drafttrain.data.journal import SETTINGS, Journal, check_settings, read, scan
 from drafttrain.data.pool import Conversations, Workers
 from drafttrain.data.provenance import FILE, find_provenance
-from drafttrain.data.records import open_records
+from drafttrain.data.records import open_records, read_records
 from drafttrain.data.sources import open_sources, read_conversations
 from drafttrain.data.store import Block, Store, encode_block, key_of
 from tests.damage import harmed, refused
@@ -61,7 +60,7 @@ def test_a_changed_byte_of_prepared_data_is_refused(out: Path) -> None:
     assert refused([out / LISTED], lambda: trained_on(out), 150, removed=False)[LISTED] > 0.9  # but for spaces and line feeds
     for part in parts:
         assert refused([part], lambda part=part: trained_on(part), 30, removed=False) == {part.name: 1.0}
-        assert refused([part], lambda part=part: list(read_records(part)), 30, removed=False) == {part.name: 1.0}
+        assert refused([part], lambda part=part: list(read_records(part, None, out)), 30, removed=False) == {part.name: 1.0}
 
 
 def test_names_of_prepared_data_are_compared(out: Path) -> None:
@@ -108,7 +107,7 @@ def test_a_changed_byte_of_a_journal_costs_its_line_alone(tmp_path: Path) -> Non
     path, records = journal_of(folder)
     lost = 0
     for how in harmed(path, 400):
-        found, seen = [record for _, _, record in read(folder)], look(folder)
+        found, seen = [record for _, _, record in read(folder)], scan(folder)
         left = [record for record in found if record in records]  # a changed name of the checksum changes no field
         assert all({key: value for key, value in record.items() if key in records[0]} in records for record in found), how
         assert {record["id"] for record in found} == seen.answered
@@ -124,14 +123,14 @@ def test_a_changed_byte_of_a_journal_costs_its_line_alone(tmp_path: Path) -> Non
                 for record in records:
                     if record["id"] not in seen.answered:
                         journal.append(record)
-            assert look(folder).answered == {str(i) for i in range(5)}, how
+            assert scan(folder).answered == {str(i) for i in range(5)}, how
     assert lost > 320
 
 
 def test_lines_of_earlier_versions_count(tmp_path: Path) -> None:
     path, records = journal_of(tmp_path)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert [record for _, _, record in read(tmp_path)] == records and look(tmp_path).damaged == []
+    assert [record for _, _, record in read(tmp_path)] == records and scan(tmp_path).damaged == []
 
 
 def test_damaged_lines_are_said_and_their_texts_asked_again(

@@ -160,7 +160,7 @@ def test_settings_that_are_wrong(sources: list[SourceOptions], says: str) -> Non
 
 
 def test_a_path_beside_a_mixture_is_refused() -> None:
-    with pytest.raises(UserError, match=r"data.path=a.jsonl and data.mix name the data both"):
+    with pytest.raises(UserError, match=r"data.path=a.jsonl and data.mix both name the data"):
         load([SourceOptions("b.jsonl")], path="a.jsonl")
     with pytest.raises(UserError, match=r"data.limit is for data.path alone; give each source of data.mix its own limit"):
         load([SourceOptions("b.jsonl")], limit=3)

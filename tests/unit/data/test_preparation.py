@@ -24,7 +24,7 @@ from drafttrain.data.pool import CHUNK, Conversations, Workers
 from drafttrain.data.records import open_records
 from drafttrain.data.sources import open_sources
 from drafttrain.data.store import Store
-from drafttrain.data.workers import Follower, Pool
+from drafttrain.data.workers import Follower, WorkerPool
 from tests.unit.data.test_dataset import word_tokenizer
 
 COUNT = 1200
@@ -77,7 +77,7 @@ def test_what_is_on_disk_is_not_prepared_again(path: Path, tmp_path: Path, monke
     def never(*_: Any) -> Any:
         raise AssertionError("everything is there")
 
-    monkeypatch.setattr("drafttrain.data.pool.Pool", never)
+    monkeypatch.setattr("drafttrain.data.pool.WorkerPool", never)
     assert batches(load(path, **cache, pack=True)) == batches(first)
     assert batches(load(path, **cache, seed=3)) == batches(load(path, seed=3))
     with pytest.raises(AssertionError, match="everything is there"):
@@ -95,9 +95,9 @@ def test_other_processes_of_a_machine_read_what_the_first_writes(path: Path, tmp
     led, leads = (Conversations(sources, encoder, Workers(tmp_path / "cache", 1, first)) for first in (False, True))
     everything = np.arange(COUNT)
     try:
-        leads.ask(everything)
+        leads.request(everything)
         led.wait(everything)
-        assert isinstance(led._team, Follower)
+        assert isinstance(led._preparer, Follower)
         leads.wait(everything)
         assert all(led.encoded(i).token_ids.tolist() == leads.encoded(i).token_ids.tolist() for i in range(0, COUNT, 50))
     finally:
@@ -190,8 +190,8 @@ def test_a_killed_worker_ends_the_run_with_one_line(path: Path, tmp_path: Path) 
     options = DataOptions(path=str(path), max_length=20)
     conversations = Conversations(open_sources(options), Encoder(word_tokenizer(), 20), Workers(tmp_path / "cache", 1))
     conversations.wait(np.arange(1))
-    pool = conversations._team
-    assert isinstance(pool, Pool)
+    pool = conversations._preparer
+    assert isinstance(pool, WorkerPool)
     while pool._waiting is not None:
         time.sleep(0.02)
     for process in pool._pool._processes.values():

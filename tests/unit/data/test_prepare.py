@@ -17,9 +17,9 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST
 from drafttrain.core.sampling import Sampling
 from drafttrain.data import DataOptions, PrepareOptions
-from drafttrain.data.asks import TOO_LONG, Asks, Dialogue, Job, jobs_of, read_asks
-from drafttrain.data.journal import Journal, answered, check_settings, read
-from drafttrain.data.regenerate import Engine
+from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, GenerationJob, PromptScripts, jobs_of, read_scripts
+from drafttrain.data.journal import Journal, check_settings, read, scan
+from drafttrain.data.local_generator import LocalGenerator
 from drafttrain.data.sources import Conversation, read_conversations
 from drafttrain.decoding.decoder import Decoder
 from tests.helpers import tiny_model, tiny_target
@@ -47,13 +47,13 @@ def conversation(*turns: str, origin: str = "x:1") -> Conversation:
     return Conversation(origin, tuple({"role": "user", "content": turn} for turn in turns))
 
 
-def asks(count: int, turns: int = 2) -> Asks:
+def asks(count: int, turns: int = 2) -> PromptScripts:
     draw = random.Random(3)
 
     def turn() -> str:
         return " ".join(str(draw.randrange(64)) for _ in range(draw.randrange(1, 9)))
 
-    return read_asks(conversation(*(turn() for _ in range(turns))) for _ in range(count))
+    return read_scripts(conversation(*(turn() for _ in range(turns))) for _ in range(count))
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +61,17 @@ def model() -> Any:
     return tiny_model()
 
 
-def engine(batch_size: int, longest: int = LONGEST) -> Engine:
+def engine(batch_size: int, longest: int = LONGEST) -> LocalGenerator:
     target = tiny_target(stop=frozenset({STOP}))
 
     def decoder(temperature: float) -> Decoder:
         sampling = Sampling(temperature, top_p=0.9, seed=5)
         return Decoder(target, None, "coupled" if temperature else "greedy", sampling, target.stop_ids, NEW)
 
-    return Engine(decoder, Numbers(), longest, batch_size)  # type: ignore[arg-type]
+    return LocalGenerator(decoder, Numbers(), longest, batch_size)  # type: ignore[arg-type]
 
 
-def written(jobs: list[Job], batch_size: int, **how: Any) -> dict[str, dict[str, Any]]:
+def written(jobs: list[GenerationJob], batch_size: int, **how: Any) -> dict[str, dict[str, Any]]:
     done: list[Dialogue] = []
     counted = 0
 
@@ -94,7 +94,7 @@ def generated(model: Any, prompt: list[int]) -> list[int]:
 
 def test_greedy_replies_are_those_of_generate_token_for_token(model: Any) -> None:
     """Every turn, asked with the regenerated replies before it."""
-    found, stopped = written(list(jobs_of(asks(12).asks, PrepareOptions())), 5), 0
+    found, stopped = written(list(jobs_of(asks(12).scripts, PrepareOptions())), 5), 0
     for record in found.values():
         context: list[dict[str, str]] = []
         for message in record["messages"]:
@@ -114,7 +114,7 @@ def test_greedy_replies_are_those_of_generate_token_for_token(model: Any) -> Non
 
 def test_sampled_replies_depend_on_prompt_number_and_seed_alone() -> None:
     options = PrepareOptions(samples=3, temperatures=[0.0, 0.7, 1.3])
-    jobs = list(jobs_of(asks(9).asks, options))
+    jobs = list(jobs_of(asks(9).scripts, options))
     alone = written(jobs, 1)
     assert alone == written(jobs[::-1], 4) == written(jobs, 32)
     shares = [written(jobs[rank::3], 2) for rank in range(3)]
@@ -122,26 +122,26 @@ def test_sampled_replies_depend_on_prompt_number_and_seed_alone() -> None:
     texts = [json.dumps(record["messages"]) for record in alone.values()]
     assert len(set(texts)) > 0.9 * len(texts)
     assert {record["temperature"] for record in alone.values()} == {0.0, 0.7, 1.3}
-    others = written(list(jobs_of(asks(9).asks, PrepareOptions(samples=3, temperatures=[0.0, 0.7, 1.3], seed=1))), 4)
+    others = written(list(jobs_of(asks(9).scripts, PrepareOptions(samples=3, temperatures=[0.0, 0.7, 1.3], seed=1))), 4)
     assert others != alone
 
 
 def test_the_mixture_is_drawn_by_its_weights_and_greedy_texts_are_not_repeated() -> None:
     options = PrepareOptions(samples=1, temperatures=[0.0, 0.8], weights=[4, 1])
-    many = asks(800, turns=1).asks
+    many = asks(800, turns=1).scripts
     drawn = [job.temperature for job in jobs_of(many, options)]
     assert len(drawn) == len(many)
     assert 0.16 < drawn.count(0.8) / len(many) < 0.24
-    assert len(list(jobs_of(asks(5).asks, PrepareOptions(samples=4)))) == 5
-    jobs = list(jobs_of(asks(50).asks, PrepareOptions(samples=4, temperatures=[0.0, 0.8])))
-    greedy = [job.ask.id for job in jobs if job.temperature == 0]
+    assert len(list(jobs_of(asks(5).scripts, PrepareOptions(samples=4)))) == 5
+    jobs = list(jobs_of(asks(50).scripts, PrepareOptions(samples=4, temperatures=[0.0, 0.8])))
+    greedy = [job.script.id for job in jobs if job.temperature == 0]
     assert 25 < len(greedy) == len(set(greedy))
     assert len({job.seed for job in jobs}) == len(jobs) == len({job.id for job in jobs})
 
 
 def test_a_turn_without_room_ends_the_conversation_before_it() -> None:
     long = " ".join(["9"] * 70)
-    short, none = read_asks([conversation("1 2", long), conversation(long + " 1 1 1 1 1 1 1 1 1")]).asks
+    short, none = read_scripts([conversation("1 2", long), conversation(long + " 1 1 1 1 1 1 1 1 1")]).scripts
     found = written(list(jobs_of([short, none], PrepareOptions())), 2, longest=60)
     first, second = found[f"{short.id}-0"], found[f"{none.id}-0"]
     assert [m["role"] for m in first["messages"]] == ["user", "assistant"]
@@ -153,7 +153,7 @@ def test_prompts_are_asked_once_without_their_replies() -> None:
     system = {"role": "system", "content": "be short"}
     user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "old"}
     tool = {"role": "tool", "content": "{}"}
-    found = read_asks(
+    found = read_scripts(
         [
             Conversation("a", (system, user, reply, user)),
             Conversation("b", (user, reply)),
@@ -163,10 +163,10 @@ def test_prompts_are_asked_once_without_their_replies() -> None:
             Conversation("f", (system,)),
         ]
     )
-    assert [ask.script for ask in found.asks] == [(system, user, user), (user,)]
+    assert [script.messages for script in found.scripts] == [(system, user, user), (user,)]
     assert found.skipped == {"duplicate": 1, "with tools": 1, "plain text": 1, "without a user turn": 1}
     with pytest.raises(UserError, match="no prompt to ask"):
-        read_asks([Conversation("e", text="plain")])
+        read_scripts([Conversation("e", text="plain")])
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_prompts_are_asked_once_without_their_replies() -> None:
 def test_prompts_of_every_form_are_read(tmp_path: Path, record: dict[str, Any], turns: list[str]) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(record) + "\n")
-    (ask,) = read_asks(read_conversations(DataOptions(path=str(path)), replies=False)).asks
-    assert [message["content"] for message in ask.script] == turns
+    (script,) = read_scripts(read_conversations(DataOptions(path=str(path)), replies=False)).scripts
+    assert [message["content"] for message in script.messages] == turns
 
 
 Command = Callable[..., int]
@@ -248,7 +248,7 @@ def test_a_journal_cut_anywhere_is_mended(tmp_path: Path) -> None:
         for tail in (b"", b"\0" * 7, b"\0\n\0"):
             path.write_bytes(content[:left] + tail)
             whole = content[:left].count(b"\n")
-            assert answered(tmp_path / "x") == {str(i) for i in range(whole)}
+            assert scan(tmp_path / "x").answered == {str(i) for i in range(whole)}
             with Journal(tmp_path / "x", 0) as journal:
                 for record in records[whole:]:
                     journal.append(record)
@@ -271,7 +271,7 @@ def test_another_setting_does_not_mix_into_a_journal(
     [
         ([], "out is not set"),
         (["out=."], "out is '.'; name a directory of its own"),
-        (["out=taken"], "out=taken is there already"),
+        (["out=taken"], "out=taken exists"),
         (["out=x", "prepare.drop=[lop]"], "prepare.drop names lop; the rules are empty, truncated, loop, refusal"),
         (["out=x", "prepare.samples=0"], "prepare.samples is 0"),
         (["out=x", "prepare.temperatures=[-1]"], "temperature is -1"),

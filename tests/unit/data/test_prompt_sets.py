@@ -95,7 +95,7 @@ def test_without_network_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(
-        UserError, match=r"^prompt set gsm8k: openai/gsm8k cannot be had .* measure\.prompts=gsm8k:FILE$"
+        UserError, match=r"^prompt set gsm8k: openai/gsm8k cannot be loaded .* measure\.prompts=gsm8k:FILE$"
     ) as error:
         load_prompts("gsm8k")
     assert "\n" not in str(error.value)
@@ -129,7 +129,7 @@ def test_a_record_of_another_form_is_refused(tmp_path: Path) -> None:
         ({"format": "json", "schema": {"type": "array"}}, ("json", ())),
         ({}, (None, ())),
         ({"format": "yaml"}, "expected json in `format`, got 'yaml'"),
-        ({"required": ["a"]}, 'beside "format": "json", got'),
+        ({"required": ["a"]}, 'with "format": "json", got'),
         ({"format": "json", "required": "a"}, "expected a list of keys in `required`"),
     ],
 )

@@ -16,14 +16,14 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.features import layout as layouts
 from drafttrain.features.cached import Cached, documents
-from drafttrain.features.form import Form
+from drafttrain.features.format import FeatureFormat
 from drafttrain.features.layout import Layout, key_of
 from drafttrain.features.online import Online
 from drafttrain.features.store import ABSENT, Store
 from drafttrain.features.writer import Writer
 from drafttrain.model.batch import Prediction, Top, TrainBatch
 from drafttrain.model.target import FINAL, Taps
-from drafttrain.objective.teacher import TopLaw
+from drafttrain.objective.teacher import TopKDistribution
 from drafttrain.ops.divergence import NAMES, divergence
 from drafttrain.targets.hf import HFTarget
 from tests.damage import harmed
@@ -39,8 +39,8 @@ def target() -> HFTarget:
 
 @pytest.fixture(autouse=True)
 def many_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "LEAST", 24)
-    monkeypatch.setattr(layouts, "SHARDS", 4)
+    monkeypatch.setattr(layouts, "MIN_SHARD_TOKENS", 24)
+    monkeypatch.setattr(layouts, "MIN_SHARDS", 4)
 
 
 def texts(count: int = 12) -> list[np.ndarray]:
@@ -52,7 +52,7 @@ def batch(rows: list[np.ndarray]) -> TrainBatch:
 
 
 def written(folder: Path, target: HFTarget, format: str = "float32", top: int = 0) -> Store:
-    form = Form(KEYS[:1] if top else KEYS, format, target.shape.hidden_size, top)
+    form = FeatureFormat(KEYS[:1] if top else KEYS, format, target.shape.hidden_size, top)
     store = Store(folder, Layout.of(texts(), form.bytes), form, {"target": target.fingerprint})
     store.folder.mkdir(parents=True)
     Writer(store, Online(target, Taps((1,))), batch, 60).write(list(store.numbers), 0, 1, lambda tokens: None)
@@ -64,7 +64,7 @@ def test_formats_keep_a_state_within_their_digits(format: str, error: float) -> 
     state_NH = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 50)[:, None]
     state_NH[7] = 0.0
     state_NH[8, 0] = 1e4  # one outlier must not cost the others their digits
-    form = Form((2,), format, 32)
+    form = FeatureFormat((2,), format, 32)
     columns = form.encode({2: state_NH}, tiny_target())
     assert {name: (c.dtype, tuple(c.shape[1:])) for name, c in columns.items()} == {
         name: (c.dtype, c.shape) for name, c in form.columns.items()
@@ -94,18 +94,18 @@ def test_a_layout_holds_every_text_once_in_whatever_order_they_come(lengths: lis
     assert all(all(shard) for shard in rows.values())
     for number in range(len(layout.shards)):
         passes = layout.passes(number, 40)
-        assert [key_of(t) for p in passes for t in p] == [key_of(layout.texts[i]) for i in layout.shards[number]]
+        assert [key_of(t) for p in passes for t in p] == [key_of(layout.sequences[i]) for i in layout.shards[number]]
         assert all(len(p) * max(map(len, p)) <= 40 for p in passes)
 
 
 def test_another_text_or_form_or_target_has_another_folder(tmp_path: Path) -> None:
-    form, some = Form(KEYS, "float32", 32), texts()
+    form, some = FeatureFormat(KEYS, "float32", 32), texts()
     layout = Layout.of(some, form.bytes)
     folders = {
         Store(tmp_path, layout, form, {"target": "a"}).folder,
         Store(tmp_path, layout, form, {"target": "b"}).folder,
-        Store(tmp_path, layout, Form(KEYS, "bfloat16", 32), {"target": "a"}).folder,
-        Store(tmp_path, layout, Form((2, FINAL), "float32", 32), {"target": "a"}).folder,
+        Store(tmp_path, layout, FeatureFormat(KEYS, "bfloat16", 32), {"target": "a"}).folder,
+        Store(tmp_path, layout, FeatureFormat((2, FINAL), "float32", 32), {"target": "a"}).folder,
         Store(tmp_path, Layout.of(some[1:], form.bytes), form, {"target": "a"}).folder,
     }
     assert len(folders) == 5
@@ -114,7 +114,7 @@ def test_another_text_or_form_or_target_has_another_folder(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_cached_states_are_the_targets(processes: int, target: HFTarget, tmp_path: Path) -> None:
-    form = Form(KEYS, "float32", target.shape.hidden_size)
+    form = FeatureFormat(KEYS, "float32", target.shape.hidden_size)
     store = Store(tmp_path, Layout.of(texts(), form.bytes), form, {})
     store.folder.mkdir()
     passes, done = [], []
@@ -178,7 +178,7 @@ def test_damage_is_found(target: HFTarget, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_what_is_complete(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    form = Form(KEYS, "float32", target.shape.hidden_size)
+    form = FeatureFormat(KEYS, "float32", target.shape.hidden_size)
     store = Store(tmp_path, Layout.of(texts(), form.bytes), form, {})
     store.folder.mkdir()
     write = Path.write_bytes
@@ -220,12 +220,12 @@ def test_the_law_by_its_top_tokens_is_the_ghost_token(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     law = torch.randn(6, 20, generator=generator) * 2
     draft = torch.randn(6, 20, generator=generator).requires_grad_()
-    columns = Form((), "float32", 8, top=5)._top(law)
+    columns = FeatureFormat((), "float32", 8, top=5)._top(law)
     top = Top(*(columns[f"law.{part}"][None] for part in ("id", "log_p", "log_rest")))
     top = Top(top.id_BTk.long(), top.log_p_BTk, top.log_rest_BT)
     prediction = Prediction(0, torch.arange(6), torch.arange(6), draft, lambda x: x)
     with torch.no_grad():
-        found = TopLaw(top, 20).logits(torch.arange(6), prediction, draft)
+        found = TopKDistribution(top, 20).logits(torch.arange(6), prediction, draft)
     p = law.softmax(-1)
     torch.testing.assert_close(found.exp().sum(-1), torch.ones(6))
     torch.testing.assert_close(found.gather(1, top.id_BTk[0]).exp(), p.topk(5).values)
@@ -241,7 +241,7 @@ def test_the_law_by_its_top_tokens_is_the_ghost_token(name: str) -> None:
 def test_a_drafter_without_any_other_token_gets_the_rest_evenly() -> None:
     top = Top(torch.tensor([[[3, 1]]]), torch.tensor([[[0.5, 0.3]]]).log(), torch.tensor([[0.2]]).log())
     prediction = Prediction(0, torch.zeros(1), torch.zeros(1), torch.zeros(1, 2), lambda x: x, vocab_D=torch.tensor([1, 3]))
-    found = TopLaw(top, 6).logits(torch.zeros(1, dtype=torch.long), prediction, torch.zeros(1, 2)).exp()
+    found = TopKDistribution(top, 6).logits(torch.zeros(1, dtype=torch.long), prediction, torch.zeros(1, 2)).exp()
     torch.testing.assert_close(found, torch.tensor([[0.05, 0.3, 0.05, 0.5, 0.05, 0.05]]))
 
 

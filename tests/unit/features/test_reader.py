@@ -16,7 +16,7 @@ from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import collate
 from drafttrain.features import layout as layouts
 from drafttrain.features.cached import Cached
-from drafttrain.features.form import Form
+from drafttrain.features.format import FeatureFormat
 from drafttrain.features.layout import Layout
 from drafttrain.features.online import Online
 from drafttrain.features.reader import BUFFERS, HostBuffers, ReadAhead
@@ -39,10 +39,10 @@ def batch(rows: list[np.ndarray]) -> TrainBatch:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setattr(layouts, "LEAST", 24)
-    monkeypatch.setattr(layouts, "SHARDS", 4)
+    monkeypatch.setattr(layouts, "MIN_SHARD_TOKENS", 24)
+    monkeypatch.setattr(layouts, "MIN_SHARDS", 4)
     target = tiny_target()
-    form = Form((1, FINAL), "bfloat16", target.shape.hidden_size)
+    form = FeatureFormat((1, FINAL), "bfloat16", target.shape.hidden_size)
     found = Store(tmp_path, Layout.of(texts(), form.bytes), form, {"target": target.fingerprint})
     found.folder.mkdir(parents=True)
     Writer(found, Online(target, Taps((1,))), batch, 60).write(list(found.numbers), 0, 1, lambda tokens: None)
@@ -94,7 +94,7 @@ class Copies(HostBuffers):
         self.made += 1
         return torch.empty(size, dtype=torch.uint8)
 
-    def _recorded(self) -> Any:
+    def _copy_event(self) -> Any:
         newest = list(self.under_way)
         return SimpleNamespace(synchronize=lambda: self.under_way.difference_update(newest))
 

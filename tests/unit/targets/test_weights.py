@@ -168,7 +168,7 @@ def test_an_index_leads_nowhere_else(way: str, directory: Path, tmp_path: Path) 
         (directory / file).rename(other / file)
         if way == "link":
             (directory / file).symlink_to(other / file)
-    refused(directory, "index.json names .*; only files beside it are read")
+    refused(directory, "index.json names .*; only files next to it are read")
 
 
 def test_the_hubs_cache_is_made_of_links(directory: Path, tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""What the drafter will see of a data set: counts, lengths, and conversations in pieces that are supervised or not."""
+"""Statistics of a data set for `inspect`: counts, lengths, and conversations cut into supervised and unsupervised pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -15,12 +14,12 @@ from drafttrain.data.sources import Conversation
 from drafttrain.data.templates import MARKED
 
 BINS = 12  # of the histogram
-SHARES = (0.05, 0.5, 0.95)
+QUANTILES = (0.05, 0.5, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of tokens as text."""
+    """Consecutive tokens as text, all supervised or none."""
 
     text: str
     supervised: bool
@@ -28,16 +27,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
+    """A conversation to be shown."""
+
     origin: str
     pieces: list[Piece]
-    tokens: int
-    supervised: int
+    tokens: int  # number of tokens
+    supervised: int  # number of supervised tokens
     truncated: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Conversations of `first` to `last` tokens."""
+    """The conversations of `first` to `last` tokens."""
 
     first: int
     last: int
@@ -45,15 +46,16 @@ class Bin:
 
 
 @dataclass
-class Look:
-    """lengths, supervised: tokens of each conversation, those without a supervised one included. Filled by `add`."""
+class Statistics:
+    """Counts over conversations, filled by `add`."""
 
-    lengths: list[int] = field(default_factory=list)
-    supervised: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # tokens of each conversation
+    supervised: list[int] = field(default_factory=list)  # supervised tokens of each conversation, 0 included
     truncated: int = 0
     turns: int = 0
 
     def add(self, conversation: Conversation, encoded: Encoded) -> None:
+        """Count a conversation."""
         self.lengths.append(len(encoded.token_ids))
         self.supervised.append(encoded.supervised)
         self.truncated += encoded.truncated
@@ -62,7 +64,7 @@ class Look:
     def rows(self) -> list[tuple[str, str]]:
         """(name, figure) of each count."""
         count, tokens, supervised = len(self.lengths), sum(self.lengths), sum(self.supervised)
-        low, middle, high = (int(x) for x in np.quantile(self.lengths, SHARES))
+        low, middle, high = (int(x) for x in np.quantile(self.lengths, QUANTILES))
         return [
             ("conversations", f"{count:,}"),
             ("without a supervised token", f"{sum(not s for s in self.supervised):,}"),
@@ -74,7 +76,7 @@ class Look:
         ]
 
     def histogram(self) -> list[Bin]:
-        """Bins of equal width from the shortest to the longest."""
+        """Bins of equal width from the shortest to the longest conversation."""
         low, high = min(self.lengths), max(self.lengths)
         width = max(1, -(-(high - low + 1) // BINS))
         counts = np.bincount((np.array(self.lengths) - low) // width)
@@ -82,7 +84,7 @@ class Look:
 
 
 def template_rows(tokenizer: PreTrainedTokenizerBase, source: str, given: str | None = None) -> list[tuple[str, str]]:
-    """(name, value): whose template is in use, and where its masks come from. given: a template instead of the tokenizer's."""
+    """(name, value) rows: the template, and the source of the masks. given: a template that replaces the tokenizer's."""
     template = given or (tokenizer.chat_template and str(tokenizer.get_chat_template()))
     if not template:
         return [("tokenizer", source), ("chat template", "none: `text` records only")]
@@ -91,7 +93,7 @@ def template_rows(tokenizer: PreTrainedTokenizerBase, source: str, given: str | 
 
 
 def sample_of(conversation: Conversation, encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """The tokens as they are trained on, special ones included, decoded stretch by stretch."""
+    """The tokens as they are trained on, special tokens included, decoded piece by piece."""
     ids, mask = encoded.token_ids.tolist(), encoded.mask
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
     pieces = [
@@ -103,9 +105,5 @@ def sample_of(conversation: Conversation, encoded: Encoded, tokenizer: PreTraine
 
 
 def chosen(count: int, wanted: int, seed: int) -> list[int]:
-    """Which of `count` conversations are shown: a random sample, in order; its first ones are a sample too."""
+    """Indices of the conversations to show: a random sample of `count`. Every prefix of it is a random sample too."""
     return np.random.default_rng([seed % 2**64, 2]).permutation(count)[:wanted].tolist()
-
-
-def longest_bar(bins: Sequence[Bin]) -> int:
-    return max(b.count for b in bins)

@@ -1,8 +1,8 @@
-"""A split target for training: the processes that share it each have a batch of their own, and compute all batches in turn.
+"""A split target for training: each process has its own batch, and all processes compute the batches one after another.
 
-In turn k all of them run process k's batch, each with its slices, and process k keeps what comes out. The work for a token is
-that of a whole target divided among them, the batches and their arithmetic are those of replicated targets, and no batch is
-padded to another's length. Embedding, last norm and head are whole on every process.
+In turn k all processes run process k's batch, each with its slices, and process k keeps the result. The work per token is that
+of a whole target, divided among the processes. Batches and their arithmetic are those of replicated targets, and no batch is
+padded to the length of another. Embedding, last norm and head are whole on every process.
 
 Shapes: B rows, N positions, R logit rows, H hidden.
 """
@@ -19,8 +19,8 @@ from drafttrain.targets.parallel import Part
 from drafttrain.targets.split import SplitTarget
 
 
-class TurnTarget(SplitTarget):
-    """With a cache as SplitTarget: the same input everywhere. Without one, each process's own sequences."""
+class RoundRobinTarget(SplitTarget):
+    """With a cache as SplitTarget: the same input everywhere. Without one, each process passes its own sequences."""
 
     splits_head = False
 
@@ -42,16 +42,16 @@ class TurnTarget(SplitTarget):
     ) -> TargetOut:
         if kv is not None:
             return super().forward(token_BN, kv, ancestor_BNN, position_BN, taps, logit_row_BR)
-        assert not isinstance(ancestor_BNN, Tensor), "whole sequences see what is before them in their documents"
+        assert not isinstance(ancestor_BNN, Tensor), "whole sequences are causal within their documents"
         shapes, own = self._shapes(token_BN, ancestor_BNN is not None), None
         for turn, (B, N, several) in enumerate(shapes):
             mine = turn == self.part.rank
-            tokens_BN = self._said(turn, token_BN if mine else token_BN.new_empty(B, N))
-            places_BN = self._said(turn, position_BN if mine else position_BN.new_empty(B, N))
+            tokens_BN = self._broadcast(turn, token_BN if mine else token_BN.new_empty(B, N))
+            places_BN = self._broadcast(turn, position_BN if mine else position_BN.new_empty(B, N))
             sees = None
             if several:
                 number_BN = ancestor_BNN.number_BT if mine and ancestor_BNN is not None else torch.empty_like(tokens_BN)
-                sees = Documents(self._said(turn, number_BN))
+                sees = Documents(self._broadcast(turn, number_BN))
             rows_BR = logit_row_BR if mine else tokens_BN[:, :0]
             out = super().forward(tokens_BN, None, sees, places_BN, taps, rows_BR)
             own = out if mine else own
@@ -65,14 +65,18 @@ class TurnTarget(SplitTarget):
         distributed.all_gather(all_3, own, group=self.part.group)
         return torch.stack(all_3).tolist()
 
-    def _said(self, turn: int, tensor: Tensor) -> Tensor:
+    def _broadcast(self, turn: int, tensor: Tensor) -> Tensor:
+        """Process `turn`'s tensor, on every process."""
         tensor = tensor.contiguous()
         distributed.broadcast(tensor, group=self.part.group, group_src=turn)
         return tensor
 
 
-def sharing(size: int) -> Part:
-    """This process's part among `size` neighbours of the default group, which share a target; its size is a multiple."""
+def part_among_neighbours(size: int) -> Part:
+    """This process's part among `size` neighbours of the default group, which share a target.
+
+    The default group's size must be a multiple of `size`.
+    """
     rank, world = distributed.get_rank(), distributed.get_world_size()
     groups = [distributed.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return Part(rank % size, size, groups[rank // size])

@@ -1,4 +1,4 @@
-"""What is kept of the target at one position, and in which digits.
+"""The stored form of the target's states: which tensors a position has, and their dtypes.
 
 Shapes: N positions, B rows, T positions of a row, H hidden, k kept tokens, V vocabulary; `...` any leading dimensions.
 """
@@ -17,7 +17,7 @@ from drafttrain.model.target import FINAL, Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-SMALLEST = 1e-30  # of a row of zeros: its scale is a normal number
+SMALLEST = 1e-30  # lower bound of a row's magnitude, so that the scale of a row of zeros is a normal number
 LOG_REST = "law.log_rest"
 CHUNK = 1024  # positions whose logits are in memory at once
 
@@ -31,21 +31,21 @@ class Column:
 
     @property
     def bytes(self) -> int:
-        """Of one position."""
+        """Bytes per position."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The states of `keys` (`Taps.keys`) in `format`. top: the law by so many likeliest tokens; 0: by the final state.
+class FeatureFormat:
+    """The states of `keys` (`Taps.keys`) in `format`.
 
-    float8 is e4m3 with one float32 scale per position and state: its largest magnitude becomes 448.
+    float8 is e4m3 with one float32 scale per position and state, which maps the largest magnitude to 448.
     """
 
     keys: tuple[int, ...]
     format: str
     hidden_size: int
-    top: int = 0
+    top: int = 0  # tokens whose log-probabilities are stored per position; 0: the final state is stored instead
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -62,11 +62,11 @@ class Form:
 
     @property
     def bytes(self) -> int:
-        """Of one position."""
+        """Bytes per position."""
         return sum(column.bytes for column in self.columns.values())
 
     def encode(self, hidden: Mapping[int, Tensor], target: Target) -> dict[str, Tensor]:
-        """The columns of N positions from the target's states there, [N, H] each, the final one among them."""
+        """The columns of N positions from the target's states, [N, H] each. The final state must be among them."""
         found = {}
         for key in self.keys:
             state_NH = hidden[key]
@@ -80,6 +80,7 @@ class Form:
         return found
 
     def _top(self, logits_CV: Tensor) -> dict[str, Tensor]:
+        """The k largest log-probabilities and the log of the remaining mass."""
         logits_CV = logits_CV.float()
         best = logits_CV.topk(self.top, -1)
         whole_C = logits_CV.logsumexp(-1)
@@ -87,7 +88,7 @@ class Form:
         return {"law.id": best.indices.int(), "law.log_p": best.values - whole_C[:, None], LOG_REST: rest_C - whole_C}
 
     def states(self, columns: Mapping[str, Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
-        """[..., H] by tap key, as far as they are kept."""
+        """The stored states by tap key, [..., H] each."""
         found = {}
         for key in self.keys:
             state_H = columns[name_of(key)]
@@ -96,14 +97,16 @@ class Form:
             found[key] = state_H.to(dtype)
         return found
 
-    def law(self, columns: Mapping[str, Tensor]) -> Top | None:
-        """The kept law; None where the final state stands for it."""
+    def top_k(self, columns: Mapping[str, Tensor]) -> Top | None:
+        """The stored top-k distribution; None where the final state is stored instead."""
         return Top(columns["law.id"].long(), columns["law.log_p"], columns[LOG_REST]) if self.top else None
 
 
 def name_of(key: int) -> str:
+    """Column name of a tapped state."""
     return "final" if key == FINAL else f"block.{key}"
 
 
 def scale_of(key: int) -> str:
+    """Column name of a tapped state's float8 scales."""
     return f"{name_of(key)}.scale"

@@ -1,0 +1,158 @@
+"""The texts that `prepare` generates: distinct prompts, the jobs for each prompt, and the dialogue of a running job.
+
+A text's temperature and noise depend only on (seed, prompt, sample number). The order of the prompts, the number of processes
+and restarts do not change a text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from drafttrain.core.errors import UserError
+from drafttrain.data import PrepareOptions
+from drafttrain.data.rules import Reply
+from drafttrain.data.sources import ASSISTANT, Conversation
+
+PROMPT_ROLES = ("system", "developer", "user")
+TOO_LONG = "too_long"  # reason of a failed turn: it leaves no room for a reply
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScript:
+    """A conversation without its replies. The target replies after each user turn."""
+
+    id: str  # hash of the text
+    messages: tuple[Message, ...]
+    origin: str  # file and line, for messages
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScripts:
+    """All distinct prompts."""
+
+    scripts: list[PromptScript]
+    skipped: Counter[str]  # number of other conversations by the reason why they were skipped
+
+    @property
+    def digest(self) -> str:
+        """sha256 of all prompts, in order."""
+        return hashlib.sha256("".join(script.id for script in self.scripts).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationJob:
+    """One text to generate."""
+
+    script: PromptScript
+    sample: int  # number of the text among those of its prompt
+    temperature: float
+    seed: int  # seed of its noise
+
+    @property
+    def id(self) -> str:
+        """Name of the text in the journal."""
+        return f"{self.script.id}-{self.sample}"
+
+
+def read_scripts(conversations: Iterable[Conversation]) -> PromptScripts:
+    """The conversations' prompts. Conversations with tools are skipped, because tool results depend on the replies.
+
+    Raises UserError when no prompt is left.
+    """
+    scripts: dict[str, PromptScript] = {}
+    skipped: Counter[str] = Counter()
+    for conversation in conversations:
+        if (reason := _unusable(conversation)) is not None:
+            skipped[reason] += 1
+            continue
+        script = tuple({"role": m["role"], "content": m["content"]} for m in conversation.messages if m["role"] != ASSISTANT)
+        text = json.dumps([[m["role"], m["content"].strip()] for m in script])
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        skipped["duplicate"] += name in scripts
+        scripts.setdefault(name, PromptScript(name, script, conversation.origin))
+    if not scripts:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no record"
+        raise UserError(f"data.path has no prompt to ask ({reasons}); give conversations with user turns")
+    return PromptScripts(list(scripts.values()), +skipped)
+
+
+def _unusable(conversation: Conversation) -> str | None:
+    """Why a conversation is skipped; None if it is used."""
+    roles = [message["role"] for message in conversation.messages]
+    if not roles:
+        return "plain text"
+    if any(role not in (*PROMPT_ROLES, ASSISTANT) for role in roles) or any("tool_calls" in m for m in conversation.messages):
+        return "with tools"
+    if not any(m["role"] == "user" and m["content"].strip() for m in conversation.messages):
+        return "without a user turn"
+    return None
+
+
+def jobs_of(scripts: Iterable[PromptScript], options: PrepareOptions) -> Iterator[GenerationJob]:
+    """All texts to generate, prompt by prompt. A prompt gets one greedy text at most, since a second one would be the same."""
+    weights = options.weights or [1.0] * len(options.temperatures)
+    bounds = [bound / sum(weights) for bound in accumulate(weights)]
+    for script in scripts:
+        greedy = False
+        for sample in range(options.samples):
+            word = hashlib.sha256(f"{options.seed}/{script.id}/{sample}".encode()).digest()
+            share = int.from_bytes(word[:8]) / 2**64
+            temperature = next((t for t, b in zip(options.temperatures, bounds, strict=True) if share < b), None)
+            temperature = options.temperatures[-1] if temperature is None else temperature
+            if temperature > 0 or not greedy:
+                # 31 bits: every server accepts such a seed
+                yield GenerationJob(script, sample, temperature, int.from_bytes(word[8:12]) >> 1)
+            greedy = greedy or temperature == 0
+
+
+@dataclass(slots=True)
+class Dialogue:
+    """A running job. Its user turns are sent one by one, each with the earlier turns and replies."""
+
+    job: GenerationJob
+    messages: list[Message] = field(default_factory=list)  # turns and replies so far
+    finish: list[str] = field(default_factory=list)  # finish reason of each reply
+    tokens: list[int] = field(default_factory=list)  # number of tokens of each reply
+    failed: str | None = None  # why the dialogue failed, if it did
+    _at: int = 0  # position in the script
+
+    def next_prompt(self) -> list[Message] | None:
+        """The conversation up to the next user turn; None when the dialogue has ended."""
+        if self.failed or (self.finish and self.finish[-1] != "stop"):
+            return None
+        script, prompt = self.job.script.messages, list(self.messages)
+        for at in range(self._at, len(script)):
+            prompt.append(script[at])
+            if script[at]["role"] == "user":
+                self.messages, self._at = prompt, at + 1
+                return list(prompt)
+        return None
+
+    def add_reply(self, reply: Reply, tokens: int) -> None:
+        """Append the target's reply to the last prompt."""
+        self.messages.append({"role": ASSISTANT, "content": reply.text})
+        self.finish.append(reply.finish)
+        self.tokens.append(tokens)
+
+    def fail(self, reason: str) -> None:
+        """End the dialogue. Earlier turns are kept."""
+        self.failed = reason
+
+    def record(self) -> dict[str, Any]:
+        """The journal's record: the conversation up to its last reply, and the reason if it failed."""
+        job = self.job
+        about: dict[str, Any] = {"id": job.id, "prompt_id": job.script.id, "sample": job.sample}
+        if self.failed is not None:
+            about["failed"] = self.failed
+        if not self.finish:
+            return about
+        last = max(i for i, m in enumerate(self.messages) if m["role"] == ASSISTANT)
+        about |= {"temperature": job.temperature, "seed": job.seed, "messages": self.messages[: last + 1]}
+        return about | {"finish": self.finish, "tokens": self.tokens}
