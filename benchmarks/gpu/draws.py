@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.rounding import own_logits
-from drafttrain.core.sampling import Lane, Sampling, law, uniform
+from drafttrain.core.sampling import Lane, Sampling, distribution, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.acceptance import DELTA, EPSILON, LEAST, Policy, Verdict
 from drafttrain.measure.exactness import first_difference
@@ -67,7 +67,7 @@ def redrawn(target: HFTarget, sampling: Sampling, parting: Parting) -> float:
         return math.inf
     context = [*parting.prompt, *parting.ours[:at]]
     logits_V = own_logits(target, torch.tensor([context], device=target.device)).cpu()
-    law_V = law(logits_V[None], sampling)[0]
+    law_V = distribution(logits_V[None], sampling)[0]
     key_1 = torch.tensor([parting.request])
     number = float(uniform(sampling.rows(key_1), torch.tensor([len(context)]), Lane.TARGET)[0])
     return max(distance(law_V, number, tokens[at]) for tokens in (parting.ours, parting.theirs))
@@ -91,7 +91,7 @@ class Watch:
         self, policy: Policy, tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling
     ) -> Verdict:
         verdict = policy.verify(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
-        law_BNV = law(logits_BNV.double(), sampling).cpu()
+        law_BNV = distribution(logits_BNV.double(), sampling).cpu()
         for row in range(len(position_BN)):
             key = 0 if sampling.key_B is None else int(sampling.key_B[row])
             own = replace(sampling, key_B=torch.tensor([key]), temperature_B=None, seed_1=None)

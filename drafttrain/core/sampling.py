@@ -95,7 +95,7 @@ def per_node(x_B: Tensor, rows: int) -> Tensor:
     return x_B.contiguous() if len(x_B) == rows else x_B.repeat_interleave(rows // len(x_B))
 
 
-def law(logits_V: Tensor, sampling: Sampling) -> Tensor:
+def distribution(logits_V: Tensor, sampling: Sampling) -> Tensor:
     """[..., V] logits -> the probabilities the request samples from: temperature, top-k, top-p, min-p, in this order.
 
     float64 stays float64, everything else becomes float32. Greedy gives a one-hot at the lowest index among ties.
@@ -155,7 +155,7 @@ def choose(logits_BV: Tensor, sampling: Sampling, position_B: Tensor) -> Tensor:
     """[B] the next token of plain decoding at these positions."""
     if sampling.greedy:
         return logits_BV.argmax(-1)
-    return pick(law(logits_BV, sampling), uniform(sampling, position_B, Lane.TARGET))
+    return pick(distribution(logits_BV, sampling), uniform(sampling, position_B, Lane.TARGET))
 
 
 def uniform(sampling: Sampling, position_B: Tensor, lane: Lane, draw: int = 0) -> Tensor:

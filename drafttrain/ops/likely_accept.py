@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.core.sampling import Lane, Sampling, law, pick, shaped, uniform
+from drafttrain.core.sampling import Lane, Sampling, distribution, pick, shaped, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.ops import library
 from drafttrain.ops.choice_accept import blank, nodes, path_to
@@ -36,7 +36,7 @@ def likely_accept(
 def reference(
     tree: DraftTree, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling, epsilon: float, delta: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    law_BNV, ancestor_BNN, parent_BN = law(logits_BNV, sampling), tree.ancestor_BNN, tree.parent_BN.clamp_min(0)
+    law_BNV, ancestor_BNN, parent_BN = distribution(logits_BNV, sampling), tree.ancestor_BNN, tree.parent_BN.clamp_min(0)
     B, N, V = law_BNV.shape
     entropy_BN = -torch.xlogy(law_BNV, law_BNV).sum(-1)
     floor_BN = (delta * (-entropy_BN).exp()).clamp_max(epsilon)

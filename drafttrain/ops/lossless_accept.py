@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.core.sampling import Lane, Sampling, law, pick, shaped, uniform
+from drafttrain.core.sampling import Lane, Sampling, distribution, pick, shaped, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.ops import library
 from drafttrain.ops.choice_accept import blank, nodes
@@ -42,7 +42,7 @@ def lossless_accept(
 def reference(tree: DraftTree, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     B, N = tree.token_BN.shape
     row_B, on_host = torch.arange(B, device=logits_BNV.device), logits_BNV.device.type == "cpu"
-    law_BNV = law(logits_BNV, sampling)
+    law_BNV = distribution(logits_BNV, sampling)
     path_BN, count_B, at_B = torch.zeros_like(tree.token_BN), torch.ones_like(row_B), torch.zeros_like(row_B)
     p_BV = law_BNV[:, 0]
     q_BV = None if tree.q_BNV is None else tree.q_BNV[:, 0].to(p_BV.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.core.sampling import Lane, Sampling, law, pick, shaped, uniform
+from drafttrain.core.sampling import Lane, Sampling, distribution, pick, shaped, uniform
 from drafttrain.ops import library
 from drafttrain.ops.top import top
 
@@ -30,4 +30,4 @@ def sample(logits_MV: Tensor, sampling: Sampling, position_M: Tensor, lane: Lane
 
 
 def reference(logits_MV: Tensor, sampling: Sampling, position_M: Tensor, lane: Lane, draw: int = 0) -> Tensor:
-    return pick(law(logits_MV, sampling), uniform(sampling, position_M, lane, draw))
+    return pick(distribution(logits_MV, sampling), uniform(sampling, position_M, lane, draw))
