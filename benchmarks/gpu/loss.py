@@ -34,7 +34,7 @@ class Divergence(Case):
         }
 
     def run(self, given: Tensors) -> Tensors:
-        found = divergence_op.outcome(given["logits"], given["law"], given["label"], self.loss, want_slope=True)
+        found = divergence_op.scores(given["logits"], given["law"], given["label"], self.loss, want_slope=True)
         assert found.slope_CV is not None
         return {"loss": found.loss_C, "hit": found.hit_C, "mass": found.mass_C, "slope": found.slope_CV}
 
