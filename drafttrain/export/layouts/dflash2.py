@@ -1,4 +1,4 @@
-"""DFlash2: speculators' layout, whose tensors are named as in the authors' code."""
+"""DFlash2: speculators' layout. The tensors have the names of the authors' code."""
 
 from __future__ import annotations
 

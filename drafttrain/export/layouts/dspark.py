@@ -1,4 +1,4 @@
-"""DSpark: speculators' layout. What confidences were calibrated to stays here: no loader takes it."""
+"""DSpark: speculators' layout. The calibration of its confidences is not exported, because no loader reads one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P-EAGLE: EAGLE-3's portable layout with more layers, an embedding, a mask token and a mask state; that of speculators."""
+"""P-EAGLE: EAGLE-3's portable layout with more layers, an embedding, a mask token and a mask state; speculators' layout."""
 
 from __future__ import annotations
 
@@ -8,26 +8,19 @@ from torch import Tensor
 
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts import eagle3
+from drafttrain.export.layouts.llama import refuse_last_block
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 
 RENAMES = Renames({"mask.hidden": "mask_hidden", "{rest}": "{rest}"})
-MASK = "pard_token"  # in the portable layout; in speculators' `mask_token_id`
+MASK = "pard_token"  # key in the portable layout; in speculators' layout it is `mask_token_id`
 
 
 def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
-    blocks = source.shape.blocks
-    if source.stack != "speculators":
-        return None
-    if source.options["fc_norm"]:
+    if source.stack == "speculators" and source.options["fc_norm"]:
         return "it was trained with fc_norm, which vLLM drops from these files; export it with format=vllm"
-    if max(source.layer_inputs) == blocks:
-        return (
-            "it taps the target's last block, and speculators is known to capture the inputs of blocks alone; "
-            f"train with drafter.taps below {blocks - 1}"
-        )
-    return None
+    return refuse_last_block(source, ("vllm",))
 
 
 def portable(source: Source) -> Files:
