@@ -1,4 +1,4 @@
-"""Indexes, safetensors and pickles made to harm, and code that comes with a model."""
+"""Hostile indexes, safetensors and pickles, and code that comes with a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 from benchmarks.faults.attack import INSPECT, MARKER, MEASURE, OURS, PROMPTS, TARGET, Line, command, judged, run
-from benchmarks.faults.campaign import Outcome
+from benchmarks.faults.campaign import TryResult
 from benchmarks.faults.material import MEASURING, TRAINING
 
 ELSEWHERE = (
@@ -20,8 +20,8 @@ ELSEWHERE = (
 )
 
 
-def hostile_index(draw: random.Random, folder: Path) -> Outcome:
-    """An index of weights that leads elsewhere, or is no index."""
+def hostile_index(draw: random.Random, folder: Path) -> TryResult:
+    """An index of weights that names files elsewhere, or is no index."""
     file = folder / "target" / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     weights = index["weight_map"]
@@ -48,7 +48,7 @@ def hostile_index(draw: random.Random, folder: Path) -> Outcome:
     return judged(f"index, {asked[0]}", f"{how}, {name} in {there!r:.60}; {' '.join(asked)}", ended, folder)
 
 
-def hostile_safetensors(draw: random.Random, folder: Path) -> Outcome:
+def hostile_safetensors(draw: random.Random, folder: Path) -> TryResult:
     """A header that claims too much."""
     checkpoint = draw.random() < 0.5
     place = folder / ("medusa/step-00006" if checkpoint else "target")
@@ -93,8 +93,8 @@ class Payload:
         return open, (self.place, "w")
 
 
-def hostile_pickle(draw: random.Random, folder: Path) -> Outcome:
-    """Where weights, states or data are looked for."""
+def hostile_pickle(draw: random.Random, folder: Path) -> TryResult:
+    """A pickle in place of weights, states or data."""
     import torch
 
     content = pickle.dumps(Payload(folder / MARKER))
@@ -156,8 +156,8 @@ def hostile_pickle(draw: random.Random, folder: Path) -> Outcome:
     return judged(f"pickle, {asked[0]}", f"place {where}; {' '.join(asked)}", ended, folder, refuse)
 
 
-def foreign_code(draw: random.Random, folder: Path) -> Outcome:
-    """Python that comes with a model is not run unless `target.trust_remote_code=true`."""
+def foreign_code(draw: random.Random, folder: Path) -> TryResult:
+    """Python that comes with a model must not run without `target.trust_remote_code=true`."""
     code = f"open({str(folder / MARKER)!r}, 'w')\n"
     target = folder / "target"
     for name in (
