@@ -20,16 +20,6 @@ namespace {
 using namespace drafttrain;
 using torch::stable::Tensor;
 
-template <typename T>
-T* data(const Tensor& x) {
-    return static_cast<T*>(x.data_ptr());
-}
-
-template <typename T>
-T* data(const std::optional<Tensor>& x) {
-    return x ? static_cast<T*>(x->data_ptr()) : nullptr;
-}
-
 // Calls f(b) for every row, in threads if the rows are large enough.
 template <typename F>
 void rows(int64_t count, int64_t vocab, const F& f) {

@@ -20,19 +20,10 @@
 namespace {
 
 using drafttrain::by_type;
+using drafttrain::data;
 using torch::stable::Tensor;
 
 constexpr int64_t kSerial = 1 << 15;  // multiply-adds below which a second thread costs more than it brings
-
-template <typename T>
-T* data(const Tensor& x) {
-    return static_cast<T*>(x.data_ptr());
-}
-
-template <typename T>
-T* data(const std::optional<Tensor>& x) {
-    return x ? static_cast<T*>(x->data_ptr()) : nullptr;
-}
 
 template <typename F>
 void parallel(int64_t tasks, bool serial, const F& f) {

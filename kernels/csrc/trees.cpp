@@ -20,11 +20,6 @@ using namespace drafttrain;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-template <typename T>
-T* data(const Tensor& x) {
-    return static_cast<T*>(x.data_ptr());
-}
-
 // The k greatest keys of a row in descending order. Vectors without a value above the k-th are skipped.
 template <typename T>
 void top_keys(const T* x, int64_t width, int64_t k, uint64_t* keys) {

@@ -27,14 +27,14 @@ MOST_NODES = tl.constexpr(64)  # bits of an int64
 
 @triton.jit
 def _step(
-    q_RD, keys, values, table, key_K, held_K, seen_RK, scale, top_R, sum_R, out_RD,
+    q_RD, keys, values, table, key_K, real_K, seen_RK, scale, top_R, sum_R, out_RD,
     STRIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax (Milakov & Gimelshein 2018): greatest score in powers of two, sum, weighted values."""
     d_D = tl.arange(0, WIDE)
-    page_K = tl.load(table + key_K // PAGE, mask=held_K, other=0)
+    page_K = tl.load(table + key_K // PAGE, mask=real_K, other=0)
     at_KD = ((page_K * PAGE + key_K % PAGE) * STRIDE)[:, None] + d_D[None, :]
-    there_KD = held_K[:, None] & (d_D < D)[None, :]
+    there_KD = real_K[:, None] & (d_D < D)[None, :]
     k_KD = tl.load(keys + at_KD, mask=there_KD, other=0.0)
     v_KD = tl.load(values + at_KD, mask=there_KD, other=0.0)
     score_RK = tl.dot(q_RD, tl.trans(k_KD), input_precision="ieee") * scale
@@ -48,16 +48,16 @@ def _step(
 
 
 @triton.jit
-def _seen(key_K, held_K, prefix, bits_R, position_R, position, window, WINDOWED: tl.constexpr):
+def _seen(key_K, real_K, prefix, bits_R, position_R, position, window, WINDOWED: tl.constexpr):
     """[R, K]: whether a row sees a key: the prefix and the node's ancestors, within the window."""
     node_K = key_K - prefix
     # clamped for lanes of the prefix and past the tree, because a shift by 64 or more is undefined
     shift_K = tl.minimum(tl.maximum(node_K, 0), MOST_NODES - 1)
     # the shift repeats bit 63, the sign bit; the mask removes the copies
     ancestor_RK = ((bits_R[:, None] >> shift_K[None, :].to(tl.int64)) & 1) != 0
-    seen_RK = held_K[None, :] & ((node_K < 0)[None, :] | ancestor_RK)
+    seen_RK = real_K[None, :] & ((node_K < 0)[None, :] | ancestor_RK)
     if WINDOWED:
-        place_K = tl.load(position + shift_K, mask=held_K & (node_K >= 0), other=0).to(tl.int32)
+        place_K = tl.load(position + shift_K, mask=real_K & (node_K >= 0), other=0).to(tl.int32)
         place_K = tl.where(node_K < 0, key_K, place_K)
         seen_RK = seen_RK & (position_R[:, None] - place_K[None, :] < window)
     return seen_RK
@@ -99,16 +99,16 @@ def attend(
     start, plain, end = _share(position_R, prefix, total, split, splits, window, K, WINDOWED)
     top_R, sum_R, out_RD = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, WIDE], tl.float32)
     for k in range(start, plain, K):
-        key_K, held_K = k + tl.arange(0, K), tl.full([K], True, tl.int1)
-        seen_RK = position_R[:, None] - key_K[None, :] < window if WINDOWED else held_K[None, :]
+        key_K, real_K = k + tl.arange(0, K), tl.full([K], True, tl.int1)
+        seen_RK = position_R[:, None] - key_K[None, :] < window if WINDOWED else real_K[None, :]
         top_R, sum_R, out_RD = _step(
-            q_RD, keys, values, table, key_K, held_K, seen_RK, scale, top_R, sum_R, out_RD, KV * D, D, WIDE, PAGE
+            q_RD, keys, values, table, key_K, real_K, seen_RK, scale, top_R, sum_R, out_RD, KV * D, D, WIDE, PAGE
         )
     for k in range(plain, end, K):
-        key_K, held_K = k + tl.arange(0, K), k + tl.arange(0, K) < total
-        seen_RK = _seen(key_K, held_K, prefix, bits_R, position_R, position, window, WINDOWED)
+        key_K, real_K = k + tl.arange(0, K), k + tl.arange(0, K) < total
+        seen_RK = _seen(key_K, real_K, prefix, bits_R, position_R, position, window, WINDOWED)
         top_R, sum_R, out_RD = _step(
-            q_RD, keys, values, table, key_K, held_K, seen_RK, scale, top_R, sum_R, out_RD, KV * D, D, WIDE, PAGE
+            q_RD, keys, values, table, key_K, real_K, seen_RK, scale, top_R, sum_R, out_RD, KV * D, D, WIDE, PAGE
         )
 
     before = split.to(tl.int64) * (tl.num_programs(1) * nodes * GROUPS)  # rows of the splits before this one
