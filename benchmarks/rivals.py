@@ -180,21 +180,21 @@ class Clocked(Trainer):
 
 def ours(setting: Setting, ground: Ground) -> dict[str, Any]:
     given = ground.given
-    folder, said = given.out / "run", given.out / "run.log"
+    folder, log = given.out / "run", given.out / "run.log"
     command = ["fit", f"recipe={setting.recipe}", f"output={folder}", "measure=off", "logger=none", "train.keep_last=1"]
     command += [f"train.steps={setting.steps}", f"train.checkpoint_every={setting.steps}", f"train.seed={setting.seed}"]
     if given.target:
         command += ["target=hf", f"target.path={given.target}", f"data.path={given.data}"]
         command += [f"data.template={given.template}"] if given.template else []
-    process = multiprocessing.get_context("spawn").Process(target=_fit, args=(command, said))
+    process = multiprocessing.get_context("spawn").Process(target=_fit, args=(command, log))
     process.start()
     process.join()
     if process.exitcode:
-        raise UserError(f"{setting.recipe}: {said.read_text(encoding='utf-8').strip()[-300:]}")
+        raise UserError(f"{setting.recipe}: {log.read_text(encoding='utf-8').strip()[-300:]}")
     run = max((folder / setting.recipe).iterdir(), key=lambda path: path.name)
     checkpoint = next(path for path in run.glob("checkpoints/step-*") if int(path.name.split("-")[1]) == setting.steps)
     progress = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
-    seconds = float(said.read_text(encoding="utf-8").split()[-1])
+    seconds = float(log.read_text(encoding="utf-8").split()[-1])
     weights, options = read_weights(checkpoint), families()[setting.recipe].options(**read_meta(checkpoint).options)
 
     def make(options: Any) -> Drafter:
@@ -206,11 +206,11 @@ def ours(setting: Setting, ground: Ground) -> dict[str, Any]:
     return measured(ground, make, options) | figures
 
 
-def _fit(command: list[str], said: Path) -> None:
+def _fit(command: list[str], log: Path) -> None:
     """Train in a separate process, whose output goes to this file, the seconds of its steps last."""
-    with said.open("w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     with patch.object(fit, "Trainer", Clocked):
         code = cli.run(command)
     print(f"\n{Clocked.spent}", flush=True)
@@ -263,7 +263,7 @@ class Rival:
         kind = SpeculatorModel.registry[recipe]
         self.model: Any = build_draft_model(args, kind, None, None, ground.target.shape.vocab_size).float()
         self.model._create_mask_fn = dense_mask
-        self.asked, _ = kind.get_trainer_kwargs(**vars(args))
+        self.loss_arguments, _ = kind.get_trainer_kwargs(**vars(args))
         known = TrainerConfig._fields
         config = TrainerConfig(num_epochs=1, **{k: v for k, v in vars(args).items() if k in known})
         self.optimizers = build_optimizers(self.model, config)
@@ -304,7 +304,7 @@ class Rival:
 
     def loss(self, batch: dict[str, Any], **changed: Any) -> Tensor:
         """The loss of a step. changed: replaces arguments that its training gives to the forward pass."""
-        _, loss, _ = self.model(**batch, **self.asked | changed)
+        _, loss, _ = self.model(**batch, **self.loss_arguments | changed)
         found: Tensor = loss
         return found
 
@@ -485,7 +485,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def goals(rows: list[dict[str, Any]]) -> list[str]:
     """For each target, recipe and number of steps: our gain over the rival's default and over its best rate."""
-    said = []
+    lines = []
     for case in sorted({(row["target"], row["recipe"], row["steps"]) for row in rows}):
         own, default, others = {}, {}, list[dict[str, Any]]()
         for row in (row for row in rows if (row["target"], row["recipe"], row["steps"]) == case):
@@ -501,8 +501,8 @@ def goals(rows: list[dict[str, Any]]) -> list[str]:
         first, second = all(a >= GOAL for a, _ in over), all(b >= 0.0 for _, b in over)
         figures = ", ".join(f"{a:+.0%} and {b:+.0%} ({name})" for (a, b), name in zip(over, ("chain", "tree"), strict=True))
         reached = f"{'reached' if first else 'MISSED'}, {'reached' if second else 'MISSED'}"
-        said.append(f"{case[1]}, {case[0]}, {case[2]} steps: over the default and the best rate {figures}: {reached}")
-    return said
+        lines.append(f"{case[1]}, {case[0]}, {case[2]} steps: over the default and the best rate {figures}: {reached}")
+    return lines
 
 
 def run(setting: Setting, ground: Ground, known: list[dict[str, Any]]) -> dict[str, Any]:

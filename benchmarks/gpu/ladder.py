@@ -142,7 +142,7 @@ def check(rung: Rung, machine: Machine) -> dict[str, Any]:
     # where drafts are accepted by chance, the policy's own decisions show whether rounding explains a difference
     watch = Watch() if drafter is not None and rung.policy in WATCHED else None
     captured, eager = texts(decoded(rung, drafter, True, machine)), texts(decoded(rung, drafter, False, machine, watch))
-    near = same("captured rounds and eager ones", rung, captured, eager, machine, watch)
+    near = same("captured steps and eager ones", rung, captured, eager, machine, watch)
     if drafter is not None and rung.policy in ("greedy", "coupled"):
         near += same("drafts and plain decoding", rung, captured, plain_texts(replace(rung, drafter=PLAIN), machine), machine)
     if drafter is None and rung.policy == "greedy":
@@ -156,10 +156,10 @@ def gap(rung: Rung, drafter: Drafter, machine: Machine) -> dict[str, float]:
     part of them in which the device waits for the host.
     """
     work = partial(decoded, rung, drafter, False, machine)
-    began, rounds = perf_counter(), work().costs.steps
+    began, steps = perf_counter(), work().costs.steps
     machine.wait()
     spent = perf_counter() - began
-    return {"round_ms": 1e3 * spent / rounds, "host_gap_ms": 1e3 * max(0.0, spent - busy(work, machine)) / rounds}
+    return {"round_ms": 1e3 * spent / steps, "host_gap_ms": 1e3 * max(0.0, spent - busy(work, machine)) / steps}
 
 
 @lru_cache(maxsize=8)

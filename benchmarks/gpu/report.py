@@ -57,7 +57,7 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
     yield from titled("Training", drafters(train))
     yield from material(known.get("real-1", {}))
     yield from titled("Drafters distilled from it", distilled(known.get("real-2", {})))
-    yield from titled("Rounds outside a graph", uncaptured(known.get("check", {})))
+    yield from titled("Decode steps outside a graph", uncaptured(known.get("check", {})))
 
 
 def titled(title: str, rows: list[str]) -> list[str]:
@@ -222,7 +222,7 @@ def distilled(real: Section) -> list[str]:
 
 def uncaptured(check: Section) -> list[str]:
     """For drafters whose decode steps involve the host: the time that the GPU waits for it."""
-    rows = table("case", "ms a round", "GPU idle, ms", "of the round")
+    rows = table("case", "ms per step", "GPU idle, ms", "of the step")
     for name, entry in measured(check, "texts "):
         f = entry["figures"]
         if "host_gap_ms" in f:

@@ -159,7 +159,7 @@ class Station:
         made = [sum(row.count for row in rows) for rows in zip(*self.launched.rows(), strict=True)]
         grown = (self.session.kv.length_S[: self.setting.rows] - self.setting.context).tolist()
         if made != grown or min(grown) < STEPS:
-            raise RedError(f"{STEPS} rounds of {self.nodes} nodes made {made} tokens and kept {grown} positions")
+            raise RedError(f"{STEPS} steps of {self.nodes} nodes made {made} tokens and kept {grown} positions")
         found: dict[str, Any] = {"capture_seconds": self.ahead.made.seconds, "capture_bytes": self.ahead.made.bytes}
         if seen is not None:
             found |= {"waits": seen.waits, "replays": seen.replays, "products": seen.products, "attention": seen.attention}

@@ -89,9 +89,9 @@ class Endpoint:
 
     def _streamed(self, i: int, began: float) -> TimedText:
         """Stream one answer. Raises UserError for a refusal, and for an answer without its number of tokens."""
-        asked = {"prompt": self.prompts[i]} if self.where.api == TOKENS else {"messages": self.prompts[i]}
+        content = {"prompt": self.prompts[i]} if self.where.api == TOKENS else {"messages": self.prompts[i]}
         body = {"model": self.model, "max_tokens": self.max_new_tokens, "temperature": 0, "stream": True}
-        body |= asked | {"stream_options": {"include_usage": True}}
+        body |= content | {"stream_options": {"include_usage": True}}
         path = "completions" if self.where.api == TOKENS else "chat/completions"
         first, text, count = None, "", None
         with _explained(self.where), self.client.stream("POST", path, json=body) as response:

@@ -85,9 +85,9 @@ def measured(sides: Mapping[str, TimedEngine], here: Decode, terms: TimingOption
     """
     notes = list(dict.fromkeys(note for side in sides.values() for note in side.about.notes))
     share = terms.seconds / len(terms.sizes)
-    heard = {size: _contest(sides, size, share, terms, notes) for size in terms.sizes}
-    slices = [{"by": "batch_size", "value": size} | _figures(sides, one, here, terms) for size, one in heard.items()]
-    first = next(iter(heard.values()))
+    timed = {size: _contest(sides, size, share, terms, notes) for size in terms.sizes}
+    slices = [{"by": "batch_size", "value": size} | _figures(sides, one, here, terms) for size, one in timed.items()]
+    first = next(iter(timed.values()))
     keys = slices[0] | {"batch_size": terms.sizes[0], "draft_length": terms.draft_length}
     keys |= {"versions": next(iter(sides.values())).about.versions, "slices": slices, "notes": notes}
     keys["same_as_here"] = _same_as_here(sides, first, here, terms)
@@ -172,41 +172,41 @@ def _decoded(answer: Answer) -> Decoded:
     return Decoded(results, Costs())
 
 
-def _figures(sides: Mapping[str, TimedEngine], heard: TimedBatchSize, here: Decode, terms: TimingOptions) -> Keys:
-    keys = {name: value for name, value in speed_keys(heard.race, SPECULATIVE).items() if name in SPEEDS}
-    keys |= {"prompts": len(heard.chosen), "repeats": heard.repeats, "exact_matches": None}
+def _figures(sides: Mapping[str, TimedEngine], timed: TimedBatchSize, here: Decode, terms: TimingOptions) -> Keys:
+    keys = {name: value for name, value in speed_keys(timed.race, SPECULATIVE).items() if name in SPEEDS}
+    keys |= {"prompts": len(timed.chosen), "repeats": timed.repeats, "exact_matches": None}
     if len(sides) == 2:
-        pairs = zip(heard.once(SPECULATIVE), heard.once(BASELINE), strict=True)
+        pairs = zip(timed.once(SPECULATIVE), timed.once(BASELINE), strict=True)
         keys["exact_matches"] = sum(ours == plain for ours, plain in pairs)
     keys |= dict.fromkeys((*COUNTS, "tau", "tau_here", "tau_gap"))
     if SPECULATIVE in sides:
-        keys |= _acceptance(sides[SPECULATIVE].about.begins, heard, here)
+        keys |= _acceptance(sides[SPECULATIVE].about.begins, timed, here)
     drift = keys["tau_gap"]
     return keys | {"tau_gap_flagged": drift is not None and abs(drift) > FLAGGED_GAP}
 
 
-def _acceptance(begins: str, heard: TimedBatchSize, here: Decode) -> Keys:
+def _acceptance(begins: str, timed: TimedBatchSize, here: Decode) -> Keys:
     """tau by the engine's own count of decode steps, over all repeats; null where it does not count them."""
-    answers, keys = heard.answers[SPECULATIVE], Keys()
+    answers, keys = timed.answers[SPECULATIVE], Keys()
     for name in COUNTS:
         counts = [getattr(answer, name) for answer in answers]
         keys[name] = None if any(one is None for one in counts) else sum(counts)
     prefilled = 0 if begins == "drafted" else 1
     emitted = sum(max(0, text.count - prefilled) for answer in answers for text in answer.texts)
     keys["tau"] = emitted / keys["verifications"] if keys["verifications"] else None
-    keys["tau_here"] = here(begins).tau(heard.chosen)
+    keys["tau_here"] = here(begins).tau(timed.chosen)
     return keys | {"tau_gap": gap(keys["tau"], keys["tau_here"])}
 
 
-def _same_as_here(sides: Mapping[str, TimedEngine], heard: TimedBatchSize, here: Decode, terms: TimingOptions) -> int:
+def _same_as_here(sides: Mapping[str, TimedEngine], timed: TimedBatchSize, here: Decode, terms: TimingOptions) -> int:
     """The number of plain outputs (or else speculative ones) that equal ours. A stop token at their end may be left out."""
     name = BASELINE if BASELINE in sides else SPECULATIVE
-    own, outputs = here(sides[name].about.begins), heard.once(name)
+    own, outputs = here(sides[name].about.begins), timed.once(name)
     if not sides[name].about.ids:
-        return sum(text.strip() == own.letters[i].strip() for i, text in zip(heard.chosen, outputs, strict=True))
+        return sum(text.strip() == own.letters[i].strip() for i, text in zip(timed.chosen, outputs, strict=True))
     return sum(
         _bare(text, terms.stop_ids) == _bare(own.texts[i], terms.stop_ids)
-        for i, text in zip(heard.chosen, outputs, strict=True)
+        for i, text in zip(timed.chosen, outputs, strict=True)
     )
 
 

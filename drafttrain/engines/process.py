@@ -166,8 +166,8 @@ def python_of(name: str, given: str | None) -> Path:
 
 
 def _has(python: Path, package: str) -> bool:
-    asked = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
-    return subprocess.run([python, "-P", "-c", asked], capture_output=True, check=False).returncode == 0
+    check = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-P", "-c", check], capture_output=True, check=False).returncode == 0
 
 
 def run(name: str, python: Path, job: EngineJob) -> EngineResult:

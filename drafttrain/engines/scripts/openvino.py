@@ -59,9 +59,9 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
         text = {"tokens": list(found.tokens[0]), "first": metrics.get_ttft().mean / 1000, "ended": ended, "ahead": 1}
         counts: dict[str, int | None] = dict.fromkeys(("verifications", "drafted", "accepted"))
         if drafts:
-            passes, told = metrics.raw_metrics.m_batch_sizes, found.extended_perf_metrics
-            counts = {"verifications": len(passes) - 1, "drafted": told.get_num_draft_tokens() or None}  # DFlash: not counted
-            counts["accepted"] = told.get_num_accepted_tokens()
+            passes, extended = metrics.raw_metrics.m_batch_sizes, found.extended_perf_metrics
+            counts = {"verifications": len(passes) - 1, "drafted": extended.get_num_draft_tokens() or None}  # None for DFlash
+            counts["accepted"] = extended.get_num_accepted_tokens()
         return {"texts": [text], **counts}
 
     notes = [] if timed["device"] == "cpu" else ["OpenVINO was run on the CPU"]

@@ -103,8 +103,8 @@ def speculation(job: dict[str, Any]) -> dict[str, Any]:
     family = job["family"]
     if family not in METHODS | PARALLEL:
         raise ValueError(f"no speculative method for the family {family}")
-    asked = {"method": (METHODS | PARALLEL)[family], "model": job["drafter"], "num_speculative_tokens": job["draft_length"]}
-    return asked | ({"parallel_drafting": True} if family in PARALLEL else {})
+    config = {"method": (METHODS | PARALLEL)[family], "model": job["drafter"], "num_speculative_tokens": job["draft_length"]}
+    return config | ({"parallel_drafting": True} if family in PARALLEL else {})
 
 
 def sampling_of(job: dict[str, Any]) -> Any:

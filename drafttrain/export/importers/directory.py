@@ -148,12 +148,12 @@ def fetched(name: str) -> Path:
     Raises UserError where it cannot be fetched.
     """
     repository, _, revision = name.partition("@")
-    asked: dict[str, Any] = {"repo_id": repository, "revision": revision or None}
+    query: dict[str, Any] = {"repo_id": repository, "revision": revision or None}
     try:
-        directory = Path(snapshot_download(**asked, allow_patterns=[f"*{suffix}" for suffix in FETCHED]))
+        directory = Path(snapshot_download(**query, allow_patterns=[f"*{suffix}" for suffix in FETCHED]))
         if not any(directory.glob("*.safetensors")):
             pickles = [f"{Path(file).stem}*{Path(file).suffix}" for file in PICKLED]
-            directory = Path(snapshot_download(**asked, allow_patterns=[*(f"*{suffix}" for suffix in FETCHED[:-1]), *pickles]))
+            directory = Path(snapshot_download(**query, allow_patterns=[*(f"*{suffix}" for suffix in FETCHED[:-1]), *pickles]))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(

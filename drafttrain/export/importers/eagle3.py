@@ -34,19 +34,24 @@ def _portable(found: Foreign) -> bool:
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
-    config = found.config
-    inner = found.field(INNER) if TYPE in config else config
+    inner = found.field(INNER) if TYPE in found.config else found.config
     found.wants("num_hidden_layers", inner.get("num_hidden_layers", 1), (1,), "but drafters of this family have one layer")
+    flag = "embed_requires_grad"
+    found.wants(flag, found.config.get(flag, False), (False,), "which drafters here do not have")
+    return shared_options(found, inner, target) | {"norm_output": _norm_output(found)}
+
+
+def shared_options(found: Foreign, inner: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """The options that P-EAGLE has too. inner: the fields of the layers."""
+    config = found.config
     same_size(found, "target_hidden_size", config.get("target_hidden_size"), target.shape.hidden_size)
-    for flag in ("norm_before_fc", "embed_requires_grad"):
-        found.wants(flag, config.get(flag, False), (False,), "which drafters here do not have")
+    found.wants("norm_before_fc", config.get("norm_before_fc", False), (False,), "which drafters here do not have")
     layers = layer_inputs(found, target.shape.blocks)
     same_size(found, "num_aux_hidden_states", config.get("num_aux_hidden_states"), len(layers))
     return {
         "taps": [k - 1 for k in layers],
         "draft_vocab": draft_vocab(found, target.shape.vocab_size),
         "fc_norm": bool(config.get("fc_norm", found.has("fc_norm.0.weight"))),
-        "norm_output": _norm_output(found),
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
         "layer": layer_options(found, inner, target),
     }

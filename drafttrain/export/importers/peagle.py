@@ -10,7 +10,7 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.export.importers import eagle3
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import INNER, TYPE, Draft, Importer, layer_options, same_size, speculators
+from drafttrain.export.importers.row import INNER, TYPE, Draft, Importer, speculators
 from drafttrain.export.layouts.peagle import MASK, RENAMES
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.model.target import Target
@@ -29,22 +29,10 @@ def _renames(found: Foreign) -> Renames:
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
-    config = found.config
-    inside = (INNER,) if TYPE in config else ()
-    inner = found.field(INNER) if inside else config
-    same_size(found, "target_hidden_size", config.get("target_hidden_size"), target.shape.hidden_size)
-    found.wants("norm_before_fc", config.get("norm_before_fc", False), (False,), "which drafters here do not have")
-    taps = eagle3.layer_inputs(found, target.shape.blocks)
-    same_size(found, "num_aux_hidden_states", config.get("num_aux_hidden_states"), len(taps))
-    return {
-        "layers": found.number("num_hidden_layers", *inside),
-        "taps": [k - 1 for k in taps],
-        "mask_token": _mask(found),
-        "draft_vocab": eagle3.draft_vocab(found, target.shape.vocab_size),
-        "fc_norm": bool(config.get("fc_norm", found.has("fc_norm.0.weight"))),
-        "norm_before_residual": bool(config.get("norm_before_residual", False)),
-        "layer": layer_options(found, inner, target),
-    }
+    inside = (INNER,) if TYPE in found.config else ()
+    inner = found.field(INNER) if inside else found.config
+    own = {"layers": found.number("num_hidden_layers", *inside), "mask_token": _mask(found)}
+    return own | eagle3.shared_options(found, inner, target)
 
 
 def _mask(found: Foreign) -> int:

@@ -124,8 +124,17 @@ def head_of(config: Config, inner: Config, tensors: Tensors, prefix: str, target
             )
         if bool(((ids < 0) | (ids >= vocab)).any()) or not bool(known[ids].all()):
             raise MismatchError("d2t", "as offsets its values lead to other tokens than t2d marks")
-    width = shape.width
     norms = len(layers) if config.values.get("fc_norm") else 0
+    before, output = bool(_flag(config, "norm_before_residual")), bool(config.values.get("norm_output", False))
+    return load_head(tensors, prefix, shape, target_width, ids, layers, norms, before, output)
+
+
+def load_head(
+    tensors: Tensors, prefix: str, shape: Shape, target_width: int, ids: Tensor, layers: list[int], norms: int, before: bool,
+    output: bool,
+) -> Head:  # fmt: skip
+    """Take a drafter's tensors. norms: number of norms before fc. before, output: as in `Head`."""
+    width = shape.width
     return Head(
         shape,
         Layer(tensors, prefix, shape, 2 * width),
@@ -134,11 +143,11 @@ def head_of(config: Config, inner: Config, tensors: Tensors, prefix: str, target
         tensors.take(f"{prefix}.input_layernorm.weight", width),
         tensors.take(f"{prefix}.hidden_norm.weight", width),
         tensors.take("norm.weight", width),
-        tensors.take("lm_head.weight", draft_vocab, width, fails="vocabulary"),
+        tensors.take("lm_head.weight", len(ids), width, fails="vocabulary"),
         ids,
         layers,
-        bool(_flag(config, "norm_before_residual")),
-        bool(config.values.get("norm_output", False)),
+        before,
+        output,
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafttrain.export.readers import causal_lm, dflash, eagle3
 from drafttrain.export.readers.gguf_tokenizer import check_tokenizer
-from drafttrain.export.readers.layer import Layer, Shape
+from drafttrain.export.readers.layer import Shape
 from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors
 
 MODELS = ("llama", "qwen2", "qwen3")
@@ -70,21 +70,8 @@ def eagle3_draft(directory: Path, target: TargetParts, points: Sequence[Point]) 
     ids = tensors.left.pop("d2t", torch.arange(vocab))
     if ids.dtype != torch.int64:
         raise MismatchError("d2t", f"it is {ids.dtype}, but llama.cpp takes int64")
-    width, draft_vocab = shape.width, len(ids)
-    head = eagle3.Head(
-        shape,
-        Layer(tensors, "layers.0", shape, 2 * width),
-        tensors.take("fc.weight", width, len(layers) * target_width, fails="layer ids"),
-        [],
-        tensors.take("layers.0.input_layernorm.weight", width),
-        tensors.take("layers.0.hidden_norm.weight", width),
-        tensors.take("norm.weight", width),
-        tensors.take("lm_head.weight", draft_vocab, width, fails="vocabulary"),
-        ids,
-        layers,
-        bool(_own(config, kind, "norm_before_residual", "norm flags")),
-        output=False,
-    )
+    before = bool(_own(config, kind, "norm_before_residual", "norm flags"))
+    head = eagle3.load_head(tensors, "layers.0", shape, target_width, ids, layers, 0, before, output=False)
     tensors.finish()
     return eagle3.reading(head, target, points)
 
