@@ -258,7 +258,7 @@ def make(folder: Path) -> None:
 
 
 def interrupt(run: Path) -> None:
-    """As if it had been killed after its second checkpoint."""
+    """Cut a run back to its second checkpoint, as if it had been killed there."""
     shutil.rmtree(run / "checkpoints" / "step-00006")
     state = run / "run.json"
     state.write_text(state.read_text().replace('"finished": true', '"finished": false'))

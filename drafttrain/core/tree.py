@@ -182,15 +182,18 @@ class TreeShape:
         return TreeShape(ordered, parent_N, depth_N, rank_N, ancestors(parent_N[None])[0])
 
     def to(self, device: torch.device) -> TreeShape:
+        """The same shape with tensors on this device."""
         tensors = (self.parent_N, self.depth_N, self.rank_N, self.ancestor_NN)
         return TreeShape(self.paths, *(t.to(device) for t in tensors))
 
     @property
     def max_depth(self) -> int:
+        """Depth of the deepest node."""
         return max(map(len, self.paths), default=0)
 
     @property
     def max_rank(self) -> int:
+        """The highest rank of a node."""
         return max((p[-1] for p in self.paths), default=0)
 
 

@@ -49,7 +49,7 @@ Decode = Callable[[str], OwnDecoding]  # by how the engine begins
 
 @dataclass(frozen=True, slots=True)
 class TimingOptions:
-    """How an engine is timed."""
+    """The settings of a timing."""
 
     label: str
     prompts: int  # number of prompts

@@ -117,7 +117,7 @@ class EngineJob:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one prompt."""
+    """Counts of one prompt."""
 
     accepted: int
     drafted: int

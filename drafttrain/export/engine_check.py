@@ -28,6 +28,7 @@ class SequenceCheck:
 
     @property
     def holds(self) -> bool:
+        """Whether output and accepted drafts agree."""
         return self.differs is None and self.theirs in (None, self.ours)
 
 
@@ -47,10 +48,12 @@ class EngineCheck:
 
     @property
     def same_texts(self) -> int:
+        """The number of sequences with the target's own output."""
         return sum(line.differs is None for line in self.lines)
 
     @property
     def holds(self) -> bool:
+        """Whether everything agrees."""
         same = self.ours == self.theirs and self.ours_by_position == self.theirs_by_position
         return same and all(line.holds for line in self.lines)
 
@@ -73,6 +76,7 @@ class EngineCheck:
         return f"not at the same positions: {self.theirs_by_position} there, {self.ours_by_position} here"
 
     def as_json(self) -> dict[str, Any]:
+        """The check as the content of verification.json."""
         return asdict(self) | {"holds": self.holds, "same_texts": self.same_texts}
 
 

@@ -36,10 +36,12 @@ class Source:
 
     @property
     def options(self) -> dict[str, Any]:
+        """The drafter's options."""
         return self.opened.meta.options
 
     @property
     def drafter(self) -> Drafter:
+        """The drafter in float32."""
         return self.opened.drafter
 
     @property
@@ -60,6 +62,7 @@ class Source:
 
     @property
     def shape(self) -> TargetShape:
+        """The target's dimensions."""
         return self.opened.loaded.target.shape
 
     @property
@@ -79,6 +82,7 @@ class Source:
 
     @property
     def target_architecture(self) -> str:
+        """The class of the target in transformers."""
         return str(self.opened.loaded.description["architecture"])
 
 

@@ -59,6 +59,7 @@ class Golden:
     sha256: str = ""  # of the weights
 
     def to(self, device: torch.device) -> Golden:
+        """The same with tensors on this device."""
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in TENSORS}
         ids = None if self.ids is None else self.ids.to(device)
         return replace(self, **moved, states={k: x.to(device) for k, x in self.states.items()}, ids=ids)

@@ -45,15 +45,18 @@ class Float32Target:
         return out
 
     def embed(self, token: Tensor) -> Tensor:
+        """[..., H]: the embedding of these tokens."""
         embedded_H: Tensor = self._narrow.embed(token)
         return embedded_H.float()
 
     @cached_property
     def head_weight(self) -> Tensor:
+        """[V, H]: the output matrix."""
         weight: Tensor = self._narrow.head_weight
         return weight.detach().float()
 
     def head(self, hidden_H: Tensor) -> Tensor:
+        """[..., V]: the logits of these states."""
         bias = getattr(self._narrow.model.get_output_embeddings(), "bias", None)
         return F.linear(hidden_H.float(), self.head_weight, None if bias is None else bias.float())
 

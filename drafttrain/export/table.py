@@ -113,7 +113,7 @@ def _heads(stack: str) -> Layout:
 
 
 def _block(speculators: Layout) -> dict[str, Row]:
-    """Of the newer block drafters."""
+    """The row of a newer block drafter."""
     return _row(vllm=SPECULATORS, sglang=UNREAD, trtllm=UNREAD, speculators=speculators, official=UNREAD)
 
 

@@ -49,6 +49,7 @@ def reference(
     qkv_BNX: Tensor, cos_MD: Tensor, sin_MD: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
     position_BN: Tensor, table_BQ: Tensor, length_B: Tensor, keys: Tensor, values: Tensor, heads: int,
 ) -> Tensor:  # fmt: skip
+    """The plain-torch twin of `append`."""
     _, page, kv_heads, D = keys.shape
     mixed_BNhD = qkv_BNX.view(*qkv_BNX.shape[:2], -1, D)
     q_BNhD, k_BNhD, v_BNhD = torch.split(mixed_BNhD, [heads, kv_heads, kv_heads], 2)

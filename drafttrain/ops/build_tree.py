@@ -55,6 +55,7 @@ def build_tree(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
 
 
 def reference(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
+    """The plain-torch twin of `build_tree`."""
     rooted_BM = torch.cat([torch.full_like(score_BM[:, :1], torch.inf), score_BM[:, 1:]], 1)
     kept_BN = top_op.reference(rooted_BM, nodes)[1].sort(-1).values
     above_BN = parent_BM.gather(1, kept_BN)

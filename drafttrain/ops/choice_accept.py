@@ -26,6 +26,7 @@ def choice_accept(tree: DraftTree, choice_BN: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def reference(tree: DraftTree, choice_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain-torch twin of `choice_accept`."""
     B, N = tree.token_BN.shape
     row_B, node_N = torch.arange(B, device=choice_BN.device), torch.arange(N, device=choice_BN.device)
     hit_BN = (tree.token_BN == choice_BN.gather(1, tree.parent_BN.clamp_min(0))) & (node_N < tree.count_B[:, None])

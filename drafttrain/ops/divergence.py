@@ -102,6 +102,7 @@ def reference(
     want_slope: bool,
     into: Tensor | None = None,
 ) -> Scores:
+    """The plain-torch twin of `scores`."""
     log_q_CV, log_p_CV = logits_CV.float().log_softmax(-1), target_logits_CV.float().log_softmax(-1)
     hit_C = logits_CV.argmax(-1) == target_logits_CV.argmax(-1)
     q_CV, p_CV = log_q_CV.exp(), log_p_CV.exp()

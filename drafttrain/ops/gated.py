@@ -19,5 +19,6 @@ def gated(gate_up_I: Tensor) -> Tensor:
 
 
 def reference(gate_up_I: Tensor) -> Tensor:
+    """The plain-torch twin of `gated`."""
     gate_I, up_I = gate_up_I.chunk(2, -1)
     return F.silu(gate_I) * up_I

@@ -26,4 +26,5 @@ def greedy_accept(tree: DraftTree, logits_BNV: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def reference(tree: DraftTree, logits_BNV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain-torch twin of `greedy_accept`."""
     return choice_accept.reference(tree, logits_BNV.argmax(-1))

@@ -24,6 +24,7 @@ def kv_keep(store: Tensor, table_BQ: Tensor, length_B: Tensor, path_BA: Tensor, 
 
 
 def reference(store: Tensor, table_BQ: Tensor, length_B: Tensor, path_BA: Tensor, count_B: Tensor) -> None:
+    """The plain-torch twin of `kv_keep`."""
     column_A = torch.arange(path_BA.shape[1], device=path_BA.device)
     counts_BA = column_A < count_B[:, None]
     # on other devices this check would sync with the host, which costs more than the copy

@@ -37,6 +37,7 @@ def likely_accept(
 def reference(
     tree: DraftTree, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling, epsilon: float, delta: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain-torch twin of `likely_accept`."""
     p_BNV, ancestor_BNN, parent_BN = distribution(logits_BNV, sampling), tree.ancestor_BNN, tree.parent_BN.clamp_min(0)
     B, N, V = p_BNV.shape
     entropy_BN = -torch.xlogy(p_BNV, p_BNV).sum(-1)

@@ -40,6 +40,7 @@ def lossless_accept(
 
 
 def reference(tree: DraftTree, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain-torch twin of `lossless_accept`."""
     B, N = tree.token_BN.shape
     row_B, on_host = torch.arange(B, device=logits_BNV.device), logits_BNV.device.type == "cpu"
     p_BNV = distribution(logits_BNV, sampling)

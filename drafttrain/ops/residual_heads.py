@@ -47,6 +47,7 @@ class ResidualHeads:
         return found[:, None]
 
     def reference(self, state_BH: Tensor, heads: int, ranks: int) -> Tensor:
+        """The plain-torch twin of `top`."""
         return ranked(torch.bmm(residual(self.blocks, state_BH, heads), self.output_KVH[:heads].transpose(1, 2)), ranks)
 
 

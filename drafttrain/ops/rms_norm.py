@@ -30,5 +30,6 @@ def norm(module: Any, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tenso
 
 
 def reference(x_H: Tensor, delta_H: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The plain-torch twin of `rms_norm`."""
     summed_H = x_H if delta_H is None else x_H + delta_H
     return summed_H, F.rms_norm(summed_H, (summed_H.shape[-1],), weight_H, eps)

@@ -30,4 +30,5 @@ def sample(logits_MV: Tensor, sampling: Sampling, position_M: Tensor, lane: Lane
 
 
 def reference(logits_MV: Tensor, sampling: Sampling, position_M: Tensor, lane: Lane, draw: int = 0) -> Tensor:
+    """The plain-torch twin of `sample`."""
     return pick(distribution(logits_MV, sampling), uniform(sampling, position_M, lane, draw))

@@ -28,6 +28,7 @@ def top(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, T
 
 
 def reference(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The plain-torch twin of `top`."""
     key_MV = keys(logits_MV)
     index_Mk = 2**32 - 1 - (key_MV.topk(k, -1).values & 2**32 - 1)
     value_Mk = logits_MV.float().gather(1, index_Mk)

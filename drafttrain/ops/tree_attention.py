@@ -64,6 +64,7 @@ def reference(
     q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BN: Tensor, position_BN: Tensor,
     scale: float, window: int | None, bound: int,
 ) -> Tensor:  # fmt: skip
+    """The plain-torch twin of `tree_attention`."""
     B, N, h, D = q_BNhD.shape
     kv_heads, device = keys.shape[2], q_BNhD.device
     position_BP = torch.arange(bound, device=device).repeat(B, 1)

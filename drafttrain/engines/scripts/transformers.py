@@ -18,6 +18,7 @@ ASSISTANTS = {"draft_model": "AutoModelForCausalLM", "dflash": "AutoModel"}
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    """Decode every prompt of a job."""
     target, assisted = loaded(job, "float32", "cpu", True)
     steps = recorded(target)
     outputs, counts = [], []
@@ -42,6 +43,7 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list[int]], dict[str, Any]]]]:
+    """A target that is ready to answer one prompt at a time."""
     timed = job["timed"]
     torch.set_num_threads(timed["threads"])
     drafts, skipped = timed["speculative"], begins(job["family"]) == "plain"
@@ -85,6 +87,7 @@ def loaded(job: dict[str, Any], dtype: str, device: str, drafts: bool) -> tuple[
 
 
 def generated(target: Any, prompt: list[int], job: dict[str, Any], more: dict[str, Any]) -> list[int]:
+    """New tokens for one prompt. more: further arguments of generate()."""
     ids = torch.tensor([prompt], device=target.device)
     text = target.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=job["max_new_tokens"],
@@ -95,10 +98,12 @@ def generated(target: Any, prompt: list[int], job: dict[str, Any], more: dict[st
 
 
 def begins(family: str) -> str:
+    """Where the first drafts follow: `plain` after a token of the prefill, `drafted` after the prompt."""
     return "plain" if family == "dflash" else "drafted"
 
 
 def versions() -> dict[str, str]:
+    """Versions by distribution."""
     return {"transformers": version("transformers"), "torch": version("torch")}
 
 

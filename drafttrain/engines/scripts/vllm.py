@@ -25,6 +25,7 @@ SHARE = 0.42  # of a GPU's memory: two engines, with and without speculation, an
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    """Decode every prompt of a job."""
     from vllm import LLM
 
     notes = mended_key_norms(job)
@@ -89,6 +90,7 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
 
 
 def settings(job: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The engine's settings for this job."""
     longest = max(map(len, job["prompts"]))
     return {
         "model": job["target"],
@@ -100,6 +102,7 @@ def settings(job: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def speculation(job: dict[str, Any]) -> dict[str, Any]:
+    """The speculative configuration. Raises ValueError for a family without a method."""
     family = job["family"]
     if family not in METHODS | PARALLEL:
         raise ValueError(f"no speculative method for the family {family}")
@@ -108,6 +111,7 @@ def speculation(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampling_of(job: dict[str, Any]) -> Any:
+    """Greedy sampling that ends at the job's stop tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], stop_token_ids=job["stop_ids"], detokenize=False)
@@ -160,6 +164,6 @@ def counters(llm: Any) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """By distribution. The name of vLLM's distribution depends on its build."""
+    """Versions by distribution. The name of vLLM's distribution depends on its build."""
     names = [packages_distributions()["vllm"][0], "torch", "transformers"]
     return {name: version(name) for name in names}

@@ -77,6 +77,7 @@ class Foreign:
 
     @property
     def pickled(self) -> bool:
+        """Whether the weights are a pickle."""
         return self.weights in PICKLED
 
     @cached_property
@@ -103,6 +104,7 @@ class Foreign:
         return held.pop() if len(held) == 1 else "float32"
 
     def has(self, *names: str) -> bool:
+        """Whether there are tensors with these names."""
         return all(name in self.kinds for name in names)
 
     def summary(self) -> str:
@@ -115,6 +117,7 @@ class Foreign:
 
     @property
     def config_name(self) -> str:
+        """The name of the configuration file."""
         assert self.config_file is not None
         return self.config_file.name
 
@@ -129,7 +132,7 @@ class Foreign:
         return values[key]
 
     def number(self, key: str, *inside: str) -> int:
-        """As `field`, for a count of at least 1."""
+        """A field that is a count of at least 1. Raises UserError, as `field` does, and for other values."""
         value = self.field(key, *inside)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{self.origin}: {key} is {value!r} in {self.config_name}; a number from 1 is needed")

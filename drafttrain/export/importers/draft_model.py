@@ -44,6 +44,7 @@ def _adapter(found: Foreign) -> bool:
 
 
 def options(found: Foreign, target: Target) -> dict[str, Any]:
+    """Options of a draft model in this directory."""
     return _from(str(found.directory.resolve()))
 
 

@@ -44,6 +44,7 @@ def lmdeploy(source: Source) -> Files:
 
 
 def zlab(source: Source) -> Files:
+    """The authors' layout."""
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -55,6 +56,7 @@ def zlab(source: Source) -> Files:
 
 
 def transformers(source: Source) -> Files:
+    """transformers' layout."""
     config = {
         "architectures": ["MuseGlimmerAssistantModel"],
         "model_type": "muse_glimmer_assistant",
@@ -66,6 +68,7 @@ def transformers(source: Source) -> Files:
 
 
 def speculators(source: Source) -> Files:
+    """speculators' layout."""
     return Files(speculators_config(source, "dflash", "DFlashSpeculator"), source.tensors, facts=facts(source))
 
 
@@ -101,9 +104,11 @@ def _ids(source: Source) -> list[int]:
 
 
 def mask_token(source: Source) -> int:
+    """The mask token; by default the last token of the vocabulary."""
     mask = source.options["mask_token"]
     return source.shape.vocab_size - 1 if mask is None else int(mask)
 
 
 def facts(source: Source) -> dict[str, Any]:
+    """The facts that the reader must find in addition to the golden ones."""
     return {"block size": source.options["block_size"], "mask token": mask_token(source)}

@@ -12,6 +12,7 @@ RENAMES = Renames({f"{book}.weight": book for book in BOOKS} | {"{rest}": "{rest
 
 
 def speculators(source: Source) -> Files:
+    """speculators' layout."""
     options = source.options
     own = {
         "conv_kernel_size": TAPS,

@@ -64,6 +64,7 @@ def _elsewhere(source: Source) -> Path | None:
 
 
 def files(source: Source) -> Files:
+    """A transformers directory with adapters merged."""
     return Files(_config(source), merged(_model(source)), tokenizer=source.opened.loaded.tokenizer is not None)
 
 

@@ -7,6 +7,7 @@ from drafttrain.export.layouts.dflash import facts, speculators_config
 
 
 def speculators(source: Source) -> Files:
+    """speculators' layout."""
     heads = {
         "markov_rank": source.options["rank"],
         "markov_head_type": "vanilla",

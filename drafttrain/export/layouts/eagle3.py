@@ -48,11 +48,13 @@ def lmdeploy(source: Source) -> Files:
 
 
 def portable(source: Source) -> Files:
+    """The portable layout."""
     tensors = weights(source)
     return Files(portable_config(source, tensors), tensors, facts=facts(source))
 
 
 def portable_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
+    """config.json of the portable layout."""
     ids, shape = source.layer_inputs, source.layer_shape
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -74,13 +76,14 @@ def portable_config(source: Source, tensors: dict[str, Tensor], layers: int = 1)
 
 
 def speculators(source: Source) -> Files:
-    """With the target's embedding: the library leaves an embedding that the files lack uninitialised."""
+    """speculators' layout, with the target's embedding: the library leaves an embedding that the files lack uninitialised."""
     tensors = {str(SPECULATORS.theirs(name)): x for name, x in weights(source).items()}
     config = header(source, "eagle3", "Eagle3Speculator") | speculators_config(source, tensors)
     return Files(config, tensors | {EMBEDDING: source.embedding}, facts=facts(source), as_is=(EMBEDDING,))
 
 
 def speculators_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
+    """The fields of speculators' layout that P-EAGLE has too."""
     return {
         "transformer_layer_config": {"model_type": "llama", **llama_fields(source.layer_shape, layers, source.dtype)},
         "draft_vocab_size": len(tensors["lm_head.weight"]),
@@ -112,5 +115,6 @@ def _before(source: Source) -> bool:
 
 
 def facts(source: Source) -> dict[str, Any]:
+    """The facts that the reader must find in addition to the golden ones."""
     flags = {flag: bool(source.options.get(flag, False)) for flag in ("norm_output", "fc_norm")}
     return {"norm flags": {"norm_before_residual": _before(source), **flags}}

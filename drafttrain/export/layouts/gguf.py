@@ -75,6 +75,7 @@ def refuse_target(source: Source, model: Any) -> str | None:
 
 
 def eagle3_files(source: Source) -> Files:
+    """An EAGLE-3 drafter. d2t holds the target's ids."""
     tensors = eagle3.weights(source)
     shape, d2t = source.layer_shape, tensors.pop("d2t", None)
     tensors.pop("t2d", None)
@@ -101,6 +102,7 @@ def dflash_files(source: Source) -> Files:
 
 
 def model_files(source: Source) -> Files:
+    """A draft model."""
     lm: Any = source.drafter.language_model()
     return _language_model(source, lm.model, source.shape, draft_model.merged(lm.model), DRAFT)
 

@@ -16,6 +16,7 @@ def refuse(source: Source) -> str | None:
 
 
 def files(source: Source) -> Files:
+    """The authors' layout."""
     options = source.options
     config = {
         "hydra_num_heads": options["heads"],

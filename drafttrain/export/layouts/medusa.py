@@ -26,6 +26,7 @@ def refuse(source: Source) -> str | None:
 
 
 def vllm(source: Source) -> Files:
+    """vLLM's layout."""
     shape, options = source.shape, source.options
     config = {
         "architectures": ["MedusaModel"],

@@ -59,6 +59,7 @@ def deepseek(source: Source) -> Files:
 
 
 def speculators(source: Source) -> Files:
+    """speculators' layout."""
     inner = {"model_type": "qwen3", **llama_fields(source.layer_shape, 1, source.dtype)}
     config = {
         **header(source, "mtp", "MTPDraftModel"),

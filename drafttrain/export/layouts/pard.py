@@ -10,6 +10,6 @@ from drafttrain.export.layouts.peagle import MASK, mask_token
 
 
 def files(source: Source) -> Files:
-    """The same files as the authors' code writes."""
+    """A transformers directory with the mask token, as the authors' code writes it."""
     made, mask = draft_model.files(source), mask_token(source)
     return replace(made, config=made.config | {MASK: mask, "spd_type": "pard"}, facts={"mask token": mask})

@@ -24,12 +24,14 @@ def refuse(source: Source) -> str | None:
 
 
 def portable(source: Source) -> Files:
+    """The portable layout."""
     tensors = _weights(source)
     config = eagle3.portable_config(source, tensors, source.options["layers"]) | {MASK: mask_token(source)}
     return Files(config, tensors, facts=_facts(source))
 
 
 def speculators(source: Source) -> Files:
+    """speculators' layout."""
     tensors = _weights(source)
     config = header(source, "peagle", "PEagleSpeculator")
     config |= eagle3.speculators_config(source, tensors, source.options["layers"])
@@ -38,6 +40,7 @@ def speculators(source: Source) -> Files:
 
 
 def mask_token(source: Source) -> int:
+    """The mask token that the drafter was trained with."""
     return int(source.drafter.settled()["mask_token"])
 
 

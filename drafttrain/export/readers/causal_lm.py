@@ -29,6 +29,7 @@ MODEL_TYPES = {
 
 
 def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """Read a model with its tokenizer."""
     check_tokenizer(directory, target.pieces)
     return _model(Config.of(directory), Tensors(directory), target, points)
 

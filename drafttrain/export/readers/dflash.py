@@ -42,6 +42,7 @@ def lmdeploy(directory: Path, target: TargetParts, points: Sequence[Point]) -> R
 
 
 def zlab(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The authors' layout."""
     config = Config.of(directory)
     config.expect("architectures", ["DFlashDraftModel"], "architecture")
     config.expect("model_type", "qwen3", "architecture")
@@ -59,6 +60,7 @@ def transformers(directory: Path, target: TargetParts, points: Sequence[Point]) 
 
 
 def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """speculators' layout."""
     config, block = of_speculators(directory, "dflash", "DFlashSpeculator", target)
     config.expect("sample_from_anchor", False, "config")
     return reading(block, Tensors(directory), ("fc", "hidden_norm"), target, points)
@@ -110,10 +112,12 @@ class Block:
     group: int | None = None  # channels per kernel of the convolutions; None: there are none
 
     def facts(self) -> dict[str, Any]:
+        """The settings that the files have."""
         return self.shape.facts() | {"layer ids": self.taken, "block size": self.size, "mask token": self.mask}
 
 
 def reading(block: Block, tensors: Tensors, names: tuple[str, str], target: TargetParts, points: Sequence[Point]) -> Reading:
+    """Draft with the target's head from the states of a block."""
     states = slots(block, tensors, names, target)
     tensors.finish()
     return Reading(each(points, lambda point: F.linear(states(point), target.head)), block.facts())

@@ -20,6 +20,7 @@ SELECTOR = "candidate_selector"
 
 
 def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """speculators' layout."""
     config, block = of_speculators(directory, "dflash2", "DFlash2DraftModel", target)
     config.expect("conv_kernel_size", 2, "config")
     block = replace(block, group=config.get("conv_group_size", "config"))

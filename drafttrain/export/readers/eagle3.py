@@ -159,6 +159,7 @@ def _flag(config: Config, key: str) -> Any:
 
 
 def reading(head: Head, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """Draft with a loaded drafter."""
     facts = head.shape.facts() | {
         "layer ids": head.layers,
         "vocabulary": len(target.embed),

@@ -49,6 +49,7 @@ def model(directory: Path, target: TargetParts, points: Sequence[Point]) -> Read
 
 
 def language_model(directory: Path, file: str, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """A language model in this file."""
     config, tensors, kind = _opened(directory, file, MODELS, target)
     shape = _shape(config, kind, tensors)
     plan = causal_lm.Plan(shape, _own(config, kind, "block_count", "config"), kind == "qwen2", kind == "qwen3")
@@ -56,6 +57,7 @@ def language_model(directory: Path, file: str, target: TargetParts, points: Sequ
 
 
 def eagle3_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """An EAGLE-3 drafter."""
     config, tensors, kind = _opened(directory, "draft.gguf", ("eagle3",), target)
     shape, (vocab, target_width) = _shape(config, kind, tensors), target.embed.shape
     config.expect("eagle3.block_count", 1, "config")
@@ -77,6 +79,7 @@ def eagle3_draft(directory: Path, target: TargetParts, points: Sequence[Point]) 
 
 
 def dflash_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """A DFlash drafter."""
     config, tensors, kind = _opened(directory, "draft.gguf", ("dflash",), target)
     config.expect("dflash.attention.causal", False, "config")
     block = dflash.Block(

@@ -80,6 +80,7 @@ class Bpe:
         self.special = regex.compile("(" + "|".join(map(regex.escape, special)) + ")") if special else None
 
     def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
         parts: list[str] = [text] if self.special is None else self.special.split(text)
         found: list[int] = []
         for number, part in enumerate(parts):

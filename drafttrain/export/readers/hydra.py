@@ -22,6 +22,7 @@ Head = tuple[Linear, Linear, list[Linear], Linear]
 
 
 def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The authors' layout."""
     config, tensors = Config.of(directory), Tensors(directory, "hydra_lm_head.safetensors")
     config.expect("hydra_head_arch", "mlp", "architecture")
     config.expect("grounded_heads", True, "architecture")

@@ -32,6 +32,7 @@ class Shape:
 
     @staticmethod
     def of(config: Config) -> Shape:
+        """The dimensions in a configuration."""
         rope = config.values.get("rope_parameters") or {}
         theta = rope["rope_theta"] if "rope_theta" in rope else config.get("rope_theta", "rope")
         scaling = rope or config.values.get("rope_scaling") or {}
@@ -53,6 +54,7 @@ class Shape:
         return str(self.scaling.get("rope_type") or self.scaling.get("type") or "default")
 
     def facts(self) -> dict[str, Any]:
+        """The settings that the files have."""
         return {
             "rope": self.theta,
             "rope scaling": self.kind,
@@ -91,6 +93,7 @@ class Layer:
         return x_NhD if which == "v" else rotated(x_NhD, position_N, self.shape)
 
     def attended(self, q_NhD: Tensor, k_PhD: Tensor, v_PhD: Tensor, seen_NP: Tensor) -> Tensor:
+        """[N, H]: attention of the queries to the keys that `seen_NP` allows, after the output projection."""
         groups = self.shape.heads // self.shape.kv_heads
         k_PhD, v_PhD = k_PhD.repeat_interleave(groups, 1), v_PhD.repeat_interleave(groups, 1)
         score_hNP = torch.einsum("nhd,phd->hnp", q_NhD, k_PhD) / self.shape.head_dim**0.5
@@ -98,9 +101,11 @@ class Layer:
         return F.linear(torch.einsum("hnp,phd->nhd", weight_hNP, v_PhD).flatten(1), self.o)
 
     def mlp(self, x_NH: Tensor) -> Tensor:
+        """[N, H]: the MLP, with its norm before."""
         return self.gated(rms(x_NH, self.post, self.shape.eps))
 
     def gated(self, normed_NH: Tensor) -> Tensor:
+        """[N, H]: the MLP without its norm."""
         return F.linear(F.silu(F.linear(normed_NH, self.gate)) * F.linear(normed_NH, self.up), self.down)
 
 
@@ -120,6 +125,7 @@ class Cache:
 
 
 def rms(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """[..., H]: the RMS norm."""
     return x_H * torch.rsqrt(x_H.pow(2).mean(-1, keepdim=True) + eps) * weight_H
 
 

@@ -19,6 +19,7 @@ Stage = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The authors' layout."""
     config, tensors = Config.of(directory), Tensors(directory)
     vocab, width = target.head.shape
     config.expect("architectures", ["MLPSpeculatorPreTrainedModel"], "architecture")

@@ -34,6 +34,7 @@ class Module:
 
 
 def deepseek(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """DeepSeek's names."""
     config, tensors = Config.of(directory), Tensors(directory)
     config.expect("num_nextn_predict_layers", 1, "config")
     config.expect("num_hidden_layers", target.blocks, "config")
@@ -43,6 +44,7 @@ def deepseek(directory: Path, target: TargetParts, points: Sequence[Point]) -> R
 
 
 def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """speculators' layout."""
     config, tensors = Config.of(directory), Tensors(directory)
     inner = speculators_layers(config, "mtp", "MTPDraftModel", "qwen3")
     config.expect("num_nextn_predict_layers", 1, "config")

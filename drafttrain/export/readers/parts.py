@@ -87,6 +87,7 @@ class Config:
 
     @staticmethod
     def of(directory: Path, file: str = "config.json") -> Config:
+        """The configuration in this directory."""
         try:
             return Config(json.loads((directory / file).read_text(encoding="utf-8")), file)
         except (OSError, ValueError) as error:

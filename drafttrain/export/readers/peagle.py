@@ -32,6 +32,7 @@ class Parallel:
 
 
 def portable(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The portable layout."""
     config, tensors = Config.of(directory), Tensors(directory)
     layers = eagle3.portable_layers("vllm", config, target.blocks)
     return _reading(config, config, tensors, target, layers, config.get("pard_token", "mask token"), points)

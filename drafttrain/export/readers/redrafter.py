@@ -16,6 +16,7 @@ from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts,
 
 
 def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The authors' layout."""
     config, tensors = Config.of(directory), Tensors(directory)
     vocab, width = target.head.shape
     config.expect("model_type", "recurrent_drafting_drafter", "architecture")
