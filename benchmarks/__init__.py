@@ -1,1 +1,1 @@
-"""What is run by hand, and by the GPU suites: decoding speed, all families side by side."""
+"""Benchmarks that are run by hand or by the GPU suites: decoding speed, training speed, and all families compared."""

@@ -1,12 +1,12 @@
-"""Attention of drafters in training against torch's own with a dense mask, forward and backward.
+"""Attention of drafters in training compared with torch's own attention under a dense mask, forward and backward.
 
-unrolled: that of drafters trained on their own outputs (`drafttrain/model/unrolled_attention.py`), at the last of k steps:
-queries of T positions, keys of k T. The other way joins the keys of all steps under a mask of [T, k T].
+unrolled: the attention of drafters trained on their own outputs (`drafttrain/model/unrolled_attention.py`), at the last of k
+steps, with queries of T positions and keys of k T. The alternative joins the keys of all steps under a mask of [T, k T].
 
-blocks: that of block drafters (`ops.blockwise.blockwise_attention`): A blocks of S slots, each with its own part of a context
-of T positions. The other way takes all A S slots at once under a mask of [A S, T + A S].
+blocks: the attention of block drafters (`drafttrain/model/blockwise_attention.py`), with A blocks of S slots, each with its
+own part of a context of T positions. The alternative takes all A S slots at once under a mask of [A S, T + A S].
 
-Both others are `scaled_dot_product_attention`, by whichever kernel takes a mask.
+Both alternatives are `scaled_dot_product_attention`, with whichever kernel supports a mask.
 
 Shapes: T positions, A blocks, S slots, h heads, D head width.
 """
@@ -31,7 +31,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 STEPS = 4
 SLOTS, MOST_BLOCKS = 16, 512
 UNROLLED, BLOCKS = f"unrolled, {STEPS} steps", f"blocks of {SLOTS}"
-HEADS = {"cpu": (4, 64), "cuda": (32, 128)}  # how many, and their width
+HEADS = {"cpu": (4, 64), "cuda": (32, 128)}  # number of heads, and their width
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 Attend = Callable[..., Tensor]
@@ -104,7 +104,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 
 
 def _works(ours: Attend, dense: Attend, inputs: list[Tensor], check: bool) -> tuple[Work, Work]:
-    """Raises DiffersError where outputs or gradients differ."""
+    """The work of both sides. Raises DiffersError where outputs or gradients differ."""
     grad = torch.randn_like(ours(*inputs).detach())
 
     def gradients(attend: Attend) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: ratios of interleaved runs, seconds and peak memory on any device, tables and records."""
+"""Shared by the benchmarks: ratios of interleaved runs, seconds and peak memory on any device, tables and records."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ WIDTH = 150  # columns of a table
 
 
 class DiffersError(Exception):
-    """What is to be compared does not compute the same."""
+    """The two sides of a comparison compute different results."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """value: top / bottom, the median of repeats. at_least / at_most: its goal, if any. figures: what it is made of."""
+    """One ratio, top / bottom, as the median of repeats."""
 
     name: str
     value: float
     low: float
     high: float
-    figures: str
-    at_least: float | None = None
+    figures: str  # the two figures it is made of
+    at_least: float | None = None  # its goal, if any
     at_most: float | None = None
 
     @property
@@ -51,7 +51,7 @@ class Line:
 
 
 def interleaved(repeats: int, *runs: Run) -> list[list[float]]:
-    """Each run's figures, one of every run in turn, after a warm-up of each."""
+    """Each run's figures. After a warm-up of each, one repeat of every run in turn."""
     for run in runs:
         run()
     return [list(column) for column in zip(*([run() for run in runs] for _ in range(repeats)), strict=True)]
@@ -65,7 +65,7 @@ def ratio(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> Line:
-    """Of two interleaved runs' figures. units: how both medians are written."""
+    """The ratio of two interleaved runs' figures. units: of both medians, for the text."""
     ratios, both = [a / b for a, b in zip(top, bottom, strict=True)], (median(top), median(bottom))
     return Line(name, median(ratios), min(ratios), max(ratios), units.format(*both), at_least, at_most)
 
@@ -78,7 +78,7 @@ def lines_table(lines: Sequence[Line]) -> Table:
 
 
 def seconds(work: Work, device: torch.device) -> float:
-    """Until the device is done with it."""
+    """Seconds of the work, until the device has finished it."""
     wait(device)
     began = perf_counter()
     work()
@@ -92,8 +92,10 @@ def wait(device: torch.device) -> None:
 
 
 def peak(work: Work, device: torch.device) -> int:
-    """Bytes of tensors that the work has in memory at most beyond what was held before, intermediate results of operators
-    included: by the CUDA allocator, or on a CPU by all allocations and releases that torch's profiler sees there."""
+    """Peak bytes of tensors that the work allocates, intermediate results of operators included.
+
+    The CUDA allocator counts them on a GPU; on a CPU, the allocations and releases in torch's profiler.
+    """
     if device.type == "cuda":
         wait(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -112,14 +114,14 @@ def peak(work: Work, device: torch.device) -> int:
 
 
 def room(device: torch.device) -> int:
-    """Bytes that one side of a comparison may take: most of a GPU's free memory; half of a CPU's, which others use too."""
+    """Bytes that one side of a comparison may use: most of a GPU's free memory, half of a CPU's, which others use too."""
     if device.type == "cuda":
         return int(0.9 * torch.cuda.mem_get_info(device)[0])
     return psutil.virtual_memory().available // 2
 
 
 def write_record(path: Path, device: torch.device, **found: Any) -> None:
-    """As JSON, with what a figure's reader must know."""
+    """Write the figures as JSON, with the facts that their reader needs."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     record = {"machine": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "command": " ".join(sys.argv)}
     path.parent.mkdir(parents=True, exist_ok=True)

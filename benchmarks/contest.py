@@ -1,6 +1,7 @@
-"""Two ways to compute the same over growing sizes: seconds and peak memory of each, forward and backward.
+"""Two ways to compute the same result at growing sizes: seconds and peak memory of each, forward and backward.
 
-A way that would not fit is not run: what it needs is its first, smallest cell's peak, scaled as its largest tensor grows.
+A way that would not fit in memory is not run. Its need is then estimated: the peak of its first, smallest cell, scaled with
+the size of its largest tensor.
 """
 
 from __future__ import annotations
@@ -21,30 +22,29 @@ from benchmarks.common import WIDTH, Work, interleaved, peak, ratio, room, secon
 
 @dataclass(frozen=True)
 class Entrant:
-    """One size, by name. scale: what the other way's largest tensor grows with. make: both ways' work, ours first."""
+    """One size."""
 
     size: dict[str, int]
-    scale: int
-    make: Callable[[], tuple[Work, Work]]
+    scale: int  # size of the other way's largest tensor
+    make: Callable[[], tuple[Work, Work]]  # makes both ways' work, ours first
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Of one size. other_bytes: measured, or of what was not run what it needs; then it has no seconds, and neither ratio is
-    of a measurement. times, low, high: the other's seconds / ours, median and range of repeats."""
+    """The result of one size."""
 
     size: dict[str, int]
     ours_bytes: int
     ours_seconds: float
-    other_bytes: int
+    other_bytes: int  # measured, or estimated for a way that was not run
     other_seconds: float | None = None
-    times: float | None = None
+    times: float | None = None  # the other way's seconds / ours, median of repeats
     low: float | None = None
     high: float | None = None
 
 
 def contest(entrants: Sequence[Entrant], device: torch.device, repeats: int) -> Iterator[Cell]:
-    """The first one is always run."""
+    """Run all sizes. The first one is always run."""
     first: tuple[int, int] | None = None
     for entrant in entrants:
         (ours, other), began = entrant.make(), perf_counter()
@@ -82,8 +82,10 @@ def record(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def draw(path: Path, panels: Sequence[tuple[str, str, Sequence[tuple[str, Sequence[Cell]]]]], ours: str, other: str) -> None:
-    """Peak memory above seconds, one column for each panel: (title, the size along x, its lines by name). Hollow marks are
-    computed, not measured."""
+    """Plot peak memory and seconds, one column for each panel: (title, the size along x, its lines by name).
+
+    Hollow marks are estimates.
+    """
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator
 

@@ -1,13 +1,13 @@
-"""Preparation of training data against `datasets.map(batched=True)` in one process: interleaved, medians of repeats.
+"""Preparation of training data compared with `datasets.map(batched=True)` in one process: interleaved, medians of repeats.
 
     python benchmarks/data.py [FILE] [--copies 8] [--workers 1] [--repeats 3] [--json FILE]
 
-FILE: conversations; the embedded data's by default, `copies` times. All write Arrow, with nothing cached before, and must give
-the same ids and masks; if they do not, the exit code is 1. Starting processes counts. The process that waits prepares too: one
-worker makes two.
+FILE: conversations; by default the embedded data, `copies` times. All sides write Arrow, with nothing cached before, and must
+give the same ids and masks; otherwise the exit code is 1. Starting processes counts. The waiting process prepares data too, so
+one worker makes two.
 
-plain     `datasets.map` with template and mask as one writes them down first: every reply's prefixes tokenised from the start
-encoder   `datasets.map` with the encoder of this project
+plain `datasets.map` with template and mask written the simple way: every reply's prefixes tokenised from the start encoder
+`datasets.map` with the encoder of this project
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
-if __name__ != "__mp_main__":  # worker processes begin with this file, and need nothing of it
+if __name__ != "__mp_main__":  # worker processes import this file, and need nothing from it
     import numpy as np
     import psutil
     from rich.console import Console
@@ -39,11 +39,11 @@ if __name__ != "__mp_main__":  # worker processes begin with this file, and need
     from drafttrain.data.packing import pack
     from drafttrain.data.sources import read_conversations
 
-LENGTH = 100_000  # nothing is cut, so that tokens are the same however turns are kept
+LENGTH = 100_000  # no conversation is cut, so that tokens do not depend on which turns are kept
 
 
 def plain(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """Ids and mask of one conversation, from texts alone."""
+    """Ids and mask of one conversation, from texts only."""
 
     def ids(some: list[dict[str, Any]], **how: Any) -> list[int]:
         return list(
@@ -61,14 +61,14 @@ def plain(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) ->
 
 @dataclass
 class Cost:
-    """seconds: on the clock. cpu: of all processes together, which other work on the machine does not change much."""
+    """The cost of a preparation."""
 
-    seconds: float
-    cpu: float
+    seconds: float  # on the clock
+    cpu: float  # processor seconds of all processes, which other load on the machine changes little
 
 
 def mapped(file: Path, work: Callable[[dict[str, Any]], tuple[Any, Any]]) -> tuple[Cost, Any]:
-    """What `datasets.map` over a file costs, and what it gives."""
+    """The cost of `datasets.map` over a file, and its result."""
     from datasets import Dataset as Rows
 
     with tempfile.TemporaryDirectory() as cache:
@@ -85,7 +85,7 @@ def mapped(file: Path, work: Callable[[dict[str, Any]], tuple[Any, Any]]) -> tup
 
 
 def prepared(file: Path, tokenizer: PreTrainedTokenizerBase, workers: int) -> tuple[Cost, float, Dataset]:
-    """(cost of all of it, seconds to the first batch, the data) of this project's preparation."""
+    """(total cost, seconds to the first batch, the data) of this project's preparation."""
     with tempfile.TemporaryDirectory() as cache:
         began, cpu = perf_counter(), process_time()
         options = DataOptions(path=str(file), max_length=LENGTH, workers=workers, cache=cache)

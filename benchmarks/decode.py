@@ -1,9 +1,9 @@
-"""The decoder against named alternatives, as ratios taken in one run: interleaved, median of repeats.
+"""The decoder compared with named alternatives, as ratios taken in one run: interleaved, median of repeats.
 
     python -m benchmarks.decode [--checkpoint DIR] [--repeats 5] [--only NAME ...] [--json FILE]
 
-On the embedded target. Before anything is timed, what is compared must give the same tokens; if not, nothing is printed but
-that, and the exit code is 1. Each line names the ratio, its goal, and the two figures behind it.
+It uses the embedded target. Before timing, the compared sides must give the same tokens; otherwise only that is printed, and
+the exit code is 1. Each line shows the ratio, its goal, and its two figures.
 
 --checkpoint: a drafter of the embedded target (the quickstart's), for the figures that need a trained one.
 """
@@ -47,7 +47,7 @@ NEW, CONTEXT = 128, 128
 
 
 class Bench:
-    """The embedded target, prompts, and the pairs that are compared."""
+    """The embedded target, prompts, and the compared pairs."""
 
     def __init__(self, checkpoint: Path | None, repeats: int) -> None:
         self.loaded = load_target(TargetOptions(name="embedded"))
@@ -60,7 +60,7 @@ class Bench:
         family = families()["draft_model"]
         self.pruned = family.build(family.options(blocks=3, draft_length=4), self.target).eval().requires_grad_(False)
         self.wrong = family.build(family.options(blocks=3, draft_length=4), self.target).eval().requires_grad_(False)
-        for parameter in self.wrong.parameters():  # never right: its tokens are the target's, shifted
+        for parameter in self.wrong.parameters():  # always wrong: its tokens are the target's, shifted
             if parameter.shape[0] == self.target.shape.vocab_size:
                 parameter.data = parameter.data.roll(1, 0)
 
@@ -84,7 +84,7 @@ class Bench:
         return text[0, len(prompt) :].tolist()
 
     def same_tokens(self) -> str | None:
-        """What differs, if anything; drafted, queued and plain output must be transformers'."""
+        """The first difference, or none: drafted, queued and plain output must equal transformers'."""
         some = self.prompts[:6]
         wanted = [
             r.tokens
@@ -100,7 +100,7 @@ class Bench:
             return "transformers' assisted generation gives other tokens than transformers"
         return None
 
-    # -- what is timed: tokens per second after the first token, over a few prompts one after the other
+    # -- the timed runs: tokens per second after the first token, over a few prompts one after the other
 
     def ours(self, drafter: Drafter | None, **controls: Any) -> Run:
         decoder, some = self.decoder(drafter, **controls), self.prompts[:4]
@@ -130,7 +130,7 @@ class Bench:
         return tokens / (perf_counter() - began)
 
     def forward(self, rows: int, nodes: int, context: int = CONTEXT) -> Run:
-        """Milliseconds of one verification behind so many committed positions."""
+        """Milliseconds of one verification after this many committed positions."""
         kv = self.target.new_cache(rows, context + nodes)
         with torch.inference_mode():
             position = torch.arange(context).expand(rows, context)
@@ -147,7 +147,7 @@ class Bench:
         return run
 
     def linears(self, rows: int) -> Run:
-        """Milliseconds of the target's linear layers alone, in the order and by the calls of its forward."""
+        """Milliseconds of the target's linear layers, in the order and with the calls of its forward."""
         hidden = torch.randn(1, rows, self.target.shape.hidden_size)
         inner = torch.randn(1, rows, self.target.shape.intermediate_size)
         heads = torch.randn(1, rows, self.target.shape.heads * self.target.shape.head_dim)
@@ -164,12 +164,12 @@ class Bench:
         return run
 
     def host_share(self, drafter: Drafter | None) -> float:
-        """Share of a step outside target and drafter."""
+        """The part of a step's time outside target and drafter."""
         costs = self.decoder(drafter).run(self.prompts[:4]).costs
         return (costs.commit + costs.host) / (costs.draft + costs.verify + costs.commit + costs.host)
 
     def queue(self, drafter: Drafter | None, requests: int, slots: int, new: int, **controls: Any) -> float:
-        """Tokens per second of so many queued requests, prefill included."""
+        """Tokens per second of this many queued requests, prefill included."""
         decoder = self.decoder(drafter, new, **controls)
         asked = [Request(self.prompts[i % len(self.prompts)][-64:], i, new) for i in range(requests)]
         session = Session(decoder, slots, max(map(decoder.positions, asked)))
@@ -180,7 +180,9 @@ class Bench:
         return sum(len(r.tokens) for r in results) / (perf_counter() - began)
 
     def fit_tree(self) -> int:
-        """Give the trained drafter the tree that pays most here, by costs and by ranks on prompts that are not timed."""
+        """Give the trained drafter the best tree for this machine, from measured times and from ranks on prompts that are not
+        timed.
+        """
         assert self.trained is not None
         asked = self.prompts[4:]
         replies = [r.tokens for r in self.decoder().run(asked, 8).results]
@@ -224,7 +226,7 @@ class Bench:
             "a drafter that is never right, with fallback / plain decoding",
             self.ours(self.wrong, fallback=True), self.ours(None), "{:.0f} / {:.0f} tokens/s", at_least=0.97,
         )  # fmt: skip
-        raw = self.forward(64, 1, 64 + 96 // 2)  # as the queued requests have on average
+        raw = self.forward(64, 1, 64 + 96 // 2)  # the mean length of the queued requests
         queued = {"plain": (None, {}), "draft model with fallback": (self.pruned, {"fallback": True})}
         if self.trained is not None:
             queued["checkpoint with fallback"] = (self.trained, {"fallback": True})

@@ -1,11 +1,11 @@
-"""All families with one budget, side by side: the table and the plot of docs/families/README.md.
+"""All families compared with the same budget: the table and the plot of docs/families/README.md.
 
     python benchmarks/families.py [--steps 1200] [--nodes 18] [--only NAME ...] [--out DIR] [--doc FILE]
                                   [--target DIR --data FILE --prompts FILE]
 
-Runs `drafttrain fit recipe=NAME` for every recipe of the embedded target, with equal data, steps, batch and tree nodes; what
-has run with these settings is not run again. --target: any transformers model directory instead of the embedded one, with
-conversations that it wrote and prompts for it.
+Runs `drafttrain fit recipe=NAME` for every recipe of the embedded target, with equal data, steps, batch and tree nodes. Runs
+that exist with these settings are not repeated. --target: a transformers model directory that replaces the embedded target,
+with conversations that it wrote and prompts for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from drafttrain.targets.load import LoadedTarget, load_target
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "families" / "README.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
-COPIED = 0.25  # the share from which on a prompt counts as copying
+COPIED = 0.25  # from this share on a prompt counts as copying
 ROWS = 4  # conversations that training FLOPs are counted on
 
 
@@ -62,7 +62,7 @@ class Budget:
 
 
 def recipes() -> list[str]:
-    """Those of the embedded target."""
+    """The recipes of the embedded target."""
     found = []
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         body = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ def recipes() -> list[str]:
 
 
 def run(name: str, budget: Budget, out: Path) -> Path:
-    """The run directory of this recipe with this budget; made now unless it is there."""
+    """The run directory of this recipe with this budget. The run is made unless it exists."""
     marker = out / name / "budget.json"
     settings = [name, *budget.overrides()]
     if marker.exists() and json.loads(marker.read_text(encoding="utf-8"))["settings"] == settings:
@@ -85,7 +85,7 @@ def run(name: str, budget: Budget, out: Path) -> Path:
 
 
 def fresh(report: dict[str, Any], loaded: LoadedTarget) -> set[int]:
-    """The prompts that the target answers without copying: few of its answer's 4-grams stood in the text before."""
+    """The prompts that the target answers without copying: few 4-grams of its answer are in the text before."""
     asked = load_prompts(report["measure"]["prompts"], report["measure"]["limit"])
     length = report["measure"]["decode"]["max_new_tokens"]
     cases, _ = encode_cases(asked, loaded.tokenizer, loaded.target.shape.max_positions - length)
@@ -95,7 +95,7 @@ def fresh(report: dict[str, Any], loaded: LoadedTarget) -> set[int]:
 
 
 def copied(prompt: list[int], output: list[int], size: int = 4) -> float:
-    """The share of the output's tokens that end a `size`-gram which stood in the text before."""
+    """The share of the output's tokens that end a `size`-gram which is in the text before."""
     text, seen, count = [*prompt, *output], set(), 0
     for end in range(size, len(text) + 1):
         gram = tuple(text[end - size : end])
@@ -105,14 +105,14 @@ def copied(prompt: list[int], output: list[int], size: int = 4) -> float:
 
 
 def tau_of(entry: dict[str, Any], chosen: set[int]) -> float | None:
-    """Pooled over these prompts."""
+    """tau, pooled over these prompts."""
     found = [p for p in entry["per_prompt"] if p["question_id"] in chosen and p["tau"]]
     verifications = sum((p["tokens"] - 1) / p["tau"] for p in found)
     return sum(p["tokens"] - 1 for p in found) / verifications if verifications else None
 
 
 def flops(folder: Path, loaded: LoadedTarget, data: str | None) -> float | None:
-    """Of the drafter's forward and backward pass, by supervised token; the target's own forward is not in it."""
+    """Operations of the drafter's forward and backward pass per supervised token, without the target's forward."""
     restored = load_checkpoint(folder, loaded)
     drafter, target = restored.drafter, restored.loaded.target
     if not drafter.trained:
@@ -139,7 +139,7 @@ def best_of(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(name: str, folder: Path, loaded: LoadedTarget, data: str | None, chosen: set[int]) -> list[dict[str, Any]]:
-    """Of the checkpoint after training, and of one from before."""
+    """The rows of the checkpoint after training, and of an earlier one."""
     report = report_of(folder)
     last = max(entry["step"] for entry in report["checkpoints"])
     rows = []
@@ -151,7 +151,7 @@ def rows_of(name: str, folder: Path, loaded: LoadedTarget, data: str | None, cho
 
 
 def figures(name: str, report: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-    """What the report alone tells of one checkpoint."""
+    """The figures of one checkpoint that the report has."""
     training = (report["training"] or {}) if entry["step"] else {}
     return {
         "family": name,
@@ -190,7 +190,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     rows = sorted(rows, key=lambda r: r["tau"])
     names, place = [r["family"] for r in rows], range(len(rows))
     figure, axis = pyplot.subplots(figsize=(8, 0.45 * len(rows) + 1.4), layout="constrained")
-    axis.barh(place, [r["tau"] for r in rows], color="#4878a8", label="tau, tokens a verification")
+    axis.barh(place, [r["tau"] for r in rows], color="#4878a8", label="tau, tokens per decode step")
     axis.plot([r["speedup"] or 0.0 for r in rows], place, "o", color="#d1603d", label="speedup over plain decoding")
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.set_yticks(list(place), names)
@@ -203,7 +203,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def write(doc: Path, text: str) -> None:
-    """Between the markers of the page."""
+    """Write the table between the markers of the page."""
     page = doc.read_text(encoding="utf-8")
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     doc.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
@@ -230,7 +230,7 @@ def main() -> int:
     for name in names:
         try:
             folders[name] = run(name, budget, given.out)
-        except subprocess.CalledProcessError:  # it has said why; the others' work is not lost
+        except subprocess.CalledProcessError:  # its message is printed already; the other families go on
             failed.append(name)
     if not folders:
         return 1

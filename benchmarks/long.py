@@ -1,9 +1,9 @@
-"""Peak memory of one training step by length of the text, each in processes of their own.
+"""Peak memory of one training step by text length; each cell runs in its own processes.
 
     python benchmarks/long.py [FAMILY ...] [--lengths 2048 8192 32768] [--documents 1] [--together 1] [--json FILE]
 
-Target and drafter, forward and backward, one row, one thread, on the embedded target's first blocks with as many positions as
-the text has, on the CPU. What was there before the step is not counted: weights, gradients, libraries.
+Target and drafter, forward and backward, one row, one thread, with the embedded target's first blocks extended to as many
+positions as the text has, on the CPU. Memory used before the step is not counted: weights, gradients, libraries.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from drafttrain.train.engine import join_world, leave_world
 from drafttrain.train.telemetry import peak_memory
 from drafttrain.train.ulysses import sequence_group
 
-BLOCKS = 4  # of the target: more of them take time, and no more memory
-BESIDE = ("prompt_lookup", "cascade")  # nothing to train, and two of the others
+BLOCKS = 4  # of the target: more blocks take more time but no more memory
+BESIDE = ("prompt_lookup", "cascade")  # left out: one has no weights, the other combines two families
 VARIANTS = {"hydra++": ("hydra", {"prefix_layer": True})}
 
 
@@ -52,7 +52,7 @@ def text(length: int, documents: int, vocab: int) -> TrainBatch:
 
 
 def cell(options: RunOptions, resolved: dict[str, Any]) -> None:
-    """A step's megabytes and seconds, of the process that takes most, to a file."""
+    """Write a step's megabytes and seconds to a file, for the process that uses most."""
     torch.set_num_threads(1)
     quiet()
     name, length = resolved["family"], resolved["length"]
@@ -69,7 +69,7 @@ def cell(options: RunOptions, resolved: dict[str, Any]) -> None:
         own = batch if group is None else batch.part(group, drafter.label_offset)
         objective(online.fill(own))[0].backward()
 
-    step(text(64, 1, target.shape.vocab_size))  # gradients, and what is made once
+    step(text(64, 1, target.shape.vocab_size))  # makes gradients and everything else that is allocated once
     before, began = peak_memory(torch.device("cpu")), perf_counter()
     step(text(length, resolved["documents"], target.shape.vocab_size))
     own = (peak_memory(torch.device("cpu")) - before) / 1e6, perf_counter() - began
@@ -80,7 +80,7 @@ def cell(options: RunOptions, resolved: dict[str, Any]) -> None:
 
 
 def measured(name: str, length: int, documents: int, processes: int) -> tuple[float, float]:
-    """Megabytes and seconds. The launcher has a process of its own too: it is where a single one would run."""
+    """Megabytes and seconds. The launcher has its own process too; otherwise a single process would run inside it."""
     fresh = multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder, ProcessPoolExecutor(1, fresh) as pool:
         resolved = {"family": name, "length": length, "documents": documents, "output": f"{folder}/cell.json"}

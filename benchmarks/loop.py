@@ -1,4 +1,4 @@
-"""One family's optimisation steps over given batches, as the trainer makes them but for the engine around them."""
+"""One family's optimisation steps over given batches, as in the trainer but without its engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class Training:
             return sum(float(self.objective(self.online.fill(self.batch(rows)))[0]) for rows in batches)
 
     def losses(self, batches: Sequence[Rows], ahead: bool) -> list[float]:
-        """Of a step for each batch. ahead: the target's states of the next one are begun before the drafter's step."""
+        """The loss of a step for each batch. ahead: the target's states for the next batch are started before the drafter's
+        step.
+        """
         prefetch, found = Prefetch(self.online.fill, self.device), []
         work = [self.batch(rows).to(self.device) for rows in batches]
         for number, batch in enumerate(work):
@@ -55,7 +57,7 @@ class Training:
         return torch.stack(found).tolist()
 
     def rate(self, batches: Sequence[Rows], ahead: bool = False) -> Run:
-        """Tokens per second of a step for each batch, padding not counted."""
+        """Tokens per second over a step for each batch, without padding."""
         tokens = sum(len(row.token_ids) for rows in batches for row in rows)
 
         def run() -> float:

@@ -1,8 +1,8 @@
-"""The objective, chunk by chunk and recomputed (`drafttrain/objective/losses.py`), against the one that keeps all logits.
+"""The objective, chunk by chunk and recomputed (`drafttrain/objective/losses.py`), compared with one that keeps all logits.
 
-Head, divergence KL(p || q) and all gradients, of one drafter whose only weights are its output matrix. The other way is what
-one would write first: both models' logits of all positions as [T, V] tensors, autograd keeping what it needs of them. It gives
-neither the acceptance nor the counts that ours gives.
+Head, divergence KL(p || q) and all gradients, for a drafter whose only weights are its output matrix. The alternative is the
+simple way: both models' logits of all positions as [T, V] tensors, with autograd's saved tensors. It computes neither the
+acceptance nor the counts of ours.
 
 Shapes: T positions, V vocabulary, H hidden.
 """
@@ -28,12 +28,12 @@ from drafttrain.objective.losses import LossOptions, Objective
 
 VOCABULARIES = (32_768, 65_536, 131_072, 262_144)
 LENGTHS = (2048, 8192, 32_768)
-WIDTH = {"cpu": 64, "cuda": 4096}  # on a CPU the products of real widths would hide all else
+WIDTH = {"cpu": 64, "cuda": 4096}  # on a CPU, products of real widths would hide all other costs
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 class OneHead(nn.Module):
-    """What `Objective` asks of a drafter: one prediction for every position, through one output matrix."""
+    """The parts of a drafter that `Objective` uses: one prediction for every position, through one output matrix."""
 
     proposal = Proposal(1)
 
@@ -94,7 +94,7 @@ class Problem:
 
 
 def grid(device: torch.device) -> list[tuple[int, int]]:
-    """(T, V), the smallest first. A CPU, which would take hours for all, does each with the other's least."""
+    """(T, V), the smallest first. A CPU, which would take hours for all of them, varies one at the other's smallest value."""
     pairs = [(t, v) for t in LENGTHS for v in VOCABULARIES]
     return pairs if device.type == "cuda" else [(t, v) for t, v in pairs if t == LENGTHS[0] or v == VOCABULARIES[0]]
 
@@ -121,6 +121,6 @@ def objective(settings: Settings) -> Found:
 
 
 def by(name: str, cells: list[Cell]) -> list[tuple[str, list[Cell]]]:
-    """Lines of cells that agree in this, of two or more."""
+    """Lines of two or more cells that agree in this value."""
     lines = {size: [cell for cell in cells if cell.size[name] == size] for size in sorted({c.size[name] for c in cells})}
     return [(f", {name} {size:,}", line) for size, line in lines.items() if len(line) > 1]

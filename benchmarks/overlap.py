@@ -1,7 +1,8 @@
-"""The target's states of the next batch begun before the drafter's step (`target.prefetch`) against one after the other.
+"""Starting the target's states of the next batch before the drafter's step (`target.prefetch`), compared with one after the
+other.
 
-On the embedded target and its data. On a CPU both are the same work in another order, and the ratio shows what that costs; on a
-GPU the target has a stream of its own.
+It uses the embedded target and its data. On a CPU both do the same work in another order, and the ratio shows the cost of
+that. On a GPU the target has its own stream.
 """
 
 from __future__ import annotations

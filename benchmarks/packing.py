@@ -1,6 +1,6 @@
-"""Rows that hold several conversations against one conversation a row, in random order and grouped by length.
+"""Rows that hold several conversations compared with one conversation per row, in random order and grouped by length.
 
-On the embedded target and its data: the same conversations, about as many tokens a batch.
+It uses the embedded target and its data: the same conversations, with about as many tokens in a batch.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""How fast training would be on GPUs that are not here, by a formula; and the formula against what can be measured here.
+"""Estimate of training speed on GPUs by a formula, and a check of the formula against measurements on this machine.
 
     python -m benchmarks.projection [--mfu 0.45] [--check]
 
-For a drafter of one layer trained on its own outputs: EAGLE-3 with the settings of `recipes/eagle3_llama31_8b.yaml`. Of a
+For a drafter of one layer trained on its own outputs: EAGLE-3 with the settings of `recipes/eagle3_llama31_8b.yaml`. For a
 micro-batch of T tokens in rows of S, on each of n processes:
 
     operations = T (2 N + 4 L S A)              the target's forward: N weights in its L blocks, attention of width A
-               + T K 2 V H                      its head, for the law of each of K predictions
+               + T K 2 V H                      its head, for each of K predictions
                + T (4 F + K (6 (W + D H) + 14 S A))   the drafter: fusion F, layer W and head D H trained, attention
-    bytes      = 2 (n - 1) / n G                the drafter's gradients, G bytes: summed, and weights or gradients given back
+    bytes      = 2 (n - 1) / n G                the drafter's gradients, G bytes: summed, and weights or gradients returned
                + (n - 1) / n B                  target.placement=zero3: B bytes of blocks
                or 8 (n - 1) L T H               target.placement=tensor_parallel: two sums a block, for all n T tokens
     seconds    = operations / (mfu * peak) + bytes / bandwidth
 
-and the greater of the two instead of their sum where all communication is hidden behind computing. Operations are counted as a
-run's `mfu` counts them (`drafttrain/train/flops.py`); --check runs `benchmarks/projection_check.py`.
+If all communication overlaps with computing, the seconds are the larger of the two and not their sum. Operations are counted as
+in a run's `mfu` (`drafttrain/train/flops.py`). --check runs `benchmarks/projection_check.py`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from drafttrain.train.peaks import named_peak
 
 MFU = 0.45  # the goal of `make gpu-train`, not measured yet
 GPU, NODE = "H100", 8
-LINK = 0.75 * 450e9  # bytes a second that a process gets of NVLink 4's 450 GB/s each way
-NETWORK = 0.8 * NODE * 50e9  # between machines with one 400 Gb/s adapter a GPU, all of which a ring through a machine uses
+LINK = 0.75 * 450e9  # bytes per second of a process, of NVLink 4's 450 GB/s each way
+NETWORK = 0.8 * NODE * 50e9  # between machines with one 400 Gb/s adapter per GPU; a ring through a machine uses all of them
 BILLION = 10**9
 FAMILY: dict[str, Any] = {"steps": 7, "draft_length": 6, "draft_vocab": 32_000, "tree": "dynamic"}
 LLAMA: dict[str, Any] = {"vocab_size": 128_256, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
@@ -54,7 +54,9 @@ LLAMA |= {"head_dim": 128, "tie_word_embeddings": False}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """N, L, A, V, H of the target, B bytes of its blocks; K, F, W, D of the drafter, G bytes of its gradients."""
+    """The sizes in the formula: N, L, A, V, H of the target, B bytes of its blocks; K, F, W, D of the drafter, G bytes of
+    gradients.
+    """
 
     N: int
     L: int
@@ -92,16 +94,16 @@ class Sizes:
         return tokens * (2.0 * self.N + 4.0 * self.L * length * self.A)
 
     def operations(self, tokens: int, length: int) -> float:
-        law = 2.0 * self.K * self.V * self.H
+        predictions = 2.0 * self.K * self.V * self.H
         drafter = 4.0 * self.F + self.K * (6.0 * (self.W + self.D * self.H) + 14.0 * length * self.A)
-        return self.target_operations(tokens, length) + tokens * (law + drafter)
+        return self.target_operations(tokens, length) + tokens * (predictions + drafter)
 
     def of_gradients(self, processes: int) -> float:
-        """Bytes that a process moves."""
+        """Bytes of gradients that a process moves."""
         return 2.0 * (processes - 1) / processes * self.G
 
     def of_target(self, tokens: int, sharing: int, placement: str) -> float:
-        """Bytes that a process moves; sharing: how many hold the target together."""
+        """Bytes of the target that a process moves. sharing: number of processes that hold it together."""
         if placement == "replicated":
             return 0.0
         return (sharing - 1) / sharing * self.B if placement == "zero3" else 8.0 * (sharing - 1) * self.L * tokens * self.H
@@ -126,7 +128,7 @@ class Plan:
         return need_of(self.outline, None, state, activations).total(placement, shared_by(processes, placement))
 
     def seconds(self, processes: int, placement: str, mfu: float) -> tuple[float, float]:
-        """(computing, communicating) of one step."""
+        """(computing, communicating) seconds of one step."""
         peak, tokens = named_peak(GPU), self.rows * self.length
         assert peak is not None
         sizes, sharing = Sizes.of(self.outline, self.drafter), shared_by(processes, placement)
@@ -136,7 +138,7 @@ class Plan:
 
 
 def shared_by(processes: int, placement: str) -> int:
-    """How many hold the target together: a split one lies within a machine."""
+    """The number of processes that hold the target together. A split target stays within a machine."""
     return min(processes, NODE) if placement == "tensor_parallel" else processes
 
 
@@ -151,7 +153,7 @@ def outline_of(hidden: int, blocks: int, heads: int, inner: int) -> Outline:
 
 
 def plans() -> Iterator[tuple[Plan, tuple[str, ...]]]:
-    """With the placements that are worth looking at."""
+    """The plans with useful placements."""
     family = families()["eagle3"]
     for name, shape, rows, stage, placements in (
         ("8B", (4096, 32, 32, 14_336), {2048: 2, 8192: 1}, 1, ("replicated",)),
@@ -200,7 +202,7 @@ def main() -> int:
 
         console.print(check(lambda text: console.print(text, style="dim", soft_wrap=True)))
         return 0
-    console.print(f"{GPU}, mfu {asked.mfu:.0%} (assumed); communication hidden behind nothing - behind everything")
+    console.print(f"{GPU}, mfu {asked.mfu:.0%} (assumed); communication overlaps with nothing - with everything")
     console.print(table(asked.mfu))
     return 0
 

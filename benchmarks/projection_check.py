@@ -1,9 +1,9 @@
-"""The projection's formula against real runs of two processes on this CPU.
+"""The projection's formula compared with real runs of two processes on this CPU.
 
-What a CPU can tell is whether computing and communication add up to a step. Two runs of one process each, at the same time and
-with no word between them, give the seconds of computing, cores and memory shared as two processes share them. A sum over two
-processes of as many bytes as the drafter's gradients gives the seconds of communication. Their sum is held against a run of two
-processes. Repeats in turn, medians; what the machine does for others meanwhile is in all of them.
+A CPU can tell whether computing and communication add up to a step. Two independent runs of one process each, at the same
+time, give the seconds of computing, with cores and memory shared as two processes share them. A sum over two processes of as
+many bytes as the drafter's gradients gives the seconds of communication. Their sum is compared with a run of two processes.
+Repeats alternate and medians are taken; other load on the machine is in all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIT += [f"train.micro_batch={ROWS}", "data.limit=300", "measure=off", "logger=no
 
 
 def check(say: Callable[[str], None]) -> Table:
-    """Raises RuntimeError with the last lines of a run that fails."""
+    """Run the check. Raises RuntimeError with the last lines of a run that fails."""
     alone, together, summed = [], [], []
     for repeat in range(REPEATS):
         with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +47,7 @@ def check(say: Callable[[str], None]) -> Table:
         say(f"repeat {repeat + 1}: {said}")
     table = Table("of a step", "seconds", "of repeats", box=None, width=WIDTH)
     predicted = [a + b for a, b in zip(alone, summed, strict=True)]
-    rows = {"computing, one process beside another": alone, "sum of gradients over two": summed, "predicted": predicted}
+    rows = {"computing, two processes at once": alone, "sum of gradients over two": summed, "predicted": predicted}
     for name, found in (rows | {"measured, two processes": together}).items():
         table.add_row(name, f"{median(found):.3f}", f"{min(found):.3f}-{max(found):.3f}")
     ratios = [a / b for a, b in zip(together, predicted, strict=True)]
@@ -61,7 +61,7 @@ def fit(output: Path, *settings: str) -> subprocess.Popen[str]:
 
 
 def seconds(run: subprocess.Popen[str], output: Path) -> float:
-    """Of a step of average size, by the median rate of the later half."""
+    """Seconds of a step of average size, from the median rate of the later half."""
     said, _ = run.communicate()
     if run.returncode:
         raise RuntimeError("\n".join(said.splitlines()[-5:]))
@@ -74,7 +74,7 @@ def seconds(run: subprocess.Popen[str], output: Path) -> float:
 
 
 def sum_seconds() -> float:
-    """Of all-reducing the drafter's gradients over two processes."""
+    """Seconds of all-reducing the drafter's gradients over two processes."""
     made = families()[FAMILY]
     size = trainable(made.build(made.options(), load_target(TargetOptions()).target))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,11 @@
-"""What training settings are worth: expected tau on held-out conversations after equal steps, one row for each setting.
+"""The effect of training settings: expected tau on held-out conversations after equal steps, one row for each setting.
 
     python -m benchmarks.quality --recipes eagle3 medusa --steps 300 600 --vary "" "train.optimizer=muon train.lr=5e-3"
                                  [--target DIR --data DIR --template FILE] [--seeds 0 1] [--out DIR] [--table]
 
-Each recipe is trained with each of the overrides in `--vary` ("": the recipe as it is) and each number of steps, on the same
-batches, and is not measured. What has run is not run again; --table prints what is there. --target: any transformers model
-directory instead of the embedded target, with conversations that it wrote (`drafttrain prepare`).
+Each recipe is trained with each of the overrides in `--vary` ("": none) and each number of steps, on the same batches. Runs
+that exist are not repeated; --table prints the existing ones. --target: a transformers model directory that replaces the
+embedded target, with conversations that it wrote (`drafttrain prepare`).
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ ROWS = "rows.jsonl"
 
 @dataclass(frozen=True)
 class Setting:
-    """One training. vary: overrides of the recipe, separated by blanks."""
+    """One training run."""
 
     target: str
     recipe: str
     steps: int
-    vary: str
+    vary: str  # overrides of the recipe, separated by blanks
     seed: int
 
 
 def settings(given: argparse.Namespace) -> Iterator[Setting]:
-    """Those that were asked for, each recipe's variants side by side."""
+    """The requested settings, with each recipe's variants next to each other."""
     name = Path(given.target).name if given.target else "embedded"
     for steps, recipe, vary, seed in itertools.product(given.steps, given.recipes, given.vary, given.seeds):
         yield Setting(name, recipe, steps, vary.strip(), seed)
 
 
 def trained(setting: Setting, given: argparse.Namespace) -> dict[str, Any]:
-    """The figures of a training, made now."""
+    """The figures of a new training run."""
     folder = given.out / "run"
     command = ["fit", f"recipe={setting.recipe}", f"output={folder}"]
     command += [f"train.steps={setting.steps}", f"train.checkpoint_every={setting.steps}", f"train.seed={setting.seed}"]
@@ -76,7 +76,7 @@ def trained(setting: Setting, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fit(command: list[str], said: Path) -> None:
-    """In a process of its own, whose output goes to this file."""
+    """Train in a separate process, whose output goes to this file."""
     with said.open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

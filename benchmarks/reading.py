@@ -1,7 +1,7 @@
-"""Cached features read while the batch before them trains, against one after the other.
+"""Reading cached features while the batch before them trains, compared with one after the other.
 
-The conversations and their states are random, in a folder that is removed. The step is a wait as long as a read, as a host
-waits for a GPU; it takes no core from the reading thread, which is the best case. What is read comes from the page cache.
+The conversations and their states are random, in a folder that is removed. The step waits as long as a read, as a host waits
+for a GPU. It leaves the reading thread all cores, which is the best case. The data comes from the page cache.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def reading(settings: Settings) -> Found:
 
 
 def written(folder: Path, texts: Sequence[np.ndarray], hidden: int) -> Store:
-    """Random states of these conversations."""
+    """Write random states of these conversations."""
     form = FeatureFormat((1, FINAL), "bfloat16", hidden)
     store = Store(folder, Layout.of(texts, form.bytes), form, {})
     store.folder.mkdir()
@@ -61,7 +61,7 @@ def written(folder: Path, texts: Sequence[np.ndarray], hidden: int) -> Store:
 
 
 def seconds(features: Cached, batches: Sequence[TrainBatch], wait: float, ahead: bool) -> float:
-    """Of a step of `wait` seconds for each batch."""
+    """Seconds of a step of `wait` seconds for each batch."""
     began = perf_counter()
     for number, batch in enumerate(batches):
         features.fill(batch)

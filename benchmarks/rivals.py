@@ -1,15 +1,15 @@
-"""Our recipes beside speculators' own training: tau after equal steps on the same batches.
+"""Our recipes compared with speculators' own training: tau after equal steps on the same batches.
 
     python -m benchmarks.rivals --recipes eagle3 dflash --steps 600 [--rates 5e-3 1e-2] [--prompts 40]
                                 [--target DIR --data DIR --template FILE --prompts-file FILE] [--out DIR] [--table]
 
-Each recipe is trained as it is, and the rival's module of the same kind on the same batches with the states of the same
-frozen target: its own initialisation, loss, optimizer, schedule and other defaults, once at its own rate and once at each of
---rates. What makes a step's cost is the recipe's: layers, draft length, block size, anchors. The rival's weights then go into
-our drafter, where they must give the rival's logits, and both are measured by our decoder: greedy, as a chain and as a tree of
-18 nodes, and by expected tau on the held-out conversations. Rows are kept and not run again; --table prints them.
+Each recipe is trained unchanged. The rival's module of the same kind is trained on the same batches with the states of the
+same frozen target: with its own initialisation, loss, optimizer, schedule and other defaults, once at its own rate and once at
+each of --rates. Settings that decide a step's cost are the recipe's: layers, draft length, block size, anchors. The rival's
+weights are then loaded into our drafter, which must give the rival's logits. Our decoder measures both: greedy, as a chain and
+as a tree of 18 nodes, and by expected tau on the held-out conversations. Rows are kept and not run again; --table prints them.
 
-The rival is installed beside the project's packages, without what it would bring along:
+The rival is installed in addition to the project's packages, without its own requirements:
 
     pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru openai python-dotenv pydantic-settings
 """
@@ -69,21 +69,21 @@ from drafttrain.train.trainer import Trainer, tuned_sums
 INSTALL = "pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru openai python-dotenv pydantic-settings"
 RIVAL, OURS = "speculators", "ours"
 NAMES = {"eagle3": eagle3.SPECULATORS, "peagle": peagle.RENAMES, "dflash": SAME, "dspark": SAME, "dflash2": dflash2.RENAMES}
-SHIFTED = ("eagle3", "peagle")  # rivals that read the token beside the state before it
+SHIFTED = ("eagle3", "peagle")  # rivals that read a token together with the state before it
 FROM_TARGET = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 BATCH, NODES, LENGTH = 4, 18, 128  # conversations of a step, nodes of a tree, new tokens of an answer
-CLOSE = 1e-4  # of logits, relative to their spread
-GOAL = 0.05  # ours over the rival's default
+CLOSE = 1e-4  # allowed difference of logits, relative to their spread
+GOAL = 0.05  # gain of ours over the rival's default
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One training. who: ours, the rival, or the rival at another rate than its own."""
+    """One training run."""
 
     target: str
     recipe: str
     steps: int
-    who: str
+    who: str  # ours, the rival, or the rival at another rate than its own
     seed: int
 
     @property
@@ -93,7 +93,7 @@ class Setting:
 
 
 def settings(given: Namespace) -> Iterator[Setting]:
-    """Those that were asked for, ours before its rivals."""
+    """The requested settings, ours before its rivals."""
     name = Path(given.target).name if given.target else "embedded"
     for recipe in given.recipes:
         for who in (OURS, RIVAL, *(f"{RIVAL} lr {rate:g}" for rate in given.rates)):
@@ -107,7 +107,7 @@ def check_installed() -> None:
 
 
 class Ground:
-    """What both train and are measured on. The conversations, their order and what is held out are `drafttrain fit`'s."""
+    """The material for training and measuring both. Conversations, their order and the held-out part are `drafttrain fit`'s."""
 
     def __init__(self, given: Namespace) -> None:
         asked = TargetOptions(name="hf", path=given.target) if given.target else TargetOptions()
@@ -128,10 +128,11 @@ class Ground:
         return [case.tokens for case in cases[: self.given.prompts]]
 
     def batch(self, rows: Sequence[Encoded], taps: Taps) -> TrainBatch:
+        """A batch in the form of the rival's loader: all texts of a step one after the other, without padding."""
         return Online(self.target, taps).fill(collate(rows, 0))
 
     def expected_tau(self, drafter: Drafter) -> float:
-        """As a training run reports it at its end: of the recipe's own chain or tree."""
+        """Expected tau, as a training run reports it at its end, with the recipe's own chain or tree."""
         rows, texts = self.data.held_out, list[Tensor]()
         for start in range(0, len(rows), BATCH):
             hits = teacher_forced(drafter, self.target, self.batch(rows[start : start + BATCH], drafter.taps))
@@ -146,14 +147,14 @@ class Ground:
 
 
 def recipe_options(recipe: str) -> Any:
-    """The drafter's options as the recipe has them."""
+    """The drafter's options in the recipe."""
     body = yaml.safe_load(recipe_files(None)[recipe].read_text(encoding="utf-8"))
     return families()[recipe].options(**body.get("drafter", {}))
 
 
 @torch.no_grad()
 def measured(ground: Ground, make: Any, options: Any) -> dict[str, float]:
-    """make: (options) -> the drafter with its weights."""
+    """The figures of a drafter. make: (options) -> the drafter with its weights."""
     chain, tree = replace(options, tree="chain", nodes=None), replace(options, tree="dynamic", nodes=NODES)
     return {
         "tau_chain": ground.tau(make(chain)),
@@ -179,21 +180,21 @@ class Clocked(Trainer):
 
 def ours(setting: Setting, ground: Ground) -> dict[str, Any]:
     given = ground.given
-    folder, said = given.out / "run", given.out / "run.log"
+    folder, log = given.out / "run", given.out / "run.log"
     command = ["fit", f"recipe={setting.recipe}", f"output={folder}", "measure=off", "logger=none", "train.keep_last=1"]
     command += [f"train.steps={setting.steps}", f"train.checkpoint_every={setting.steps}", f"train.seed={setting.seed}"]
     if given.target:
         command += ["target=hf", f"target.path={given.target}", f"data.path={given.data}"]
         command += [f"data.template={given.template}"] if given.template else []
-    process = multiprocessing.get_context("spawn").Process(target=_fit, args=(command, said))
+    process = multiprocessing.get_context("spawn").Process(target=_fit, args=(command, log))
     process.start()
     process.join()
     if process.exitcode:
-        raise UserError(f"{setting.recipe}: {said.read_text(encoding='utf-8').strip()[-300:]}")
+        raise UserError(f"{setting.recipe}: {log.read_text(encoding='utf-8').strip()[-300:]}")
     run = max((folder / setting.recipe).iterdir(), key=lambda path: path.name)
     checkpoint = next(path for path in run.glob("checkpoints/step-*") if int(path.name.split("-")[1]) == setting.steps)
     progress = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
-    seconds = float(said.read_text(encoding="utf-8").split()[-1])
+    seconds = float(log.read_text(encoding="utf-8").split()[-1])
     weights, options = read_weights(checkpoint), families()[setting.recipe].options(**read_meta(checkpoint).options)
 
     def make(options: Any) -> Drafter:
@@ -205,11 +206,11 @@ def ours(setting: Setting, ground: Ground) -> dict[str, Any]:
     return measured(ground, make, options) | figures
 
 
-def _fit(command: list[str], said: Path) -> None:
-    """In a process of its own, whose output goes to this file, the seconds of its steps last."""
-    with said.open("w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+def _fit(command: list[str], log: Path) -> None:
+    """Train in a separate process, whose output goes to this file, the seconds of its steps last."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     with patch.object(fit, "Trainer", Clocked):
         code = cli.run(command)
     print(f"\n{Clocked.spent}", flush=True)
@@ -220,12 +221,12 @@ def _fit(command: list[str], said: Path) -> None:
 
 
 def flags(recipe: str, options: Any, ground: Ground, steps: int, rate: float | None) -> dict[str, Any]:
-    """What the rival's command line would be given; all else is its default.
+    """The options that the rival's command line would get; the others keep its defaults.
 
-    Attention and losses have a compiled and a plain form there, of the same mathematics; a CPU has the plain ones. It would
-    compute in bfloat16, and does in float32, which rounds less. Slots of its block drafters see no later slot of their block
-    unless layers are asked to have full attention, as DFlash was published; its window of 2,048 is longer than any text here.
-    Its MTP needs a target that comes with a module of its own, and is left out.
+    Attention and losses have a compiled and a plain form in the rival, with the same mathematics; a CPU uses the plain ones.
+    It would compute in bfloat16, but here in float32, which rounds less. Slots of its block drafters see no later slot of
+    their block unless layers are set to full attention, as DFlash was published. Its window of 2,048 is longer than any text
+    here. Its MTP needs a target with its own module, and is left out.
     """
     layers = getattr(options, "layers", 1)
     asked = {"speculator_type": recipe, "verifier_name_or_path": ground.loaded.path, "data_path": "-", "num_layers": layers}
@@ -262,7 +263,7 @@ class Rival:
         kind = SpeculatorModel.registry[recipe]
         self.model: Any = build_draft_model(args, kind, None, None, ground.target.shape.vocab_size).float()
         self.model._create_mask_fn = dense_mask
-        self.asked, _ = kind.get_trainer_kwargs(**vars(args))
+        self.loss_arguments, _ = kind.get_trainer_kwargs(**vars(args))
         known = TrainerConfig._fields
         config = TrainerConfig(num_epochs=1, **{k: v for k, v in vars(args).items() if k in known})
         self.optimizers = build_optimizers(self.model, config)
@@ -272,11 +273,11 @@ class Rival:
 
     @property
     def blocks(self) -> list[int]:
-        """The target's blocks whose outputs it reads."""
+        """The target's blocks whose outputs the rival reads."""
         return [k - 1 for k in self.model.target_layer_ids]
 
     def batch(self, rows: Sequence[Encoded]) -> dict[str, Any]:
-        """As its own loader makes them: all texts of a step one behind the other, without padding."""
+        """A batch in the form of the rival's loader: all texts of a step one after the other, without padding."""
         from speculators.models.eagle3.data import shift_batch
         from speculators.train.data import CollateFn
 
@@ -302,8 +303,8 @@ class Rival:
         return dict(made)
 
     def loss(self, batch: dict[str, Any], **changed: Any) -> Tensor:
-        """changed: of what its training gives to its forward pass."""
-        _, loss, _ = self.model(**batch, **self.asked | changed)
+        """The loss of a step. changed: replaces arguments that its training gives to the forward pass."""
+        _, loss, _ = self.model(**batch, **self.loss_arguments | changed)
         found: Tensor = loss
         return found
 
@@ -318,7 +319,7 @@ class Rival:
         return float(loss.detach())
 
     def options(self, options: Any) -> Any:
-        """The recipe's, with what the rival's drafter is."""
+        """The recipe's options, with those of the rival's drafter."""
         config = self.model.config
         changed = {"taps": self.blocks}
         if self.recipe in SHIFTED:
@@ -330,7 +331,7 @@ class Rival:
         return replace(options, **changed)
 
     def drafter(self, options: Any) -> Drafter:
-        """Ours, with its weights. Raises DiffersError for a weight that has no place there."""
+        """Our drafter with the rival's weights. Raises DiffersError for a weight that has no place in it."""
         drafter = families()[self.recipe].build(options, self.ground.target)
         theirs: dict[str, Tensor] = self.model.state_dict()
         self._complete(drafter, theirs)
@@ -342,7 +343,7 @@ class Rival:
         return drafter.to(self.ground.target.device).eval()
 
     def _complete(self, drafter: Any, theirs: dict[str, Tensor]) -> None:
-        """Give it what our drafters of this family do without: one norm of all tapped states, norms of queries and keys."""
+        """Add the parts that our drafters of this family lack: one norm of all tapped states, norms of queries and keys."""
         eps = self.ground.target.shape.norm_eps
         if "input_norm.weight" in theirs:
             drafter.fc = Normed(drafter.fc, eps)
@@ -352,14 +353,14 @@ class Rival:
 
 
 def dense_mask(seen: Any, Q_LEN: int, KV_LEN: int, **_: Any) -> Tensor:
-    """[1, 1, Q, KV] of the rival's rule, all at once: its own way, place by place, takes a third of a step on a CPU."""
+    """[1, 1, Q, KV] of the rival's rule, built at once. Its own way, place by place, takes a third of a step on a CPU."""
     zero, query_Q1, key_1K = torch.zeros((), dtype=torch.long), torch.arange(Q_LEN)[:, None], torch.arange(KV_LEN)[None]
     found: Tensor = seen(zero, zero, query_Q1, key_1K)
     return found.expand(1, 1, Q_LEN, KV_LEN)
 
 
 class Normed(nn.Linear):
-    """A linear map of what was normed."""
+    """A linear map of a normed input."""
 
     def __init__(self, of: nn.Linear, eps: float) -> None:
         super().__init__(of.in_features, of.out_features, bias=False)
@@ -393,10 +394,10 @@ def rivals(setting: Setting, ground: Ground) -> dict[str, Any]:
 
 @torch.no_grad()
 def logits_apart(rival: Rival, drafter: Drafter) -> float:
-    """The greatest difference of a logit between the rival's forward pass and ours over one batch, relative to their spread.
+    """The largest difference between the rival's logits and ours over one batch, relative to their spread.
 
-    The rival draws anchors, so that each place is looked up. The target's logits, which it makes of the last block's states by
-    itself, are compared too.
+    The rival samples anchors, so each place is looked up. The target's logits, which the rival computes from the last block's
+    states, are compared too.
     """
     ground, kind = rival.ground, f"speculators.models.{rival.recipe}"
     rows = ground.data.global_batch(0, BATCH)
@@ -422,15 +423,15 @@ def logits_apart(rival: Rival, drafter: Drafter) -> float:
     T, shift = batch.token_BT.shape[1], int(rival.recipe in SHIFTED)
     lengths = [len(row.token_ids) - shift for row in rows]
     assert all(len(row.starts) == 1 for row in rows)
-    # where each of the rival's positions lies in our padded rows
+    # the place of each of the rival's positions in our padded rows
     place_P = torch.cat([torch.arange(length) + b * T for b, length in enumerate(lengths)])
     last = ground.target.shape.blocks - 1
     states = ground.batch(rows, Taps((last,))).hidden
-    law_BTV, theirs_BTV = (
+    ours_BTV, theirs_BTV = (
         ground.target.head(states[FINAL]),
         rival.model.verifier_lm_head(rival.model.verifier_norm(states[last])),
     )
-    worst, spread, compared = float((law_BTV - theirs_BTV).abs().max()), 0.0, 0
+    worst, spread, compared = float((ours_BTV - theirs_BTV).abs().max()), 0.0, 0
     for prediction in drafter.predict(batch):
         if not prediction.counted:
             continue
@@ -483,8 +484,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[str]:
-    """Of each target, recipe and number of steps: what ours has over the rival's default, and over its best rate."""
-    said = []
+    """For each target, recipe and number of steps: our gain over the rival's default and over its best rate."""
+    lines = []
     for case in sorted({(row["target"], row["recipe"], row["steps"]) for row in rows}):
         own, default, others = {}, {}, list[dict[str, Any]]()
         for row in (row for row in rows if (row["target"], row["recipe"], row["steps"]) == case):
@@ -500,12 +501,12 @@ def goals(rows: list[dict[str, Any]]) -> list[str]:
         first, second = all(a >= GOAL for a, _ in over), all(b >= 0.0 for _, b in over)
         figures = ", ".join(f"{a:+.0%} and {b:+.0%} ({name})" for (a, b), name in zip(over, ("chain", "tree"), strict=True))
         reached = f"{'reached' if first else 'MISSED'}, {'reached' if second else 'MISSED'}"
-        said.append(f"{case[1]}, {case[0]}, {case[2]} steps: over the default and the best rate {figures}: {reached}")
-    return said
+        lines.append(f"{case[1]}, {case[0]}, {case[2]} steps: over the default and the best rate {figures}: {reached}")
+    return lines
 
 
 def run(setting: Setting, ground: Ground, known: list[dict[str, Any]]) -> dict[str, Any]:
-    """Raises DiffersError where ours did not train on the same tokens."""
+    """Train and measure all settings. Raises DiffersError where ours did not train on the same tokens."""
     row = asdict(setting) | (ours if setting.who == OURS else rivals)(setting, ground)
     for other in known:
         if key(other)[:3] == key(row)[:3] and other["seed"] == row["seed"] and other["tokens"] != row["tokens"]:
@@ -517,7 +518,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", default=["eagle3"], choices=list(NAMES))
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--rates", type=float, nargs="*", default=[5e-3, 1e-2], help="beside the rival's own")
+    parser.add_argument("--rates", type=float, nargs="*", default=[5e-3, 1e-2], help="in addition to the rival's own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--prompts-file")

@@ -1,4 +1,4 @@
-"""What a section of `benchmarks/train.py` is given, and what it gives back."""
+"""The input and output of a section of `benchmarks/train.py`."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Settings:
-    """divide: all sizes are divided by it. say: shows a line of progress."""
+    """The settings of a run."""
 
     device: torch.device
     repeats: int
-    divide: int = 1
-    say: Callable[[str], None] = lambda text: None
+    divide: int = 1  # all sizes are divided by it
+    say: Callable[[str], None] = lambda text: None  # shows a line of progress
 
     def of(self, size: int, least: int = 1) -> int:
-        """This size, as much smaller as is asked for."""
+        """A size, divided."""
         return max(least, size // self.divide)
 
     @property
     def limit(self) -> int | None:
-        """Conversations of the embedded data to be read; None: all."""
+        """Number of conversations of the embedded data to read; None: all."""
         return None if self.divide == 1 else max(512 // self.divide, 96)
 
 
 @dataclass(frozen=True)
 class Found:
-    """tables: for the reader. record: plain data, for a file. plot: draws into a file, where that is worth looking at."""
+    """The result of a section."""
 
-    tables: list[Table]
-    record: dict[str, Any]
-    plot: Callable[[Path], None] | None = None
+    tables: list[Table]  # for the reader
+    record: dict[str, Any]  # plain data for a file
+    plot: Callable[[Path], None] | None = None  # draws into a file; None: no plot

@@ -1,4 +1,4 @@
-"""Fresh drafters of every family for a random target of four blocks: for the contract's tests and for fault campaigns."""
+"""Fresh drafters of every family for a random target of four blocks, for the contract tests and the fault campaigns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def build(name: str, target: HFTarget, noise: float = 0.0) -> Drafter:
-    """A fresh drafter; with noise its weights are shaken, so that nothing about it is special."""
+    """A fresh drafter. With noise its weights are perturbed, so that none has a special value."""
     family = families()[name]
     torch.manual_seed(1)
     drafter = family.build(family.options(**SHAPES.get(name, {})), target)

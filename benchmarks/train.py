@@ -1,15 +1,15 @@
-"""Training against named alternatives, as ratios taken in one run: interleaved, median of repeats.
+"""Training compared with named alternatives, as ratios taken in one run: interleaved, median of repeats.
 
     python -m benchmarks.train [SECTION ...] [--repeats 5] [--device auto] [--divide N] [--results DIR]
 
-What is compared in a section must compute the same before anything of it is timed; if not, that is said instead, and the exit
-code is 1. Each section leaves its figures as DIR/SECTION.json, and a plot where one says more.
+The compared sides of a section must compute the same before timing; otherwise only that is printed, and the exit code is 1.
+Each section writes its figures to DIR/SECTION.json, and a plot where there is one.
 
-packing: rows that hold several conversations against one conversation a row.
-objective: the chunked objective against one that keeps all logits: time and peak memory by vocabulary and length.
-attention: that of unrolled and of block drafters against a dense mask: time and peak memory by length.
-overlap: the target's next states begun ahead of the drafter's step, against one after the other.
-reading: cached features read while the batch before them trains, against one after the other.
+packing: rows that hold several conversations, compared with one conversation per row. objective: the chunked objective,
+compared with one that keeps all logits: time and peak memory by vocabulary and length. attention: of unrolled and of block
+drafters, compared with a dense mask: time and peak memory by length. overlap: the target's next states started before the
+drafter's step, compared with one after the other. reading: cached features read while the batch before them trains, compared
+with one after the other.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ SEED = 20261121
 VOCAB, CONTEXT = 2048, 2048
 END_OF_TEXT, TURN_START, TURN_SEP, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"
 MASK, PAD = "<|mask|>", "<|pad|>"
-# The role ends in a special token: a reply that begins with blanks, as code does, shares no token with what comes before it.
+# The role ends in a special token, so that a reply that begins with blanks, as code does, shares no token with the text before.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '<|im_sep|>' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -92,7 +92,7 @@ def source_files() -> dict[str, list[tuple[str, Path]]]:
 
 
 def split_of(name: str) -> str:
-    """The split a file belongs to, from a hash of its name alone. Held-out files come from the library proper."""
+    """The split that a file belongs to, from a hash of its name. Held-out files come from the standard library."""
     bucket = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100
     return "target" if bucket < 80 else "drafter" if bucket < 93 else "held_out"
 
@@ -190,7 +190,7 @@ def conversation(category: str, question: str, answer: str) -> list[dict[str, st
 
 
 def chat_text(category: str, question: str, answer: str) -> str:
-    """The chat template, rendered by hand (the tokenizer's own is checked against it in `corpus`)."""
+    """The chat template, rendered by hand; `corpus` checks the tokenizer's own against it."""
     user, reply = conversation(category, question, answer)
     return f"{TURN_START}user{TURN_SEP}{user['content']}{TURN_END}{TURN_START}assistant{TURN_SEP}{reply['content']}{TURN_END}"
 
@@ -287,7 +287,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, blocks: int) -> LlamaForCausal
 
 
 def grow(small: LlamaForCausalLM, large: LlamaForCausalLM) -> None:
-    """Copy `small` into `large`: each block is followed by copies that add nothing yet (their output projections are 0)."""
+    """Copy `small` into `large`: each block is followed by copies that add nothing yet, since their output projections are 0."""
     state, factor = small.state_dict(), large.config.num_hidden_layers // small.config.num_hidden_layers
     grown = {k: v for k, v in state.items() if "layers." not in k}
     for name, value in state.items():
@@ -304,7 +304,7 @@ def grow(small: LlamaForCausalLM, large: LlamaForCausalLM) -> None:
 
 
 class Batches:
-    """Windows of the two streams, each stream read once in order and begun again at its end."""
+    """Windows of the two streams. Each stream is read in order and started again at its end."""
 
     def __init__(self, work: Path) -> None:
         arrays = np.load(work / "tokens.npz")
@@ -353,7 +353,7 @@ class Stage:
 
 
 def train(work: Path, steps: list[int]) -> None:
-    """A shallow model first (three times cheaper a step), grown to full depth without changing what it computes."""
+    """Train a shallow model first (a step is three times cheaper), and grow it to full depth without changing its output."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     stages = [Stage(4, steps[0], False), Stage(12, steps[1], True)]
     file, saved = work / "train-state.pt", None
@@ -472,7 +472,7 @@ def ask(tokenizer: PreTrainedTokenizerFast, task: tuple[str, str, str]) -> list[
 def replies_loss(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, chosen: list[tuple[str, str, str]]
 ) -> torch.Tensor:
-    """Mean loss over answers whose tokens follow the prompt's as in decoding: nothing merges across the border."""
+    """Mean loss over answers. Their tokens follow the prompt's as in decoding: no token merges across the border."""
     pairs = [(ask(tokenizer, t), tokenizer(t[2] + TURN_END, add_special_tokens=False)["input_ids"][:160]) for t in chosen]
     width = max(len(q) + len(a) for q, a in pairs)
     ids = torch.tensor([q + a + [tokenizer.pad_token_id] * (width - len(q) - len(a)) for q, a in pairs])
@@ -481,9 +481,10 @@ def replies_loss(
 
 
 def unloop(work: Path, rounds: int) -> None:
-    """Sequence-level unlikelihood (Welleck et al. 2019): push down the tokens by which the model's own greedy text loops.
+    """Sequence-level unlikelihood (Welleck et al. 2019): make the tokens less likely by which the model's own greedy text
+    loops.
 
-    Beside it the model goes on learning replies, tokenised as decoding meets them, and plain text.
+    Meanwhile the model keeps learning replies, tokenised as in decoding, and plain text.
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     model = LlamaForCausalLM.from_pretrained(work / "model")
@@ -555,7 +556,7 @@ def data(work: Path, conversations: int, questions: int) -> None:
 
 
 def unlike(conversations: list[list[dict[str, str]]], prompts: Path) -> list[list[dict[str, str]]]:
-    """Those in which no evaluation prompt is found, as `drafttrain inspect` looks for them: packages copy each other's code."""
+    """The conversations in which `drafttrain inspect` finds no evaluation prompt, since packages copy each other's code."""
     asked, how = load_prompts(str(prompts), None), InspectOptions()
     return [c for c in conversations if not copies(asked, [Conversation("", tuple(c))], how.ngram, how.overlap)]
 
@@ -563,7 +564,7 @@ def unlike(conversations: list[list[dict[str, str]]], prompts: Path) -> list[lis
 def questions_from(
     work: Path, tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM, questions: int
 ) -> dict[str, object]:
-    """Write the evaluation prompts; facts about the model's greedy answers to them and to all candidates."""
+    """Write the evaluation prompts; return facts about the model's greedy answers to them and to all candidates."""
     rng = random.Random(SEED + 4)
     candidates = [(n, t) for n, t in split_tasks("held_out", rng, 40) if 24 <= len(ask(tokenizer, t)) <= 256]
     candidates = [c for c in candidates if c[1][0] != "document"][: 6 * questions]

@@ -1,8 +1,9 @@
-"""Draw the timeline of one decode step, measured on the embedded target: docs/decoder-step.png.
+"""Draw the timeline of one decode step, measured with the embedded target: docs/decoder-step.png.
 
     python scripts/plot_step.py checkpoint=DIR [out=FILE]
 
-Medians over the steps of four prompts, batch size 1, after a warm-up: plain decoding above, the checkpoint's drafter below.
+Medians over the steps of four prompts at batch size 1, after a warm-up: plain decoding at the top, the checkpoint's drafter
+below.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PARTS = ("propose", "target", "verify", "keep", "commit", "observe", "record")
 
 
 class Timed:
-    """Another object, of which some methods are timed."""
+    """Another object, some of whose methods are timed."""
 
     def __init__(self, of: Any, methods: dict[str, Callable[..., Any]]) -> None:
         self._of, self._methods = of, methods
@@ -52,7 +53,7 @@ class Timed:
 
 
 class Clock:
-    """Wraps a session's parts; one list of (part, start, end) per step, in seconds from the step's beginning."""
+    """Wraps a session's parts and keeps one list of (part, start, end) per step, in seconds from the step's beginning."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.began = session, 0.0
@@ -77,7 +78,7 @@ class Clock:
         return timed
 
     def step(self) -> None:
-        """One step of the session; laying out the accepted path, a function of its module, is timed while it lasts."""
+        """One step of the session. The function of its module that lays out the accepted path is timed meanwhile."""
         self.spans, self.began = [], perf_counter()
         with patch.object(rounds, "commit_of", self._timed(rounds.commit_of, "commit")):
             self.session.step()

@@ -1,8 +1,8 @@
-"""Run a notebook's code cells in order and keep what they print, without Jupyter: docs/simulate.ipynb.
+"""Run a notebook's code cells in order and store their output, without Jupyter: docs/simulate.ipynb.
 
     python scripts/run_notebook.py NOTEBOOK [--check]
 
-Runs in the notebook's folder. --check: write nothing, and exit with 1 where a cell prints something else than what is kept.
+It runs in the notebook's folder. --check: write nothing, and exit with 1 where a cell's output differs from the stored one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def outputs_of(notebook: dict[str, Any]) -> list[str]:
-    """What each code cell prints, all of them in one namespace."""
+    """The output of each code cell; all cells share one namespace."""
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = []
     for cell in code_cells(notebook):

@@ -16,7 +16,7 @@ from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, adapter
 from drafttrain.export.exporter import Exported, Wanted, export
 from drafttrain.export.golden import Golden, made, store
 from drafttrain.export.opened import Opened
-from drafttrain.export.table import asked
+from drafttrain.export.table import stacks_for
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import LoraSpec
 from drafttrain.targets.adapt import Adapter
@@ -167,7 +167,7 @@ def opened(folder: Path, case: str, target: LoadedTarget | None = None, **more: 
 
 
 def written(found: Opened, golden: Golden, stack: str, out: Path, dtype: str = "float32", **more: Any) -> Exported:
-    stacks = asked(found.meta.family, stack)
+    stacks = stacks_for(found.meta.family, stack)
     return export(found, golden, Wanted(stacks, out, dtype, stack == "all", **more))
 
 

@@ -65,7 +65,9 @@ def _replay(wanted: list[tuple[str, int]], out: Path, console: Console) -> int:
 
 
 def _settings() -> None:
-    """What libraries read when they are imported; one thread in each process, or forked children may wait for ever."""
+    """Set the variables that libraries read at import; one thread per process, because forked children may wait forever
+    otherwise.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ |= {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HYDRA_FULL_ERROR": "1"}
     os.environ.setdefault("TERM", "dumb")

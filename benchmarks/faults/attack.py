@@ -1,4 +1,4 @@
-"""What attacks share: the commands that they try, in a child with little time for templates, and how a try is judged."""
+"""Shared by the attacks: the commands that they try, in a child with little time for templates, and the verdict."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.faults.campaign import REFUSED, UNCHANGED, Outcome, broken, failed
+from benchmarks.faults.campaign import REFUSED, UNCHANGED, TryResult, broken, failed
 from benchmarks.faults.child import Ended, forked
 from benchmarks.faults.composed import cli
 from benchmarks.faults.material import MEASURING
 
 LATE = 60.0  # seconds of processor time that a command may take
-SECONDS, SIZE = 2.0, 256 << 20  # what a template may take here, so that a try is short
+SECONDS, SIZE = 2.0, 256 << 20  # limits of a template here, so that a try is short
 MARKER = "marker-of-foreign-code"  # a file that hostile code would make
 CONTROLS = "\x1b\x07\x9b\x08"
 TARGET = ("target=hf", "target.path=target")
@@ -22,17 +22,17 @@ GENERATE = ("generate", *TARGET, "prompt=hello", "decode.max_new_tokens=4")
 MEASURE = ("measure", *TARGET, PROMPTS, *MEASURING)
 OURS = "checkpoint=medusa/step-00006"
 PREPARE = ("prepare", *TARGET, "data.path=prompts.jsonl", "out=own", "prepare.max_new_tokens=4", "prepare.max_length=300")
-Attack = Callable[[random.Random, Path], Outcome]
+Attack = Callable[[random.Random, Path], TryResult]
 Line = tuple[str, ...]
 
 
 def command(draw: random.Random) -> Line:
-    """One that reads a target."""
+    """A command that reads a target."""
     return draw.choice([(*INSPECT, "data.path=data.jsonl"), GENERATE, (*MEASURE, OURS, "output=result"), PREPARE])
 
 
 def run(arguments: Line, folder: Path) -> Ended:
-    """In a child whose templates have less time and memory."""
+    """Run it in a child whose templates have less time and memory."""
     work = cli(arguments)
 
     def bounded() -> int:
@@ -44,8 +44,10 @@ def run(arguments: Line, folder: Path) -> Ended:
     return forked(bounded, folder, folder.parent / "said").wait(LATE)
 
 
-def judged(what: str, shown: str, ended: Ended, folder: Path, refuse: bool = False) -> Outcome:
-    """No foreign code ran; it ends in one line, or as if nothing had been. refuse: it has to be refused."""
+def judged(what: str, shown: str, ended: Ended, folder: Path, refuse: bool = False) -> TryResult:
+    """The verdict: no foreign code ran, and the command ended in one line or as if undisturbed. refuse: it must refuse the
+    input.
+    """
     expected = "one line and exit code 2" if refuse else "one line and exit code 2, or no harm"
     fault = broken(ended)
     if made := [path for path in (folder, folder.parent) if (path / MARKER).exists()]:
@@ -61,4 +63,4 @@ def judged(what: str, shown: str, ended: Ended, folder: Path, refuse: bool = Fal
         fault = "it is not refused"
     if fault is not None:
         return failed(what, expected, fault, shown, ended)
-    return Outcome(what, REFUSED if ended.code else UNCHANGED, command=shown)
+    return TryResult(what, REFUSED if ended.code else UNCHANGED, command=shown)

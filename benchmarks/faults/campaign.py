@@ -1,4 +1,4 @@
-"""Tries of every kind in turn until the time is up; what each came to; the table and the record of it."""
+"""Tries of every kind in turn until the time is up, with the result of each; the table and the record."""
 
 from __future__ import annotations
 
@@ -21,53 +21,53 @@ from benchmarks.faults.child import Ended
 
 REFUSED = "refused"  # exit code 2 (or 3, 4 where a check failed), in one line that says what is wrong
 UNCHANGED = "unchanged"  # the result is that of an undisturbed run
-ACCEPTED = "accepted"  # a file of the user's own, without a checksum, with legal values: another result, no traceback
+ACCEPTED = "accepted"  # a user's own file, without a checksum, with legal values: another result, no traceback
 FAILURE = "failure"
 RESULTS = (REFUSED, UNCHANGED, ACCEPTED, FAILURE)
 KEPT = 3000  # characters of output that a failure keeps
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one try came to. count: tries that it stands for, where many are made in one process."""
+class TryResult:
+    """The result of one try."""
 
-    what: str  # the row of the table: the file or input and what met it
+    what: str  # its row in the table: the file or input, and the damage
     result: str
     expected: str = ""
     got: str = ""
     command: str = ""
     out: str = ""
     err: str = ""
-    count: int = 1
+    count: int = 1  # number of tries that it stands for, where one process makes many
 
 
-def failed(what: str, expected: str, got: str, command: str = "", ended: Ended | None = None) -> Outcome:
+def failed(what: str, expected: str, got: str, command: str = "", ended: Ended | None = None) -> TryResult:
     out, err = (ended.out[-KEPT:], ended.err[-KEPT:]) if ended else ("", "")
-    return Outcome(what, FAILURE, expected, got, command, out, err)
+    return TryResult(what, FAILURE, expected, got, command, out, err)
 
 
 class Kind(Protocol):
-    """A kind of fault. prepare: what all tries share, made once. attempt: one try, decided by the generator alone."""
+    """A kind of fault. `prepare` makes once what all tries share; `attempt` makes one try."""
 
     name: str
 
     def prepare(self, folder: Path) -> None: ...
 
-    def attempt(self, draw: random.Random, folder: Path) -> list[Outcome]:
-        """folder: an empty one for this try."""
+    def attempt(self, draw: random.Random, folder: Path) -> list[TryResult]:
+        """One try, decided by the generator only. folder: an empty one for this try."""
         ...
 
 
 @dataclass
 class Counts:
-    """Of one kind: results by what was tried, the seconds spent, and what failed."""
+    """Results of one kind by subject, the seconds spent, and the failures."""
 
     seconds: float = 0.0
     attempts: int = 0
     results: dict[str, Counter[str]] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, seed: int, outcomes: Sequence[Outcome], seconds: float) -> None:
+    def add(self, seed: int, outcomes: Sequence[TryResult], seconds: float) -> None:
         self.seconds += seconds
         self.attempts += 1
         for outcome in outcomes:
@@ -79,8 +79,8 @@ class Counts:
         return sum(counter[result] for counter in self.results.values() for result in results or RESULTS)
 
 
-def tried(kind: Kind, seed: int, folder: Path) -> list[Outcome]:
-    """One try of a kind by its seed, in a folder that is empty before and gone thereafter."""
+def tried(kind: Kind, seed: int, folder: Path) -> list[TryResult]:
+    """One try of a kind by its seed, in a folder that is empty before and removed afterwards."""
     scratch = folder / "try"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -95,7 +95,7 @@ def tried(kind: Kind, seed: int, folder: Path) -> list[Outcome]:
 def run(
     kinds: Sequence[Kind], minutes: float, seed: int, out: Path, console: Console, most: int | None = None
 ) -> dict[str, Counts]:
-    """Make tries until the time is up, always of the kind that has had the least of it. most: tries of each kind.
+    """Make tries until the time is up, always of the kind that has had the least time. most: tries of each kind.
 
     The i-th try of every kind has the seed `seed * 1_000_000 + i`. The record is written again every half minute.
     """
@@ -127,7 +127,7 @@ def run(
 
 
 def _progress(console: Console) -> Progress:
-    """Without a thread of its own: children are forked."""
+    """Show progress without a thread, because children are forked."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal)
 
@@ -176,14 +176,16 @@ def again(record: Path) -> Iterator[tuple[str, int]]:
         yield from dict.fromkeys((name, int(failure["seed"])) for failure in kind["failed"])
 
 
-def checked(outcome: Outcome, ended: Ended, command: str) -> Outcome:
-    """The same with the command and, for a failure, how its output ends."""
+def checked(outcome: TryResult, ended: Ended, command: str) -> TryResult:
+    """The result with the command added, and for a failure the end of its output."""
     kept = (ended.out[-KEPT:], ended.err[-KEPT:]) if outcome.result == FAILURE else ("", "")
     return replace(outcome, command=command, out=kept[0], err=kept[1])
 
 
-def judged(ended: Ended, what: str, command: str, same: Callable[[], str | None], names: Sequence[str] = ()) -> Outcome:
-    """Refused in one line that has one of these names in it, or the same result. same: None, or what differs."""
+def judged(ended: Ended, what: str, command: str, same: Callable[[], str | None], names: Sequence[str] = ()) -> TryResult:
+    """The verdict: refused in one line that contains one of these names, or the same result. same: returns the difference or
+    None.
+    """
     expected = (
         f"exit code 2 in one line that names {' or '.join(names)}, or the same result" if names else "one line, or the same"
     )
@@ -192,16 +194,16 @@ def judged(ended: Ended, what: str, command: str, same: Callable[[], str | None]
     if ended.line is not None:
         if names and not any(name in ended.line for name in names):
             return failed(what, expected, f"the line does not name it: {ended.line}", command, ended)
-        return Outcome(what, REFUSED, command=command)
+        return TryResult(what, REFUSED, command=command)
     if ended.code != 0:
         return failed(what, expected, f"exit code {ended.code}", command, ended)
     if differs := same():
         return failed(what, expected, f"exit code 0 and another result: {differs}", command, ended)
-    return Outcome(what, UNCHANGED, command=command)
+    return TryResult(what, UNCHANGED, command=command)
 
 
 def broken(ended: Ended) -> str | None:
-    """What no command may do, whatever it is given."""
+    """The behaviour that is an error for every input."""
     if ended.late:
         return f"no end within {ended.seconds:.0f} s"
     if ended.left:

@@ -1,6 +1,6 @@
-"""Work in a forked child: its output, how it ended, and what it left running; with bounds of time and memory.
+"""Work in a forked child, with bounds of time and memory: its output, how it ended, and the processes that it left.
 
-A fresh Python needs seconds for its imports. The campaign imports everything once and forks for each try.
+A fresh Python needs seconds for its imports. So the campaign imports everything once and forks for each try.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).parents[2]
-MEMORY = 6 << 30  # bytes of address space beyond what the campaign has
+MEMORY = 6 << 30  # bytes of address space in addition to the campaign's
 LATE, STUCK = 90.0, 900.0  # seconds of processor time that a command may take, and of the clock: machines may be busy
 GRACE = 20.0  # seconds for processes that a command has left to end
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -31,14 +31,14 @@ CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.l
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """code: the exit code; negative: the signal that ended it. late: the time limit ended it. left: processes it left."""
+    """How a child ended."""
 
-    code: int
+    code: int  # exit code; negative: the signal that ended it
     out: str
     err: str
     seconds: float
-    late: bool = False
-    left: tuple[str, ...] = ()
+    late: bool = False  # the time limit ended it
+    left: tuple[str, ...] = ()  # processes that it left running
 
     @property
     def traceback(self) -> bool:
@@ -46,14 +46,14 @@ class Ended:
 
     @property
     def line(self) -> str | None:
-        """The one line on stderr with which a command refuses its input; None where there is no such or more than one."""
+        """The one line on stderr with which a command refuses its input; None for no line or several."""
         lines = [line for line in self.err.splitlines() if line.strip()]
         said = [line for line in lines if line.startswith("drafttrain: ")]
         return said[0] if self.code in (2, 3, 4) and len(said) == 1 and lines[-1] == said[0] and not self.traceback else None
 
 
 class Child:
-    """A running one. steps: how many changes to the file system it has begun."""
+    """A running child. steps: number of changes to the file system that it has begun."""
 
     def __init__(self, pid: int, out: Path, err: Path, steps: mmap.mmap | None = None) -> None:
         self.pid, self.out, self.err, self._steps = pid, out, err, steps
@@ -66,7 +66,7 @@ class Child:
 
     @property
     def ready(self) -> bool:
-        """Whether it has begun with its work, rather than with what the campaign does before."""
+        """Whether it has begun its own work, after the campaign's part."""
         return self._steps is None or bool(self._steps[8]) or self.poll() is not None
 
     def poll(self) -> int | None:
@@ -82,8 +82,8 @@ class Child:
                 (os.killpg if group else os.kill)(self.pid, number)
 
     def wait(self, seconds: float = LATE) -> Ended:
-        """Until it has ended; after so many seconds of processor time it is killed. Processes that it has left get some seconds
-        to go.
+        """Wait until it has ended; kill it after this many seconds of processor time. Processes that it left get some seconds
+        to end.
         """
         late = not self._ends(seconds)
         if late:
@@ -111,7 +111,7 @@ class Child:
         return True
 
     def _spent(self) -> float:
-        """Seconds of processor time, with those of children that have ended."""
+        """Seconds of processor time, with those of ended children."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -126,7 +126,7 @@ class Child:
         return found
 
     def _session(self) -> list[tuple[int, str]]:
-        """Processes of the session that it began, zombies left out."""
+        """Processes of its session, without zombies."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -141,9 +141,10 @@ class Child:
 def forked(
     work: Callable[[], int], folder: Path, said: Path, die_at: tuple[int, int] | None = None, memory: int = MEMORY
 ) -> Child:
-    """Do the work in a child with this working directory. said: the folder of its output.
+    """Do the work in a child with this working directory.
 
-    die_at: (n, signal): before its n-th change to a file under `folder`, counted from 1, it sends itself the signal.
+    said: the folder for its output. die_at: (n, signal): it sends itself the signal before its n-th change to a file under
+    `folder`, counted from 1.
     """
     said.mkdir(parents=True, exist_ok=True)
     child_out, child_err = said / "stdout", said / "stderr"
@@ -163,7 +164,7 @@ def forked(
 
 
 def fresh(arguments: Sequence[str], folder: Path, said: Path) -> Child:
-    """`drafttrain ARGUMENTS` in a Python of its own: what starts processes of several ranks needs one."""
+    """`drafttrain ARGUMENTS` in a new Python, for commands that start processes of several ranks."""
     said.mkdir(parents=True, exist_ok=True)
     child_out, child_err = said / "stdout", said / "stderr"
     with child_out.open("wb") as out, child_err.open("wb") as err:
@@ -202,7 +203,7 @@ def _become(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         steps[8] = 1
         code = work()
-    except KeyboardInterrupt:  # outside of the command's own code: as Python ends then
+    except KeyboardInterrupt:  # outside the command's own code: end as Python does
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except SystemExit as left:
@@ -230,7 +231,7 @@ def _redirect(said: tuple[Path, Path]) -> None:
 
 
 def _count_changes(folder: Path, steps: mmap.mmap, die_at: tuple[int, int] | None) -> None:
-    """Count what changes files under the folder, by the interpreter's audit events, and die where it is time."""
+    """Count changes to files under the folder, by the interpreter's audit events, and die at the right one."""
     root, pid, count = str(folder.resolve()), os.getpid(), 0
 
     def changes(event: str, args: tuple[object, ...]) -> bool:
@@ -257,7 +258,7 @@ def _count_changes(folder: Path, steps: mmap.mmap, die_at: tuple[int, int] | Non
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """Children share the memory of all that exists now."""
+    """Children share the memory of all objects that exist now."""
     import gc
 
     gc.collect()

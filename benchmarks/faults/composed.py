@@ -1,4 +1,4 @@
-"""A command line's configuration, composed by Hydra once for all tries that use it: that takes longer than most of the rest."""
+"""A command line's configuration, composed by Hydra once for all tries that use it, because that takes most of the time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drafttrain.cli.config import Run
 
 
 class _ComposedError(BaseException):
-    """Ends the command when its configuration is there. No Exception: Hydra would print it."""
+    """Ends the command when its configuration is complete. It is no Exception, because Hydra would print it."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class _ComposedError(BaseException):
 
 @cache
 def composed(arguments: tuple[str, ...]) -> Run | None:
-    """What Hydra makes of these arguments; None where it, or the check of the words, refuses them."""
+    """Hydra's configuration for these arguments; None where Hydra or the check of the words refuses them."""
     from drafttrain.cli import config
     from drafttrain.cli import main as cli
 
@@ -36,7 +36,7 @@ def composed(arguments: tuple[str, ...]) -> Run | None:
         cli._dispatch(list(arguments))
     except _ComposedError as found:
         return found.run
-    except (cli.Stop, Exception):  # the child says so, with all of its output
+    except (cli.Stop, Exception):  # the child repeats the error, with its full output
         return None
     finally:
         config.to_run, sys.argv = to_run, argv
@@ -44,7 +44,7 @@ def composed(arguments: tuple[str, ...]) -> Run | None:
 
 
 def cli(arguments: Sequence[str]) -> Callable[[], int]:
-    """`drafttrain ARGUMENTS` as work for `forked`. All but Hydra's own part runs in the child."""
+    """`drafttrain ARGUMENTS` as work for `forked`. Everything except Hydra's part runs in the child."""
     plain = all(word.isascii() and word.isprintable() for word in arguments)
     run = composed(tuple(arguments)) if plain else None
 

@@ -1,4 +1,4 @@
-"""Damage to bytes and to files, decided by a random generator."""
+"""Damage to bytes and files, decided by a random generator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def damaged(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """The bytes with one bit, one byte or a run of them changed, cut off or grown; and what it is called."""
+    """The bytes with one bit, one byte or a run of them changed, cut off or grown; and the name of the damage."""
     if not content:
         return b"\0", "grown"
     i, kind = draw.randrange(len(content)), draw.randrange(7)
@@ -31,7 +31,9 @@ def damaged(content: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def strike(files: Sequence[Path], draw: random.Random) -> tuple[list[Path], str]:
-    """Damage one of these files, delete it, or swap it with another. Which ones, and how; an empty list: nothing changed."""
+    """Damage one of these files, delete it, or swap it with another. Returns which ones and how; an empty list: nothing
+    changed.
+    """
     file = draw.choice(files)
     kind = draw.random()
     if kind < 0.1:

@@ -1,4 +1,4 @@
-"""Malformed training data: 500 mutated lines a try, and damaged tables, arrays and compressed files."""
+"""Malformed training data: 500 mutated lines per try, and damaged tables, arrays and compressed files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults import material
-from benchmarks.faults.campaign import FAILURE, REFUSED, UNCHANGED, Outcome, broken, failed
+from benchmarks.faults.campaign import FAILURE, REFUSED, UNCHANGED, TryResult, broken, failed
 from benchmarks.faults.child import forked
 from benchmarks.faults.damage import damaged
 
@@ -75,7 +75,7 @@ def nested(depth: int, kind: int) -> str:
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every path into a record, itself left out."""
+    """Every path into a record, except itself."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path for key, one in inner for path in [(*above, key), *places(one, (*above, key))]]
 
@@ -143,7 +143,7 @@ def mutated_line(draw: random.Random) -> bytes:
 
 
 class Data:
-    """A try is 500 lines, each read, rendered and tokenised by itself, or some damaged files, read whole."""
+    """A try is 500 lines, each read, rendered and tokenised by itself, or some damaged files, each read in full."""
 
     name = "data"
 
@@ -154,7 +154,7 @@ class Data:
         self.folder = folder / "material"
         material.base(self.folder)
 
-    def attempt(self, draw: random.Random, folder: Path) -> list[Outcome]:
+    def attempt(self, draw: random.Random, folder: Path) -> list[TryResult]:
         if draw.random() < 0.6:
             lines = [mutated_line(draw) for _ in range(LINES)]
             return self._all("lines", [("line.jsonl", line + b"\n") for line in lines], folder)
@@ -163,8 +163,8 @@ class Data:
             return self._counted(b"\n".join(line for line in lines if line.strip()), folder)
         return self._all("files", [damaged_table(draw) for _ in range(FILES)], folder)
 
-    def _all(self, what: str, contents: Sequence[tuple[str, bytes]], folder: Path) -> list[Outcome]:
-        """Each is a file by itself."""
+    def _all(self, what: str, contents: Sequence[tuple[str, bytes]], folder: Path) -> list[TryResult]:
+        """Try each content as a file."""
 
         def work() -> int:
             read = reader(self.folder / "target")
@@ -177,7 +177,7 @@ class Data:
         ended = forked(work, folder / "work", folder / "said").wait(300)
         found = [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
         outcomes = [
-            Outcome(
+            TryResult(
                 f"{what}, {Path(contents[number][0]).suffix}",
                 result,
                 ALLOWED,
@@ -193,8 +193,8 @@ class Data:
             )
         return outcomes
 
-    def _counted(self, content: bytes, folder: Path) -> list[Outcome]:
-        """As one file with `data.bad_records`: every line is used, dropped or rejected, and listed."""
+    def _counted(self, content: bytes, folder: Path) -> list[TryResult]:
+        """Try one file with `data.bad_records`: every line is used, dropped or rejected, and listed."""
         file = folder / "data.jsonl"
         file.write_bytes(content)
         lines = content.count(b"\n") + 1
@@ -220,11 +220,11 @@ class Data:
         what = "one file, data.bad_records"
         if fault := broken(ended) or (f"exit code {ended.code}" if ended.code else None):
             return [failed(what, "every line is used, dropped or listed", fault, f"{lines} lines", ended)]
-        return [Outcome(what, UNCHANGED, count=lines)]
+        return [TryResult(what, UNCHANGED, count=lines)]
 
 
 def reader(target: Path) -> Callable[[Path], int]:
-    """What reads a file's conversations, renders and tokenises them; how many there are."""
+    """Reads a file's conversations, renders and tokenises them; returns their number."""
     from drafttrain.data import DataOptions
     from drafttrain.data.chat import Encoder
     from drafttrain.data.sources import read_conversations
@@ -236,7 +236,7 @@ def reader(target: Path) -> Callable[[Path], int]:
 
 
 def one(read: Callable[[Path], int], path: Path, content: bytes) -> tuple[str, str]:
-    """How reading this file ends: (result, what was got)."""
+    """How reading this file ends: (result, details)."""
     from drafttrain.cli.complaints import explain
     from drafttrain.core.errors import UserError
 
@@ -262,12 +262,12 @@ def one(read: Callable[[Path], int], path: Path, content: bytes) -> tuple[str, s
 
 
 def unprintable(text: str) -> str | None:
-    """A control character that a terminal would act on, by name."""
+    """The name of a control character on which a terminal would act."""
     return next((f"U+{ord(c):04X}" for c in text if (ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160), None)
 
 
 def damaged_table(draw: random.Random) -> tuple[str, bytes]:
-    """A small file of another kind than plain lines, damaged."""
+    """A small damaged file of another kind than plain lines."""
     import io
 
     records = [draw.choice(RECORDS[5:8]) for _ in range(draw.randint(1, 30))]

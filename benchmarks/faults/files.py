@@ -1,6 +1,6 @@
 """Flipped bits, truncation, deletion and swaps in every file that a command reads.
 
-The command names the file in one line, or does what it does without the damage.
+The command names the file in one line, or gives the same result as without the damage.
 """
 
 from __future__ import annotations
@@ -14,44 +14,42 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import material
-from benchmarks.faults.campaign import ACCEPTED, REFUSED, Outcome, broken, failed, judged
+from benchmarks.faults.campaign import ACCEPTED, REFUSED, TryResult, broken, failed, judged
 from benchmarks.faults.child import Ended
 from benchmarks.faults.damage import strike
 from benchmarks.faults.kill import Digests, difference, digest, of_folder
 from benchmarks.faults.material import MEASURING, TRAINING
 
-# Files of the user's own, which carry no checksum: by the folder in a try, with the reason. A damaged one may be legal and mean
-# something else; a command then works with what it says. It may still not end with a traceback, hang, or refuse it in riddles.
+# Users' own files, which have no checksum: by the folder in a try, with the reason. A damaged file may still be legal, with
+# another meaning, and a command then uses it. Even so it may not end with a traceback, hang, or give an unclear message.
 OWN = {
     "target": "a target is the user's model: no file of it has a checksum, its fingerprint samples 64 values of each weight",
     "data": "conversations and prompts are the user's text: a flipped letter is another letter",
     "config": "configuration is written by hand",
 }
-LOGS = {
-    "metrics.jsonl": "losses"
-}  # a log without a checksum: damaged lines of it are left out, and what is read from it differs
+LOGS = {"metrics.jsonl": "losses"}  # a log without a checksum: damaged lines are left out, so the result may differ
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A command that reads what was damaged. result: what has to be the same, from its output and the try's folder; None:
-    nothing but the exit code, as times decide it. weight: how often it is tried."""
+    """A command that reads the damaged file."""
 
     name: str
     arguments: tuple[str, ...]
+    # the part of its output or of the try's folder that must be equal; None: only the exit code, since times decide it
     result: Callable[[Path, Ended], Digests] | None
-    weight: float = 1.0
+    weight: float = 1.0  # how often it is tried
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A folder of the material, copied for each try; what reads it; which folders are needed with it. own: a key of OWN."""
+    """A folder of the material, copied for each try."""
 
     name: str
     folder: str
-    needs: tuple[str, ...]
+    needs: tuple[str, ...]  # other folders that the readers need
     readers: tuple[Reader, ...]
-    own: str | None = None
+    own: str | None = None  # a key of OWN
 
 
 def said(folder: Path, ended: Ended) -> Digests:
@@ -173,7 +171,7 @@ class Files:
         if not (self.folder / "ready").is_file():
             make(self.folder)
 
-    def attempt(self, draw: random.Random, folder: Path) -> list[Outcome]:
+    def attempt(self, draw: random.Random, folder: Path) -> list[TryResult]:
         artifact = draw.choice(self.artifacts)
         reader = draw.choices(artifact.readers, [one.weight for one in artifact.readers])[0]
         wanted = self._wanted(artifact, reader, folder)
@@ -205,7 +203,7 @@ class Files:
             shutil.copytree(self.folder / name, folder / name, dirs_exist_ok=True)
 
     def _wanted(self, artifact: Artifact, reader: Reader, folder: Path) -> Digests | None:
-        """What the reader makes of the artifact undamaged, at the same place."""
+        """The reader's result for the undamaged artifact, at the same place."""
         key = (artifact.name, artifact.folder, reader.name)
         if key not in self.wanted:
             self._copy(artifact, folder)
@@ -218,20 +216,20 @@ class Files:
         return self.wanted[key]
 
 
-def own(ended: Ended, what: str, command: str) -> Outcome:
-    """Of a file of the user's own: one line, or a run without traceback."""
+def own(ended: Ended, what: str, command: str) -> TryResult:
+    """For a user's own file: one line, or a run without traceback."""
     expected = "exit code 2 in one line, or a run without a traceback"
     if fault := broken(ended):
         return failed(what, expected, fault, command, ended)
     if ended.line is not None:
-        return Outcome(what, REFUSED, command=command)
+        return TryResult(what, REFUSED, command=command)
     if ended.code:
         return failed(what, expected, f"exit code {ended.code}", command, ended)
-    return Outcome(what, ACCEPTED, command=command)
+    return TryResult(what, ACCEPTED, command=command)
 
 
 def make(folder: Path) -> None:
-    """The artifacts, by the commands themselves."""
+    """Make the artifacts with the commands themselves."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     base = folder / "base"
@@ -260,7 +258,7 @@ def make(folder: Path) -> None:
 
 
 def interrupt(run: Path) -> None:
-    """As if it had been killed after its second checkpoint."""
+    """Cut a run back to its second checkpoint, as if it had been killed there."""
     shutil.rmtree(run / "checkpoints" / "step-00006")
     state = run / "run.json"
     state.write_text(state.read_text().replace('"finished": true', '"finished": false'))

@@ -1,4 +1,4 @@
-"""Input made to harm: templates, indexes, pickles, archives, HTML, terminal escapes, and code that comes with a model."""
+"""Hostile input: templates, indexes, pickles, archives, HTML, terminal escapes, and code that comes with a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.faults import material
 from benchmarks.faults.attack import Attack
-from benchmarks.faults.campaign import Outcome
+from benchmarks.faults.campaign import TryResult
 from benchmarks.faults.hostile_templates import hostile_template
 from benchmarks.faults.hostile_text import hostile_archive, hostile_escapes, hostile_page
 from benchmarks.faults.hostile_weights import foreign_code, hostile_index, hostile_pickle, hostile_safetensors
@@ -57,6 +57,6 @@ class Hostile:
         shutil.rmtree(self.folder / "runs")
         (self.folder / "ready").touch()
 
-    def attempt(self, draw: random.Random, folder: Path) -> list[Outcome]:
+    def attempt(self, draw: random.Random, folder: Path) -> list[TryResult]:
         shutil.copytree(self.folder, folder, dirs_exist_ok=True)
         return [draw.choice(ATTACKS)(draw, folder)]

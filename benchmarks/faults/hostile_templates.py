@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.faults.attack import MARKER, command, judged, run
-from benchmarks.faults.campaign import Outcome
+from benchmarks.faults.campaign import TryResult
 
 SIZES = (10**3, 10**6, 10**9, 10**12)
 BODY = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TOUCH = f"touch {MARKER}"
-REACHES = (  # for the interpreter behind the template
+REACHES = (  # attempts to reach the interpreter from the template
     "''.__class__.__mro__[1].__subclasses__()",
     f"cycler.__init__.__globals__.os.popen('{TOUCH}').read()",
     f"lipsum.__globals__['os'].system('{TOUCH}')",
@@ -88,7 +88,7 @@ def template(draw: random.Random) -> str:
     return draw.choice(["", BODY]) + f"{{{{ {draw.choice(REACHES)} }}}}"
 
 
-def hostile_template(draw: random.Random, folder: Path) -> Outcome:
+def hostile_template(draw: random.Random, folder: Path) -> TryResult:
     text, asked = template(draw), command(draw)
     if draw.random() < 0.4 and asked[0] == "inspect":
         (folder / "own.jinja").write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 from benchmarks.faults.attack import INSPECT, MARKER, MEASURE, OURS, PROMPTS, TARGET, Line, command, judged, run
-from benchmarks.faults.campaign import FAILURE, Outcome, failed
+from benchmarks.faults.campaign import FAILURE, TryResult, failed
 from benchmarks.faults.material import MEASURING, TRAINING
 
 SEEN = "MARKTHIS"  # a word in hostile HTML, by which it is found again
@@ -55,8 +55,8 @@ ESCAPES = (
 )
 
 
-def hostile_archive(draw: random.Random, folder: Path) -> Outcome:
-    """Archives whose members lead elsewhere, a bomb, links in a data folder."""
+def hostile_archive(draw: random.Random, folder: Path) -> TryResult:
+    """Archives with members outside their folder, a bomb, links in a data folder."""
     how = draw.randrange(6)
     path = "data"
     if how == 0:
@@ -89,8 +89,8 @@ def hostile_archive(draw: random.Random, folder: Path) -> Outcome:
     return judged(f"archives and links, {asked[0]}", f"{how}; {' '.join(asked)}", ended, folder)
 
 
-def hostile_page(draw: random.Random, folder: Path) -> Outcome:
-    """HTML in prompts, their ids and categories, data, and names: no page has it unescaped."""
+def hostile_page(draw: random.Random, folder: Path) -> TryResult:
+    """HTML in prompts, their ids and categories, data, and names: no page contains it unescaped."""
     lines = [
         {"question_id": draw.choice(PAYLOADS), "category": draw.choice(PAYLOADS), "turns": [f"say {draw.choice(PAYLOADS)}"]}
         for _ in range(3)
@@ -133,7 +133,7 @@ def unescaped(text: str) -> str | None:
     return None
 
 
-def hostile_escapes(draw: random.Random, folder: Path) -> Outcome:
+def hostile_escapes(draw: random.Random, folder: Path) -> TryResult:
     """Terminal escapes in prompts, data, and names of all kinds: the console shows none of them raw."""
     escape = draw.choice(ESCAPES)
     lines = [{"question_id": f"a{escape}", "category": f"b{escape}", "turns": [f"say {escape}"]} for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Indexes, safetensors and pickles made to harm, and code that comes with a model."""
+"""Hostile indexes, safetensors and pickles, and code that comes with a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 from benchmarks.faults.attack import INSPECT, MARKER, MEASURE, OURS, PROMPTS, TARGET, Line, command, judged, run
-from benchmarks.faults.campaign import Outcome
+from benchmarks.faults.campaign import TryResult
 from benchmarks.faults.material import MEASURING, TRAINING
 
 ELSEWHERE = (
@@ -20,8 +20,8 @@ ELSEWHERE = (
 )
 
 
-def hostile_index(draw: random.Random, folder: Path) -> Outcome:
-    """An index of weights that leads elsewhere, or is no index."""
+def hostile_index(draw: random.Random, folder: Path) -> TryResult:
+    """An index of weights that names files elsewhere, or is no index."""
     file = folder / "target" / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     weights = index["weight_map"]
@@ -41,14 +41,14 @@ def hostile_index(draw: random.Random, folder: Path) -> Outcome:
     else:
         weights[name] = there
     file.write_text(json.dumps(index))
-    asked = command(draw)
-    while asked[0] == "inspect":
-        asked = command(draw)
-    ended = run(asked, folder)
-    return judged(f"index, {asked[0]}", f"{how}, {name} in {there!r:.60}; {' '.join(asked)}", ended, folder)
+    line = command(draw)
+    while line[0] == "inspect":
+        line = command(draw)
+    ended = run(line, folder)
+    return judged(f"index, {line[0]}", f"{how}, {name} in {there!r:.60}; {' '.join(line)}", ended, folder)
 
 
-def hostile_safetensors(draw: random.Random, folder: Path) -> Outcome:
+def hostile_safetensors(draw: random.Random, folder: Path) -> TryResult:
     """A header that claims too much."""
     checkpoint = draw.random() < 0.5
     place = folder / ("medusa/step-00006" if checkpoint else "target")
@@ -77,10 +77,10 @@ def hostile_safetensors(draw: random.Random, folder: Path) -> Outcome:
         text = b"[" * 100_000
     claimed = draw.choice([2**63, 2**64 - 1, len(text) + 10**9, 0]) if how == 7 else len(text)
     file.write_bytes(struct.pack("<Q", claimed) + text + (b"" if how == 8 else body))
-    asked = (*MEASURE, OURS, "output=result")
-    ended = run(asked, folder)
+    line = (*MEASURE, OURS, "output=result")
+    ended = run(line, folder)
     what = "safetensors of a checkpoint" if checkpoint else "safetensors of a target"
-    return judged(what, f"{how} in {file.name}, {name}; {' '.join(asked)}", ended, folder)
+    return judged(what, f"{how} in {file.name}, {name}; {' '.join(line)}", ended, folder)
 
 
 class Payload:
@@ -93,8 +93,8 @@ class Payload:
         return open, (self.place, "w")
 
 
-def hostile_pickle(draw: random.Random, folder: Path) -> Outcome:
-    """Where weights, states or data are looked for."""
+def hostile_pickle(draw: random.Random, folder: Path) -> TryResult:
+    """A pickle in place of weights, states or data."""
     import torch
 
     content = pickle.dumps(Payload(folder / MARKER))
@@ -103,7 +103,7 @@ def hostile_pickle(draw: random.Random, folder: Path) -> Outcome:
         content = (folder / "x.pt").read_bytes()
         (folder / "x.pt").unlink()
     where = draw.randrange(8)
-    asked: Line = (*MEASURE, OURS, "output=result")
+    line: Line = (*MEASURE, OURS, "output=result")
     refuse = True
     if where == 0:
         for file in (folder / "target").glob("*.safetensors*"):
@@ -123,13 +123,13 @@ def hostile_pickle(draw: random.Random, folder: Path) -> Outcome:
         (folder / "published").mkdir()
         (folder / "published" / "config.json").write_text('{"medusa_num_heads": 2, "medusa_num_layers": 1, "hidden_size": 32}')
         (folder / "published" / draw.choice(["medusa_lm_head.pt", "pytorch_model.bin"])).write_bytes(content)
-        asked = (*MEASURE, "checkpoint=published", "output=result")
+        line = (*MEASURE, "checkpoint=published", "output=result")
     elif where == 5:
         name = draw.choice(
             ["data.pkl", "data.arrow", "data.parquet", "data.jsonl", "data.jsonl.gz", "data.json", "data.csv", "data.pt"]
         )
         (folder / f"own-{name}").write_bytes(content)
-        asked = (*INSPECT, f"data.path=own-{name}")
+        line = (*INSPECT, f"data.path=own-{name}")
     elif where == 6:
         name = draw.choice(["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"])
         (folder / "target" / name).write_bytes(content)
@@ -140,7 +140,7 @@ def hostile_pickle(draw: random.Random, folder: Path) -> Outcome:
         name = draw.choice(["prompts.jsonl", "data.jsonl"])
         (folder / name).write_bytes(content)
         cached = ("features=cached", "features.dir=features", "train.steps=1")
-        asked = (
+        line = (
             "fit",
             *TARGET,
             "data.path=data.jsonl",
@@ -152,12 +152,12 @@ def hostile_pickle(draw: random.Random, folder: Path) -> Outcome:
             "output=result",
         )
         refuse = False
-    ended = run(asked, folder)
-    return judged(f"pickle, {asked[0]}", f"place {where}; {' '.join(asked)}", ended, folder, refuse)
+    ended = run(line, folder)
+    return judged(f"pickle, {line[0]}", f"place {where}; {' '.join(line)}", ended, folder, refuse)
 
 
-def foreign_code(draw: random.Random, folder: Path) -> Outcome:
-    """Python that comes with a model is not run unless `target.trust_remote_code=true`."""
+def foreign_code(draw: random.Random, folder: Path) -> TryResult:
+    """Python that comes with a model must not run without `target.trust_remote_code=true`."""
     code = f"open({str(folder / MARKER)!r}, 'w')\n"
     target = folder / "target"
     for name in (
@@ -185,6 +185,6 @@ def foreign_code(draw: random.Random, folder: Path) -> Outcome:
     if how == 3:
         config["architectures"] = ["modeling_own.Own"]
     (target / "config.json").write_text(json.dumps(config))
-    asked = command(draw)
-    ended = run(asked, folder)
-    return judged(f"code with a model, {asked[0]}", f"{how}; {' '.join(asked)}", ended, folder)
+    line = command(draw)
+    ended = run(line, folder)
+    return judged(f"code with a model, {line[0]}", f"{how}; {' '.join(line)}", ended, folder)

@@ -1,4 +1,4 @@
-"""SIGKILL, SIGTERM and SIGINT at random moments; the same command again ends with what an undisturbed run has."""
+"""SIGKILL, SIGTERM and SIGINT at random moments; the repeated command ends with the same result as an undisturbed run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import material
-from benchmarks.faults.campaign import UNCHANGED, Outcome, broken, failed
+from benchmarks.faults.campaign import UNCHANGED, TryResult, broken, failed
 from benchmarks.faults.child import Child, Ended, forked, fresh
 from benchmarks.faults.composed import cli
 from benchmarks.faults.material import MEASURING, TRAINING
@@ -35,18 +35,14 @@ Digests = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command that goes on when it is repeated. arguments: without `out`, which is relative to the try's folder.
-
-    result: what has to be the same in the end, by name, of the try's folder. whole: faults of what is there after a kill.
-    ranks: it starts processes, so that it needs a Python of its own. done: what a repeat says where all was done before.
-    """
+    """A command that continues when it is repeated."""
 
     name: str
-    arguments: tuple[str, ...]
-    result: Callable[[Path], Digests]
-    whole: Callable[[Path], str | None] = lambda folder: None
-    ranks: bool = False
-    done: str | None = None
+    arguments: tuple[str, ...]  # without `out`, which is relative to the try's folder
+    result: Callable[[Path], Digests]  # the parts of the try's folder that must be equal in the end, by name
+    whole: Callable[[Path], str | None] = lambda folder: None  # errors of the folder right after a kill
+    ranks: bool = False  # it starts processes, so that it needs its own Python
+    done: str | None = None  # the message of a repeat with nothing left to do
 
 
 def digest(file: Path) -> str:
@@ -79,7 +75,7 @@ def of_folder(name: str, skip: Iterable[str] = ()) -> Callable[[Path], Digests]:
 
 
 def of_report(folder: Path) -> Digests:
-    """What the newest report says of tokens; times differ."""
+    """The newest report's figures about tokens; times differ."""
     report = json.loads(sorted(folder.glob("runs/measure/*/report.json"))[-1].read_text())
     (entry,) = report["checkpoints"]
     kept = ("question_id", "tokens", "tau", "emitted", "verifications", "drafted", "accepted", "exact")
@@ -87,7 +83,7 @@ def of_report(folder: Path) -> Digests:
 
 
 def sound_checkpoints(folder: Path) -> str | None:
-    """A checkpoint under its own name is whole at any moment."""
+    """A checkpoint under its own name is complete at any moment."""
     from drafttrain.train.sealed import damage
 
     for path in folder.glob("runs/*/*/checkpoints/step-*"):
@@ -109,7 +105,7 @@ def sound_json(folder: Path) -> str | None:
 
 
 def whole_or_absent(name: str) -> Callable[[Path], str | None]:
-    """An output directory is there with all that it has in the end, or not at all."""
+    """An output directory exists with everything that it has in the end, or not at all."""
 
     def whole(folder: Path) -> str | None:
         out = folder / name
@@ -146,7 +142,7 @@ class Kill:
                 material.must([*fit, f"recipe={recipe}"], self.folder)
         self.commands = commands(self.folder, target, given)
 
-    def attempt(self, draw: random.Random, folder: Path) -> list[Outcome]:
+    def attempt(self, draw: random.Random, folder: Path) -> list[TryResult]:
         weights = [1 if command.ranks else 8 for command in self.commands]
         command = draw.choices(self.commands, weights)[0]
         wanted, seconds, steps = self._reference(command, folder.parent)
@@ -154,7 +150,7 @@ class Kill:
         return [self._tried(command, draw, folder, kills, wanted, seconds, steps)]
 
     def _reference(self, command: Command, folder: Path) -> tuple[Digests, float, int]:
-        """What it makes undisturbed, in how many seconds, with how many changes to files."""
+        """The undisturbed result, its seconds, and its number of changes to files."""
         if command.name not in self.references:
             place = folder / "reference"
             shutil.rmtree(place, ignore_errors=True)
@@ -169,7 +165,7 @@ class Kill:
 
     def _tried(
         self, command: Command, draw: random.Random, folder: Path, kills: int, wanted: Digests, seconds: float, steps: int
-    ) -> Outcome:
+    ) -> TryResult:
         said, line = [], f"drafttrain {' '.join(command.arguments)}"
         number = draw.choice(SIGNALS)
         what = f"{command.name}, {number.name}"
@@ -192,10 +188,10 @@ class Kill:
             return failed(what, "what an undisturbed run has", f"{story}: {differs}", line, last)
         if left := [str(path.relative_to(folder)) for path in folder.rglob("*.tmp-*")]:
             return failed(what, "nothing is left aside", f"{story}: {', '.join(left[:5])}", line, last)
-        return Outcome(what, UNCHANGED, command=line)
+        return TryResult(what, UNCHANGED, command=line)
 
     def _after(self, command: Command, ended: Ended, number: int, folder: Path) -> str | None:
-        """What is wrong right after the signal."""
+        """The errors right after the signal."""
         if ended.code not in (0, -number, *INTERRUPTED) or (number == signal.SIGKILL and ended.code not in (0, -number)):
             return f"exit code {ended.code}"
         if ended.traceback or ended.late or ended.left:
@@ -213,7 +209,7 @@ def start(command: Command, folder: Path, die_at: tuple[int, int] | None = None)
 
 
 def struck(command: Command, draw: random.Random, folder: Path, number: int, seconds: float, steps: int) -> tuple[Ended, str]:
-    """Run the command and signal it: before one of its changes to files, or after some time. How, in words."""
+    """Run the command and signal it, before one of its changes to files or after some time. Returns how, in words."""
     by_step, step, share = draw.random() < 0.6, draw.randint(1, max(1, steps)), draw.random()
     name = signal.Signals(number).name
     if by_step and steps:
@@ -229,7 +225,7 @@ def struck(command: Command, draw: random.Random, folder: Path, number: int, sec
 
 
 def finished(folder: Path) -> bool:
-    """Whether a run of `fit` has nothing left to go on with."""
+    """Whether a run of `fit` has nothing left to do."""
     return any(json.loads(state.read_text())["finished"] for state in folder.glob("runs/*/*/run.json"))
 
 

@@ -1,4 +1,4 @@
-"""The kinds of faults by name, and what they need imported before the first fork."""
+"""The kinds of faults by name, and the imports that they need before the first fork."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS: dict[str, Callable[[], Kind]] = {"kill": Kill, "files": Files, "data": Da
 
 
 def load_all() -> None:
-    """Import what the commands import, here once."""
+    """Import everything that the commands import, once."""
     import torch
 
     import drafttrain.commands

@@ -1,4 +1,4 @@
-"""What faults are tried on: a random target, conversations, prompts, and what the commands make of them."""
+"""The material for the tries: a random target, conversations, prompts, and the commands' output for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MEASURING = (
 
 
 class MaterialError(Exception):
-    """What is needed for tries could not be made."""
+    """The material for tries could not be made."""
 
 
 def make_target(folder: Path) -> int:
@@ -95,7 +95,7 @@ def run(arguments: Sequence[str], folder: Path, said: Path | None = None) -> End
 
 
 def must(arguments: Sequence[str], folder: Path) -> None:
-    """The same; it has to succeed."""
+    """Run a command that has to succeed."""
     ended = run(arguments, folder)
     shutil.rmtree(folder / "said")
     if ended.code:
@@ -105,7 +105,7 @@ def must(arguments: Sequence[str], folder: Path) -> None:
 
 
 def base(folder: Path) -> None:
-    """`target/`, `data.jsonl` and `prompts.jsonl` in this folder, if they are not there."""
+    """Make `target/`, `data.jsonl` and `prompts.jsonl` in this folder if they are missing."""
     if (folder / "prompts.jsonl").is_file():
         return
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Many random requests over few slots and scarce pages: every text is plain decoding's, and no page or slot is lost."""
+"""Many random requests over few slots and scarce pages: every text equals plain decoding's, and no page or slot is lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.campaign import UNCHANGED, Outcome, broken, failed
+from benchmarks.faults.campaign import UNCHANGED, TryResult, broken, failed
 from benchmarks.faults.child import forked
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Storm:
     def prepare(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
-    def attempt(self, draw: random.Random, folder: Path) -> list[Outcome]:
+    def attempt(self, draw: random.Random, folder: Path) -> list[TryResult]:
         from benchmarks.tiny import NAMES
 
         family, count, seed = draw.choice([None, *NAMES]), draw.randint(5, 40), draw.randrange(10**6)
@@ -48,7 +48,7 @@ class Storm:
         fault = broken(ended) or (None if ended.code == 0 else f"exit code {ended.code}")
         if fault:
             return [failed(what, "every text is plain decoding's, and nothing is lost", fault, command, ended)]
-        return [Outcome(what, UNCHANGED, command=command, count=count)]
+        return [TryResult(what, UNCHANGED, command=command, count=count)]
 
 
 def tiny_target(kind: str) -> HFTarget:
@@ -72,7 +72,7 @@ def tiny_target(kind: str) -> HFTarget:
 
 
 def requests(count: int, seed: int) -> list[Request]:
-    """Prompts from one token to the limit, one to four samples, many that end at once or by a stop token."""
+    """Prompts from one token to the limit, one to four samples; many end at once or at a stop token."""
     from drafttrain.decoding.request import Request
 
     draw, found = random.Random(seed), []
@@ -87,7 +87,7 @@ def requests(count: int, seed: int) -> list[Request]:
 
 
 def served(session: Session, asked: Sequence[Request], draw: random.Random) -> list[Result]:
-    """Submitted a few at a time, between steps."""
+    """Submit the requests a few at a time, between steps."""
     results: list[Result] = []
     waiting = list(asked)
     while waiting or session.busy:
@@ -99,7 +99,7 @@ def served(session: Session, asked: Sequence[Request], draw: random.Random) -> l
 
 
 def storm(target: HFTarget, drafter: Drafter | None, count: int, seed: int, every: int | None) -> None:
-    """With as few pages as the largest request needs, with some more, and with enough. every: as `Controls.read_every`."""
+    """Run with as few pages as the largest request needs, with some more, and with enough. every: as `Controls.read_every`."""
     from drafttrain.core.sampling import Sampling
     from drafttrain.decoding.decoder import Decoder
     from drafttrain.decoding.scheduler import Session

@@ -1,8 +1,8 @@
-"""What has to run on a GPU: `make gpu-check` (is it right), `make gpu-bench` (is it fast), `make gpu-train` (does it learn),
-`make gpu-real-1` and `gpu-real-2` (what are drafters worth that were distilled from a trained target).
+"""The suites for a GPU: `make gpu-check` (are the results right), `make gpu-bench` (speed), `make gpu-train` (training), `make
+gpu-real-1` and `gpu-real-2` (acceptance and speed of drafters distilled from a trained target).
 
-Needs torch, transformers, Triton and this checkout; the last also what drafttrain depends on. docs/performance.md says what
-comes out.
+They need torch, transformers, Triton and this checkout; the last two also drafttrain's requirements. docs/performance.md has
+the results.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import kernels
 
 
 def stand_in() -> None:
-    """Let this checkout's `kernels` be `drafttrain.kernels`, the name that an installation gives it (pyproject's package-dir).
+    """Import this checkout's `kernels` as `drafttrain.kernels`, the name that an installation gives it (pyproject's
+    package-dir).
 
-    So the suites run from the repository's root where nothing is installed but torch. What an installation has imported under
-    that name stays.
+    So the suites run from the repository's root with only torch installed. Modules that an installation has already imported
+    under that name stay.
     """
     sys.modules.setdefault("drafttrain.kernels", kernels)
 

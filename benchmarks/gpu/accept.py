@@ -1,4 +1,4 @@
-"""Acceptance: the walk along the target's choices, speculative sampling, typical acceptance.
+"""Acceptance operators: the walk along the target's choices, speculative sampling, typical acceptance.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -21,8 +21,8 @@ from drafttrain.ops import greedy_accept as greedy_op
 from drafttrain.ops import likely_accept as likely_op
 from drafttrain.ops import lossless_accept as lossless_op
 
-SHARPNESS = 4.0  # of the logits: drafts are accepted and refused
-RANKS = 3  # a node's token is one of so many likeliest after its parent
+SHARPNESS = 4.0  # of the logits, so that some drafts are accepted and some rejected
+RANKS = 3  # a node's token is one of this many most likely ones after its parent
 
 
 class Verified(Case):
@@ -51,12 +51,12 @@ class Verified(Case):
         return random_parents(self.rows, self.nodes, device, seed)
 
     def moved(self, dtype: torch.dtype) -> int:
-        """The logits of every node: any may be visited, and the walk cannot wait for what it visits."""
+        """The logits of every node, since the walk may visit any of them and cannot wait to load them then."""
         return self.rows * self.nodes * self.vocab * dtype.itemsize
 
 
 def ancestor_counts(parent_BN: Tensor) -> Tensor:
-    """[B, N]: nodes of the path from the root to each node."""
+    """[B, N]: number of nodes on the path from the root to each node."""
     counts = torch.ones_like(parent_BN)
     for i in range(1, parent_BN.shape[1]):
         counts[:, i] = counts.gather(1, parent_BN[:, i : i + 1])[:, 0] + 1
@@ -73,7 +73,7 @@ def verdict(found: tuple[Tensor, Tensor, Tensor]) -> Tensors:
 
 
 def walked(wide: Tensors, choice_BN: Tensor) -> Tensors:
-    """The accept walk written out, on the host."""
+    """The accept walk in plain Python, on the host."""
     paths, counts, bonuses = [], [], []
     tokens, parents, chosen = (x.tolist() for x in (wide["token"], wide["parent"], choice_BN))
     for token, parent, choice, count in zip(tokens, parents, chosen, wide["count"].tolist(), strict=True):
@@ -111,7 +111,7 @@ class GreedyAccept(Verified):
 
 @dataclass(frozen=True)
 class ChoiceAccept(Verified):
-    """The walk alone; the choices are a small vocabulary's, so that paths are long."""
+    """Only the walk. The choices come from a small vocabulary, so that paths are long."""
 
     op: ClassVar = "choice_accept"
     twins: ClassVar = (choice_op,)
@@ -138,7 +138,7 @@ class ChoiceAccept(Verified):
 
 @dataclass(frozen=True)
 class LosslessAccept(Verified):
-    """drawn: a chain whose tokens were drawn from a law q of their own; else a tree of deterministic drafts."""
+    """drawn: a chain sampled from its own distribution q; otherwise a tree of deterministic drafts."""
 
     op: ClassVar = "lossless_accept"
     twins: ClassVar = (lossless_op, greedy_op)
@@ -175,7 +175,7 @@ class LosslessAccept(Verified):
         return {"path": path_BN, "count": count_B, "bonus": bonus(wide, left_BV, last_B)}
 
     def _left(self, wide: Tensors, row: int, last: int) -> Tensor:
-        """[V]: what all refused children of the last accepted node have left of its law."""
+        """[V]: the residual that the rejected children of the last accepted node leave."""
         p_V = (wide["logits"][row, last] / wide["temperature"][row]).softmax(-1)
         q_V = wide["q"][row, last] if self.drawn else None
         for child in range(last + 1, int(wide["count"][row])):
@@ -189,7 +189,7 @@ class LosslessAccept(Verified):
         return p_V
 
     def moved(self, dtype: torch.dtype) -> int:
-        """The logits of every node, whose sums are all needed at once; where q is known, that of the node that refuses."""
+        """The logits of every node, whose sums are all needed at once; with a known q, that of the node that rejects."""
         return super().moved(dtype) + (4 * self.rows * self.vocab if self.drawn else 0)
 
 
@@ -210,11 +210,11 @@ class LikelyAccept(Verified):
         path_BN, count_B, _ = likely_op.reference(tree_of(wide), wide["logits"], *at)
         last_B = path_BN.gather(1, count_B[:, None] - 1)[:, 0]
         row_B = torch.arange(self.rows, device=last_B.device)
-        law_BV = (wide["logits"][row_B, last_B] / wide["temperature"][:, None]).softmax(-1)
-        return {"path": path_BN, "count": count_B, "bonus": bonus(wide, law_BV, last_B)}
+        p_BV = (wide["logits"][row_B, last_B] / wide["temperature"][:, None]).softmax(-1)
+        return {"path": path_BN, "count": count_B, "bonus": bonus(wide, p_BV, last_B)}
 
 
-def bonus(wide: Tensors, law_BV: Tensor, last_B: Tensor) -> Draw:
-    """The token after the last accepted node, drawn with the number of the position that follows it."""
+def bonus(wide: Tensors, p_BV: Tensor, last_B: Tensor) -> Draw:
+    """The token after the last accepted node, sampled with the noise of the position after it."""
     position_B = wide["position"].gather(1, last_B[:, None])[:, 0] + 1
-    return Draw(law_BV, uniform(sampling(wide), position_B, Lane.TARGET))
+    return Draw(p_BV, uniform(sampling(wide), position_B, Lane.TARGET))

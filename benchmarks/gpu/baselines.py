@@ -1,6 +1,6 @@
-"""The same plain step elsewhere, interleaved with ours: transformers' `generate`, and its static cache compiled by torch.
+"""The same plain step in transformers, interleaved with ours: `generate`, and its static cache compiled by torch.
 
-Batch 1, greedy, one model object and one set of weights for all.
+Batch 1, greedy, with one model object and one set of weights for all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOM = 512  # positions beyond the context for the compiled loop: it is never se
 
 
 class _Second(StoppingCriteria):
-    """Stops nothing: when the first token is there, prompt included, it waits for the device and starts an event."""
+    """A criterion that stops nothing. At the first token after the prompt it waits for the device and records an event."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -38,7 +38,7 @@ class _Second(StoppingCriteria):
 
 
 def generating(model: Any, prompt_1T: Tensor, machine: Machine) -> Callable[[], float]:
-    """Seconds a token of `generate` behind the prompt."""
+    """Seconds per token of `generate` after the prompt."""
     config = GenerationConfig(max_new_tokens=NEW + 1, do_sample=False, pad_token_id=0, eos_token_id=None)
 
     @torch.inference_mode()
@@ -58,7 +58,7 @@ def generating(model: Any, prompt_1T: Tensor, machine: Machine) -> Callable[[], 
 
 
 def compiled(model: Any, prompt_1T: Tensor, machine: Machine) -> Callable[[], float]:
-    """Seconds a token of a greedy loop over a static cache, its step compiled with mode reduce-overhead."""
+    """Seconds per token of a greedy loop over a static cache, with its step compiled in mode reduce-overhead."""
     cache = StaticCache(config=model.config, max_cache_len=prompt_1T.shape[1] + ROOM)
     how: dict[str, Any] = {"backend": "eager"} if machine.rehearsal else {"mode": "reduce-overhead"}
 
@@ -75,7 +75,7 @@ def compiled(model: Any, prompt_1T: Tensor, machine: Machine) -> Callable[[], fl
         for _ in range(NEW):
             if not machine.rehearsal:
                 torch.compiler.cudagraph_mark_step_begin()
-            token[0] = faster(token[0]).clone()  # the graph's own output is written over by its next replay
+            token[0] = faster(token[0]).clone()  # the next replay overwrites the graph's own output
 
     for _ in range(2):
         loop()
@@ -90,7 +90,7 @@ def measure(model: str, context: int, other: str, machine: Machine) -> dict[str,
     assert (2 + WARM + REPEATS) * NEW < ROOM
     blocks: Any = target.model.base_model.layers
     for layer in blocks:
-        layer._forward_hooks.clear()  # the taps of our runner for any model: nothing of ours may slow the other down
+        layer._forward_hooks.clear()  # remove the taps of our runner, which would slow the other side down
     prompt_1T = torch.randint(target.shape.vocab_size, (1, context), device=machine.device)
     ours = Station(Shared(target), Setting(model, 1, context), 1, machine)
     theirs = MAKERS[other](target.model, prompt_1T, machine)
@@ -101,7 +101,10 @@ def measure(model: str, context: int, other: str, machine: Machine) -> dict[str,
 def jobs(model: str, context: int, machine: Machine) -> list[Job]:
     return [
         Job(
-            f"{other} {model} context={context}", f"beside {other}", "decoder", partial(measure, model, context, other, machine)
+            f"{other} {model} context={context}",
+            f"against {other}",
+            "decoder",
+            partial(measure, model, context, other, machine),
         )
         for other in MAKERS
     ]

@@ -1,8 +1,8 @@
-"""`make gpu-bench`: how fast are the operators and the decode steps on this GPU, against what its memory allows?
+"""`make gpu-bench`: the speed of the operators and of the decode steps on this GPU, compared with its memory bandwidth.
 
-Every figure rests on the checks of its own operators and on a few texts: those of them that have not run yet run before it, and
-where one is red the figure is not measured. The figures that goals name come first; when the budget of time is spent, the rest
-is left to the next run. docs/performance.md says what each figure means.
+Every figure depends on the checks of its own operators and on a few texts. Checks that have not run yet run first, and a
+figure with a failed check is not measured. The figures that have goals come first. When the time budget is used up, the rest
+is left to the next run. docs/performance.md explains each figure.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from benchmarks.gpu.suite import Job, Suite
 
 SECTION = "bench"
 OTHERS = tuple(baselines.MAKERS)
-CONTEXT = 4096  # that goals name
+CONTEXT = 4096  # of the goals
 REPEATS = 20
-MOST_SETS, MOST_BYTES = 24, 12 << 30  # of inputs in turn
+MOST_SETS, MOST_BYTES = 24, 12 << 30  # of the inputs that are used in turn
 
 
 @torch.no_grad()
 def measure(case: Case, machine: Machine) -> dict[str, Any]:
-    """Microseconds of one call among several captured in one graph, each on inputs of its own."""
+    """Microseconds of one call. Several calls are captured in one graph, each with its own inputs."""
     dtype = case.dtypes[-1]
     sets = [case.inputs(dtype, machine.device, seed=0)]
     moved = case.moved(dtype)
-    wanted = -(-2 * machine.cached // moved)  # so that every call finds its inputs gone from the cache, where they are large
+    wanted = -(-2 * machine.cached // moved)  # so that large inputs have left the cache before they are used again
     sets += [case.inputs(dtype, machine.device, seed) for seed in range(1, most_sets(wanted, nbytes(sets[0].values())))]
     replay = Replay(lambda: [case.run(given) for given in sets], machine)
     race = Race.run({"op": lambda: machine.seconds(replay.run) / len(sets)}, Copy(machine), REPEATS)
@@ -51,19 +51,21 @@ def most_sets(wanted: int, size: int) -> int:
 
 
 def jobs(machine: Machine) -> list[Job]:
-    """The most important first, then model by model."""
+    """All jobs, the most important first, then model by model."""
     first, *others = REHEARSED if machine.rehearsal else TIMED
     context = 64 if machine.rehearsal else CONTEXT
-    found = goals(machine) + beside(first, context, machine) + drafting.jobs(machine) + prefill.jobs(machine)
+    found = goals(machine) + against_transformers(first, context, machine) + drafting.jobs(machine) + prefill.jobs(machine)
     found += [job for job in operators(timed(machine.rehearsal), machine) if job.name not in {named.name for named in found}]
     found += alone(first, context, machine)[1:] + batched(first, context, machine)
     for model in others:
-        found += alone(model, context, machine) + beside(model, context, machine) + batched(model, context, machine)
+        found += (
+            alone(model, context, machine) + against_transformers(model, context, machine) + batched(model, context, machine)
+        )
     return found
 
 
 def goals(machine: Machine) -> list[Job]:
-    """What goals name: the plain step and the largest verification, and some operators."""
+    """The jobs with goals: the plain step, the largest verification, and some operators."""
     model, context = (next(iter(REHEARSED)), 64) if machine.rehearsal else (next(iter(TIMED)), CONTEXT)
     return alone(model, context, machine)[:1] + operators(() if machine.rehearsal else GOALS, machine)
 
@@ -75,13 +77,13 @@ def operators(cases: Iterable[Case], machine: Machine) -> list[Job]:
     ]
 
 
-def beside(model: str, context: int, machine: Machine) -> list[Job]:
+def against_transformers(model: str, context: int, machine: Machine) -> list[Job]:
     needs = check.needed(steps.OPERATORS, machine, texts=[PLAIN])
     return [replace(job, **needs) for job in baselines.jobs(model, context, machine)]
 
 
 def alone(model: str, context: int, machine: Machine) -> list[Job]:
-    """Batch 1, the goals' context first; there the goals' node counts come before the others."""
+    """Batch 1, with the goals' context first, and there the goals' node counts first."""
     found = [Setting(model, 1, context, nodes) for nodes in ((1, NODES[-1]), NODES[:-1])]
     contexts = [] if machine.rehearsal else [c for c in CONTEXTS if c != context]
     return [steps.job(setting, machine) for setting in [*found, *(Setting(model, 1, c) for c in contexts)]]

@@ -77,7 +77,7 @@ class Append(Case):
         return {"query": turned(q, wide["q_weight"]), "keys": wide["keys"], "values": wide["values"]}
 
     def moved(self, dtype: torch.dtype) -> int:
-        """What was projected, read and written once; a cosine and a sine for each node."""
+        """The projection, read and written once, and a cosine and a sine for each node."""
         return dtype.itemsize * self.rows * self.nodes * self.width * (2 * (self.heads + 2 * self.kv_heads) + 2)
 
 
@@ -122,7 +122,7 @@ class TreeAttention(Case):
         return {"out": torch.stack([self._row(wide, row) for row in range(self.rows)])}
 
     def _row(self, wide: Tensors, row: int) -> Tensor:
-        """[N, h D]: one row's attention as it stands on paper."""
+        """[N, h D]: one row's attention by its definition."""
         N, length, groups = self.nodes, int(wide["length"][row]), self.heads // self.kv_heads
         keys, values = (wide[name][wide["table"][row]].flatten(0, 1)[: length + N] for name in ("keys", "values"))
         position_N = wide["position"][row]
@@ -133,8 +133,8 @@ class TreeAttention(Case):
             seen_NP = seen_NP & (position_N[:, None] - place_P < self.window)
         keys, values = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (keys, values))
         score_hNP = wide["q"][row].transpose(0, 1) @ keys.transpose(1, 2) * self.width**-0.5
-        law_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf).softmax(-1)
-        return (law_hNP @ values).transpose(0, 1).flatten(1)
+        weight_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf).softmax(-1)
+        return (weight_hNP @ values).transpose(0, 1).flatten(1)
 
     def moved(self, dtype: torch.dtype) -> int:
         """Keys and values that some node sees, the queries, the output."""
@@ -155,7 +155,7 @@ class KvKeep(Case):
     accepted: int
     kv_heads: int = 8
     width: int = 128
-    uneven: bool = False  # rows that accept anything from nothing on
+    uneven: bool = False  # rows that accept any number of drafts, zero too
 
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
         draw = generator(device, seed)
@@ -167,7 +167,7 @@ class KvKeep(Case):
         drafts_BN = torch.rand(self.rows, self.nodes - 1, device=device, generator=draw).argsort(-1) + 1
         path_BA = torch.cat([torch.zeros_like(table_BQ[:, :1]), drafts_BN[:, : self.accepted - 1].sort(-1).values], 1)
         place_A = torch.arange(self.accepted, device=device)
-        # the walk leaves zeros behind what is accepted
+        # the walk writes zeros after the accepted nodes
         path_BN = torch.zeros(self.rows, self.nodes, dtype=torch.long, device=device)
         path_BN[:, : self.accepted] = torch.where(place_A < count_B[:, None], path_BA, 0)
         length_B = ragged(self.rows, self.context, device, seed)
@@ -188,5 +188,5 @@ class KvKeep(Case):
         return {"store": store}
 
     def moved(self, dtype: torch.dtype) -> int:
-        """Keys and values of the accepted drafts in all layers, read and written; the root lies where it belongs."""
+        """Keys and values of the accepted drafts in all layers, read and written. The root is already in its place."""
         return dtype.itemsize * self.rows * (self.accepted - 1) * self.layers * 2 * self.kv_heads * self.width * 2

@@ -1,4 +1,4 @@
-"""What a checked and timed operator is: inputs of a size, the call, what it should give in float64, what it must move.
+"""A checked and timed operator: inputs of a size, the call, the expected result in float64, and the bytes it must move.
 
 Shapes: B rows, N tree nodes, M rows of logits, V vocabulary.
 """
@@ -20,19 +20,19 @@ Tensors = dict[str, Tensor]
 
 # of ||out - exact|| / ||exact||, and of the greatest difference / the greatest entry, by the output's dtype
 TOLERANCE = {torch.float32: (2e-5, 2e-4), torch.float16: (2e-3, 8e-3), torch.bfloat16: (1e-2, 4e-2)}
-DRAWN = 1e-5  # of a law's mass: how far a draw may lie outside the drawn token's share, by rounding
+DRAWN = 1e-5  # rounding that a number may be outside the sampled token's share, of a distribution's mass
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """An expected token: the one in whose share of law_MV the number uniform_M falls."""
+    """An expected token: the one whose share of p_MV contains the number uniform_M."""
 
-    law_MV: Tensor
+    p_MV: Tensor
     uniform_M: Tensor
 
     def complaint(self, token_M: Tensor) -> str | None:
-        upper_MV, token_M1 = self.law_MV.cumsum(-1), token_M.view(-1, 1)
-        share_M, upper_M = self.law_MV.gather(1, token_M1)[:, 0], upper_MV.gather(1, token_M1)[:, 0]
+        upper_MV, token_M1 = self.p_MV.cumsum(-1), token_M.view(-1, 1)
+        share_M, upper_M = self.p_MV.gather(1, token_M1)[:, 0], upper_MV.gather(1, token_M1)[:, 0]
         at_M, slack_M = self.uniform_M * upper_MV[:, -1], DRAWN * upper_MV[:, -1]
         fits_M = (share_M > 0) & (at_M >= upper_M - share_M - slack_M) & (at_M <= upper_M + slack_M)
         return None if bool(fits_M.all()) else f"{int((~fits_M).sum())} of {len(fits_M)} drawn elsewhere"
@@ -40,7 +40,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Expected choices: those of the greatest values, in their order, as far as a product's rounding lets one tell."""
+    """Expected choices: the largest values in order, as far as a product's rounding allows to tell."""
 
     value_MV: Tensor
     rounding: float
@@ -57,11 +57,11 @@ Expected = Tensor | Draw | Ranks
 
 
 class Case(ABC):
-    """An operator at one size: the fields of the subclass, a frozen dataclass. An output may be an input written in place."""
+    """An operator at one size. Subclasses are frozen dataclasses. An output may be an input that is written in place."""
 
     op: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float16, torch.bfloat16)  # the last is timed
-    twins: ClassVar[tuple[ModuleType, ...]]  # whose `reference` the call must not reach where kernels serve
+    twins: ClassVar[tuple[ModuleType, ...]]  # modules whose `reference` must not run where kernels exist
     goal: ClassVar[float | None] = None  # microseconds
 
     @property
@@ -73,12 +73,12 @@ class Case(ABC):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """That the operator's sources are found from."""
+        """The modules from which the operator's sources are found."""
         return tuple(module.__name__ for module in self.twins)
 
     @abstractmethod
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
-        """Random ones, of the same shapes whatever the seed."""
+        """Random inputs, of the same shapes for every seed."""
 
     @abstractmethod
     def run(self, given: Tensors) -> Tensors:
@@ -86,11 +86,11 @@ class Case(ABC):
 
     @abstractmethod
     def exact(self, wide: Tensors) -> dict[str, Any]:
-        """The outputs in float64, or whole numbers, from inputs in float64, which it may write over."""
+        """The outputs in float64, or whole numbers, from inputs in float64, which it may overwrite."""
 
     @abstractmethod
     def moved(self, dtype: torch.dtype) -> int:
-        """Bytes that have to be read and written once each, at least; what that counts."""
+        """Bytes that must be read and written once each, at least; the docstring of a subclass says which."""
 
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
@@ -107,7 +107,7 @@ def widened(given: Tensors) -> Tensors:
 
 
 def complaint(expected: dict[str, Expected], out: Tensors) -> str | None:
-    """What is wrong with the outputs, if anything; NaN always is."""
+    """The first error in the outputs; None if they are right. NaN is always an error."""
     for name, wanted in expected.items():
         found = agreement(wanted, out[name])
         if found is not None:
@@ -134,7 +134,7 @@ def agreement(wanted: Expected, out: Tensor) -> str | None:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh tensors hold NaN meanwhile, so that an element that a kernel forgets is seen."""
+    """Meanwhile fresh tensors hold NaN, so that elements that a kernel forgets are seen."""
     with ExitStack() as stack:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             original = getattr(owner, name)
@@ -156,7 +156,7 @@ def poison(x: Tensor) -> Tensor:
 
 @contextmanager
 def without_twins(twins: tuple[ModuleType, ...]) -> Iterator[None]:
-    """An operator that falls back on its plain-torch twin meanwhile raises."""
+    """Meanwhile an operator that falls back on its plain-torch twin raises."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("the plain-torch twin ran where a kernel should")
@@ -168,7 +168,7 @@ def without_twins(twins: tuple[ModuleType, ...]) -> Iterator[None]:
 
 
 def random_parents(rows: int, nodes: int, device: torch.device, seed: int) -> Tensor:
-    """[B, N]: any node before it may be a node's parent; -1 for the root."""
+    """[B, N]: any earlier node may be a node's parent; -1 for the root."""
     share_BN = torch.rand(rows, nodes, device=device, generator=generator(device, seed))
     node_N = torch.arange(nodes, device=device)
     parent_BN = torch.minimum((share_BN * node_N).long(), (node_N - 1).clamp_min(0))
@@ -177,7 +177,7 @@ def random_parents(rows: int, nodes: int, device: torch.device, seed: int) -> Te
 
 
 def paged(rows: int, positions: int, page: int, device: torch.device, seed: int) -> tuple[int, Tensor]:
-    """(pages in all, table_BQ): each row's own pages, in any order."""
+    """(number of pages, table_BQ): each row's own pages, in random order."""
     each = -(-positions // page)
     return rows * each, torch.randperm(rows * each, device=device, generator=generator(device, seed)).view(rows, each)
 

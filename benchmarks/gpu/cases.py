@@ -1,6 +1,6 @@
-"""Every operator's cases: those that are checked, those that are timed, the most important first.
+"""Every operator's cases: the checked ones and the timed ones, the most important first.
 
-Llama-3.1-8B's shapes unless a case says otherwise: 32 blocks, 32 query and 8 KV heads of 128, 128,256 tokens.
+The shapes are Llama-3.1-8B's unless a case has others: 32 blocks, 32 query and 8 KV heads of 128, 128,256 tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONTEXTS = (1024, 4096, 16384)
 BATCHES = (4, 16, 32)
 LOSSES = ("kl", "ce", "tvd", "lk")
 
-SMALL: tuple[Case, ...] = (  # one of each: rehearsals, and tools that slow a kernel down a hundredfold
+SMALL: tuple[Case, ...] = (  # one of each, for rehearsals and for tools that slow a kernel down a hundredfold
     RmsNorm(3, 193),
     Gated(5, 33),
     Append(2, 5, 6, 2, 64, normed=True),
@@ -86,7 +86,7 @@ LARGE: tuple[Case, ...] = (
     *(Divergence(name, 130, 2049) for name in LOSSES),
 )
 
-GOALS: tuple[Case, ...] = (  # the operators that a goal names
+GOALS: tuple[Case, ...] = (  # the operators with goals
     LosslessAccept(1, 64, V),
     BuildTree(1, 512, 64),
     ChoiceAccept(1, 64),
@@ -124,7 +124,7 @@ def checked(rehearsal: bool) -> tuple[Case, ...]:
 
 
 def first(rehearsal: bool) -> tuple[Case, ...]:
-    """Every operator at two sizes: the small cases, and of the others the one that moves most."""
+    """Every operator at two sizes: the small cases, and of the others the one that moves most bytes."""
     largest = {case.op: case for case in sorted(checked(rehearsal), key=lambda c: c.moved(c.dtypes[-1]))}
     return tuple(dict.fromkeys([*SMALL, *largest.values()]))
 

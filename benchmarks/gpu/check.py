@@ -1,8 +1,8 @@
-"""`make gpu-check`: is every operator right on this GPU, called and captured, and is every text that captured steps decode?
+"""`make gpu-check`: are all operators right on this GPU, called and captured, and all texts that captured steps decode?
 
-Operators: against float64 on random inputs, outputs poisoned with NaN, the plain-torch twins forbidden; then captured in a CUDA
-graph, with other inputs copied in before the replay. Texts: `ladder.py`. Memory and races: `sanitize.py`. Exit code 1 where
-anything is red, 2 without a GPU.
+Operators: compared with float64 on random inputs, outputs poisoned with NaN, the plain-torch twins forbidden; then captured in
+a CUDA graph, with other inputs copied in before the replay. Texts: `ladder.py`. Memory and races: `sanitize.py`. The exit code
+is 1 if any check fails, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from benchmarks.gpu.suite import Job, RedError, Suite
 from drafttrain.ops import library
 
 SECTION = "check"
-OF_FIGURES = (torch.float32, torch.bfloat16)  # figures are taken in bfloat16; in float32 an error shows best
+OF_FIGURES = (torch.float32, torch.bfloat16)  # figures are taken in bfloat16; float32 shows errors best
 
 
 @torch.no_grad()
 def check(case: Case, dtype: torch.dtype, machine: Machine) -> dict[str, Any]:
-    """Raises RedError."""
+    """Check one operator. Raises RedError."""
     given = case.inputs(dtype, machine.device, seed=1)
     before = copied(given)
     with poisoned(), compiled(case, machine):
@@ -42,7 +42,7 @@ def check(case: Case, dtype: torch.dtype, machine: Machine) -> dict[str, Any]:
 
 
 def replayed(case: Case, dtype: torch.dtype, machine: Machine) -> str | None:
-    """What a replay with other inputs than at the capture gets wrong, elements that it does not write included."""
+    """The errors of a replay with other inputs than at the capture, elements that it does not write included."""
     given, fresh = (case.inputs(dtype, machine.device, seed) for seed in (2, 3))
     with compiled(case, machine):
         replay = Replay(lambda: case.run(given), machine)
@@ -58,7 +58,7 @@ def replayed(case: Case, dtype: torch.dtype, machine: Machine) -> str | None:
 
 
 def compiled(case: Case, machine: Machine) -> Any:
-    """While this lasts, only kernels will do. On a CPU some operators have none."""
+    """Meanwhile only kernels may run. On a CPU some operators have none."""
     return nullcontext() if machine.rehearsal else without_twins(case.twins)
 
 
@@ -72,7 +72,7 @@ def larger(machine: Machine) -> list[Job]:
 
 
 def operators(cases: Iterable[Case], machine: Machine, dtypes: Collection[torch.dtype] | None = None) -> list[Job]:
-    """dtypes: of the inputs; None: all that an operator takes."""
+    """dtypes: of the inputs; None: all dtypes of an operator."""
     return [
         Job(name_of(case, dtype), group_of(case, dtype), case.modules, partial(check, case, dtype, machine))
         for case in cases
@@ -86,13 +86,14 @@ def name_of(case: Case, dtype: torch.dtype) -> str:
 
 
 def group_of(case: Case, dtype: torch.dtype) -> str:
-    """Checks that no figure rests on have a group of their own, so that they block none."""
+    """Checks on which no figure depends have their own group, so that they block none."""
     return case.op if dtype in OF_FIGURES else f"{case.op} {str(dtype).removeprefix('torch.')}"
 
 
 def needed(operators: Sequence[str], machine: Machine, texts: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
-    """The fields of a `Job` whose figures rest on these operators, and on these drafters' greedy texts: what has to pass
-    before is every operator at two sizes and each text once; whatever else of these operators is red blocks it, too.
+    """The fields of a `Job` whose figures depend on these operators and on these drafters' greedy texts.
+
+    Every operator at two sizes and each text once must pass before. Any other failed check of these operators blocks it too.
     """
     cases = [case for case in first(machine.rehearsal) if case.op in operators]
     names = [name_of(case, dtype) for case in cases for dtype in case.dtypes if dtype in OF_FIGURES]

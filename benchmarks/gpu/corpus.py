@@ -1,4 +1,6 @@
-"""Text to pretrain on: the Python sources of this machine, each text once, a part set apart by file; a tokenizer; tokens."""
+"""Text for pretraining: the Python sources of this machine, each text once, with a part set apart by file; a tokenizer;
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ from benchmarks.gpu.real import END, TEMPLATE, Part, Scale
 from benchmarks.gpu.sources import ROOT
 
 LEAST, MOST, WIDE = 400, 300_000, 120  # characters of a file, and of its mean line at most: longer ones are tables
-APART = 10  # one file of so many is no pretraining text
-MEASURED = 8  # one of so many of these is for the measurement alone
+APART = 10  # one file in this many is no pretraining text
+MEASURED = 8  # one in this many of these is only for the measurement
 READ, CHUNK = 1024, 2048  # files read, and texts tokenised, at once
 SPACING = 2  # a prompt's length in texts of a file between two prompts
 
 
 def roots() -> list[Path]:
-    """Where Python's own modules and installed packages lie."""
+    """The folders of Python's own modules and of installed packages."""
     named = [sysconfig.get_path("stdlib"), *site.getsitepackages(), *sys.path]
     found = dict.fromkeys(Path(name).resolve() for name in named if name and Path(name).is_dir())
     return [path for path in found if path != ROOT]
@@ -48,7 +50,7 @@ def files() -> Iterator[Path]:
 
 
 def read(path: Path) -> str | None:
-    """None for what is no ordinary source."""
+    """A source's text; None for an unusual one."""
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -58,7 +60,7 @@ def read(path: Path) -> str | None:
 
 
 def texts(most: int) -> list[str]:
-    """Every text once, at most so many characters, in an order that only contents decide."""
+    """Every text once, up to this many characters, in an order that depends only on their contents."""
     found: dict[str, str] = {}
     held, paths = 0, files()
     with ThreadPoolExecutor() as readers:
@@ -72,7 +74,7 @@ def texts(most: int) -> list[str]:
 
 
 def learnt(sample: Sequence[str], vocab: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE. Its chat template joins what is said, so that a reply goes on where the prompt ends."""
+    """A byte-level BPE tokenizer. Its chat template concatenates messages, so that a reply continues the prompt."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,7 +89,7 @@ def learnt(sample: Sequence[str], vocab: int) -> PreTrainedTokenizerFast:
 
 
 def tokens(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> NDArray[np.uint16]:
-    """All texts in one row, the end token behind each."""
+    """All texts in one row, each followed by the end token."""
     end, rows = tokenizer.eos_token_id, []
     for start in range(0, len(sources), CHUNK):
         for encoding in tokenizer.backend_tokenizer.encode_batch_fast(list(sources[start : start + CHUNK])):
@@ -96,7 +98,7 @@ def tokens(sources: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> NDArra
 
 
 def prompts(source: str, least: int) -> list[str]:
-    """Pieces of a text, of so many characters at least, that begin and end with a line, far enough apart to be others."""
+    """Pieces of a text of at least this many characters, which begin and end with a line and are far enough apart."""
     found, piece, skipped = [], "", 0
     for line in source.splitlines(keepends=True):
         if skipped > 0:
@@ -110,7 +112,7 @@ def prompts(source: str, least: int) -> list[str]:
 
 
 def spread(items: list[str], count: int) -> list[str]:
-    """So many of them, evenly."""
+    """This many of them, evenly spaced."""
     return [items[i * len(items) // count] for i in range(count)] if len(items) > count else items
 
 

@@ -1,4 +1,4 @@
-"""One drafter distilled by the product's own command, in a process that outlives it: what `real_2.py` asks its worker for."""
+"""One drafter distilled by `drafttrain fit`, in a process that outlives it: the worker of `real_2.py`."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ import torch
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 
-PROBED = "probe"  # folder of the short run that tells how fast training is
-SAMPLE = 512  # conversations that it reads at most, beside those held out
+PROBED = "probe"  # folder of the short run that measures the training speed
+SAMPLE = 512  # conversations that it reads at most, without those held out
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """overrides: of both runs. probe: steps of the short one. seconds: of training. threads: of torch; None: as it likes."""
+    """The worker's task."""
 
     recipe: str
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...]  # of both runs
     output: Path
-    probe: int
-    seconds: float
+    probe: int  # steps of the short run
+    seconds: float  # of training
     target: TargetOptions
-    threads: int | None = None
+    threads: int | None = None  # of torch; None: its default
 
 
 def distil(asked: Asked) -> dict[str, Any]:
-    """The drafter's row. What is printed meanwhile goes to `log.txt`. Raises RuntimeError where the command fails."""
+    """The drafter's row. Output goes to `log.txt` meanwhile. Raises RuntimeError where the command fails."""
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     stand_in()
@@ -51,7 +51,7 @@ def distil(asked: Asked) -> dict[str, Any]:
 
 
 def stand_in() -> None:
-    """Let this checkout's settings and recipes be the package's, where it is not installed."""
+    """Import this checkout's settings and recipes as the package's, where it is not installed."""
     for name in ("conf", "recipes"):
         if find_spec(f"drafttrain.{name}") is None:
             sys.modules[f"drafttrain.{name}"] = import_module(name)
@@ -59,7 +59,7 @@ def stand_in() -> None:
 
 @contextmanager
 def logged(path: Path) -> Iterator[None]:
-    """Both outputs, of libraries and of compilers too, go to this file meanwhile."""
+    """Meanwhile stdout and stderr, those of libraries and compilers too, go to this file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [os.dup(number) for number in (1, 2)]
     with path.open("ab") as file:
@@ -76,7 +76,7 @@ def logged(path: Path) -> Iterator[None]:
 
 
 def fitted(asked: Asked, output: Path, settings: Sequence[str]) -> Path:
-    """The run's directory."""
+    """Run `fit` and return the run's directory."""
     from drafttrain.cli.main import run
 
     command = ["fit", f"recipe={asked.recipe}", *asked.overrides, *settings, f"output={output}"]
@@ -87,7 +87,7 @@ def fitted(asked: Asked, output: Path, settings: Sequence[str]) -> Path:
 
 
 def steps_for(asked: Asked) -> int:
-    """As many as the seconds allow, by the tokens a second of a short run; its first half builds and tunes."""
+    """The steps that fit in the seconds, by the speed of a short run, whose first half builds and tunes."""
     output = asked.output / PROBED
     settings = [f"train.steps={asked.probe}", f"train.checkpoint_every={asked.probe}", f"data.limit={SAMPLE}", "measure=off"]
     folder = fitted(asked, output, settings)
@@ -100,7 +100,7 @@ def steps_for(asked: Asked) -> int:
 
 
 def row(asked: Asked, folder: Path) -> dict[str, Any]:
-    """That of `benchmarks/families.py`; and by batch size, and what the drafter computes in."""
+    """The row of `benchmarks/families.py`, and figures by batch size, and the drafter's dtype."""
     from benchmarks.families import best_of, figures, report_of
     from drafttrain.drafters.checkpoint import load_drafter  # with packages that a machine may lack until they are unpacked
 

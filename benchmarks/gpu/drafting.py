@@ -1,7 +1,7 @@
-"""Whole decode steps with drafters of published shapes: draft, verify, commit. With random weights hardly a draft is accepted.
+"""Whole decode steps with drafters of published shapes: draft, verify, commit. With random weights few drafts are accepted.
 
-For a target of a real size, at batch 1 after a prompt of random tokens, next to plain decoding of the same target. What a step
-costs does not depend on what it accepts, so it tells which acceptance a drafter needs before it gains anything.
+For a target of a real size, at batch 1 after a prompt of random tokens, compared with plain decoding of the same target. The
+cost of a step does not depend on the accepted drafts, so it gives the acceptance that a drafter needs for a speedup.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ OPERATORS = (*steps.OPERATORS, "build_tree", "top", "residual_heads")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A drafter as it was published, or as near as its options come."""
+    """A drafter as it was published, or as close as our options allow."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    passes: int = 1  # one after the other through its weights, for one proposal
+    passes: int = 1  # sequential passes through its weights for one proposal
     static: int = 0  # depth of a static tree of `STATIC` drafts; 0: none
 
 
@@ -79,15 +79,17 @@ def size_of(machine: Machine) -> Size:
 
 
 def likely(depth: int, count: int) -> list[list[int]]:
-    """So many rank paths of a static tree, those of low ranks first: rank r at some depth is taken for 1 / (r + 1) as likely as
-    rank 0. Every path's beginnings are there, since they are likelier."""
+    """This many rank paths of a static tree, low ranks first. Rank r at any depth counts as 1 / (r + 1) as likely as rank 0.
+
+    The prefixes of every path are included, since they are likelier.
+    """
     ranks = [path for length in range(1, depth + 1) for path in product(range(10), repeat=length)]
     ranks.sort(key=lambda path: (sum(rank + 1 for rank in path), len(path), path))
     return [list(path) for path in ranks[:count]]
 
 
 def built(name: str, target: FastTarget, machine: Machine) -> Drafter:
-    """Raises SkipError for one that cannot be built for this target, or that no graph can hold."""
+    """Raises SkipError for a drafter that cannot be built for this target, or that no graph can hold."""
     family, shape = families()[name], SHAPES.get(name, Shape())
     options = dict(shape.options)
     if machine.rehearsal:
@@ -108,7 +110,7 @@ def built(name: str, target: FastTarget, machine: Machine) -> Drafter:
 
 
 class Drafting:
-    """One request in decode steps that are launched ahead of the host. Each step goes on from the one before."""
+    """One request in decode steps that are launched ahead of the host. Each step continues the one before."""
 
     def __init__(self, target: FastTarget, drafter: Drafter, size: Size, machine: Machine) -> None:
         self.size, self.machine = size, machine
@@ -134,25 +136,25 @@ class Drafting:
         self.launched = self.runner.launch([0], self.longest, None, count)
 
     def seconds(self) -> float:
-        """Of one step, of several in a row."""
+        """Seconds of one step, from several in a row."""
         self.machine.wait()
         return self.machine.seconds(partial(self._launch, self.size.steps)) / self.size.steps
 
     @property
     def draft(self) -> float | None:
-        """Seconds of one step's draft; None where no graph told."""
+        """Seconds of one step's draft; None without graph timings."""
         parts = self.launched.parts() if self.launched else None
         return parts.draft if parts else None
 
     @property
     def nodes(self) -> int:
-        """Of the last step's tree, the last accepted token included."""
+        """Nodes of the last step's tree, the last accepted token included."""
         assert self.launched is not None
         return self.launched.rows()[-1][0].nodes
 
 
 def measure(name: str, machine: Machine) -> dict[str, Any]:
-    """Milliseconds of a whole step, of its draft and of a plain step; raises SkipError."""
+    """Milliseconds of a whole step, of its draft and of a plain step. Raises SkipError."""
     size = size_of(machine)
     target = target_of(size.model, machine)
     drafter = built(name, target, machine)
@@ -173,7 +175,7 @@ def jobs(machine: Machine) -> list[Job]:
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Those with a published shape first."""
+    """All families, those with a published shape first."""
     return sorted(names, key=lambda name: [*SHAPES].index(name) if name in SHAPES else len(SHAPES))
 
 

@@ -1,8 +1,8 @@
-"""Two sampled sequences of a float32 target part at one token: was the number that decided within rounding of a boundary?
+"""Two sampled sequences of a float32 target differ from one token on: was the deciding number within rounding of a boundary?
 
-Captured and eager steps add up in other orders, so their distributions differ in the last places. A uniform number that falls
-next to a boundary may then choose another token. Where no draft is judged by chance (plain decoding and policy `coupled`) the
-number and the distribution are computed again. The other policies' decisions are watched in the eager steps, as they are made.
+Captured and eager steps add in different orders, so their distributions differ in the last digits. A uniform number next to a
+boundary may then choose another token. Where no draft is accepted by chance (plain decoding and policy `coupled`), the number
+and the distribution are computed again. The other policies' decisions are watched in the eager steps.
 
 Shapes: B rows, N nodes, V vocabulary.
 """
@@ -19,65 +19,65 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.rounding import own_logits
-from drafttrain.core.sampling import Lane, Sampling, law, uniform
+from drafttrain.core.sampling import Lane, Sampling, distribution, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.decoding.acceptance import DELTA, EPSILON, LEAST, AcceptedPath, Policy
 from drafttrain.measure.exactness import first_difference
 from drafttrain.targets.hf import HFTarget
 
-NEAR = 1e-4  # of cumulative probability, between a number and the boundary that it decides at
+NEAR = 1e-4  # distance of a number from its boundary, in cumulative probability
 LIKELY = {"typical": (EPSILON, DELTA), "threshold": (LEAST, math.inf)}
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """One sequence in two runs. request: its number, which names its noise."""
+    """One sequence in two runs that differ."""
 
-    request: int
+    request: int  # its number, the key of its noise
     prompt: Sequence[int]
     ours: Sequence[int]
     theirs: Sequence[int]
 
     @property
     def at(self) -> int | None:
-        """Index of the first token that differs in both; None where one of them only ends earlier."""
+        """Index of the first token that differs; None where one sequence only ends earlier."""
         found = first_difference(self.ours, self.theirs)
         return None if found is None or found >= min(len(self.ours), len(self.theirs)) else found
 
 
-def distance(law_V: Tensor, number: float, token: int) -> float:
-    """How far a uniform number lies outside the token's share of the cumulative probability; 0 inside."""
-    upper_V = law_V.double().cumsum(-1)
+def distance(p_V: Tensor, number: float, token: int) -> float:
+    """The distance of a uniform number from the token's share of the cumulative probability; 0 inside."""
+    upper_V = p_V.double().cumsum(-1)
     at, upper = number * float(upper_V[-1]), float(upper_V[token])
-    return max(0.0, upper - float(law_V[token]) - at, at - upper)
+    return max(0.0, upper - float(p_V[token]) - at, at - upper)
 
 
-def to_boundary(law_V: Tensor, number: float) -> float:
-    """How far a uniform number lies from the nearest place at which another token would be drawn."""
-    upper_V = law_V.double().cumsum(-1)
-    inner_V = upper_V[:-1][law_V[:-1] > 0]
+def to_boundary(p_V: Tensor, number: float) -> float:
+    """The distance of a uniform number from the nearest boundary between two tokens."""
+    upper_V = p_V.double().cumsum(-1)
+    inner_V = upper_V[:-1][p_V[:-1] > 0]
     return float((inner_V - number * upper_V[-1]).abs().min()) if len(inner_V) else math.inf
 
 
 @torch.no_grad()
 def redrawn(target: HFTarget, sampling: Sampling, parting: Parting) -> float:
-    """The greater distance of both tokens from the number that plain decoding draws with there."""
+    """The larger distance of both tokens from the number with which plain decoding samples there."""
     at = parting.at
     if at is None:
         return math.inf
     context = [*parting.prompt, *parting.ours[:at]]
     logits_V = own_logits(target, torch.tensor([context], device=target.device)).cpu()
-    law_V = law(logits_V[None], sampling)[0]
+    p_V = distribution(logits_V[None], sampling)[0]
     key_1 = torch.tensor([parting.request])
     number = float(uniform(sampling.rows(key_1), torch.tensor([len(context)]), Lane.TARGET)[0])
-    return max(distance(law_V, number, tokens[at]) for tokens in (parting.ours, parting.theirs))
+    return max(distance(p_V, number, tokens[at]) for tokens in (parting.ours, parting.theirs))
 
 
 @dataclass
 class Watch:
-    """What an acceptance policy decided by, token by token."""
+    """The numbers by which an acceptance policy decided, token by token."""
 
-    # by (request, position of the token): the least distance of a number that decided about this token from its boundary
+    # by (request, position of the token): the smallest distance from its boundary of a number that decided about this token
     margin: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def over(self, policy: Policy) -> Policy:
@@ -91,11 +91,11 @@ class Watch:
         self, policy: Policy, tree: DraftTree, ancestor_BNN: Tensor, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling
     ) -> AcceptedPath:
         accepted = policy.accept(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
-        law_BNV = law(logits_BNV.double(), sampling).cpu()
+        p_BNV = distribution(logits_BNV.double(), sampling).cpu()
         for row in range(len(position_BN)):
             key = 0 if sampling.key_B is None else int(sampling.key_B[row])
             own = replace(sampling, key_B=torch.tensor([key]), temperature_B=None, seed_1=None)
-            step = Step.of(row, tree, law_BNV[row], position_BN, accepted, own)
+            step = Step.of(row, tree, p_BNV[row], position_BN, accepted, own)
             found = step.likely(*LIKELY[policy.name]) if policy.name in LIKELY else step.lossless()
             self.margin |= {(key, position): margin for position, margin in found.items()}
         return accepted
@@ -103,19 +103,19 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One row of a verified tree, on the host; path: the nodes that were accepted, the root first."""
+    """One row of a verified tree, on the host."""
 
     parent: list[int]
     token: list[int]
     position: list[int]
-    path: list[int]
-    law_NV: Tensor
+    path: list[int]  # the accepted nodes, the root first
+    p_NV: Tensor
     q_NV: Tensor | None
     sampled: list[bool]
     sampling: Sampling
 
     @staticmethod
-    def of(row: int, tree: DraftTree, law_NV: Tensor, position_BN: Tensor, accepted: AcceptedPath, sampling: Sampling) -> Step:
+    def of(row: int, tree: DraftTree, p_NV: Tensor, position_BN: Tensor, accepted: AcceptedPath, sampling: Sampling) -> Step:
         """sampling: with the row's key alone."""
         count, sampled_BN = int(tree.count_B[row]), tree.sampled_BN
         drawn = tree.q_BNV is not None and sampled_BN is not None
@@ -123,13 +123,13 @@ class Step:
         sampled = sampled_BN[row].tolist() if drawn and sampled_BN is not None else [False] * count
         rows: list[Any] = [x[row, :count].tolist() for x in (tree.parent_BN, tree.token_BN, position_BN)]
         path = accepted.path_BA[row, : int(accepted.count_B[row])].tolist()
-        return Step(*rows, path, law_NV, q_NV, sampled, sampling)
+        return Step(*rows, path, p_NV, q_NV, sampled, sampling)
 
     def number(self, position: int, lane: Lane, draw: int = 0) -> float:
         return float(uniform(self.sampling, torch.tensor([position]), lane, draw)[0])
 
     def lossless(self) -> dict[int, float]:
-        """By position: along the accepted path, every child that was tried there, and the token drawn at its end."""
+        """By position: along the accepted path, every child that was tried there, and the token sampled at its end."""
         found = {}
         for depth, node in enumerate(self.path):
             after = self.path[depth + 1] if depth + 1 < len(self.path) else None
@@ -140,8 +140,8 @@ class Step:
         return found
 
     def _tried(self, node: int, after: int | None) -> tuple[float, Tensor]:
-        """(the nearest of the node's decisions, what is left of its distribution), up to the child that was accepted."""
-        p_V, margin = self.law_NV[node], math.inf
+        """(the smallest margin of the node's decisions, the rest of its distribution), up to the accepted child."""
+        p_V, margin = self.p_NV[node], math.inf
         q_V = self.q_NV[node] if self.q_NV is not None and self.sampled[node] else None
         for child in (i for i, parent in enumerate(self.parent) if parent == node):
             token = self.token[child]
@@ -160,12 +160,12 @@ class Step:
         return margin, p_V
 
     def likely(self, epsilon: float, delta: float) -> dict[int, float]:
-        """By position: any draft's threshold may change the path, so the nearest one stands for all tokens of the step."""
-        entropy_N = -torch.xlogy(self.law_NV, self.law_NV).sum(-1)
+        """By position. Any draft's threshold may change the path, so the smallest margin counts for all tokens of the step."""
+        entropy_N = -torch.xlogy(self.p_NV, self.p_NV).sum(-1)
         floor_N = (delta * (-entropy_N).exp()).clamp_max(epsilon)
         drafts = range(1, len(self.parent))
-        asked = [abs(float(self.law_NV[self.parent[i], self.token[i]] - floor_N[self.parent[i]])) for i in drafts]
+        asked = [abs(float(self.p_NV[self.parent[i], self.token[i]] - floor_N[self.parent[i]])) for i in drafts]
         margin, last = min(asked, default=math.inf), self.path[-1]
         found = {self.position[node] + 1: margin for node in self.path}
         number = self.number(self.position[last] + 1, Lane.TARGET)
-        return found | {self.position[last] + 1: min(margin, to_boundary(self.law_NV[last], number))}
+        return found | {self.position[last] + 1: min(margin, to_boundary(self.p_NV[last], number))}

@@ -1,4 +1,4 @@
-"""The figures that are worth a goal: Llama-3.1-8B's shapes in bfloat16, on an H200 or H100; decoding at batch 1."""
+"""The figures with goals: Llama-3.1-8B's shapes in bfloat16, on an H200 or H100, decoding at batch 1."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ HEADS = "heads=32 kv_heads=8 width=128"
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """text: what is measured. case, figure: where it stands among the results of that section. unit: "%", "x" or "us"."""
+    """A goal for one figure."""
 
-    text: str
-    case: str
-    figure: tuple[str, ...]
+    text: str  # the measured quantity
+    case: str  # its case in that section of the results
+    figure: tuple[str, ...]  # keys of the figure in the case's result
     limit: float
-    unit: str
+    unit: str  # "%", "x" or "us"
     section: str = "bench"
 
     def reached(self, value: float) -> bool:
@@ -25,7 +25,7 @@ class Goal:
 
     @property
     def at_least(self) -> bool:
-        """A share of what memory or the device's peak allows is to be large, everything else small."""
+        """Whether large is good: shares of memory bandwidth or of the device's peak. Every other figure should be small."""
         return self.figure[-1] in ("floor_share", "bandwidth_share", "mfu")
 
     @property
@@ -33,7 +33,7 @@ class Goal:
         return f"{'>=' if self.at_least else '<='} {shown(self.limit, self.unit)}"
 
     def value(self, known: dict[str, Any]) -> float | None:
-        """From a machine's results; None where it is not there."""
+        """The figure in a machine's results; None where it is missing."""
         found: Any = known.get(self.section, {}).get(self.case, {}).get("figures", {})
         for name in self.figure:
             found = found.get(name) if isinstance(found, dict) else None

@@ -1,7 +1,8 @@
 """`make gpu`: all suites in one command, the most important cases first, within a budget of minutes; ends with the goals.
 
-Every result is written as it comes, and the same command goes on where the last one ended. This process only watches another
-one that does the work. A case that ends that process, or hangs, is red, and a new process goes on with the next case.
+Every result is written when it is known, and the same command continues where the last one ended. This process only watches
+another one that does the work. A case that ends that process, or hangs, counts as failed, and a new process continues with the
+next case.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from drafttrain.ops import library
 
 MINUTES = 45.0
 AGAIN = 75  # exit code of a process whose device takes no more work
-HANGS = 600.0  # seconds of one case after which its process is ended
-POLL = 0.2  # seconds between two looks at it
+HANGS = 600.0  # seconds of one case after which its process is killed
+POLL = 0.2  # seconds between two checks of the process
 REAL = "real target, drafters"
 
 
 def stages(machine: Machine, maker: real_1.Maker, worker: real_2.Worker) -> list[Stage]:
-    """In their order, each with its share of `MINUTES`. What is left over belongs to the last one."""
+    """The stages in order, each with its share of `MINUTES`. The rest belongs to the last one."""
     timed = of(bench.SECTION, bench.jobs(machine))
     decoding = tuple(job for job in timed if job.name.startswith(("step ", *(f"{other} " for other in bench.OTHERS))))
     rest = tuple(job for job in timed if job not in decoding)
@@ -89,7 +90,7 @@ def once(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def between() -> None:
-    """Give back what one stage keeps for its own cases: models, above all."""
+    """Free the objects that one stage keeps for its own cases, mostly models."""
     for kept in (steps.target_of, ladder.target_of, rounding.exact_copy):
         kept.cache_clear()
     gc.collect()
@@ -98,7 +99,7 @@ def between() -> None:
 
 
 def work(description: str) -> int:
-    """The process that does it."""
+    """The work of the watched process."""
     disable_progress_bar()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # as gpu-real-1 sets it
     suite, worker = Suite("", description), real_2.Worker()
@@ -129,7 +130,7 @@ def work(description: str) -> int:
 
 
 def mark_dead(runner: Runner, planned: Sequence[Stage], given: Arguments) -> None:
-    """The case that ended the process before this one is red."""
+    """Mark the case that ended the previous process as failed."""
     if not given.dead or given.watched is None or (key := interrupted(given.watched)) is None:
         return
     jobs = {job.key: job for job in [*runner.checks.values(), *(job for stage in planned for job in stage.jobs)]}
@@ -139,7 +140,7 @@ def mark_dead(runner: Runner, planned: Sequence[Stage], given: Arguments) -> Non
 
 
 def watch(arguments: Sequence[str], minutes: float) -> int:
-    """Run `work` in a process of its own, and in a new one where that ends or hangs before its time; the exit code."""
+    """Run `work` in a separate process, and in a new one where that ends or hangs before its time. Returns the exit code."""
     began, dead, ended = perf_counter(), "", set[Key | None]()
     with tempfile.TemporaryDirectory() as folder:
         note = Path(folder) / "running.json"

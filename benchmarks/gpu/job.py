@@ -1,4 +1,4 @@
-"""One case of a suite: its work, the sources that it depends on, and the checks without which its figures mean nothing."""
+"""One case of a suite: its work, its sources, and the checks on which its figures depend."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Key = tuple[str, str]  # (section, name)
 
 
 class RedError(Exception):
-    """What was run is wrong; the message says how."""
+    """The result is wrong; the message says how."""
 
 
 class SkipError(Exception):
-    """It cannot be run here; the message says why."""
+    """The case cannot run here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +24,15 @@ class Job:
     """One case, in one section of the results."""
 
     name: str
-    group: str  # the line of the summary that it counts in; of an operator's check: the operator
+    group: str  # its line in the summary; for an operator's check: the operator
     scope: str | tuple[str, ...]  # the modules that it starts from (`sources.files`), or a name in `sources.SCOPES`
-    run: Callable[[], dict[str, Any]]  # gives the figures
-    lasts: Callable[[], bool] = lambda: True  # whether the result is still there; if not, the case runs again
+    run: Callable[[], dict[str, Any]]  # returns the figures
+    lasts: Callable[[], bool] = lambda: True  # whether the result still exists; if not, the case runs again
     needs: tuple[str, ...] = ()  # names of checks that must have passed before
-    heeds: tuple[str, ...] = ()  # operators whose checks block it wherever one is red, needed or not
+    heeds: tuple[str, ...] = ()  # operators of which any failed check blocks it, needed or not
     section: str = ""
-    seconds: float = 0.0  # of the budget, without which it does not begin
-    able: Callable[[], object] = lambda: False  # whether it can run by now, where it was skipped before
+    seconds: float = 0.0  # of the budget that must be left for it to begin
+    able: Callable[[], object] = lambda: False  # whether it can run now after it was skipped
 
     @property
     def key(self) -> Key:

@@ -1,8 +1,8 @@
-"""Exactness from the bottom up: plain decoding is transformers', captured rounds are eager ones', drafts change no text.
+"""Exactness step by step: plain decoding equals transformers', captured steps equal eager ones, drafts change no text.
 
-On random models and on the embedded one. In float32 texts are equal; in bfloat16 they may part where the target's two choices
-are a rounding apart (`measure.exactness`, then `rounding.py`), which is judged for greedy texts alone. Sampled ones may part in
-float32 where the number that decided lies next to its boundary (`draws.py`).
+The models are random ones and the embedded one. In float32 texts are equal. In bfloat16 greedy texts may differ where the
+target's two best choices are within rounding (`measure.exactness`, then `rounding.py`). Sampled texts may differ in float32
+where the deciding number is next to its boundary (`draws.py`).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ EMBEDDED = "embedded"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAMPLED = {"lossless": 0.8, "coupled": 0.9, "typical": 0.7, "threshold": 0.9}  # policies and the temperatures they run at
 WATCHED = ("lossless", "typical", "threshold")  # policies that judge drafts by chance or by a threshold
-REHEARSED = 3  # drafters, plain decoding among them, that a rehearsal takes through more than greedy texts
+REHEARSED = 3  # drafters, plain decoding included, with more than greedy texts in a rehearsal
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 BATCH = 4
-SHAKEN = 0.3  # of a weight's own spread: nothing about a drafter is special
+SHAKEN = 0.3  # perturbation relative to a weight's spread, so that no weight has a special value
 PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One drafter, or none, by one policy, on one target."""
+    """One drafter, or none, with one policy, on one target."""
 
     model: str
     dtype: str
@@ -68,7 +68,7 @@ class Rung:
 
 @lru_cache(maxsize=1)
 def target_of(model: str, dtype: str, machine: Machine) -> HFTarget:
-    """The last one is kept: rungs come target by target."""
+    """The target. The last one is kept, since checks come target by target."""
     if model == EMBEDDED:
         return load_target(TargetOptions(dtype=dtype, device=str(machine.device))).target
     target = FastTarget(random_model(LADDER[model], DTYPES[dtype], machine.device, spread=1.2))
@@ -78,7 +78,7 @@ def target_of(model: str, dtype: str, machine: Machine) -> HFTarget:
 
 
 def variants() -> dict[str, Callable[[HFTarget], Drafter]]:
-    """Every family, and again with each kind of tree that it has."""
+    """Every family, and again with each kind of tree that it supports."""
     return {
         f"{name}{'-' if shape else ''}{shape}": partial(_built, name, settings)
         for name, family in families().items()
@@ -87,7 +87,7 @@ def variants() -> dict[str, Callable[[HFTarget], Drafter]]:
 
 
 def shapes(options: type) -> dict[str, dict[str, Any]]:
-    """Options of a family's trees beside its own choice, by kind; a static one has several paths at once."""
+    """Options of a family's trees other than its default, by kind. A static tree has several paths at once."""
     if not issubclass(options, TreeOptions):
         return {}
     found: dict[str, dict[str, Any]] = {kind: {"tree": kind} for kind in KINDS if kind != options().tree}
@@ -117,7 +117,9 @@ def asked(target: HFTarget, machine: Machine) -> tuple[list[list[int]], int]:
 
 
 def decoded(rung: Rung, drafter: Drafter | None, captured: bool, machine: Machine, watch: Watch | None = None) -> Decoded:
-    """captured: as graphs, where the drafter can be; in a rehearsal ahead of the host, without them. watch: of the policy."""
+    """captured: as graphs, where the drafter supports it; in a rehearsal ahead of the host, without graphs. watch: of the
+    policy.
+    """
     target = target_of(rung.model, rung.dtype, machine)
     prompts, new = asked(target, machine)
     captured = captured and (drafter is None or drafter.captured)
@@ -134,13 +136,13 @@ def decoded(rung: Rung, drafter: Drafter | None, captured: bool, machine: Machin
 
 
 def check(rung: Rung, machine: Machine) -> dict[str, Any]:
-    """Raises RedError."""
+    """Run one check. Raises RedError."""
     target = target_of(rung.model, rung.dtype, machine)
     drafter = None if rung.drafter == PLAIN else variants()[rung.drafter](target)
-    # where drafts are accepted by chance, the policy's own decisions tell whether rounding explains a difference
+    # where drafts are accepted by chance, the policy's own decisions show whether rounding explains a difference
     watch = Watch() if drafter is not None and rung.policy in WATCHED else None
     captured, eager = texts(decoded(rung, drafter, True, machine)), texts(decoded(rung, drafter, False, machine, watch))
-    near = same("captured rounds and eager ones", rung, captured, eager, machine, watch)
+    near = same("captured steps and eager ones", rung, captured, eager, machine, watch)
     if drafter is not None and rung.policy in ("greedy", "coupled"):
         near += same("drafts and plain decoding", rung, captured, plain_texts(replace(rung, drafter=PLAIN), machine), machine)
     if drafter is None and rung.policy == "greedy":
@@ -150,18 +152,19 @@ def check(rung: Rung, machine: Machine) -> dict[str, Any]:
 
 
 def gap(rung: Rung, drafter: Drafter, machine: Machine) -> dict[str, float]:
-    """What it costs that a drafter cannot be captured: milliseconds of a round, its prompts' share included, and those of
-    them in which the device waits for the host."""
+    """The cost of a drafter that cannot be captured: milliseconds of a decode step, its share of the prompts included, and the
+    part of them in which the device waits for the host.
+    """
     work = partial(decoded, rung, drafter, False, machine)
-    began, rounds = perf_counter(), work().costs.steps
+    began, steps = perf_counter(), work().costs.steps
     machine.wait()
     spent = perf_counter() - began
-    return {"round_ms": 1e3 * spent / rounds, "host_gap_ms": 1e3 * max(0.0, spent - busy(work, machine)) / rounds}
+    return {"round_ms": 1e3 * spent / steps, "host_gap_ms": 1e3 * max(0.0, spent - busy(work, machine)) / steps}
 
 
 @lru_cache(maxsize=8)
 def plain_texts(rung: Rung, machine: Machine) -> list[list[int]]:
-    """Of eager rounds; the same for all drafters."""
+    """Texts of eager steps, the same for all drafters."""
     return texts(decoded(rung, None, False, machine))
 
 
@@ -177,10 +180,10 @@ def transformers(target: HFTarget, machine: Machine) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """Sequences that part where rounding explains it. ties: at a greedy choice. draws: at a number next to its boundary."""
+    """Sequences whose difference rounding explains."""
 
-    ties: int = 0
-    draws: int = 0
+    ties: int = 0  # at a greedy choice
+    draws: int = 0  # at a number next to its boundary
 
     def __add__(self, other: Near) -> Near:
         return Near(self.ties + other.ties, self.draws + other.draws)
@@ -189,7 +192,7 @@ class Near:
 def same(
     what: str, rung: Rung, ours: list[list[int]], theirs: list[list[int]], machine: Machine, watch: Watch | None = None
 ) -> Near:
-    """How many sequences part with a reason. Raises RedError where one parts without."""
+    """The number of sequences that differ for a known reason. Raises RedError where one differs without."""
     target, dtype = target_of(rung.model, rung.dtype, machine), DTYPES[rung.dtype]
     prompts, _ = asked(target, machine)
     found = compare(target, dtype, prompts, ours, theirs, machine.device)
@@ -205,7 +208,7 @@ def same(
 
 
 def drawn(rung: Rung, text: Parting, target: HFTarget, watch: Watch | None) -> bool:
-    """Whether the number that decided was next to its boundary."""
+    """Whether the deciding number was next to its boundary."""
     return (redrawn(target, rung.sampling, text) if watch is None else watch.of(text)) <= NEAR
 
 
@@ -214,7 +217,7 @@ def rungs(machine: Machine) -> list[Rung]:
     drafters, found = [PLAIN, *variants()], []
     for model in models:
         for dtype in DTYPES:
-            # only greedy choices can be judged where rounding moves the laws; and one random model will do for the policies
+            # with rounding in the distributions only greedy choices can be judged; one random model is enough for the policies
             sampled = list(SAMPLED) if dtype == "float32" and model == models[0] else []
             for policy in ("greedy", *sampled):
                 few = machine.rehearsal and (policy, dtype) != ("greedy", "float32")
@@ -223,8 +226,8 @@ def rungs(machine: Machine) -> list[Rung]:
 
 
 def early(machine: Machine) -> list[Rung]:
-    """About thirty that come first: plain decoding by every policy and in every model, each family once, by the policies in
-    turn, and each kind of tree once.
+    """About thirty checks that come first: plain decoding with every policy and in every model, each family once, with the
+    policies in turn, and each kind of tree once.
     """
     there, model = set(rungs(machine)), next(iter(LADDER))
     policies = ["greedy", *SAMPLED]

@@ -1,4 +1,4 @@
-"""The training loss's operator: divergence of two laws and its slope.
+"""The operator of the training loss: divergence of two distributions, and its gradient.
 
 Shapes: C predictions, V vocabulary.
 """
@@ -26,24 +26,24 @@ class Divergence(Case):
 
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
         draw, shape = generator(device, seed), (self.rows, self.vocab)
-        logits_CV, law_CV = ((torch.randn(*shape, device=device, generator=draw) * 3).to(dtype) for _ in range(2))
+        logits_CV, target_CV = ((torch.randn(*shape, device=device, generator=draw) * 3).to(dtype) for _ in range(2))
         return {
             "logits": logits_CV,
-            "law": (0.7 * logits_CV + 0.5 * law_CV).to(dtype),
+            "target": (0.7 * logits_CV + 0.5 * target_CV).to(dtype),
             "label": torch.randint(0, self.vocab, (self.rows,), device=device, generator=draw),
         }
 
     def run(self, given: Tensors) -> Tensors:
-        found = divergence_op.outcome(given["logits"], given["law"], given["label"], self.loss, want_slope=True)
+        found = divergence_op.scores(given["logits"], given["target"], given["label"], self.loss, want_slope=True)
         assert found.slope_CV is not None
         return {"loss": found.loss_C, "hit": found.hit_C, "mass": found.mass_C, "slope": found.slope_CV}
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         with torch.enable_grad():
             logits_CV = wide["logits"].requires_grad_()
-            loss_C, mass_C = defined(self.loss, logits_CV, wide["law"], wide["label"])
+            loss_C, mass_C = defined(self.loss, logits_CV, wide["target"], wide["label"])
             (slope_CV,) = torch.autograd.grad(loss_C.sum(), logits_CV)
-        hit_C = lowest_of_greatest(logits_CV.detach()) == lowest_of_greatest(wide["law"])
+        hit_C = lowest_of_greatest(logits_CV.detach()) == lowest_of_greatest(wide["target"])
         return {"loss": loss_C.detach(), "hit": hit_C, "mass": mass_C.detach(), "slope": slope_CV}
 
     def moved(self, dtype: torch.dtype) -> int:
@@ -51,12 +51,12 @@ class Divergence(Case):
         return 3 * self.rows * self.vocab * dtype.itemsize
 
 
-def defined(name: str, logits_CV: Tensor, law_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, overlap), as the definitions stand on paper."""
-    q_CV, p_CV = logits_CV.softmax(-1), law_CV.softmax(-1)
+def defined(name: str, logits_CV: Tensor, target_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss, overlap) by their definitions."""
+    q_CV, p_CV = logits_CV.softmax(-1), target_CV.softmax(-1)
     mass_C = torch.minimum(q_CV, p_CV).sum(-1)
     if name == "ce":
         return -logits_CV.log_softmax(-1).gather(1, label_C[:, None])[:, 0], mass_C
     if name == "kl":
-        return (p_CV * (law_CV.log_softmax(-1) - logits_CV.log_softmax(-1))).sum(-1), mass_C
+        return (p_CV * (target_CV.log_softmax(-1) - logits_CV.log_softmax(-1))).sum(-1), mass_C
     return -mass_C.log() if name == "lk" else 1 - mass_C, mass_C

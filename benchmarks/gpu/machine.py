@@ -1,6 +1,6 @@
-"""The GPU that is measured, and how: events around replays of CUDA graphs, a copy's bandwidth beside them.
+"""The measured GPU, and how it is measured: events around replays of CUDA graphs, compared with a copy's bandwidth.
 
-A rehearsal runs the same code on a CPU, without graphs or events, to find what would break; its times mean nothing.
+A rehearsal runs the same code on a CPU, without graphs or events, to find errors; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import cuda
 
 Made = TypeVar("Made")
 
-COPIED = 1 << 30  # bytes of the copy that other times are held against
+COPIED = 1 << 30  # bytes of the copy that other times are compared with
 WARM = 3
 
 
 class NoGpuError(Exception):
-    """There is none here, or torch does not see it."""
+    """There is no GPU, or torch does not see it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """device: where everything runs. name: of the GPU. facts: what a figure's reader must know."""
+    """A machine with a GPU."""
 
-    device: torch.device
+    device: torch.device  # for all work
     rehearsal: bool
-    name: str
-    facts: dict[str, str] = field(default_factory=dict, compare=False)
+    name: str  # of the GPU
+    facts: dict[str, str] = field(default_factory=dict, compare=False)  # facts that a figure's reader needs
 
     @staticmethod
     def here(rehearsal: bool) -> Machine:
-        """Raises NoGpuError."""
+        """This machine. Raises NoGpuError."""
         facts = {"torch": torch.__version__, "triton": known("triton"), "transformers": known("transformers")}
         if rehearsal:
-            torch.set_num_threads(1)  # tiny work: threads would only wait for one another
+            torch.set_num_threads(1)  # the work is tiny: threads would only wait for each other
             return Machine(torch.device("cpu"), True, "rehearsal", facts)
         if not cuda.is_available():
             raise NoGpuError(
@@ -52,7 +52,7 @@ class Machine:
 
     @property
     def slug(self) -> str:
-        """The GPU's name as a file's: `nvidia-h200`."""
+        """The GPU's name for a file: `nvidia-h200`."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
     @property
@@ -62,7 +62,7 @@ class Machine:
 
     @property
     def free(self) -> int:
-        """Bytes of memory that can be had."""
+        """Bytes of free memory."""
         if self.rehearsal:
             return 1 << 30
         cuda.empty_cache()
@@ -73,7 +73,7 @@ class Machine:
             cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Of what this starts on the device, between two events on its stream."""
+        """Seconds of the work that this call starts on the device, between two events on its stream."""
         if self.rehearsal:
             began = perf_counter()
             work()
@@ -87,9 +87,8 @@ class Machine:
 
 
 class Replay(Generic[Made]):
-    """Work captured as a CUDA graph, after two runs that build and tune what is built at first use. out: what it made.
-
-    In a rehearsal `run` does the work again, and `out` is what it made last.
+    """Work captured as a CUDA graph, after two runs that build and tune; `out` is its result. In a rehearsal `run` does the
+    work again, and `out` is its last result.
     """
 
     def __init__(self, work: Callable[[], Made], machine: Machine) -> None:
@@ -115,7 +114,7 @@ class Replay(Generic[Made]):
 
 
 class Copy:
-    """A device-to-device copy, timed beside what is measured: its bandwidth is the ceiling that is really there."""
+    """A device-to-device copy, timed next to other work. Its bandwidth is the real upper bound."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -126,7 +125,7 @@ class Copy:
         return self.machine.seconds(lambda: self.target.copy_(self.source))
 
     def bandwidth(self, times: list[float]) -> float:
-        """Bytes read and written a second, by the median of these times."""
+        """Bytes read and written per second, from the median of these times."""
         return 2 * self.source.numel() / median(times)
 
 
@@ -139,7 +138,7 @@ class Race:
 
     @staticmethod
     def run(contenders: dict[str, Callable[[], float]], copy: Copy, repeats: int) -> Race:
-        """contenders: each does its work once and gives the seconds. The first `WARM` rounds count for nothing."""
+        """contenders: each does its work once and returns the seconds. The first `WARM` repeats do not count."""
         times: dict[str, list[float]] = {name: [] for name in contenders}
         copies = []
         for number in range(WARM + repeats):

@@ -1,4 +1,4 @@
-"""Targets with random weights, made where they run from transformers' configurations: nothing is downloaded."""
+"""Targets with random weights, made from transformers' configurations; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LADDER: dict[str, PreTrainedConfig] = {
     "llama-medium": LlamaConfig(**MEDIUM),
 }
 
-HELD = 32_768  # positions of the timed models: their tables of angles need no more
+HELD = 32_768  # positions of the timed models, enough for their rotary tables
 
 
 def _shape(hidden: int, blocks: int, inner: int, vocab: int, width: int, theta: float, tied: bool) -> dict[str, Any]:
@@ -45,8 +45,9 @@ REHEARSED = {"tiny": LADDER["qwen3-tiny"]}
 
 
 def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, spread: float | None = None) -> Any:
-    """spread: of every matrix's entries times the root of its width, so that a greedy text is no constant; None: as
-    transformers initialises it."""
+    """spread: standard deviation of every matrix times the root of its width, so that a greedy text is no constant; None:
+    transformers' initialisation.
+    """
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")

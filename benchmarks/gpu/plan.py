@@ -1,8 +1,7 @@
-"""The order of the cases: stages that have a share of the budget each, and for every case its own checks first.
+"""The order of the cases: stages with a share of the budget each, and before every case its own checks.
 
-A case that depends on a red check is blocked, and nothing else is. What a stage leaves undone when its share is spent goes to
-the end, before the stages that have no share, so that no stage has to wait for a slow one before it. What failed in an earlier
-run comes last of all.
+A case that depends on a failed check is blocked, and no other case is. A stage whose share is used up continues at the end,
+before the stages without a share, so that a slow stage delays no other. Cases that failed in an earlier run come last.
 """
 
 from __future__ import annotations
@@ -30,28 +29,30 @@ DONE = (PASSED, SKIPPED)
 
 
 class DeadError(Exception):
-    """The device takes no more work from this process."""
+    """The device accepts no more work from this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
+    """A part of the plan."""
+
     name: str
     jobs: tuple[Job, ...]
-    minutes: float | None = None  # its share of the budget, over all commands until everything is done; None: what is left
+    minutes: float | None = None  # its share of the budget, over all commands until everything is done; None: the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
+    """The limits of one command."""
+
     budget: float  # seconds after which no further case begins
-    force: bool = False  # run what is done already, too
-    retry: bool = True  # run what failed before once more
+    force: bool = False  # run finished cases again
+    retry: bool = True  # run cases once more that failed before
 
 
 class Runner:
-    """Runs stages. checks: every check by name, so that a case can have its own ones run first.
-
-    note: a file that names the case that is running, for whoever watches this process; None: nobody does.
-    between: called before each stage.
+    """Runs stages. checks: every check, so that a case can have its own checks run first. note: a file that names the running
+    case, for a process that watches this one; None: no process does. between: called before each stage.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class Runner:
         self.began, self.ran = perf_counter(), dict[Key, Entry]()
 
     def run(self, stages: Sequence[Stage]) -> None:
-        """Raises DeadError where the device takes no more work; everything that has run so far is kept."""
+        """Raises DeadError where the device accepts no more work. All finished results are kept."""
         spent, left = self.results.spent(plan_name(stages)), list[Job]()
         for stage in stages:
             if stage.minutes is not None:
                 left += self._stage(stage.name, stage.jobs, 60 * stage.minutes, spent)
         rest = [job for stage in stages if stage.minutes is None for job in stage.jobs]
-        # what is left for lack of time, or waits for a check that failed before
+        # cases that are left for lack of time, or that wait for a check that failed before
         later = self._stage("", [*left, *rest], self.limits.budget, {})
         if self.limits.retry:
             end = perf_counter() + self.remaining()
@@ -82,7 +83,7 @@ class Runner:
             self._within(later, end, again=True)
 
     def _stage(self, name: str, jobs: Sequence[Job], share: float, spent: dict[str, float]) -> list[Job]:
-        """What is left when the share, in seconds, or the budget is spent."""
+        """The cases that are left when the share, in seconds, or the budget is used up."""
         self.between()
         began = perf_counter()
         try:
@@ -92,7 +93,7 @@ class Runner:
             self.results.write()
 
     def entry(self, job: Job) -> Entry | None:
-        """How it ended, in this run or before; None where it is to run."""
+        """How a case ended, in this run or before; None where it is to run."""
         if job.key in self.ran:
             return self.ran[job.key]
         if self.limits.force or not job.lasts():
@@ -101,7 +102,7 @@ class Runner:
         return None if found is not None and found.status == SKIPPED and job.able() else found
 
     def blocked(self, job: Job) -> str | None:
-        """The red check that blocks it. One that has not run yet is not red."""
+        """The failed check that blocks a case. A check that has not run yet does not block."""
         heeded = [check for check in self.checks.values() if check.group in job.heeds]
         for check in [*(self.checks[name] for name in job.needs), *heeded]:
             if check.key != job.key and (entry := self.entry(check)) is not None and entry.status == FAILED:
@@ -109,7 +110,7 @@ class Runner:
         return None
 
     def remaining(self) -> float:
-        """Seconds of the budget."""
+        """Seconds left of the budget."""
         return self.limits.budget - (perf_counter() - self.began)
 
     def _done(self, job: Job) -> bool:
@@ -119,7 +120,7 @@ class Runner:
         return job.key not in self.ran and (entry := self.entry(job)) is not None and entry.status == FAILED
 
     def _within(self, jobs: Iterable[Job], until: float, again: bool = False) -> list[Job]:
-        """Run what is to run until then; gives back what has not run. again: what failed before, too."""
+        """Run cases until then; return those that have not run. again: also those that failed before."""
         left = []
         for job in jobs:
             if self._done(job):
@@ -137,7 +138,7 @@ class Runner:
         return left
 
     def _waits(self, job: Job, again: bool) -> bool:
-        """Whether its red check may still be run again."""
+        """Whether its failed check may still run again."""
         cause = self.blocked(job)
         return cause is not None and not again and self.limits.retry and self._failed_before(self.checks[cause])
 
@@ -167,7 +168,7 @@ def attempted(job: Job) -> Entry:
         return Entry(FAILED, note=str(reason))
     except torch.OutOfMemoryError:
         return Entry(SKIPPED, note="does not fit the GPU's memory")
-    except (Exception, SystemExit) as error:  # whatever a case raises: nobody watches, and the others still count
+    except (Exception, SystemExit) as error:  # a case may raise anything: the run is unattended, and the other cases go on
         traceback.print_exc()
         return Entry(FAILED, note=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     finally:
@@ -183,24 +184,24 @@ def alive(results: Results) -> bool:
 
 
 def ordered(stages: Iterable[Stage], checks: dict[str, Job]) -> list[Job]:
-    """Every case once, in the order of the plan, each one's checks before it."""
+    """Every case once, in the order of the plan, each after its checks."""
     jobs = [one for stage in stages for job in stage.jobs for one in [*(checks[name] for name in job.needs), job]]
     return list({job.key: job for job in jobs}.values())
 
 
 def plan_name(stages: Iterable[Stage]) -> str:
-    """Another one after an edit to anything that a case depends on."""
+    """A name that changes with an edit to anything that a case depends on."""
     parts = [f"{job.section} {job.name} {digest(job.modules)}" for stage in stages for job in stage.jobs]
     return sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
 def chosen(jobs: Iterable[Job], word: str, section: str) -> tuple[Job, ...]:
-    """Those whose names hold the word. Checks belong to the section of the checks wherever they stand."""
+    """The cases whose names contain the word. Checks belong to the section of checks wherever they are."""
     return tuple(replace(job, section=job.section or section) for job in jobs if word in job.name)
 
 
 def summary(lines: dict[str, list[Job]], runner: Runner) -> int:
-    """Print how many cases of each line ended how; gives the number of those that are left."""
+    """Print for each line how many cases ended how; return the number of those that are left."""
     print(f"\n{'':24}" + "".join(f"{name:>9}" for name in COLUMNS))
     left = 0
     for name, jobs in lines.items():
@@ -214,7 +215,7 @@ def summary(lines: dict[str, list[Job]], runner: Runner) -> int:
 
 
 def interrupted(note: Path) -> Key | None:
-    """The case that was running when a process ended, by what its `Runner` noted."""
+    """The case that was running when a process ended, from its `Runner`'s note."""
     try:
         found = json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Causal attention of a prompt with each order of torch's attention kernels: torch's own, and cuDNN's after the others.
+"""Causal attention of a prompt with each order of torch's attention kernels: torch's own, and with cuDNN's last.
 
-torch decides on the order at a process's first attention, by the GPU and by TORCH_CUDNN_SDPA_DEPRIORITIZED, so each order has a
-process of its own. cuDNN builds a plan for every new shape: the first call of a length is timed beside its second.
+torch decides on the order at a process's first attention, from the GPU and TORCH_CUDNN_SDPA_DEPRIORITIZED, so each order has
+its own process. cuDNN builds a plan for every new shape, so the first call of a length is timed as well as the second.
 
 Shapes: T positions of a prompt, h query heads, g KV heads, D head width.
 """
@@ -37,13 +37,11 @@ PATIENCE = 300  # seconds for one order's process
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """lengths: of prompts that are timed again and again. fresh: how many new lengths are tried, from `above` on."""
-
     heads: int
     kv_heads: int
     width: int
-    lengths: tuple[int, ...]
-    fresh: int
+    lengths: tuple[int, ...]  # of prompts that are timed repeatedly
+    fresh: int  # how many new lengths are tried, from `above` on
     above: int
 
 
@@ -52,7 +50,7 @@ TINY = Sizes(4, 2, 16, (16, 40), 3, 50)
 
 
 def inputs(sizes: Sizes, length: int, machine: Machine) -> tuple[Tensor, Tensor, Tensor]:
-    """q [1, h, T, D], k and v [1, g, T, D] as a projection gives them: heads side by side at each position."""
+    """q [1, h, T, D], k and v [1, g, T, D] as a projection gives them, with the heads of a position next to each other."""
     heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     dtype = torch.float32 if machine.rehearsal else torch.bfloat16
     mixed = torch.randn(1, length, sum(heads), sizes.width, device=machine.device, dtype=dtype)
@@ -62,14 +60,14 @@ def inputs(sizes: Sizes, length: int, machine: Machine) -> tuple[Tensor, Tensor,
 
 @torch.inference_mode()
 def repeated(sizes: Sizes, length: int, machine: Machine) -> float:
-    """Milliseconds of one call at a length that has been seen: the median."""
+    """Milliseconds of one call at a length that was used before: the median."""
     given = inputs(sizes, length, machine)
     return 1e3 * median([machine.seconds(lambda: causal(*given)) for _ in range(WARM + REPEATS)][WARM:])
 
 
 @torch.inference_mode()
 def fresh(sizes: Sizes, machine: Machine) -> dict[str, float]:
-    """Milliseconds of wall time of a call at a new length, and of the second one there: medians."""
+    """Milliseconds on the clock of a call at a new length, and of the second one there: medians."""
 
     def waited(given: tuple[Tensor, Tensor, Tensor]) -> float:
         machine.wait()
@@ -87,25 +85,25 @@ def fresh(sizes: Sizes, machine: Machine) -> dict[str, float]:
 
 
 def kernel(sizes: Sizes, machine: Machine) -> str:
-    """Which of torch's kernels serves."""
+    """The kernel of torch that is used."""
     q, k, v = inputs(sizes, sizes.lengths[0], machine)
     choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=None, enable_gqa=True)
     return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
 
 def of_this_process(sizes: Sizes, machine: Machine) -> dict[str, Any]:
-    """The figures of the order that this process has."""
+    """The figures of this process's order."""
     found = {str(length): repeated(sizes, length, machine) for length in sizes.lengths}
     return {"kernel": kernel(sizes, machine), "ms": found} | fresh(sizes, machine)
 
 
 def measure(machine: Machine) -> dict[str, Any]:
-    """By order: the kernel that serves, milliseconds by length, first and second call at new lengths. Raises RedError."""
+    """By order: the kernel, milliseconds by length, first and second call at new lengths. Raises RedError."""
     return {order: _elsewhere(setting, machine) for order, setting in ORDERS.items()}
 
 
 def _elsewhere(setting: str | None, machine: Machine) -> dict[str, Any]:
-    """The figures of a process of its own with this value of the environment's variable."""
+    """The figures of a separate process with this value of the environment variable."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environment |= {} if setting is None else {VARIABLE: setting}
     command = [sys.executable, "-m", "benchmarks.gpu.prefill", *(["--rehearse"] if machine.rehearsal else [])]
@@ -128,7 +126,7 @@ def jobs(machine: Machine) -> list[Job]:
 
 
 def main() -> int:
-    """One order's figures as a line of JSON."""
+    """Print one order's figures as a line of JSON."""
     machine = Machine.here("--rehearse" in sys.argv[1:])
     sizes = TINY if machine.rehearsal else LLAMA
     print(json.dumps(of_this_process(sizes, machine) | {"setting": os.environ.get(VARIABLE), "sizes": asdict(sizes)}))

@@ -1,4 +1,4 @@
-"""A target of its own, trained on the spot: bfloat16 weights, float32 masters, until its time is used up.
+"""Pretrain a target: bfloat16 weights with float32 masters, until the time is used up.
 
 Shapes: B rows, T positions, V vocabulary.
 """
@@ -36,7 +36,7 @@ def config_of(scale: Scale, vocab: int, end: int) -> LlamaConfig:
 
 
 class Masters:
-    """AdamW on float32 copies of a model's weights; the model has their rounded values."""
+    """AdamW on float32 copies of a model's weights; the model has the rounded values."""
 
     def __init__(self, model: nn.Module, rate: float) -> None:
         self.weights: list[Tensor] = list(model.parameters())
@@ -46,7 +46,7 @@ class Masters:
         self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
 
     def step(self, rate: float) -> None:
-        """With the gradients that lie at the model's weights, which go."""
+        """One step with the gradients of the model's weights, which are then freed."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for master, weight in zip(self.masters, self.weights, strict=True):
@@ -78,7 +78,7 @@ def loss_of(model: Any, token_BT: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_loss(model: Any, token_P: NDArray[np.uint16], scale: Scale, device: torch.device) -> float | None:
-    """On text that was set apart; None where there is too little of it."""
+    """The loss on text that was set apart; None where there is too little of it."""
     count = min(HELD, (len(token_P) - 1) // scale.length)
     rows = [token_P[i * scale.length : (i + 1) * scale.length + 1] for i in range(count)]
     losses = [loss_of(model, torch.from_numpy(row.astype(np.int64))[None].to(device)) for row in rows]
@@ -86,7 +86,7 @@ def held_loss(model: Any, token_P: NDArray[np.uint16], scale: Scale, device: tor
 
 
 def train(model: Any, token_P: NDArray[np.uint16], scale: Scale, seconds: float, machine: Machine) -> dict[str, Any]:
-    """The rate rises for some steps, then falls with the time that is left. Raises RedError where nothing is learnt."""
+    """The rate rises for some steps and then falls with the remaining time. Raises RedError where the model learns nothing."""
     masters = Masters(model, scale.rate)
     losses: list[Tensor] = []
     began = said = perf_counter()

@@ -1,7 +1,7 @@
-"""What several processes do, as far as one GPU can show it: collectives, a target that two processes share, ZeRO's stages.
+"""Work of several processes, as far as one GPU can test it: collectives, a target shared by two processes, ZeRO's stages.
 
-NCCL takes one process on each GPU and no more. So a group of one goes through NCCL, and two processes on one GPU go through
-gloo, with tensors on that GPU. Each piece runs in processes of its own, which end with it.
+NCCL takes only one process per GPU. So a group of one uses NCCL, and two processes on one GPU use gloo, with tensors on that
+GPU. Each piece runs in its own processes, which end with it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MODULES = ("drafttrain.train.engine", "drafttrain.targets.split", *sources.TRAIN
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process: its rank among `size`, and its device."""
+    """This process: its rank of `size`, and its device."""
 
     rank: int
     size: int
@@ -62,17 +62,17 @@ class Place:
 
 
 def hold(what: str, fact: bool) -> None:
-    """Raises RedError where it is not so."""
+    """Raises RedError unless the condition is true."""
     if not fact:
         raise RedError(what)
 
 
 def alone(place: Place) -> None:
-    """A group of one through NCCL: every collective that a run makes, also within a captured graph."""
+    """A group of one with NCCL: every collective that a run uses, also inside a captured graph."""
     from drafttrain.train.engine import World
 
     place.join("gloo" if place.device.type == "cpu" else "nccl")
-    several = 2  # a lone process asks nobody; these two ask the group, which has one member
+    several = 2  # a single process would skip the group's collectives; with 2 they run, in a group of one
     world, part = World(0, several), Part(0, several)
     hold("a sum over one process changes it", torch.equal(world.sum(place.numbers()), place.numbers()))
     hold("an object is shared as another one", world.share({"steps": [1, 2]}) == {"steps": [1, 2]})
@@ -88,7 +88,7 @@ def alone(place: Place) -> None:
 
 
 def captured(part: Part, place: Place) -> None:
-    """Decode steps of a shared target hold such sums in their graph."""
+    """Decode steps of a shared target, whose graph holds such sums."""
     x, graph = place.numbers(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -117,7 +117,7 @@ def shared(place: Place) -> None:
 
 
 def texts(target: FastTarget) -> list[list[int]]:
-    """Greedy ones with drafts, step by step: gloo's collectives are in no graph."""
+    """Greedy texts with drafts, step by step, since gloo's collectives cannot be captured."""
     family = families()["medusa"]
     torch.manual_seed(1)
     drafter = family.build(family.options(), target).to(target.device).eval().requires_grad_(False)
@@ -127,7 +127,7 @@ def texts(target: FastTarget) -> list[list[int]]:
 
 
 def zero(place: Place) -> None:
-    """Steps of DeepSpeed's engine at every ZeRO stage, in a group of one: the losses of all stages agree, and they fall."""
+    """Steps of DeepSpeed's engine at every ZeRO stage, in a group of one. The losses of all stages agree, and they fall."""
     from benchmarks.gpu.throughput import random_batch
     from drafttrain.train import DeepSpeedOptions, TrainOptions
     from drafttrain.train.engine import Engine, join_world
@@ -164,7 +164,7 @@ class Piece:
     name: str
     processes: int
     work: Callable[[Place], None]
-    package: str = "torch"  # without which it cannot run
+    package: str = "torch"  # required to run
 
 
 PIECES = {
@@ -178,7 +178,7 @@ PIECES = {
 
 
 def run(piece: Piece, machine: Machine) -> dict[str, Any]:
-    """Raises RedError with what the first process said, SkipError where a package is missing."""
+    """Run a piece. Raises RedError with the first process's message, SkipError where a package is missing."""
     if find_spec(piece.package) is None:
         raise SkipError(f"{piece.package} is not installed")
     with socket.socket() as free:

@@ -1,7 +1,7 @@
-"""What `make gpu-real-1` makes and `make gpu-real-2` takes over: a folder of files, and how large everything in it is.
+"""The output of `make gpu-real-1` and the input of `make gpu-real-2`: a folder of files, and the sizes of everything in it.
 
-Each stage writes one part, whole or not at all, with a `record.json` that says what it was made from: its figures are known
-again, and what was made from another part than the one that lies there is made anew.
+Each stage writes one part, complete or not at all, with a `record.json` about its source. Its figures are reused, and a part
+that was made from another source than the present one is made again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from drafttrain.core.files import atomic_directory, atomic_write_json
 
 END = "<|endoftext|>"
 RECORD = "record.json"
-# that `drafttrain fit` needs beside torch, in this suite
+# packages that `drafttrain fit` needs in addition to torch, in this suite
 PACKAGES = ("deepspeed", "hydra", "jinja2", "markdown_it", "omegaconf", "peft", "psutil", "pyarrow", "rich")
 # the reply goes on where the prompt ends: records of both keep their boundary, and a prompt alone is plain text
 TEMPLATE = (
@@ -31,32 +31,26 @@ TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Lengths and batches in tokens and rows, times in seconds.
+    """Sizes and times of the suite. Lengths and batches are in tokens and rows, times in seconds."""
 
-    text, taught: characters of sources at most, and of those that the tokenizer learns from. length, rows, micro: of a
-    pretraining step. prompt: characters at least. asked, measured: prompts to distil from at most, and to measure by.
-    seconds: of gpu-real-1 in all; pretraining gets what the rest leaves. distilled: training of each drafter. distil: the
-    settings that all drafters share.
-    """
-
-    text: int
-    taught: int
+    text: int  # characters of sources at most
+    taught: int  # of these, characters that the tokenizer learns from
     vocab: int
     model: dict[str, int]
-    length: int
-    rows: int
-    micro: int
+    length: int  # of a pretraining step's rows
+    rows: int  # of a pretraining step
+    micro: int  # rows of a micro-batch
     rate: float
-    prompt: int
+    prompt: int  # characters of a prompt at least
     reply: int
     batch: int
-    asked: int
-    measured: int
-    seconds: float
+    asked: int  # prompts to distil from at most
+    measured: int  # prompts to measure by at most
+    seconds: float  # of gpu-real-1 in all; pretraining gets the rest
     most_pretraining: float
     answering: float
-    distilled: float
-    distil: tuple[str, ...]
+    distilled: float  # training of each drafter
+    distil: tuple[str, ...]  # settings that all drafters share
 
 
 def shape(hidden: int, blocks: int, inner: int, heads: int, kv_heads: int) -> dict[str, int]:
@@ -94,19 +88,19 @@ def scale_of(machine: Machine) -> Scale:
 
 
 class MissingError(Exception):
-    """A part is not there, or was made from another; the message says which and what makes it."""
+    """A part is missing, or was made from another source; the message says which, and how to make it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One directory of the folder. source: the part that it is made from."""
+    """One directory of the folder."""
 
     path: Path
-    source: Part | None = None
+    source: Part | None = None  # the part that it is made from
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """What was recorded when it was made; None where it is not whole, or its source is another one by now."""
+        """Its record; None where it is incomplete or its source has changed."""
         try:
             found: dict[str, Any] = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -118,7 +112,7 @@ class Part:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Raises MissingError."""
+        """Its figures. Raises MissingError."""
         record = self.record
         if record is None:
             what = f"no {self.path.name} in {self.path.parent}, or none from what lies beside it"
@@ -128,7 +122,9 @@ class Part:
 
     @contextmanager
     def written(self, figures: dict[str, Any]) -> Iterator[Path]:
-        """An empty directory that takes this part's place on leaving, `figures`, which may fill meanwhile, in its record."""
+        """Yield an empty directory that replaces this part at the end, with `figures`, which may be filled meanwhile, in its
+        record.
+        """
         source = None if self.source is None else (self.source.record or {}).get("name")
         with atomic_directory(self.path) as aside:
             yield aside
@@ -143,8 +139,8 @@ def there(part: Part) -> bool:
 
 
 class Folder:
-    """text: tokens, tokenizer, prompts. target: a transformers directory. data: what the target wrote. A rehearsal's parts lie
-    apart.
+    """text: tokens, tokenizer, prompts. target: a transformers directory. data: the target's output. Rehearsals have other
+    folders.
     """
 
     def __init__(self, real: Path, machine: Machine) -> None:
@@ -154,7 +150,7 @@ class Folder:
         self.data = Part(self.path / "data", self.target)
 
     def row(self, recipe: str) -> Part:
-        """What a drafter of this recipe is worth, beside its run."""
+        """The figures of a drafter of this recipe, next to its run."""
         return Part(self.path / "runs" / recipe / "row", self.data)
 
     @property

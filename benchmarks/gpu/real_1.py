@@ -1,8 +1,8 @@
-"""`make gpu-real-1`: a target trained on the spot, and what it writes: the material of `make gpu-real-2`.
+"""`make gpu-real-1`: pretrain a target and let it write data: the input of `make gpu-real-2`.
 
-Text: the Python sources of this machine. The target: about 300 million parameters, pretrained for the minutes there are. The
-data: its own continuations of prompts from files that it was not trained on, sampled by the decoder. What lies in the folder
-already is taken as it is.
+Text: the Python sources of this machine. Target: about 300 million parameters, pretrained for the minutes that are left. Data:
+its own continuations of prompts from files that it was not trained on, sampled by the decoder. Parts that exist are used
+unchanged.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 
 SECTION = "real-1"
-TEMPERATURE = 0.8  # of the data: greedy texts of a small model repeat themselves
-SAVING = 40.0  # seconds kept for what pretraining and decoding need beside their own time
+TEMPERATURE = 0.8  # of the data, because greedy texts of a small model repeat themselves
+SAVING = 40.0  # seconds reserved for the rest, in addition to pretraining and decoding
 LEAST_PRETRAINING = 5.0
 LEAST_SECONDS = 240.0  # that must be left for pretraining to begin: a target that learnt less says little about drafters
 SAID = 20.0
 
 
 class Maker:
-    """Makes the parts one after the other, by one clock. anew: those too that are there."""
+    """Makes the parts one after the other, with one clock."""
 
     def __init__(self, folder: Folder, machine: Machine, anew: bool) -> None:
         self.folder, self.machine, self.scale, self.anew = folder, machine, scale_of(machine), anew
@@ -50,12 +50,12 @@ class Maker:
         self.remaining: Callable[[], float] = lambda: inf  # seconds until the command is to end
 
     def clock(self) -> float:
-        """Seconds since then."""
+        """Seconds since the start."""
         self.began = self.began or perf_counter()
         return perf_counter() - self.began
 
     def text(self) -> dict[str, Any]:
-        """Raises RedError where the tokenizer is another one when it is loaded again."""
+        """Raises RedError where the tokenizer changes when it is loaded again."""
         self.clock()
         found = self._made(self.folder.text, partial(collect, self.folder.text, self.scale))
         tokenizer = AutoTokenizer.from_pretrained(self.folder.text.path)
@@ -73,7 +73,7 @@ class Maker:
         return self._made(self.folder.data, lambda: answers(self.folder, self.scale, self.machine))
 
     def _made(self, part: Part, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The figures of what is there, or is made now."""
+        """The figures of a part that exists, or is made now."""
         if self.anew or part.record is None:
             return make()
         print(f"{part.path} is there", flush=True)
@@ -110,13 +110,13 @@ def answers(folder: Folder, scale: Scale, machine: Machine) -> dict[str, Any]:
 
 
 def fitting(loaded: LoadedTarget, text: str, reply: int) -> list[int]:
-    """A prompt's tokens, the last ones where the reply would find no room behind all of them."""
+    """A prompt's tokens; only the last ones where the reply would not fit after all of them."""
     ids: list[int] = loaded.tokenizer(text, verbose=False)["input_ids"]
     return ids[-(loaded.target.shape.max_positions - reply) :]
 
 
 def record(prompt: str, reply: list[int], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-    """Nothing for an empty reply; the end token is a part of one that ended."""
+    """One conversation; none for an empty reply. The end token is a part of a reply that ended."""
     text = str(tokenizer.decode(reply))
     return [{"prompt": prompt, "response": text}] if len(reply) > 1 and text.strip() else []
 

@@ -1,8 +1,9 @@
-"""`make gpu-real-2`: drafters distilled from the target of `make gpu-real-1` by `drafttrain fit`, and what they are worth.
+"""`make gpu-real-2`: drafters distilled from the target of `make gpu-real-1` by `drafttrain fit`, and their acceptance and
+speed.
 
-Every recipe trains for the same time; then acceptance and speed are measured on prompts that neither the target nor a drafter
-was trained on. Checks come before as in `make gpu-bench`. Refuses where the target or its data is missing. A recipe that fails
-leaves the others' figures alone.
+Every recipe trains for the same time. Acceptance and speed are then measured on prompts that neither the target nor a drafter
+was trained on. Checks run before, as in `make gpu-bench`. Without the target or its data it refuses to run. A recipe that
+fails does not affect the others' figures.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ OPERATORS = (*steps.OPERATORS, "divergence")
 LEAST = 90.0  # seconds that must be left for a recipe to begin
 LIMIT = 150.0  # seconds of one recipe, all in all, after which its process is ended
 
-# what the recipes, made for a target of 192 hidden units, say otherwise for one of 1,024
+# changes to the recipes, which are made for a target of 192 hidden units, for one of 1,024
 RECIPES: dict[str, tuple[str, ...]] = {
     "medusa": ("train.lr=1e-3",),
     "eagle3": ("train.lr=5e-4", "drafter.taps=null"),
@@ -39,13 +40,13 @@ RECIPES: dict[str, tuple[str, ...]] = {
 
 
 class Worker:
-    """One process for all recipes, so that what takes long to import and build is there; a new one after each failure."""
+    """One process for all recipes, so that slow imports and builds happen once; a new process after each failure."""
 
     def __init__(self) -> None:
         self.pool: ProcessPoolExecutor | None = None
 
     def ask(self, asked: Asked) -> dict[str, Any]:
-        """Raises RedError, with the log's last line, whatever went wrong."""
+        """Raises RedError, with the log's last line, for every failure."""
         self.pool = self.pool or ProcessPoolExecutor(1, get_context("spawn"))
         try:
             return self.pool.submit(distil, asked).result(LIMIT)
@@ -98,7 +99,7 @@ def jobs(folder: Folder, machine: Machine, worker: Worker) -> list[Job]:
 
 
 def kept(row: Part, asked: Asked, worker: Worker) -> dict[str, Any]:
-    """The drafter's row, which goes with the data that it was distilled from. Raises SkipError where that is missing."""
+    """The drafter's row, which is removed with its data. Raises SkipError where that is missing."""
     if reason := missing(row.source):
         raise SkipError(reason)
     figures = worker.ask(asked)
@@ -111,7 +112,7 @@ def ready(folder: Folder) -> bool:
 
 
 def missing(data: Part | None) -> str | None:
-    """What a recipe lacks here: packages, or what gpu-real-1 makes."""
+    """The missing requirements of a recipe: packages, or the output of gpu-real-1."""
     if names := lacking():
         return f"{', '.join(names)} cannot be imported: run make gpu-wheels, or install what drafttrain depends on"
     try:

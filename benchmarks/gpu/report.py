@@ -21,7 +21,7 @@ NONE = "not measured yet"
 
 
 def write(results: Path | None, machine: Machine) -> None:
-    """Into `performance.md` of this folder; None: the repository's page, which a rehearsal leaves alone."""
+    """Write the tables into `performance.md` of this folder; None: the repository's page, which a rehearsal does not change."""
     if results is None and machine.rehearsal:
         return
     page = PAGE if results is None else results / "performance.md"
@@ -49,7 +49,7 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
     yield goals(known)
     yield from titled("Steps", steps(bench))
     yield from titled("Drafters' steps", drafting(bench))
-    yield from titled("Beside transformers", beside(bench))
+    yield from titled("Compared with transformers", against_transformers(bench))
     yield from titled("Attention of a prompt", prefills(bench))
     yield from titled("Operators", operators(bench))
     yield from titled("Training steps", trainings(train))
@@ -57,11 +57,11 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
     yield from titled("Training", drafters(train))
     yield from material(known.get("real-1", {}))
     yield from titled("Drafters distilled from it", distilled(known.get("real-2", {})))
-    yield from titled("Rounds outside a graph", uncaptured(known.get("check", {})))
+    yield from titled("Decode steps outside a graph", uncaptured(known.get("check", {})))
 
 
 def titled(title: str, rows: list[str]) -> list[str]:
-    """Nothing for a table without rows."""
+    """A table with its title; nothing for a table without rows."""
     return [f"{title}:\n\n" + "\n".join(rows) + "\n"] if len(rows) > 2 else []
 
 
@@ -76,7 +76,7 @@ def goals(known: dict[str, Section]) -> str:
 
 
 def verdicts(known: dict[str, Section]) -> Iterable[tuple[str, str, str, str]]:
-    """(goal, what is wanted, what was measured, verdict) of each goal, from `visible` results."""
+    """(goal, bound, measured value, verdict) of each goal, from `visible` results."""
     for goal in GOALS:
         value, entry = goal.value(known), known.get(goal.section, {}).get(goal.case, {})
         if value is not None:
@@ -88,7 +88,7 @@ def verdicts(known: dict[str, Section]) -> Iterable[tuple[str, str, str, str]]:
 
 
 def goals_text(known: dict[str, Any]) -> str:
-    """The goals as a terminal shows them."""
+    """The goals as text for a terminal."""
     cells = [("goal", "wanted", "measured", ""), *verdicts(visible(known))]
     widths = [max(len(row[i]) for row in cells) for i in range(3)]
     return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in cells)
@@ -123,7 +123,7 @@ def drafting(bench: Section) -> list[str]:
     return rows
 
 
-def beside(bench: Section) -> list[str]:
+def against_transformers(bench: Section) -> list[str]:
     rows = table("model", "context", "other", "ours, ms", "theirs, ms", "theirs / ours")
     for other in ("generate", "compiled loop"):
         for name, entry in measured(bench, f"{other} "):
@@ -157,7 +157,7 @@ def operators(bench: Section) -> list[str]:
 
 
 def trainings(train: Section) -> list[str]:
-    """Of the straightforward way the rows that fit, where they are not all; nothing where none does."""
+    """The rows of the straightforward way are shown where not all fit in memory."""
     names = ("family", "target", "context", "rows", "tokens/s", "MFU", "GiB", "eager, tokens/s", "its GiB", "its rows")
     rows = table(*names, "times faster")
     for name, entry in measured(train, "training "):
@@ -191,7 +191,7 @@ def drafters(train: Section) -> list[str]:
 
 
 def material(real: Section) -> Iterable[str]:
-    """What the target of the drafters was trained on, and what it wrote."""
+    """The training data of the drafters' target, and its output."""
     found = {name: entry["figures"] for name, entry in measured(real, "real ")}
     if len(found) == 3:
         text, target, data = found["real text"], found["real target"], found["real data"]
@@ -221,8 +221,8 @@ def distilled(real: Section) -> list[str]:
 
 
 def uncaptured(check: Section) -> list[str]:
-    """Of drafters whose rounds the host takes part in: how long the GPU waits for it."""
-    rows = table("case", "ms a round", "GPU idle, ms", "of the round")
+    """For drafters whose decode steps involve the host: the time that the GPU waits for it."""
+    rows = table("case", "ms per step", "GPU idle, ms", "of the step")
     for name, entry in measured(check, "texts "):
         f = entry["figures"]
         if "host_gap_ms" in f:
@@ -241,7 +241,7 @@ def measured(section: Section, start: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def age(entry: dict[str, Any]) -> str:
-    """Marks what other sources than these gave."""
+    """Marks figures that other sources gave."""
     return " (older sources)" if older(entry) else ""
 
 

@@ -1,4 +1,4 @@
-"""What is known of a machine, case by case: one JSON file a GPU, written after every case, so that a run can go on from it."""
+"""A machine's results, case by case: one JSON file per GPU, written after every case, so that a later run can continue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Entry:
 
 
 class Results:
-    """folder None: nothing is read or written. A rehearsal's file is named so, and holds no figures."""
+    """folder None: nothing is read or written. A rehearsal's file has its own name and holds no figures."""
 
     def __init__(self, folder: Path | None, machine: Machine) -> None:
         self.machine = machine
@@ -40,7 +40,7 @@ class Results:
             self.known = json.loads(self.path.read_text(encoding="utf-8"))
 
     def of(self, job: Job) -> Entry | None:
-        """How the case ended with these sources and this torch, if it was run."""
+        """How a case ended with these sources and this torch; None where it has not run."""
         found = self.known.get(job.section, {}).get(job.name)
         if found is None or found["sources"] != digest(job.modules) or found["torch"] != self.machine.facts["torch"]:
             return None
@@ -56,7 +56,7 @@ class Results:
         self.write()
 
     def spent(self, of: str) -> dict[str, float]:
-        """Seconds that each stage of the plan named `of` has taken so far, by the stage's name; to be written into."""
+        """Seconds that each stage of the plan `of` has taken so far, by the stage's name; a mutable dict."""
         found: dict[str, Any] = self.known.get("spent", {})
         if found.get("of") != of:
             self.known["spent"] = found = {"of": of, "seconds": {}}
@@ -69,14 +69,14 @@ class Results:
 
 
 def red(needs: Sequence[str], heeds: Sequence[str], checks: Section) -> str | None:
-    """The name of the first red check among those needed, and among those of the operators heeded; checks: by name."""
+    """The first failed check among those needed and among those of the heeded operators. checks: by name."""
     named = [name for name in needs if name in checks and checks[name]["status"] == FAILED]
     found = [name for name, entry in checks.items() if entry.get("group") in heeds and entry["status"] == FAILED]
     return next(iter(named + found), None)
 
 
 def visible(known: dict[str, Any]) -> dict[str, Any]:
-    """A machine's results without the figures of what depends on a check that is red by now."""
+    """A machine's results without the figures of cases that depend on a failed check."""
     checks = {name: entry for name, entry in known.get(CHECK, {}).items() if not older(entry)}
     found = dict(known)
     for section, entries in known.items():
@@ -95,5 +95,5 @@ def why(check: str) -> str:
 
 
 def older(entry: dict[str, Any]) -> bool:
-    """Whether other sources than these gave it."""
+    """Whether other sources than the present ones gave the result."""
     return "modules" not in entry or entry["sources"] != digest(tuple(entry["modules"]))

@@ -1,8 +1,8 @@
-"""Two texts in a narrow format part at one token: does rounding explain it, as large as it shows itself to be?
+"""Two texts in a narrow format differ from one token on: does rounding, as measured, explain it?
 
-`measure.exactness` allows for the rounding of the last logits alone, which suits trained models. Rounding in all blocks before
-moves a random model's logits several times further, by any forward. So the bar is measured: transformers' own error at that
-position, against the same weights in float32. And ours may not be much larger, or it is no rounding.
+`measure.exactness` allows only for the rounding of the last logits, which suits trained models. In a random model, rounding in
+the earlier blocks moves the logits several times further. So the bound is measured: transformers' own error at that position,
+compared with the same weights in float32. Our error may not be much larger.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drafttrain.measure.exactness import first_difference
 from drafttrain.model.target import Taps
 from drafttrain.targets.hf import HFTarget
 
-WORSE = 2.0  # our error may be so many times transformers'
+WORSE = 2.0  # our error may be this many times transformers'
 
 
 @lru_cache(maxsize=1)
@@ -29,7 +29,7 @@ def exact_copy(model: Any) -> Any:
 
 @torch.no_grad()
 def explains(target: HFTarget, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> bool:
-    """Whether both tokens where the texts part are as likely as can be told, and our logits no worse than transformers'."""
+    """Whether both tokens are equally likely within the error, and our logits are no worse than transformers'."""
     at = first_difference(ours, theirs)
     if at is None or at >= min(len(ours), len(theirs)):
         return at is None
@@ -41,7 +41,7 @@ def explains(target: HFTarget, prompt: Sequence[int], ours: Sequence[int], their
 
 
 def own_logits(target: HFTarget, token_1T: Tensor) -> Tensor:
-    """[V] after the last token, by the target's own forward, the last positions as they are decoded: from the cache."""
+    """[V] after the last token, by the target's own forward, with the last positions decoded from the cache."""
     length = token_1T.shape[1]
     kv, position_1T = target.new_cache(1, length + 1), torch.arange(length, device=token_1T.device)[None]
     none_10, last_11 = position_1T[:, :0], torch.zeros_like(position_1T[:, :1])

@@ -1,4 +1,4 @@
-"""Operators on rows: norm, gated activation, choice of the greatest, drawing.
+"""Operators on rows: norm, gated activation, top-k, sampling.
 
 Shapes: M rows, H width, I inner width, V vocabulary, k choices.
 """
@@ -116,16 +116,16 @@ class Sample(Case):
         return {"token": sample_op.sample(given["logits"], sampling(given), given["position"], Lane.TARGET)}
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
-        law_MV = (wide["logits"] / wide["temperature"][:, None]).softmax(-1)
-        return {"token": Draw(law_MV, uniform(sampling(wide), wide["position"], Lane.TARGET))}
+        p_MV = (wide["logits"] / wide["temperature"][:, None]).softmax(-1)
+        return {"token": Draw(p_MV, uniform(sampling(wide), wide["position"], Lane.TARGET))}
 
     def moved(self, dtype: torch.dtype) -> int:
-        """The logits once; whoever draws by two passes reads them again."""
+        """The logits once; an operator with two passes reads them again."""
         return self.rows * self.vocab * dtype.itemsize
 
 
 def noise(rows: int, device: torch.device, seed: int) -> Tensors:
-    """What names the numbers that are drawn with, and each row's temperature, on the device."""
+    """The keys of the noise, and each row's temperature, on the device."""
     draw = generator(device, seed + 1000)
     return {
         "position": torch.randint(0, 5000, (rows,), device=device, generator=draw),
@@ -136,5 +136,5 @@ def noise(rows: int, device: torch.device, seed: int) -> Tensors:
 
 
 def sampling(given: Tensors) -> Sampling:
-    """With everything that a captured graph may not hold read from tensors."""
+    """The settings, with tensors for everything that a captured graph may not hold."""
     return Sampling(TEMPERATURE, key_B=given["key"], temperature_B=given["temperature"], seed_1=given["seed"])

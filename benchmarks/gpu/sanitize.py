@@ -1,6 +1,6 @@
 """Every operator once more under NVIDIA's compute-sanitizer: accesses out of bounds, and races in shared memory.
 
-In a process of its own, with small cases: the tool slows kernels down a hundredfold.
+It runs in a separate process with small cases, because the tool slows kernels down a hundredfold.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ RACELESS = "RACECHECK SUMMARY: 0 hazards"
 
 
 def tool() -> str | None:
-    """compute-sanitizer: on PATH, or where CUDA is."""
+    """Path of compute-sanitizer: on PATH, or in CUDA's folder."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     found = [shutil.which("compute-sanitizer"), *(str(Path(home, "bin", "compute-sanitizer")) for home in homes if home)]
     return next((path for path in found if path and os.access(path, os.X_OK)), None)
 
 
 def sanitize(name: str, machine: Machine) -> dict[str, Any]:
-    """Raises RedError for what the tool finds, SkipError where it is missing, refuses the device, or takes too long."""
+    """Raises RedError for the tool's findings, SkipError where it is missing, refuses the device, or takes too long."""
     path = tool()
     if machine.rehearsal or path is None:
         raise SkipError("a rehearsal has no kernels for it" if machine.rehearsal else "compute-sanitizer is not installed")
-    # what torch asks of the driver and is refused is its own affair
+    # errors of torch's own driver calls are ignored
     quiet = ["--report-api-errors", "no"] if name == "memcheck" else []
     command = [path, "--tool", name, *quiet, sys.executable, "-m", "benchmarks.gpu.sanitize"]
-    # freed memory goes back at once, or what lies beyond a tensor would still be ours
+    # freed memory is returned at once; otherwise memory after a tensor might still be allocated
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
@@ -70,11 +70,11 @@ def jobs(machine: Machine) -> list[Job]:
 
 @torch.no_grad()
 def main() -> int:
-    """What runs under the tool."""
+    """The work under the tool."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for case in (case for case in SMALL if not isinstance(case, Heads)):  # whose products are cuBLAS's
+    for case in (case for case in SMALL if not isinstance(case, Heads)):  # their products are cuBLAS's
         for dtype in case.dtypes:
-            # made on the CPU, so that hardly any kernel but ours runs under the tool
+            # made on the CPU, so that few kernels other than ours run under the tool
             given = case.inputs(dtype, torch.device("cpu"), seed=1)
             case.run({name: x.to(device) for name, x in given.items()})
     if device.type == "cuda":

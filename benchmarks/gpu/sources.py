@@ -1,9 +1,9 @@
-"""Which files a case depends on, so that an edit resets only the cases that it can change.
+"""The source files that a case depends on, so that an edit resets only the cases that it can change.
 
-A case names the modules that it starts from. Their imports are followed through `drafttrain`, wherever in a file they stand;
-then the operators that those modules call are followed into the CUDA files that define them, and these through their
-`#include "..."` lines. Families are loaded by name at run time, so a case reaches only those families that it starts from. The
-benchmarks' own files and the tests count for nothing.
+A case names the modules that it starts from. Their imports are followed through `drafttrain`, at any place in a file. Then the
+operators that those modules call are followed into the CUDA files that define them, and these through their `#include "..."`
+lines. Families are loaded by name at run time, so a case reaches only the families that it starts from. The benchmarks' own
+files and the tests do not count.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import TypeVar
 from drafttrain.drafters import families
 
 ROOT = Path(__file__).parents[2]
-KERNELS = "drafttrain.kernels"  # lies in kernels/ of a checkout
+KERNELS = "drafttrain.kernels"  # the folder kernels/ of a checkout
 SHARED = ("kernels/csrc/schema.h", "kernels/csrc/ops.cpp")  # they declare all operators
-LOADER = "drafttrain.ops.library"  # names one operator to try the library out: its users do not depend on that one
+LOADER = "drafttrain.ops.library"  # it names an operator only to try the library; its users do not depend on that operator
 DECODER: tuple[str, ...] = ("drafttrain.decoding.decoder", "drafttrain.targets.load")
 TRAINING = (
     *DECODER,
@@ -44,7 +44,7 @@ Node = TypeVar("Node")
 
 @cache
 def digest(modules: tuple[str, ...], root: Path = ROOT) -> str:
-    """A name for the contents of all files that these modules reach."""
+    """A hash of the contents of all files that these modules reach."""
     found = hashlib.sha256()
     for path in sorted(files(modules, root)):
         found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
@@ -53,7 +53,7 @@ def digest(modules: tuple[str, ...], root: Path = ROOT) -> str:
 
 @cache
 def files(modules: tuple[str, ...], root: Path = ROOT) -> frozenset[Path]:
-    """The modules, all that they import, and the kernels behind the operators that these call."""
+    """The modules, everything that they import, and the kernels of the operators that these call."""
     found = closure(modules, lambda module: imports(module, root))
     paths = {path for module in found if (path := file_of(module, root))}
     operators = {name for module in found if module != LOADER for name in called(module, root)}
@@ -72,7 +72,7 @@ def closure(first: Iterable[Node], following: Callable[[Node], Iterable[Node]]) 
 
 
 def file_of(module: str, root: Path) -> Path | None:
-    """None for what is no module of this package, such as a name inside one."""
+    """A module's file; None for a name that is no module of this package."""
     name = module.replace(KERNELS, "kernels", 1) if (module + ".").startswith(KERNELS + ".") else module
     base = root / name.replace(".", "/")
     return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
@@ -80,8 +80,9 @@ def file_of(module: str, root: Path) -> Path | None:
 
 @cache
 def imports(module: str, root: Path) -> frozenset[str]:
-    """The package's modules that this one imports, in functions too but not for type checkers alone; and the packages around
-    those, which run before them."""
+    """The package's modules that this one imports, in functions too but not only for type checkers, and the packages around
+    those.
+    """
     path = file_of(module, root)
     if path is None:
         return frozenset()
@@ -91,7 +92,7 @@ def imports(module: str, root: Path) -> frozenset[str]:
 
 
 def executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under `if TYPE_CHECKING`."""
+    """All nodes except those under `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
@@ -100,7 +101,7 @@ def executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def targets(node: ast.AST) -> list[str]:
-    """What an import statement may name: `from a.b import c` names a.b, and a.b.c where that is a module."""
+    """The modules that an import statement may name: `from a.b import c` names a.b, and a.b.c where that is a module."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names if alias.name.startswith("drafttrain")]
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drafttrain") and not node.level:
@@ -116,7 +117,7 @@ def called(module: str, root: Path) -> frozenset[str]:
 
 @cache
 def kernels(operators: frozenset[str], root: Path) -> frozenset[Path]:
-    """The CUDA files that define one of these operators, and what they include."""
+    """The CUDA files that define one of these operators, and the files that they include."""
     units = [unit for unit in sorted(root.glob("kernels/csrc/cuda/*.cu")) if operators & defined(unit)]
     shared = {root / name for name in SHARED} if units else set()
     return frozenset(closure(units, lambda path: included(path, root)) | shared)

@@ -1,6 +1,6 @@
-"""Decode steps of models of real shapes with random weights: plain, and verifying trees, behind a given context.
+"""Decode steps of models of real shapes with random weights: plain, and verifying trees, after a given context.
 
-The rounds are the decoder's own, captured and replayed by it. Prompts are not read: the cache holds random numbers, and its
+The steps are the decoder's own, captured and replayed by it. Prompts are not read: the cache holds random numbers, and its
 lengths are set to the context before every timed run. Weights are far larger than any cache, so nothing is flushed.
 """
 
@@ -59,7 +59,7 @@ class Setting:
 
 
 class Offered(Drafter):
-    """Proposes the same drafts again and again, for nothing: what their verification costs is seen alone."""
+    """Proposes the same drafts every time at no cost, so that only the cost of their verification is measured."""
 
     def __init__(self, nodes: int, vocab: int, device: torch.device) -> None:
         shape = TreeShape.of(binary(nodes)).to(device)
@@ -90,7 +90,7 @@ class OfferedState(DraftState):
 
 
 def binary(nodes: int) -> list[Path]:
-    """Rank paths of a complete binary tree with so many nodes, root included."""
+    """Rank paths of a complete binary tree with this many nodes, root included."""
     found: list[Path] = [()]
     for node in range(1, nodes):
         found.append((*found[(node - 1) // 2], (node - 1) % 2))
@@ -98,7 +98,7 @@ def binary(nodes: int) -> list[Path]:
 
 
 class Shared:
-    """The target, whose sessions share one cache: they take turns."""
+    """The target, whose sessions share one cache in turn."""
 
     def __init__(self, target: FastTarget) -> None:
         self._target = target
@@ -121,7 +121,7 @@ class Shared:
 
 
 class Station:
-    """A session whose rows stand behind one context, as if their prompts had been read. nodes 1: plain decoding."""
+    """A session whose rows are at one context, as if their prompts had been read. nodes 1: plain decoding."""
 
     def __init__(self, target: Shared, setting: Setting, nodes: int, machine: Machine) -> None:
         self.setting, self.machine, self.nodes = setting, machine, nodes
@@ -150,13 +150,13 @@ class Station:
         self.launched = self.runner.launch(range(self.setting.rows), self.longest, None, steps)
 
     def seconds(self) -> float:
-        """Of one step, of `STEPS` in a row."""
+        """Seconds of one step, from `STEPS` in a row."""
         self._stand()
         self.machine.wait()
         return self.machine.seconds(partial(self._launch, STEPS)) / STEPS
 
     def figures(self) -> dict[str, Any]:
-        """Beside the times. Raises RedError where the rounds did not go on with the texts as they should."""
+        """Figures other than times. Raises RedError where the steps did not continue the texts correctly."""
         self._stand()
         seen = traced(partial(self._launch, STEPS), self.machine) if self.nodes in TRACED else None
         if seen is None:
@@ -165,7 +165,7 @@ class Station:
         made = [sum(row.count for row in rows) for rows in zip(*self.launched.rows(), strict=True)]
         grown = (self.session.kv.lengths(torch.arange(self.setting.rows)) - self.setting.context).tolist()
         if made != grown or min(grown) < STEPS:
-            raise RedError(f"{STEPS} rounds of {self.nodes} nodes made {made} tokens and kept {grown} positions")
+            raise RedError(f"{STEPS} steps of {self.nodes} nodes made {made} tokens and kept {grown} positions")
         found: dict[str, Any] = {"capture_seconds": self.runner.made.seconds, "capture_bytes": self.runner.made.bytes}
         if seen is not None:
             found |= {"waits": seen.waits, "replays": seen.replays, "products": seen.products, "attention": seen.attention}
@@ -173,20 +173,20 @@ class Station:
 
     @property
     def verify(self) -> float | None:
-        """Seconds of one round's forward of the target; None where no graph told."""
+        """Seconds of the target's forward in one step; None without graph timings."""
         parts = self.launched.parts() if self.launched else None
         return parts.verify if parts else None
 
 
 @lru_cache(maxsize=1)
 def target_of(model: str, machine: Machine) -> FastTarget:
-    """The last one is kept: settings come model by model."""
+    """The target. The last one is kept, since settings come model by model."""
     config = (REHEARSED if machine.rehearsal else TIMED)[model]
     return FastTarget(random_model(config, torch.bfloat16, machine.device))
 
 
 def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
-    """By node count, as text: milliseconds, share of the floor, ratio to plain. Raises SkipError where it does not fit."""
+    """By node count, as text: milliseconds, share of the bound, ratio to plain. Raises SkipError where it does not fit."""
     target = target_of(setting.model, machine)
     if (
         not machine.rehearsal

@@ -1,7 +1,7 @@
-"""The training loss of two families as one would write it first: transformers' own forward with all its hidden states and
-logits, all logits of the drafter as [T, V] tensors, attention under a dense mask. What is compared with in `throughput.py`.
+"""The training loss of two families in its simplest form, the comparison in `throughput.py`: transformers' own forward with
+all hidden states and logits, all logits of the drafter as [T, V] tensors, attention under a dense mask.
 
-The drafter's modules are its own; no row is padded and every token is supervised.
+The drafter's modules are its own. No row is padded and every token is supervised.
 
 Shapes: B rows, T positions, k steps, h heads, D head width or the drafter's vocabulary, H hidden, V the target's vocabulary.
 """
@@ -20,27 +20,27 @@ from drafttrain.model.batch import TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """All that the target says: the embedding, then every block's output, the last one normed; and its logits."""
+class TargetOutputs:
+    """All outputs of the target: the embedding, then every block's output, the last one normed; and its logits."""
 
     states: tuple[Tensor, ...]
     logits_BTV: Tensor
 
 
 @torch.no_grad()
-def told(target: Any, batch: TrainBatch) -> Told:
+def told(target: Any, batch: TrainBatch) -> TargetOutputs:
     out = target.model(input_ids=batch.token_BT, output_hidden_states=True, use_cache=False)
-    return Told(out.hidden_states, out.logits)
+    return TargetOutputs(out.hidden_states, out.logits)
 
 
-def divergence(logits_BTV: Tensor, law_logits_BTV: Tensor) -> Tensor:
+def divergence(logits_BTV: Tensor, target_logits_BTV: Tensor) -> Tensor:
     """[B, T] KL(p || q)."""
-    log_q_BTV, log_p_BTV = (x.float().log_softmax(-1) for x in (logits_BTV, law_logits_BTV))
+    log_q_BTV, log_p_BTV = (x.float().log_softmax(-1) for x in (logits_BTV, target_logits_BTV))
     return F.kl_div(log_q_BTV, log_p_BTV, reduction="none", log_target=True).sum(-1)
 
 
 def heads(drafter: Any, target: Any, batch: TrainBatch) -> Tensor:
-    """The loss of heads on the target's last state, head k from 0 foretelling the token k + 2 positions on."""
+    """The loss of heads on the target's last state; head k, from 0, predicts the token k + 2 positions on."""
     found, total = told(target, batch), torch.zeros((), device=batch.token_BT.device)
     for k, head in enumerate(drafter.heads):
         logits_BTV = head.output(head(found.states[-1]))
@@ -49,8 +49,9 @@ def heads(drafter: Any, target: Any, batch: TrainBatch) -> Tensor:
 
 
 def unrolled(drafter: Any, target: Any, batch: TrainBatch) -> Tensor:
-    """The loss of a layer trained on its own outputs: at step i the queries see step 0's keys causally, and their own index of
-    the later steps', under one mask over all keys."""
+    """The loss of a layer trained on its own outputs. At step i the queries see step 0's keys causally, and the keys of later
+    steps at their own index, under one mask over all keys.
+    """
     found, attention, T = told(target, batch), drafter.attention, batch.token_BT.shape[1]
     state_BTH = drafter.fuse({block: found.states[block + 1] for block in drafter.taps.blocks})
     own_TT = torch.eye(T, dtype=torch.bool, device=state_BTH.device)
@@ -69,11 +70,13 @@ def unrolled(drafter: Any, target: Any, batch: TrainBatch) -> Tensor:
     return total
 
 
-def _restricted(drafter: Any, logits_BTD: Tensor, law_logits_BTV: Tensor, step: int) -> Tensor:
-    """The sum over positions whose likeliest token the drafter has, against the target's law over its vocabulary."""
-    logits_BTD, law_logits_BTV = logits_BTD[:, : -2 - step], law_logits_BTV[:, 1 + step : -1]
-    learnt_BT = drafter.t2d[law_logits_BTV.argmax(-1)]
-    return (divergence(logits_BTD, law_logits_BTV[..., drafter.ids]) * learnt_BT).sum()
+def _restricted(drafter: Any, logits_BTD: Tensor, target_logits_BTV: Tensor, step: int) -> Tensor:
+    """The sum over positions whose most likely token is in the drafter's vocabulary, with the target distribution over that
+    vocabulary.
+    """
+    logits_BTD, target_logits_BTV = logits_BTD[:, : -2 - step], target_logits_BTV[:, 1 + step : -1]
+    learnt_BT = drafter.t2d[target_logits_BTV.argmax(-1)]
+    return (divergence(logits_BTD, target_logits_BTV[..., drafter.ids]) * learnt_BT).sum()
 
 
 LOSSES: dict[str, Callable[[Any, Any, TrainBatch], Tensor]] = {"eagle3": unrolled, "medusa": heads}

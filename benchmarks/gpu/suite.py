@@ -1,4 +1,4 @@
-"""The frame of the suites: command line, a budget of time, one case after the other, what is left for the next run."""
+"""The frame of the suites: command line, a time budget, one case after the other, and the rest for the next run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drafttrain.cli.quiet import quiet
 
 __all__ = ["Arguments", "Job", "RedError", "SkipError", "Suite"]
 
-BUDGET = 360.0  # seconds; a case that has begun goes on
+BUDGET = 360.0  # seconds; a running case is finished
 REAL = ROOT / "outputs" / "real"
 
 
@@ -54,12 +54,12 @@ class Arguments:
 
     @property
     def folder(self) -> Path | None:
-        """Where results lie; a rehearsal leaves the repository's alone."""
+        """The folder of the results. A rehearsal does not use the repository's."""
         return self.results or (None if self.rehearse else FOLDER)
 
 
 class Suite:
-    """One of the suites on one machine. section: of the results; a suite of several sections names none of them."""
+    """A suite on one machine. section: of the results; a suite of several sections names none."""
 
     @property
     def title(self) -> str:
@@ -88,8 +88,8 @@ class Suite:
         return Runner(self.results, chosen(checks, "", CHECK), limits, given.watched, between)
 
     def run(self, jobs: Sequence[Job], checks: Iterable[Job] = ()) -> int:
-        """Run what is not done, as long as the budget lasts, checks before what depends on them; the exit code: 1 where
-        anything is red.
+        """Run unfinished cases within the budget, checks before the cases that depend on them. Returns the exit code: 1 for
+        any failure.
         """
         runner = self.runner(jobs if self.section == CHECK else checks)
         stage = Stage(self.section, chosen(jobs, self.arguments.only, self.section))
@@ -103,7 +103,7 @@ class Suite:
         return self.end(runner, lines)
 
     def end(self, runner: Runner, lines: dict[str, list[Job]]) -> int:
-        """The summary, and the tables; the exit code."""
+        """Print the summary and write the tables; returns the exit code."""
         summary(lines, runner)
         if self.machine.rehearsal:
             print("rehearsed; no figures", flush=True)

@@ -1,9 +1,9 @@
-"""Training steps of drafters for a target of a real size with random weights: tokens a second, share of the GPU's peak, memory;
-beside the same step written straightforwardly (`straight.py`), in turn.
+"""Training steps of drafters for a target of a real size with random weights: tokens per second, share of the GPU's peak,
+memory; and the same step in its simplest form (`straight.py`), in turn.
 
-A step: the frozen target's forward, the drafter's loss and gradients, AdamW; weights, gradients and moments in bfloat16. Both
-ways train one drafter by one optimiser. Where the straightforward one is out of memory, that is its result, and it is timed on
-fewer rows.
+A step is the frozen target's forward, the drafter's loss and gradients, and AdamW, with weights, gradients and moments in
+bfloat16. Both ways train one drafter with one optimizer. Where the simple way runs out of memory, that is its result, and it
+is timed on fewer rows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Setting:
 
 
 class Training:
-    """One drafter in training, its steps computed either way. flops: of one step's target forward and drafter."""
+    """One drafter in training, with steps computed either way. `flops`: of one step's target forward and drafter."""
 
     def __init__(self, setting: Setting, machine: Machine) -> None:
         self.machine, self.target = machine, target_of(setting.model, machine)
@@ -66,7 +66,7 @@ class Training:
         with machine.device:
             options = of.options(**(SMALL if machine.rehearsal else OPTIONS)[setting.family])
             self.drafter = of.build(options, self.target).to(torch.bfloat16).train()
-        self.drafter.prepare(lambda: torch.arange(vocab))  # any tokens will do for its vocabulary
+        self.drafter.prepare(lambda: torch.arange(vocab))  # its vocabulary may be any tokens
         self.objective = Objective(self.drafter, self.target, LossOptions())
         self.online, self.written = Online(self.target, self.drafter.taps), straight.LOSSES[setting.family]
         trained = [p for p in self.drafter.parameters() if p.requires_grad]
@@ -82,7 +82,7 @@ class Training:
         return self.written(self.drafter, self.target, batch)
 
     def step(self, loss: Callable[[TrainBatch], Tensor], rows: int) -> None:
-        self.optimizer.zero_grad()  # first, since a step may have ended for want of memory
+        self.optimizer.zero_grad()  # first, since a step may have run out of memory
         batch = self.rows(rows)
         total = loss(batch)
         (total / batch.token_BT.numel()).backward()
@@ -93,17 +93,18 @@ class Training:
         return TrainBatch(b.token_BT[:count], b.position_BT[:count], b.document_BT[:count], b.mask_BT[:count])
 
     def _count(self, head: int) -> tuple[float, float]:
-        """(operations of a step, its loss). As `drafttrain fit` counts them, but the target's head, which every prediction
-        asks for the law anew, only once for each position. head: weights of it."""
+        """(operations of a step, its loss), counted as in `drafttrain fit`, but with the target's head once per position and
+        not once per prediction. head: weights of it.
+        """
         counter = Flops()
         with counter.counting(self.batch):
             loss, counts = self.objective(self.online.fill(self.batch))
             (loss / self.batch.token_BT.numel()).backward()
-        law = 2.0 * head * self.batch.token_BT.numel()
-        return counter.of(self.batch) - (len(counts.total) - 1) * law, float(loss.detach())
+        head_operations = 2.0 * head * self.batch.token_BT.numel()
+        return counter.of(self.batch) - (len(counts.total) - 1) * head_operations, float(loss.detach())
 
     def check(self, rows: int) -> None:
-        """Raises RedError where both ways' losses differ. They need no gradients for that."""
+        """Raises RedError where the two losses differ. It needs no gradients."""
         batch = self.rows(rows)
         with torch.no_grad():
             ours, theirs = float(self.ours(batch)), float(self.eager(batch))
@@ -118,7 +119,7 @@ def random_batch(rows: int, length: int, vocab: int, device: torch.device, seed:
 
 
 def most(work: Callable[[], object], machine: Machine) -> int:
-    """Bytes on the device at most while it runs, models and optimiser included."""
+    """Peak bytes on the device while it runs, models and optimizer included."""
     if machine.rehearsal:
         work()
         return 0
@@ -136,7 +137,7 @@ def fitting(work: Callable[[int], object], rows: int, machine: Machine) -> tuple
             return rows, most(partial(work, rows), machine)
         except torch.OutOfMemoryError:
             rows //= 2
-        gc.collect()  # what the failed attempt left
+        gc.collect()  # free the memory of the failed attempt
         torch.cuda.empty_cache()
     return 0, 0
 

@@ -1,4 +1,4 @@
-"""What torch's profiler sees of replayed rounds: where the GPU's time goes, and whether the host ever waits between replays."""
+"""torch's profiler over replayed decode steps: where the GPU's time goes, and whether the host waits between replays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ ATTENTION = ("attend", "combine", "flash", "fmha")  # our tree attention is `att
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """waits: of the host, between the first replay's launch and the last one's. The rest: shares of the kernels' time."""
+    """waits: of the host, between the first replay's launch and the last one's. The other fields are shares of the kernels'
+    time.
+    """
 
     waits: int
     products: float
@@ -32,7 +34,7 @@ class Trace:
 
 
 def traced(work: Callable[[], object], machine: Machine) -> Trace:
-    """Of work that replays graphs. Without a GPU nothing is seen, and nothing counted."""
+    """Profile work that replays graphs. Without a GPU all counts are empty."""
     events = profiled(work, machine)
     launches = [e.time_range.start for e in events if e.name == LAUNCH]
     between = [e for e in events if launches and min(launches) <= e.time_range.start <= max(launches)]
@@ -46,7 +48,7 @@ def traced(work: Callable[[], object], machine: Machine) -> Trace:
 
 
 def busy(work: Callable[[], object], machine: Machine) -> float:
-    """Seconds that the device is at it; what else the work takes is the host's gap. 0 without a GPU."""
+    """Seconds that the device works; the rest of the work's time is the host's gap. 0 without a GPU."""
     return sum(e.time_range.elapsed_us() for e in on_device(profiled(work, machine))) / 1e6
 
 

@@ -1,8 +1,8 @@
-"""`make gpu-train`: how fast training steps are on this GPU, what the fused loss saves, and whether drafters learn.
+"""`make gpu-train`: the speed of training steps on this GPU, the saving of the fused loss, and whether drafters learn.
 
-Steps for a target of a real size first (`throughput.py`). Then the loss alone: output matrix, divergence and both gradients by
-`losses.Objective`, its divergence fused or in plain torch. Then every family on the embedded target with a plain AdamW loop
-over random tokens. Checks come before as in `make gpu-bench`.
+First steps for a target of a real size (`throughput.py`). Then the loss by itself: output matrix, divergence and both
+gradients by `losses.Objective`, with its divergence fused or in plain torch. Then every family on the embedded target with a
+plain AdamW loop over random tokens. Checks run before, as in `make gpu-bench`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ENDS = 10  # steps whose mean loss counts as the first, and the last
 
 
 class Bare(Drafter):
-    """One prediction through one output matrix: the loss and nothing else."""
+    """One prediction through one output matrix: only the loss."""
 
     def __init__(self, vocab: int, width: int, device: torch.device) -> None:
         super().__init__(Proposal(1))
@@ -94,7 +94,7 @@ def loss(name: str, machine: Machine) -> dict[str, Any]:
 
 
 def peak(work: Callable[[], None], machine: Machine) -> int:
-    """Bytes of memory beyond what was held before."""
+    """Bytes of memory in addition to those in use before."""
     if machine.rehearsal:
         work()
         return 0
@@ -107,7 +107,7 @@ def peak(work: Callable[[], None], machine: Machine) -> int:
 
 
 def family(name: str, machine: Machine) -> dict[str, Any]:
-    """Tokens a second, and the loss before and after. Raises RedError where it does not fall."""
+    """Tokens per second, and the loss before and after. Raises RedError where it does not fall."""
     rows, length, kept, steps = (2, 24, 2, 24) if machine.rehearsal else (16, 256, 8, 300)
     dtype = "float32" if machine.rehearsal else "bfloat16"
     target = load_target(TargetOptions(dtype=dtype, device=str(machine.device))).target

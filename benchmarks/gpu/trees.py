@@ -1,4 +1,4 @@
-"""What a draft is made of: links of a tree, the best nodes of many candidates, parallel heads.
+"""Operators of drafting: links of a tree, the best nodes of many candidates, parallel heads.
 
 Shapes: B rows, N nodes, M candidates, K heads, H hidden, V vocabulary.
 """
@@ -65,7 +65,7 @@ class BuildTree(Case):
 
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
         parent_BM = random_parents(self.rows, self.candidates, device, seed)
-        # steps of a quarter: equal scores abound, and the lower index must win
+        # steps of a quarter, so that many scores are equal and the lower index must win
         step_BM = torch.rand(parent_BM.shape, device=device, generator=generator(device, seed)).mul_(8).floor_().div_(4)
         score_BM = torch.zeros_like(step_BM)
         for i in range(1, self.candidates):
@@ -93,7 +93,7 @@ class BuildTree(Case):
         return found | dict(zip(_LINKS, links(above), strict=True)) | {"sibling": [after.get(i, -1) for i in range(self.nodes)]}
 
     def moved(self, dtype: torch.dtype) -> int:
-        """Parents and scores; six numbers a node."""
+        """Parents and scores; six numbers per node."""
         return self.rows * (12 * self.candidates + 48 * self.nodes)
 
 
@@ -119,7 +119,7 @@ class Heads(Case):
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, device=device, generator=draw).to(dtype)
 
-        output_KVH = torch.stack([random(self.vocab, H) for _ in range(K)])  # one by one: float32 copies are large
+        output_KVH = torch.stack([random(self.vocab, H) for _ in range(K)])  # one at a time, because float32 copies are large
         return {"weight": random(K, H, H) / H**0.5, "bias": random(K, H), "output": output_KVH, "state": random(self.rows, H)}
 
     def run(self, given: Tensors) -> Tensors:

@@ -1,7 +1,8 @@
-"""`make gpu-wheels`: what drafttrain needs beside torch, transformers and Triton, as wheels in one folder; and its use.
+"""`make gpu-wheels`: the packages that drafttrain needs in addition to torch, transformers and Triton, as wheels in one
+folder.
 
-The folder goes to a machine without network, in at most 64 MiB. There `provide` unpacks what is missing into a folder of its
-own, so that the machine's packages stay as they are. What is named in `HEAVY` would not fit: the suites do without.
+The folder goes to a machine without network, in at most 64 MiB. There `provide` unpacks missing packages into a separate
+folder, so that the machine's packages do not change. Packages in `HEAVY` would not fit; the suites do without them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class WheelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What machine the wheels are for."""
+    """The machine that the wheels are for."""
 
     python: str  # 3.12
     platforms: tuple[str, ...]
@@ -61,7 +62,7 @@ class Request:
         pip("download", "--no-deps", "-q", "-d", str(self.folder), *wanted, *names)
 
     def build(self, name: str) -> None:
-        """Raises WheelError for a wheel that is made for this machine alone."""
+        """Raises WheelError for a wheel that runs only on this machine."""
         pinned = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if line.startswith(f"{name}==")]
         with tempfile.TemporaryDirectory() as aside:
             pip("wheel", "--no-deps", "-q", "-w", aside, *(pinned or [name]), DS_BUILD_OPS="0")
@@ -72,7 +73,7 @@ class Request:
 
 
 def pip(*arguments: str, **environment: str) -> None:
-    """Raises WheelError with what pip said last."""
+    """Run pip. Raises WheelError with its last message."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     if done.returncode:
@@ -82,7 +83,7 @@ def pip(*arguments: str, **environment: str) -> None:
 
 
 def collect(request: Request, names: Sequence[str], sources: Sequence[str], most: int) -> int:
-    """Fill the folder and write the manifest; gives the bytes of all wheels. Raises WheelError, for too many bytes as well."""
+    """Fill the folder and write the manifest; returns the bytes of all wheels. Raises WheelError, also for too many bytes."""
     request.folder.mkdir(parents=True, exist_ok=True)
     for old in request.folder.glob("*.whl"):
         old.unlink()
@@ -93,7 +94,7 @@ def collect(request: Request, names: Sequence[str], sources: Sequence[str], most
 
 
 def sealed(request: Request, most: int) -> int:
-    """The manifest of what lies in the folder."""
+    """The manifest of the folder's files."""
     found = sorted(request.folder.glob("*.whl"))
     total = sum(path.stat().st_size for path in found)
     if total > most:
@@ -109,7 +110,7 @@ def sealed(request: Request, most: int) -> int:
 
 
 def provide(folder: Path = FOLDER, target: Path = TARGET) -> str | None:
-    """Make what is missing here importable from the wheels, for this process and those that it starts. Gives what to say."""
+    """Make missing packages importable from the wheels, for this process and its children. Returns a message."""
     wheels = {distribution(path.name): path for path in sorted(folder.glob("*.whl"))}
     place = target / f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
     if wheels:
@@ -132,7 +133,7 @@ def announce() -> None:
 
 
 def added(place: Path) -> None:
-    """To the end of the search path: whatever the machine has comes first."""
+    """Append to the search path, so that the machine's own packages come first."""
     if str(place) not in sys.path:
         sys.path.append(str(place))
         before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -140,7 +141,7 @@ def added(place: Path) -> None:
 
 
 def distribution(wheel: str) -> str:
-    """Its name, from a wheel's file name."""
+    """The distribution's name, from a wheel's file name."""
     return normal(wheel.split("-")[0])
 
 

@@ -18,18 +18,17 @@ from drafttrain.commands.verify import target_place
 from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import Prompt, encode_prompt, load_prompts
 from drafttrain.data.server import base_of
-from drafttrain.engines.answers import Side
-from drafttrain.engines.http import CHAT, TOKENS, Where, endpoint
-from drafttrain.engines.measurement import FIGURES, SPECULATIVE, Here, Terms, measured
-from drafttrain.engines.process import ENGINES, Job, python_of
+from drafttrain.engines.answers import TimedEngine
+from drafttrain.engines.http import CHAT, TOKENS, EndpointOptions, endpoint
+from drafttrain.engines.measurement import FIGURES, SPECULATIVE, OwnDecoding, TimingOptions, measured
+from drafttrain.engines.process import ENGINES, EngineJob, python_of
 from drafttrain.engines.timed_process import serving
 from drafttrain.export import golden
 from drafttrain.export.chain import Ending, chain_drafter, decoded
 from drafttrain.export.exporter import GGUF, Wanted, refusals
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.opened import Opened
-from drafttrain.export.table import asked as stacks_asked
-from drafttrain.export.table import loads
+from drafttrain.export.table import loads, stacks_for
 from drafttrain.measure.bench import BASELINE, Watch
 from drafttrain.measure.cases import encode_cases
 from drafttrain.measure.entry import prompt_digest
@@ -52,7 +51,7 @@ class Asked:
     """
 
     pythons: dict[str, Path] = field(default_factory=dict)
-    endpoints: dict[str, dict[str, Where]] = field(default_factory=dict)
+    endpoints: dict[str, dict[str, EndpointOptions]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     every: bool = False
 
@@ -105,11 +104,11 @@ class Beside:
     ending: Ending
     length: int
     dtype: str
-    here: Callable[[str], Here]
+    here: Callable[[str], OwnDecoding]
 
-    def terms(self, label: str, batches: bool, watch: Watch) -> Terms:
+    def terms(self, label: str, batches: bool, watch: Watch) -> TimingOptions:
         measure = self.options.measure
-        return Terms(
+        return TimingOptions(
             label, len(self.ids), measure.batch_sizes if batches else [1], measure.repeats, 60 * measure.minutes, self.length,
             self.ending.stop_ids, watch,
         )  # fmt: skip
@@ -125,7 +124,7 @@ def exports(asked: Asked, directory: Path, loaded: LoadedTarget) -> Iterator[dic
         if (width := weights_of(loaded.target.fingerprint)) != "whole":
             raise UserError(f"the target has {width} weights here, engines load whole ones; leave out target.weights or engine")
         opened = Opened.of(directory, loaded)
-        material = golden.stored(directory) or golden.made(opened, golden.texts_for(loaded))
+        material = golden.stored(directory) or golden.made(opened, golden.sequences_for(loaded))
         dtype, done = str(loaded.target.dtype).removeprefix("torch."), {}
         for name in asked.pythons:
             try:
@@ -192,11 +191,11 @@ def _check(options: RunOptions, names: Sequence[str]) -> None:
         raise UserError(f"engine_api is {options.engine_api!r}; choose {TOKENS} or {CHAT}")
 
 
-def _places(options: RunOptions, name: str) -> dict[str, Where]:
+def _places(options: RunOptions, name: str) -> dict[str, EndpointOptions]:
     urls = {SPECULATIVE: ("engine_url", options.engine_url), BASELINE: ("engine_plain_url", options.engine_plain_url)}
     key = os.environ.get(options.engine_key_env) or None
     found = {
-        side: Where(url, setting, options.engine_model, key, options.engine_api)
+        side: EndpointOptions(url, setting, options.engine_model, key, options.engine_api)
         for side, (setting, url) in urls.items()
         if url is not None
     }
@@ -213,7 +212,7 @@ def _places(options: RunOptions, name: str) -> dict[str, Where]:
 def _loaded_by(name: str, family: str) -> list[str]:
     """Stacks by which the engine can load such a drafter. Raises UserError where there is none."""
     able = [stack for stack in ENGINES[name].loads if stack in loads(family)]
-    return able or stacks_asked(family, ENGINES[name].loads[0])
+    return able or stacks_for(family, ENGINES[name].loads[0])
 
 
 def _wanted(opened: Opened, name: str, out: Path, dtype: str) -> Wanted:
@@ -247,16 +246,16 @@ def _given(report: Report, directory: Path, loaded: LoadedTarget, options: RunOp
     return Beside(options, opened, chosen, ids, ending, length, dtype, _here(opened, ids, ending, length, dtype))
 
 
-def _here(opened: Opened, ids: list[list[int]], ending: Ending, length: int, dtype: str) -> Callable[[str], Here]:
+def _here(opened: Opened, ids: list[list[int]], ending: Ending, length: int, dtype: str) -> Callable[[str], OwnDecoding]:
     target, drafter = opened.loaded.target, chain_drafter(opened, length, dtype)
 
     @cache
-    def decode(begins: str) -> Here:
-        rounds = [decoded(target, drafter, prompt, ending, length, begins) for prompt in ids]
-        texts = [one.tokens[: ending.of(one.tokens)] for one in rounds]
+    def decode(begins: str) -> OwnDecoding:
+        sequences = [decoded(target, drafter, prompt, ending, length, begins) for prompt in ids]
+        texts = [one.tokens[: ending.of(one.tokens)] for one in sequences]
         letters = [str(opened.loaded.tokenizer.decode(text, skip_special_tokens=True)) for text in texts]
-        emitted = [max(0, len(text) - one.first) for text, one in zip(texts, rounds, strict=True)]
-        return Here(texts, letters, emitted, [len(one.counted(ending, "cut")) for one in rounds])
+        emitted = [max(0, len(text) - one.first) for text, one in zip(texts, sequences, strict=True)]
+        return OwnDecoding(texts, letters, emitted, [len(one.counted(ending, "cut")) for one in sequences])
 
     return decode
 
@@ -266,8 +265,8 @@ def _in_process(given: Beside, name: str, python: Path, export: Exported, watch:
     terms = given.terms(engine.label, engine.batches, watch)
     timed = {"dtype": export.dtype, "threads": threads, "device": opened.loaded.target.device.type, "batch": max(terms.sizes)}
 
-    def job(speculative: bool) -> Job:
-        return Job(
+    def job(speculative: bool) -> EngineJob:
+        return EngineJob(
             target=target_place(export.out, opened),
             drafter=str(export.out),
             family=opened.meta.family,
@@ -281,7 +280,7 @@ def _in_process(given: Beside, name: str, python: Path, export: Exported, watch:
         )
 
     with tempfile.TemporaryDirectory(prefix="drafttrain-engine-") as folder, ExitStack() as open_now:
-        sides: dict[str, Side] = {}
+        sides: dict[str, TimedEngine] = {}
         for done, side in enumerate((SPECULATIVE, BASELINE), start=1):
             watch(f"{engine.label}: ready", done - 1, 2, 0)
             started = serving(name, python, job(side == SPECULATIVE), Path(folder) / side)
@@ -291,12 +290,12 @@ def _in_process(given: Beside, name: str, python: Path, export: Exported, watch:
     return {"stack": export.stack, "dtype": export.dtype, "threads": threads} | found
 
 
-def _over_network(given: Beside, label: str, places: dict[str, Where], watch: Watch) -> dict[str, Any]:
+def _over_network(given: Beside, label: str, places: dict[str, EndpointOptions], watch: Watch) -> dict[str, Any]:
     terms, first = given.terms(label, True, watch), next(iter(places.values()))
     chats = [[{"role": "user", "content": prompt.turns[0]}] for prompt in given.prompts]
     prompts: Any = chats if first.api == CHAT else given.ids
     with ExitStack() as open_now:
-        sides: dict[str, Side] = {
+        sides: dict[str, TimedEngine] = {
             side: open_now.enter_context(endpoint(where, prompts, given.ending.max_new_tokens, max(terms.sizes)))
             for side, where in places.items()
         }

@@ -14,7 +14,7 @@ from drafttrain.export.exporter import Exported, Wanted, check_wanted, refusals
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.hub import Repository, push
 from drafttrain.export.opened import Opened
-from drafttrain.export.table import STACKS, asked
+from drafttrain.export.table import STACKS, stacks_for
 from drafttrain.runs.given_checkpoint import Given, say_plainly
 from drafttrain.runs.lock_step import together
 from drafttrain.runs.options import RunOptions
@@ -37,7 +37,7 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
             f"target.tensor_parallel is {options.target.tensor_parallel}, an export reads the whole target; leave it out"
         )
     given, console = Given.of(name), Console()
-    stacks = asked(given.family, stack)
+    stacks = stacks_for(given.family, stack)
     dtype = options.dtype or ("float32" if options.adapter else given.dtype)
     repository = None if options.push_to_hub is None else Repository(options.push_to_hub, options.push_private)
     wanted = Wanted(
@@ -60,7 +60,7 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
         material = golden.stored(directory)
         if material is None:
             console.print("golden drafts: none with the checkpoint, made now from the target", soft_wrap=True)
-            material = golden.made(opened, golden.texts_for(loaded))
+            material = golden.made(opened, golden.sequences_for(loaded))
         exported = export_to(opened, material, wanted)
         _say(console, exported, wanted)
         places = {stack: out / stack if wanted.several else out for stack in exported.written}

@@ -318,7 +318,7 @@ def _keep_golden(checkpoints: list[Path], loaded: LoadedTarget, console: RichCon
             if loads(read_meta(directory).family) and golden.stored(directory) is None:
                 opened = Opened.of(directory, loaded)
                 if opened.drafter.trained:
-                    golden.store(directory, golden.made(opened, golden.texts_for(loaded)))
+                    golden.store(directory, golden.made(opened, golden.sequences_for(loaded)))
         except UserError as error:
             console.print(f"note: no golden drafts with {directory.name}: {error}", style="yellow", soft_wrap=True)
 

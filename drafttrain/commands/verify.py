@@ -16,11 +16,11 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json
 from drafttrain.data.prompts import encode_prompt, load_prompts
 from drafttrain.drafters.checkpoint import read_meta
-from drafttrain.engines.process import ENGINES, Job, Outcome, python_of, run
-from drafttrain.export.chain import Ending, Rounds, chain_drafter, decoded, plain
+from drafttrain.engines.process import ENGINES, EngineJob, EngineResult, python_of, run
+from drafttrain.export.chain import DecodedSequence, Ending, chain_drafter, decoded, plain
+from drafttrain.export.engine_check import EngineCheck, engine_check
 from drafttrain.export.exporter import RECORD, TARGET
 from drafttrain.export.opened import Opened
-from drafttrain.export.verification import Verification, verified
 from drafttrain.runs.given_checkpoint import Given
 from drafttrain.runs.lock_step import together
 from drafttrain.runs.options import RunOptions
@@ -60,8 +60,8 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
             outcome = run(asked.engine, asked.python, job_of(asked, opened, ids, ending, length))
         own = opened.loaded.target
         with console.status("our own decoder"):
-            rounds: list[Rounds] = [decoded(own, drafter, prompt, ending, length, outcome.begins) for prompt in ids]
-            found = verified(outcome, names, plain(own, ids, ending), rounds, ending, length)
+            sequences: list[DecodedSequence] = [decoded(own, drafter, prompt, ending, length, outcome.begins) for prompt in ids]
+            found = engine_check(outcome, names, plain(own, ids, ending), sequences, ending, length)
     folder = Path(options.output) / "verify" / time.strftime("%Y-%m-%d_%H-%M-%S")
     folder.mkdir(parents=True, exist_ok=True)
     about = {key: asked.record[key] for key in NOTED}
@@ -114,8 +114,8 @@ def prompts_of(options: RunOptions, loaded: LoadedTarget) -> tuple[list[list[int
     return ids, [str(prompt.question_id) for prompt in prompts]
 
 
-def job_of(asked: Asked, opened: Opened, prompts: list[list[int]], ending: Ending, length: int) -> Job:
-    return Job(
+def job_of(asked: Asked, opened: Opened, prompts: list[list[int]], ending: Ending, length: int) -> EngineJob:
+    return EngineJob(
         target=target_place(asked.out, opened),
         drafter=str(asked.out),
         family=asked.record["family"],
@@ -141,7 +141,7 @@ def target_place(out: Path, opened: Opened) -> str:
     return str(found)
 
 
-def say(console: Console, found: Verification, outcome: Outcome, folder: Path) -> None:
+def say(console: Console, found: EngineCheck, outcome: EngineResult, folder: Path) -> None:
     table = Table(box=None, header_style="bold")
     for heading in ("prompt", "tokens", "text", "accepted here", f"by {found.engine}"):
         table.add_column(heading, justify="left" if heading in ("prompt", "text") else "right")

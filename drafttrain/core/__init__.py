@@ -1,1 +1,1 @@
-"""What needs nothing else of the package: trees, sampling, files, checksums, intervals, errors."""
+"""The lowest folder; it imports nothing else of the package: trees, sampling, files, checksums, intervals, errors."""

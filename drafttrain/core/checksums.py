@@ -1,6 +1,7 @@
-"""The files of a directory by their sha256, in one more file there, for everything that reads them.
+"""A list of the sha256 checksums of a directory's files, written into the directory and checked by every reader.
 
-A directory without that file was made by somebody else, by an earlier version, or was changed on purpose: it is taken as it is.
+A directory without that list is accepted unchecked: another program or an earlier version made it, or it was changed on
+purpose.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SUM = re.compile("[0-9a-f]{64}")
 
 
 def file_sum(file: Path, durable: bool = False) -> str:
-    """The file's sha256. durable: it is on the disk when this returns."""
+    """The file's sha256. durable: fsync the file first."""
     with file.open("rb") as opened:
         if durable:
             os.fsync(opened.fileno())
@@ -30,7 +31,7 @@ def file_sum(file: Path, durable: bool = False) -> str:
 
 
 def first_fault(directory: Path, sums: Mapping[str, Any], where: str) -> str | None:
-    """What is wrong with the first bad one of these files; None: nothing. where: the file that `sums` stand in."""
+    """Describe the first missing or damaged file; None if all are intact. where: name of the list, for the message."""
     with ThreadPoolExecutor() as pool:  # hashing lets other threads run
         return next(filter(None, pool.map(lambda name: _fault(directory, name, sums[name], where), sums)), None)
 
@@ -44,10 +45,9 @@ def _fault(directory: Path, name: str, expected: Any, where: str) -> str | None:
 
 
 def list_files(directory: Path, without: Collection[str] = ()) -> None:
-    """Write down the sha256 of all files there and below, but for directories inside that have such a list themselves: the last
-    file of a directory that appears whole (`atomic_directory`).
+    """Write the list of all files in this directory and below; directories inside that have a list themselves are left out.
 
-    without: names of files that people edit.
+    Call it last, before the directory appears (`atomic_directory`). without: names of files that people edit.
     """
     own = [path.parent for path in directory.rglob(LISTED) if path.parent != directory]
     files = [path for path in directory.rglob("*") if path.is_file() and path.name not in (*without, LISTED)]
@@ -57,8 +57,7 @@ def list_files(directory: Path, without: Collection[str] = ()) -> None:
 
 
 def listed(directory: Path, way_out: str) -> dict[str, Any] | None:
-    """sha256 by the files' names; None where the directory has no list. Raises UserError for a damaged list, and for another
-    file under its name."""
+    """The sha256 of each file name; None where the directory has no list. Raises UserError for a damaged list."""
     file = directory / LISTED
     if not file.is_file():
         return None
@@ -70,12 +69,12 @@ def listed(directory: Path, way_out: str) -> dict[str, Any] | None:
 
 
 def check_listed(directory: Path, way_out: str, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Raise UserError unless the listed files are what was written. wanted: which of them, by name."""
+    """Raise UserError unless the listed files are unchanged. wanted: selects the names to check."""
     sums = listed(directory, way_out) or {}
     if (fault := first_fault(directory, {name: sums[name] for name in sums if wanted(name)}, LISTED)) is not None:
         raise UserError(changed(directory, fault, way_out))
 
 
 def changed(directory: Path, fault: str, way_out: str) -> str:
-    """The message about a directory whose files are not those of its list."""
+    """The message for a directory whose files differ from its list."""
     return f"{directory}: {fault}; {way_out}. If you changed it on purpose, delete {LISTED} there"

@@ -1,4 +1,4 @@
-"""What a user did wrong, in one line."""
+"""The package's exceptions, and text that is safe to print."""
 
 import re
 
@@ -7,30 +7,32 @@ HEAD, TAIL = 1200, 400  # characters of a longer line that are shown
 
 
 def printable(text: str) -> str:
-    """Text of others for a terminal: control characters, which it would act on, as escapes, those that turn the direction of
-    writing too; newlines and tabs stay. Worked example: an escape character becomes the four characters `\\x1b`.
+    """Foreign text that is safe to print on a terminal.
+
+    Control characters, and characters that change the direction of writing, become escapes: the escape character becomes the
+    four characters `\\x1b`. Newlines and tabs stay.
     """
     return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
-    """The same in one printable line; of a very long one the beginning and the end, where the way out is."""
+    """The text as one printable line. A very long one is shortened in the middle, since messages end with the fix."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= HEAD + TAIL else f"{line[:HEAD]} ... {line[-TAIL:]}"
 
 
 class UserError(ValueError):
-    """Bad input: the message says what was expected, what was got, and the way out. The command line exits with 2."""
+    """Bad input. The message says what was expected, what was found and how to fix it. The command line exits with 2."""
 
     def __str__(self) -> str:
         return one_line(super().__str__())
 
 
 class Interrupted(BaseException):
-    """SIGTERM or SIGUSR1 ended a run that `resume=auto` goes on with. The command line exits with `Interrupted.CODE`.
+    """SIGTERM or SIGUSR1 ended a run, which `resume=auto` continues. The command line exits with `Interrupted.CODE`.
 
-    together: all processes end at the same step. No Exception, as KeyboardInterrupt is none: nothing on its way out may take
-    it for a failure.
+    Like KeyboardInterrupt it is no Exception, so that no handler takes it for a failure. together: all processes end at the
+    same step.
     """
 
     CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -41,14 +43,14 @@ class Interrupted(BaseException):
 
 
 class WorkerError(RuntimeError):
-    """A process that was started for a command has failed, and what it said is on stderr. The command line exits with 1."""
+    """A process that a command started has failed; its own message is on stderr. The command line exits with 1."""
 
 
 class ParityError(RuntimeError):
-    """What was exported does not draft as its checkpoint does: an export that fails so is gone again, one that an engine fails
-    with stays. The command line exits with `ParityError.CODE`.
+    """An export does not draft as its checkpoint does. The command line exits with `ParityError.CODE`.
 
-    name: what differs (layer ids, d2t, tensors, ...).
+    `export` removes the files of such an export again; `verify`, which runs it in an engine, keeps them. name: the part that
+    differs (layer ids, d2t, tensors, ...).
     """
 
     CODE = 3
@@ -59,6 +61,6 @@ class ParityError(RuntimeError):
 
 
 class OutputError(RuntimeError):
-    """A policy that promises the target's own output did not keep it. The command line exits with `OutputError.CODE`."""
+    """A policy that promises the target's own output gave another. The command line exits with `OutputError.CODE`."""
 
     CODE = 4

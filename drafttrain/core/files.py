@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all (written aside, fsynced, renamed)."""
+"""Files and directories that appear complete or not at all: written under a temporary name, fsynced, then renamed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Any, BinaryIO
 
 from drafttrain.core.errors import UserError
 
-CHECKSUM = "checksum"  # of all else in a JSON object
-HOST = socket.gethostname()  # folders may be shared by machines
+CHECKSUM = "checksum"  # key of the checksum of all other keys of a JSON object
+HOST = socket.gethostname()  # machines may share folders
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def atomic_directory(final: Path, full: str | None = None) -> Iterator[Path]:
-    """Give an empty directory beside `final`; on leaving, make it durable and move it to `final`, replacing what is there.
+    """Yield an empty directory next to `final`; at the end fsync it and rename it to `final`, replacing what was there.
 
-    An exception inside removes the directory aside and leaves `final` as it was. Raises UserError on a full disk; full: as for
-    `atomic_write_bytes`.
+    After an exception inside, `final` is unchanged and the temporary directory is gone. Raises UserError on a full disk;
+    full: as for `atomic_write_bytes`.
     """
     aside = _aside(final)
     with _full_disk(final, full):
@@ -45,9 +45,9 @@ def atomic_directory(final: Path, full: str | None = None) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(final: Path, full: str) -> Iterator[BinaryIO]:
-    """Give a file beside `final` to be written in pieces, which replaces it on leaving; an exception inside removes it.
+    """Yield a temporary file to be written in pieces; at the end it replaces `final`, after an exception it is removed.
 
-    full: what to do where the disk is full. Raises UserError then.
+    Raises UserError on a full disk; full: the end of that message, which says what to do.
     """
     aside = _aside(final)
     with _full_disk(final, full):
@@ -62,12 +62,15 @@ def atomic_file(final: Path, full: str) -> Iterator[BinaryIO]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Replace a file's contents by this text in UTF-8. Raises UserError on a full disk."""
+    """Replace a file's contents with this text in UTF-8. Raises UserError on a full disk."""
     atomic_write_bytes(path, text.encode())
 
 
 def atomic_write_bytes(path: Path, content: bytes, full: str | None = None) -> None:
-    """Replace a file's contents. Raises UserError on a full disk; full: what is kept then and what to do, if not the usual."""
+    """Replace a file's contents. Raises UserError on a full disk.
+
+    full: the end of that message, which says what is kept and what to do; None: the message for a run's checkpoints.
+    """
     aside = _aside(path)
     with _full_disk(path, full):
         try:
@@ -81,22 +84,22 @@ def atomic_write_bytes(path: Path, content: bytes, full: str | None = None) -> N
 
 
 def atomic_write_json(path: Path, value: Any) -> None:
-    """Replace a file's contents by this value as indented JSON. NaN and infinity are refused: JSON has none."""
+    """Replace a file's contents with this value as indented JSON. Raises ValueError for NaN and infinity, which JSON lacks."""
     atomic_write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def write_sealed_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file's contents by this object, with a checksum of it that `read_sealed_json` compares."""
+    """Replace a file's contents with this object and its checksum, which `read_sealed_json` checks."""
     atomic_write_json(path, sealed(content))
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
-    """The object with a checksum of all else in it, under the key `checksum`."""
+    """The object with a checksum of its contents added under the key `checksum`."""
     return content | {CHECKSUM: _digest(content)}
 
 
 def unsealed(content: dict[str, Any]) -> dict[str, Any] | None:
-    """The object without its checksum; None where that is not the checksum of the rest. One without any is given as it is."""
+    """The object without its checksum; None where the checksum is wrong. An object without one is returned unchanged."""
     rest = {key: value for key, value in content.items() if key != CHECKSUM}
     try:
         return rest if CHECKSUM not in content or content[CHECKSUM] == _digest(rest) else None
@@ -105,10 +108,10 @@ def unsealed(content: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def read_sealed_json(path: Path, what: str, way_out: str) -> dict[str, Any]:
-    """An object that `write_sealed_json` wrote, without its checksum. One without a checksum is taken as it is: older versions
-    wrote such, and whoever changes a file on purpose removes it.
+    """The object that `write_sealed_json` wrote, without its checksum.
 
-    what: the file is. Raises UserError for damage, with this way out.
+    A file without a checksum is accepted: older versions wrote none, and users who edit a file remove it. Raises UserError
+    for a damaged file; what and way_out: for its message, the kind of file and what to do.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -129,26 +132,26 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether a writer failed for want of space. Those that are no Python code (safetensors, torch) say so in words alone."""
+    """Whether a writer failed because the disk is full. Native code (safetensors, torch) tells it only in the message."""
     causes = (error, error.__cause__)
     return any((isinstance(c, OSError) and c.errno in FULL) or "No space left on device" in str(c) for c in causes)
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory so that a crash half-way never leaves part of it under its own name."""
+    """Remove a directory; a crash meanwhile never leaves a part of it under its own name."""
     aside = _aside(path)
     path.rename(aside)
     shutil.rmtree(aside)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left aside in this folder. Only for a folder that no other process writes to."""
+    """Remove temporary files that killed processes left in this folder. No other process may be writing to it."""
     for path in folder.glob("*.tmp-*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def remove_abandoned(folder: Path, pattern: str = "*.tmp-*") -> None:
-    """Remove what processes of this machine that have ended left aside in this folder, by these names."""
+    """Remove temporary files in this folder whose process ran on this machine and has ended. pattern: of their names."""
     for path in folder.glob(pattern):
         found = re.search(rf"\.tmp-(old-)?{re.escape(HOST)}-(\d+)$", path.name)
         if found is not None and not _runs(int(found[2])):
@@ -161,7 +164,7 @@ def _runs(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # of another user
+    except PermissionError:  # another user's process
         pass
     return True
 
@@ -171,7 +174,7 @@ def _aside(path: Path) -> Path:
 
 
 def _replace_directory(source: Path, final: Path) -> None:
-    """A rename cannot replace a full directory: the old one steps aside first."""
+    """Move a directory to `final`. A rename cannot replace a directory with files in it, so the old one is renamed first."""
     if not final.exists():
         source.rename(final)
         return
@@ -193,7 +196,7 @@ def _fsync(path: Path) -> None:
 def _full_disk(path: Path, full: str | None = None) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of whichever library writes
+    except Exception as error:  # each library raises its own kind
         if isinstance(error, UserError) or not disk_full(error):
             raise
         usual = f"previous checkpoints are; free space under {path.parent}, or set output= to a directory on another disk"

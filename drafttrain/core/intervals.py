@@ -1,6 +1,6 @@
-"""95 % intervals of pooled figures. What varies is the text, so each is left out once (delete-one jackknife).
+"""95 % intervals of pooled figures, by the delete-one jackknife: each conversation is left out once.
 
-Shapes: C texts (prompts, conversations), F figures of a text that are added up.
+Shapes: C conversations (or prompts), F figures of a conversation that are summed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEVEL = 0.95
 
 @lru_cache(1024)
 def t_quantile(degrees: int) -> float:
-    """What |t| stays below with probability `LEVEL`: 12.706 for 1 degree of freedom, 1.960 for many.
+    """The bound that |t| stays below with probability `LEVEL`: 12.706 for 1 degree of freedom, 1.960 for many.
 
     P(|t| > x) is the regularised incomplete beta function of n / (n + x^2) at (n / 2, 1 / 2) (Abramowitz and Stegun 26.7.1).
     """
@@ -34,10 +34,10 @@ def t_quantile(degrees: int) -> float:
 
 
 def jackknife(figure: Callable[[Tensor], Tensor], sum_CF: Tensor) -> Interval | None:
-    """The interval of `figure` of the sums over texts, by Student's t with C - 1 degrees of freedom; None below two texts.
+    """The interval of a pooled figure, by Student's t with C - 1 degrees of freedom; None below two conversations.
 
-    figure: [..., F] sums -> [...] the pooled figure, a ratio of sums as a rule. Positions of one text are not independent, so
-    a text is what is left out.
+    figure: maps [..., F] sums to [...] values, mostly a ratio of two sums. Positions of one conversation are not
+    independent, so whole conversations are left out.
     """
     C = len(sum_CF)
     if C < 2:
@@ -50,23 +50,23 @@ def jackknife(figure: Callable[[Tensor], Tensor], sum_CF: Tensor) -> Interval | 
 
 
 def added_by(names: Sequence[Hashable], sum_CF: Tensor) -> Tensor:
-    """The rows of one name as one row: turns of a dialogue are one text."""
+    """[names, F]: rows with the same name added up, for example the turns of one dialogue."""
     places: dict[Hashable, int] = {}
     row_C = torch.tensor([places.setdefault(name, len(places)) for name in names], dtype=torch.long)
     return sum_CF.new_zeros(len(places), sum_CF.shape[1]).index_add_(0, row_C, sum_CF)
 
 
 def accepted_length(sum_F: Tensor) -> Tensor:
-    """1 + accepted drafts / verifications, from [..., 2] sums of them."""
+    """1 + accepted drafts / decode steps, from [..., 2] sums of the two."""
     return 1.0 + sum_F[..., 0] / sum_F[..., 1]
 
 
 def tau_interval(sum_C2: Tensor) -> Interval | None:
-    """Of a mean accepted length, from each text's accepted drafts and verifications; never below 1."""
+    """The interval of the mean accepted length, never below 1. sum_C2: accepted drafts and steps of each conversation."""
     found = jackknife(accepted_length, sum_C2[sum_C2[:, 1] > 0])
     return None if found is None else (max(1.0, found[0]), max(1.0, found[1]))
 
 
-def said(value: float, interval: Interval | None) -> str:
-    """`1.52 (1.38 to 1.66)`."""
+def with_interval(value: float, interval: Interval | None) -> str:
+    """The figure with its interval as text: `1.52 (1.38 to 1.66)`."""
     return f"{value:.2f}" + ("" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})")

@@ -1,4 +1,4 @@
-"""How a token is chosen: the request's settings, the law they make of logits, and keyed noise.
+"""A request's sampling settings, the next-token distribution that they make of logits, and keyed noise.
 
 Shapes: B rows, V vocabulary, `...` any leading dimensions.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Lane(IntEnum):
-    """Independent streams of noise. The drafter's must differ from the verifier's, or losslessness is lost."""
+    """Independent streams of noise. The drafter and the target need different ones, or sampling is no longer lossless."""
 
     TARGET = 1
     DRAFT = 2
@@ -22,25 +22,22 @@ class Lane(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep every token, repetition_penalty 1 changes no logit.
+    """How a request chooses tokens. Raises ValueError for a setting out of range.
 
-    draft_temperature: what drafters draw their own samples at; None: `temperature`. shared_noise: they draw with the
-    verifier's numbers, for policies that compare choices. key_B names each row's request for the noise.
-    temperature_B [B] float32, seed_1 [1] int64: read in place of `temperature` (where that is above 0) and `seed`, from the
-    device, so that a captured graph serves other requests too.
+    The two tensors `temperature_B` and `seed_1` stay on the device, so that one captured graph serves other requests too.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: keep every token
+    top_p: float = 1.0  # 1: keep every token
     seed: int = 0
-    key_B: Tensor | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    draft_temperature: float | None = None
-    shared_noise: bool = False
-    temperature_B: Tensor | None = None
-    seed_1: Tensor | None = None
+    key_B: Tensor | None = None  # [B] int64, a number for each row's request, as a part of the noise's key
+    min_p: float = 0.0  # 0: keep every token
+    repetition_penalty: float = 1.0  # 1: change no logit
+    draft_temperature: float | None = None  # temperature of the drafter's own samples; None: `temperature`
+    shared_noise: bool = False  # drafters sample with the target's noise, for policies that compare choices
+    temperature_B: Tensor | None = None  # [B] float32, replaces `temperature` where that is above 0
+    seed_1: Tensor | None = None  # [1] int64, replaces `seed`
 
     def __post_init__(self) -> None:
         if self.temperature < 0.0:
@@ -58,6 +55,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
     @property
@@ -68,10 +66,11 @@ class Sampling:
         return replace(self, temperature=self.draft_temperature, temperature_B=None)
 
     def rows(self, key_B: Tensor) -> Sampling:
+        """The same settings for rows with these request keys."""
         return replace(self, key_B=key_B)
 
     def on_device(self, rows: int, device: torch.device) -> DeviceSampling:
-        """For so many rows: as many as the fields here have, or N times as many, each one's N nodes together."""
+        """These settings as tensors of `rows` entries: the B of the fields here, or B times N, a row's N nodes together."""
         temperature_M, seed_1 = self.temperature_B, self.seed_1
         if temperature_M is None:
             temperature_M = torch.full((rows,), self.temperature, device=device)
@@ -83,22 +82,22 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSampling:
-    """What the compiled operators read of `Sampling`: contiguous, [M] float32, [M] int64, [1] int64."""
+    """The part of `Sampling` that the compiled operators read, as contiguous tensors."""
 
-    temperature_M: Tensor
-    key_M: Tensor
-    seed_1: Tensor
+    temperature_M: Tensor  # float32
+    key_M: Tensor  # int64
+    seed_1: Tensor  # int64
 
 
 def per_node(x_B: Tensor, rows: int) -> Tensor:
-    """[rows]: each of the values repeated for the nodes of its row. With 2 values and 6 rows: a a a b b b."""
+    """[rows]: each value repeated for the nodes of its row. Two values a, b for 6 rows give a a a b b b."""
     return x_B.contiguous() if len(x_B) == rows else x_B.repeat_interleave(rows // len(x_B))
 
 
-def law(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """[..., V] logits -> the probabilities the request samples from: temperature, top-k, top-p, min-p, in this order.
+def distribution(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """[..., V] the next-token distribution of these logits after temperature, top-k, top-p and min-p, in this order.
 
-    float64 stays float64, everything else becomes float32. Greedy gives a one-hot at the lowest index among ties.
+    float64 stays float64, every other type becomes float32. Greedy gives a one-hot at the lowest index among ties.
     """
     if sampling.greedy:
         like_V = torch.zeros_like(logits_V, dtype=_wide(logits_V).dtype)
@@ -107,18 +106,18 @@ def law(logits_V: Tensor, sampling: Sampling) -> Tensor:
 
 
 def shaped(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """[..., V] the logits with minus infinity for what top-k, top-p and min-p drop, at the request's temperature.
+    """[..., V] the logits, with minus infinity for tokens that top-k, top-p or min-p drop at the request's temperature.
 
-    Top-p keeps the smallest set of most likely tokens whose mass reaches p, min-p those of at least
-    so many times the most likely one's probability (arXiv 2407.01082); both as transformers does. Never asks the device.
+    Top-p keeps the smallest set of most likely tokens whose mass reaches p. Min-p keeps tokens with at least min_p times
+    the highest probability (arXiv 2407.01082). Both do as transformers does. It never syncs with the host.
     """
     by_k = 0 < sampling.top_k < logits_V.shape[-1]
     if sampling.greedy or not (by_k or sampling.top_p < 1.0 or sampling.min_p > 0.0):
         return logits_V
     tempered_V = _tempered(logits_V, sampling)
     if by_k:
-        floor_1 = tempered_V.topk(sampling.top_k, dim=-1).values[..., -1:]
-        tempered_V = tempered_V.masked_fill(tempered_V < floor_1, -torch.inf)
+        lowest_1 = tempered_V.topk(sampling.top_k, dim=-1).values[..., -1:]
+        tempered_V = tempered_V.masked_fill(tempered_V < lowest_1, -torch.inf)
     if sampling.top_p < 1.0:
         sorted_V, order_V = tempered_V.sort(dim=-1, descending=True)
         probability_V = sorted_V.softmax(-1)
@@ -126,8 +125,8 @@ def shaped(logits_V: Tensor, sampling: Sampling) -> Tensor:
         drop_V = torch.zeros_like(before_V, dtype=torch.bool).scatter_(-1, order_V, before_V >= sampling.top_p)
         tempered_V = tempered_V.masked_fill(drop_V, -torch.inf)
     if sampling.min_p > 0.0:
-        law_V = tempered_V.softmax(-1)
-        tempered_V = tempered_V.masked_fill(law_V < sampling.min_p * law_V.amax(-1, keepdim=True), -torch.inf)
+        p_V = tempered_V.softmax(-1)
+        tempered_V = tempered_V.masked_fill(p_V < sampling.min_p * p_V.amax(-1, keepdim=True), -torch.inf)
     return logits_V.masked_fill(tempered_V == -torch.inf, -torch.inf)
 
 
@@ -142,27 +141,31 @@ def _tempered(logits_V: Tensor, sampling: Sampling) -> Tensor:
     return _wide(logits_V) / per_node(sampling.temperature_B, lead.numel()).view(*lead, 1)
 
 
-def pick(law_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """[B] token ids: the inverse of each law's cumulative sum at a uniform number. A zero-probability token never comes."""
-    cumulative_BV = law_BV.cumsum(-1)
-    threshold_B1 = uniform_B.to(law_BV.dtype)[:, None] * cumulative_BV[:, -1:]
+def pick(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """[B] token ids sampled from each row's distribution by inverting its cumulative sum at a uniform number.
+
+    A token of probability 0 is never picked.
+    """
+    cumulative_BV = p_BV.cumsum(-1)
+    threshold_B1 = uniform_B.to(p_BV.dtype)[:, None] * cumulative_BV[:, -1:]
     index_B = (cumulative_BV <= threshold_B1).sum(-1)
-    last_B = law_BV.shape[-1] - 1 - (law_BV > 0).flip(-1).int().argmax(-1)
+    last_B = p_BV.shape[-1] - 1 - (p_BV > 0).flip(-1).int().argmax(-1)
     return torch.minimum(index_B, last_B)
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, position_B: Tensor) -> Tensor:
-    """[B] the next token of plain decoding at these positions."""
+    """[B] the next tokens that plain decoding chooses at these positions."""
     if sampling.greedy:
         return logits_BV.argmax(-1)
-    return pick(law(logits_BV, sampling), uniform(sampling, position_B, Lane.TARGET))
+    return pick(distribution(logits_BV, sampling), uniform(sampling, position_B, Lane.TARGET))
 
 
 def uniform(sampling: Sampling, position_B: Tensor, lane: Lane, draw: int = 0) -> Tensor:
-    """[B] float64 in [0, 1), a pure function of (seed, request, position, lane, draw). Keys may be fewer: see `per_node`.
+    """[B] float64 in [0, 1), a pure function of (seed, request key, position, lane, draw).
 
-    Keyed rather than drawn in sequence, so that no number depends on the batch a request happens to sit in.
-    A counter-based generator: SplitMix64 (Steele et al. 2014) applied to each part of the key in turn.
+    There may be fewer request keys than rows; `per_node` repeats them. The noise is keyed and not drawn in sequence, so that
+    no number depends on the batch that a request is in. The generator is counter-based: SplitMix64 (Steele et al. 2014),
+    applied to each part of the key in turn.
     """
     rows = len(position_B)
     key_B = torch.zeros_like(position_B) if sampling.key_B is None else per_node(sampling.key_B.to(position_B.device), rows)

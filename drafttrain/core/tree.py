@@ -1,4 +1,4 @@
-"""The draft tree. Everything a drafter proposes is one of these.
+"""The draft tree: the form of every drafter's proposal.
 
 Shapes: B batch, N nodes (root included), V vocabulary, W children of a node.
 
@@ -9,7 +9,7 @@ A worked example, used throughout: root `r` has children `a`, `b`; `a` has child
     parent   -1   0   0   1
     depth     0   1   1   2
 
-Node 0, the root, is already committed text that no KV cache holds yet. Every parent precedes its children.
+Node 0, the root, is the last committed token. No KV cache holds it yet. Every parent precedes its children.
 """
 
 from __future__ import annotations
@@ -25,23 +25,19 @@ Path = tuple[int, ...]  # ranks from the root: (0, 2) is the third choice at dep
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """A batch of proposals of one node count; `count_B` real nodes each, the rest is padding.
+    """A batch of proposals, padded to one number of nodes.
 
-    q_BNV: row i is the law, after the request's logits processors, that node i's *children* were sampled from
-        (without replacement when there are several). None: the proposal is deterministic given the context.
-    sampled_BN: row i is True where node i's children were sampled from `q_BNV[:, i]`. Required beside `q_BNV`.
-    known_BNN: `ancestors(parent_BN)`, where the shape is known beforehand.
-    confidence_BN: of a chain as it was drafted, P(node i is accepted, if its parent is), where the drafter knows it; 1 at the
-        root. It goes with what is cut off.
+    Row i of `q_BNV` is the distribution, after the request's logits processors, from which node i's *children* were sampled,
+    without replacement where there are several.
     """
 
     token_BN: Tensor
-    parent_BN: Tensor
-    count_B: Tensor
-    q_BNV: Tensor | None = None
-    sampled_BN: Tensor | None = None
-    known_BNN: Tensor | None = None
-    confidence_BN: Tensor | None = None
+    parent_BN: Tensor  # index of each node's parent, -1 at the root
+    count_B: Tensor  # real nodes of each row; the rest is padding
+    q_BNV: Tensor | None = None  # None: the proposal is deterministic given the context
+    sampled_BN: Tensor | None = None  # bool, required with `q_BNV`: whether node i's children were sampled from `q_BNV[:, i]`
+    known_BNN: Tensor | None = None  # `ancestors(parent_BN)`, where the shape is known in advance
+    confidence_BN: Tensor | None = None  # chains only: P(node i is accepted given that its parent is), 1 at the root
 
     @property
     def ancestor_BNN(self) -> Tensor:
@@ -50,7 +46,7 @@ class DraftTree:
 
     @staticmethod
     def chain(token_BN: Tensor, count_B: Tensor | None = None, q_BNV: Tensor | None = None) -> DraftTree:
-        """A chain: each node's parent is its left neighbour. `q_BNV`, if given, holds for every node with a child."""
+        """A chain: each node's parent is its left neighbour. `q_BNV`, if given, is set for every node with a child."""
         B, N = token_BN.shape
         parent_BN = torch.arange(-1, N - 1, device=token_BN.device).expand(B, N)
         count_B = torch.full((B,), N, device=token_BN.device) if count_B is None else count_B
@@ -60,15 +56,16 @@ class DraftTree:
 
     @staticmethod
     def static(token_BN: Tensor, shape: TreeShape) -> DraftTree:
-        """One shape for the whole batch."""
+        """Trees of the same shape in every row of the batch."""
         B, N = token_BN.shape
         count_B = torch.full((B,), N, device=token_BN.device)
         return DraftTree(token_BN, shape.parent_N.expand(B, N), count_B, known_BNN=shape.ancestor_NN.expand(B, N, N))
 
     def cut(self, deepest: int, trim: bool = True) -> DraftTree:
-        """The tree without the nodes below this depth, the rest in the same order. `cut(1)` of the example is r, a, b.
+        """The tree without nodes deeper than `deepest`; the rest keep their order. `cut(1)` of the example is r, a, b.
 
-        trim: to the nodes that are left; without, they become padding and nothing asks the device how many there are.
+        trim: also drop the columns of the removed nodes, which syncs with the host. Without it they become padding. The
+        result has no confidence.
         """
         ancestor_BNN = self.ancestor_BNN
         B, N = self.token_BN.shape
@@ -91,12 +88,12 @@ class DraftTree:
         return DraftTree(self.token_BN.gather(1, order_BM), parent_BM, count_B, q_BMV, sampled_BM)
 
     def joined(self, other: DraftTree) -> DraftTree:
-        """Both proposals as one tree: its token paths are those of either, each once; this one's nodes first, in their order.
+        """One tree with the token paths of both, each path once. This tree's nodes come first, in their order.
 
-        Of fixed shape, N + M - 1 nodes. Both have the same roots, no siblings of the same token, and carry no law. The example
-        and r with a chain b d give r, a, b, c, d, where d hangs from b.
+        Both trees have the same roots, no siblings with the same token and no `q_BNV`. The result has a fixed shape of
+        N + M - 1 nodes. The example and r with a chain b d give r, a, b, c, d, where d's parent is b.
         """
-        assert self.q_BNV is None and other.q_BNV is None, "a node of one may stand where the other drew without it"
+        assert self.q_BNV is None and other.q_BNV is None, "the merged children are no sample of either distribution"
         N, M = self.token_BN.shape[1], other.token_BN.shape[1]
         column = torch.arange(N + M, device=self.token_BN.device)
         real_BN, real_BM = column[:N] < self.count_B[:, None], column[:M] < other.count_B[:, None]
@@ -106,15 +103,15 @@ class DraftTree:
         at_BM = torch.where(new_BM, self.count_B[:, None] + new_BM.cumsum(-1) - 1, at_BM)
         above_BM = at_BM.gather(1, other.parent_BN.clamp_min(0))
         column_BM = torch.where(new_BM, at_BM, N + M - 1)  # the last one takes what is not new
-        behind_BM = torch.zeros_like(at_BM)
-        token_BX = torch.cat([self.token_BN, behind_BM], 1).scatter(1, column_BM, other.token_BN)[:, :-1]
-        parent_BX = torch.cat([self.parent_BN, behind_BM], 1).scatter(1, column_BM, above_BM)[:, :-1]
+        zeros_BM = torch.zeros_like(at_BM)
+        token_BX = torch.cat([self.token_BN, zeros_BM], 1).scatter(1, column_BM, other.token_BN)[:, :-1]
+        parent_BX = torch.cat([self.parent_BN, zeros_BM], 1).scatter(1, column_BM, above_BM)[:, :-1]
         count_B = self.count_B + new_BM.sum(-1)
         parent_BX = torch.where(column[:-1] < count_B[:, None], parent_BX, 0)
         return DraftTree(token_BX, parent_BX, count_B)
 
     def trimmed(self) -> DraftTree:
-        """Without the columns that are padding in every row; asks the device how many there are."""
+        """The tree without columns that are padding in every row. Syncs with the host."""
         N = max(self.count_B.tolist())
         if self.token_BN.shape[1] == N:
             return self
@@ -124,13 +121,16 @@ class DraftTree:
 
 
 def _same_paths(first: DraftTree, second: DraftTree, real_BMN: Tensor) -> Tensor:
-    """[B, M, N] bool: whether node m of the second has the token path of node n of the first. real_BMN: neither is padding."""
+    """[B, M, N] bool: whether node m of the second tree has the same token path as node n of the first.
+
+    real_BMN: whether neither of the two is padding.
+    """
     B, M, N = real_BMN.shape
     same_BMN = real_BMN & (second.token_BN[:, :, None] == first.token_BN[:, None])
     same_BMN[:, 0], same_BMN[:, :, 0] = False, False
     same_BMN[:, 0, 0] = True
     up_BM, up_BN = second.parent_BN.clamp_min(0), first.parent_BN.clamp_min(0)
-    for _ in range(min(M, N).bit_length()):  # each round doubles the length of the paths compared
+    for _ in range(min(M, N).bit_length()):  # each pass doubles the length of the compared paths
         above_BMN = same_BMN.gather(1, up_BM[..., None].expand(B, M, N)).gather(2, up_BN[:, None].expand(B, M, N))
         same_BMN = same_BMN & above_BMN
         up_BM, up_BN = up_BM.gather(1, up_BM), up_BN.gather(1, up_BN)
@@ -138,37 +138,37 @@ def _same_paths(first: DraftTree, second: DraftTree, real_BMN: Tensor) -> Tensor
 
 
 def ancestors(parent_BN: Tensor) -> Tensor:
-    """[B, N, N] bool: entry [b, i, j] says that j is i or an ancestor of i."""
+    """[B, N, N] bool: entry [b, i, j] is true where j is i or an ancestor of i."""
     B, N = parent_BN.shape
     mask_BNN = torch.eye(N, dtype=torch.bool, device=parent_BN.device).expand(B, N, N)
-    up_BN = parent_BN.clamp_min(0)  # the root stands for its own parent
-    for _ in range(N.bit_length()):  # each round doubles the distance looked up, whatever the tree
+    up_BN = parent_BN.clamp_min(0)  # the root is its own parent here
+    for _ in range(N.bit_length()):  # each pass doubles the distance covered, for any tree
         mask_BNN = mask_BNN | mask_BNN.gather(1, up_BN[..., None].expand(B, N, N))
         up_BN = up_BN.gather(1, up_BN)
     return mask_BNN
 
 
 def depth(ancestor_BNN: Tensor) -> Tensor:
-    """[B, N]: edges from the root to each node, from `ancestors`."""
+    """[B, N] edges from the root to each node, given `ancestors`."""
     return ancestor_BNN.sum(-1) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """A static tree as rank paths, breadth first, with what every step needs of it computed once.
+    """A static tree, with the tensors that every decode step needs, computed once.
 
     The worked example is `TreeShape.of([(0,), (1,), (0, 0)])`: parent (-1, 0, 0, 1), depth (0, 1, 1, 2).
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[Path, ...]  # breadth first
     parent_N: Tensor
     depth_N: Tensor
-    rank_N: Tensor
+    rank_N: Tensor  # each node's rank among its parent's candidates
     ancestor_NN: Tensor
 
     @staticmethod
     def of(paths: Sequence[Sequence[int]]) -> TreeShape:
-        """Raises ValueError when a path's own prefix is missing or a path stands twice."""
+        """The tree of these rank paths. Raises ValueError where a path's prefix is missing or a path is repeated."""
         ordered = tuple(sorted((tuple(p) for p in paths), key=lambda p: (len(p), p)))
         index: dict[Path, int] = {(): 0}
         for path in ordered:
@@ -182,22 +182,25 @@ class TreeShape:
         return TreeShape(ordered, parent_N, depth_N, rank_N, ancestors(parent_N[None])[0])
 
     def to(self, device: torch.device) -> TreeShape:
+        """The same shape with tensors on this device."""
         tensors = (self.parent_N, self.depth_N, self.rank_N, self.ancestor_NN)
         return TreeShape(self.paths, *(t.to(device) for t in tensors))
 
     @property
     def max_depth(self) -> int:
+        """Depth of the deepest node."""
         return max(map(len, self.paths), default=0)
 
     @property
     def max_rank(self) -> int:
+        """The highest rank of a node."""
         return max((p[-1] for p in self.paths), default=0)
 
 
 def arrivals(rank_MD: Tensor, paths: Sequence[Path]) -> Tensor:
-    """[M, max depth] float64, 0 or 1: whether a node of `paths` at depth d + 1 is accepted at each sample.
+    """[M, max depth] float64, 0 or 1: whether a node of `paths` at depth d + 1 is accepted at each position.
 
-    rank_MD: [samples, depth] rank at which the true token stood at each depth, given the true tokens above it.
+    rank_MD: the true token's rank among the drafter's candidates at each depth, given the true tokens above it.
     """
     arrive_MD = torch.zeros(len(rank_MD), max(map(len, paths)), dtype=torch.float64)
     for path in paths:
@@ -206,9 +209,10 @@ def arrivals(rank_MD: Tensor, paths: Sequence[Path]) -> Tensor:
 
 
 def visits(arrive_MD: Tensor) -> Tensor:
-    """[M] float64: P(decoding stands at a sample of one text), from the first on; accepting a drafts leads a + 1 further.
+    """[M] float64: P(a decode step starts at each position of one sequence).
 
-    Example: arrivals (1, 0) at every sample, one draft always accepted: visits 1, 0, 1, 0, ...
+    Decoding starts at the first position; a step that accepts a drafts moves a + 1 positions on. Example: arrivals (1, 0)
+    everywhere, so that one draft is always accepted: visits 1, 0, 1, 0, ...
     """
     M, D = arrive_MD.shape
     ends_M1 = torch.zeros(M, 1, dtype=torch.float64)
@@ -221,20 +225,21 @@ def visits(arrive_MD: Tensor) -> Tensor:
     return torch.tensor(visit[:M], dtype=torch.float64)
 
 
-def expected_nodes(texts: Sequence[Tensor], paths: Sequence[Path]) -> float:
-    """Mean number of drafts accepted a verification, over the positions at which decoding these texts stands.
+def expected_nodes(rank_sequences: Sequence[Tensor], paths: Sequence[Path]) -> float:
+    """Mean number of accepted drafts per decode step, over the positions at which steps start.
 
-    texts: each text's ranks as for `arrivals`, in text order. Decoding leaps over easy text, so all positions would
-    give more: where half of a text is accepted 5 at a time and half 1 at a time, they average 3.0 tokens, decoding 1.67.
+    rank_sequences: `rank_MD` of each sequence, as for `arrivals`. The mean over all positions would be larger, because
+    decoding takes few steps in easy text: where half of a text is accepted 5 tokens at a time and half 1 at a time, all
+    positions average 3.0 tokens, decode steps 1.67.
     """
-    accepted, visited = step_sums([arrivals(t, paths) for t in texts]).sum(0).tolist()
+    accepted, visited = step_sums([arrivals(rank_MD, paths) for rank_MD in rank_sequences]).sum(0).tolist()
     return float(accepted / visited)
 
 
 def step_sums(arrivals: Sequence[Tensor]) -> Tensor:
-    """[texts, 2] float64: drafts accepted and verifications made in each text; zeros for one without samples.
+    """[sequences, 2] float64: accepted drafts and decode steps of each sequence; zeros for an empty one.
 
-    arrivals: each text's [M, D], as `arrivals` gives them.
+    arrivals: [M, D] of each sequence, from `arrivals`.
     """
     weights = [visits(arrive_MD) for arrive_MD in arrivals]
     sums = [torch.stack([(w @ a).sum(), w.sum()]) for w, a in zip(weights, arrivals, strict=True)]
@@ -242,7 +247,10 @@ def step_sums(arrivals: Sequence[Tensor]) -> Tensor:
 
 
 def best_paths(rank_MD: Tensor, nodes: int, width: int = 10, weight_M: Tensor | None = None) -> list[Path]:
-    """The `nodes` most often hit paths, from joint ranks: greedy insertion, optimal because P(child) <= P(parent)."""
+    """The `nodes` paths that hold the true tokens most often. Greedy insertion is optimal, since P(child) <= P(parent).
+
+    rank_MD: as for `arrivals`. width: ranks tried below each node. weight_M: weight of each position; None: all the same.
+    """
     share_M = torch.ones(len(rank_MD), dtype=torch.float64) if weight_M is None else weight_M
     share_M = share_M / share_M.sum()
     chosen: list[Path] = []
@@ -261,18 +269,18 @@ def best_paths(rank_MD: Tensor, nodes: int, width: int = 10, weight_M: Tensor | 
     return sorted(chosen, key=lambda p: (len(p), p))
 
 
-def tuned_paths(texts: Sequence[Tensor], nodes: int, width: int = 10, rounds: int = 6) -> list[Path]:
-    """The static tree of `nodes` nodes for decoding texts like these: best for the positions that it visits itself.
+def tuned_paths(rank_sequences: Sequence[Tensor], nodes: int, width: int = 10, iterations: int = 6) -> list[Path]:
+    """The static tree of `nodes` nodes that accepts most on sequences like these.
 
-    The best tree for all positions gives too much to long runs of easy text, over which decoding leaps. So each round
-    takes the best paths at the positions that the tree before it visits; the round that accepts most is returned.
+    The best tree for all positions favours long runs of easy text, in which decoding takes few steps. So each iteration
+    finds the best paths for the positions that the previous tree visits, and the best tree of all iterations is returned.
     """
-    rank_MD = torch.cat(list(texts))
+    rank_MD = torch.cat(list(rank_sequences))
     found = [best_paths(rank_MD, nodes, width)]
-    while found[-1] and len(found) < rounds and found[-1] not in found[:-1]:
-        weight_M = torch.cat([visits(arrivals(t, found[-1])) for t in texts])
+    while found[-1] and len(found) < iterations and found[-1] not in found[:-1]:
+        weight_M = torch.cat([visits(arrivals(ranks, found[-1])) for ranks in rank_sequences])
         found.append(best_paths(rank_MD, nodes, width, weight_M))
-    return max(found, key=lambda paths: expected_nodes(texts, paths) if paths else 0.0)
+    return max(found, key=lambda paths: expected_nodes(rank_sequences, paths) if paths else 0.0)
 
 
 def _on_path(rank_MD: Tensor, path: Path) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.sampling import Lane, Sampling, law
+from drafttrain.core.sampling import Lane, Sampling, distribution
 from drafttrain.core.tree import DraftTree, depth
 from drafttrain.decoding.acceptance import Policy, policy_for
 from drafttrain.decoding.step import commit_of
@@ -201,7 +201,7 @@ class Draft:
 
     @staticmethod
     def begun(token_B1: Tensor, logits_B1V: Tensor, length: int, sampling: Sampling) -> Draft:
-        q_B1V = None if sampling.greedy else law(logits_B1V, sampling)
+        q_B1V = None if sampling.greedy else distribution(logits_B1V, sampling)
         q_BKV = None if q_B1V is None else q_B1V.repeat(1, length, 1)
         return Draft(token_B1.repeat(1, length), torch.ones_like(token_B1[:, 0]), q_BKV, sampling)
 
@@ -225,7 +225,7 @@ class Draft:
         if self.q_BKV is not None:
             node_BK = path_BA.gather(1, from_BK)
             logits_BKV = logits_BNV.gather(1, node_BK[..., None].expand(-1, -1, logits_BNV.shape[-1]))
-            self.q_BKV = torch.where(new_BK[..., None], law(logits_BKV, self.sampling), self.q_BKV)
+            self.q_BKV = torch.where(new_BK[..., None], distribution(logits_BKV, self.sampling), self.q_BKV)
         self.made_B = self.made_B + commit.count_B
 
     def tree(self, root_B1: Tensor) -> DraftTree:

@@ -1,1 +1,1 @@
-"""Serving engines as processes or servers, for `verify` and for `measure`."""
+"""Serving engines as processes or servers, for `verify` and `measure`; `scripts/` run in the engine's own Python."""

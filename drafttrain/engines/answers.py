@@ -1,4 +1,4 @@
-"""What a serving engine answers while it is timed, whoever asks it."""
+"""The answers of a serving engine that is timed, the same for processes and servers."""
 
 from __future__ import annotations
 
@@ -8,50 +8,42 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """One text. count: its tokens. said: token ids, or letters where an engine tells no ids; equal texts are equal. first,
-    ended: seconds from when its wave was handed over to the first token and to the last; ahead: how many tokens were there at
-    `first`, more than one where drafts come with it.
-    """
+class TimedText:
+    """One prompt's output. Times are seconds since its wave was sent."""
 
-    count: int
-    said: Hashable
-    first: float
-    ended: float
-    ahead: int = 1
+    count: int  # its tokens
+    output: Hashable  # token ids, or characters where the engine gives no ids; equal outputs compare equal
+    first: float  # time of the first token
+    ended: float  # time of the last token
+    ahead: int = 1  # tokens that arrived at `first`: more than one where drafts come with it
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The texts of one wave, and what the engine counted of them together; None where it does not tell.
+    """The outputs of one wave, with the engine's own counts for all of them; None where it does not count."""
 
-    verifications: of the target; drafted, accepted: draft tokens.
-    """
-
-    texts: list[Text]
-    verifications: int | None = None
-    drafted: int | None = None
-    accepted: int | None = None
+    texts: list[TimedText]
+    verifications: int | None = None  # decode steps of the target
+    drafted: int | None = None  # draft tokens
+    accepted: int | None = None  # accepted draft tokens
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """What an engine says of itself. versions: by name, its own first. begins: `drafted` where its first drafts follow the
-    prompt itself, `plain` where the prefill yields a token before them. ids: whether `Text.said` are token ids.
-    """
+class EngineInfo:
+    """An engine's description of itself."""
 
-    versions: dict[str, str] = field(default_factory=dict)
-    begins: str = "plain"
-    ids: bool = True
+    versions: dict[str, str] = field(default_factory=dict)  # by name, its own first
+    begins: str = "plain"  # `drafted`: its first drafts follow the prompt; `plain`: the prefill yields a token before them
+    ids: bool = True  # whether `TimedText.output` holds token ids
     notes: list[str] = field(default_factory=list)
 
 
-class Side(Protocol):
-    """An engine that stands ready, with speculation or without."""
+class TimedEngine(Protocol):
+    """An engine that is ready to answer, with or without speculation."""
 
     @property
-    def about(self) -> About: ...
+    def about(self) -> EngineInfo: ...
 
     def answer(self, wave: Sequence[int]) -> Answer:
-        """The prompts of these numbers, decoded together. Raises UserError where the engine fails."""
+        """Decode the prompts of these numbers together. Raises UserError where the engine fails."""
         ...

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint as an engine: streamed requests, clocked here, and what its server counts."""
+"""An OpenAI-compatible server as an engine: streamed requests, timed here, and the server's own counters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.server import base_of, error_text
-from drafttrain.engines.answers import About, Answer, Text
+from drafttrain.engines.answers import Answer, EngineInfo, TimedText
 
 if TYPE_CHECKING:
     import httpx
 
 TOKENS, CHAT = "tokens", "chat"
 TIMEOUT, CONNECT = 600.0, 30.0  # seconds for an answer, and for a connection
-LOOKS, PAUSE = 20, 0.05  # how often a server's counters are looked at until they hold a wave, and the seconds between
+LOOKS, PAUSE = 20, 0.05  # reads of the counters until they include a wave, and the seconds between two reads
 
 Messages = list[dict[str, str]]
 
@@ -42,32 +42,31 @@ KNOWN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """name: the setting that holds the URL, for messages. model: None, the only one there. key: sent as a bearer token; it
-    appears in no message and no file. api: `tokens` (completions of token ids) or `chat` (the server's own template).
-    """
+class EndpointOptions:
+    """The address of a server, and how to use it."""
 
     url: str
-    name: str
-    model: str | None = None
-    key: str | None = field(default=None, repr=False)
-    api: str = TOKENS
+    name: str  # the setting that holds the URL, for messages
+    model: str | None = None  # None: the server's only one
+    key: str | None = field(default=None, repr=False)  # sent as a bearer token; it appears in no message and no file
+    api: str = TOKENS  # `tokens` (completions of token ids) or `chat` (with the server's own template)
 
 
 @dataclass
 class Endpoint:
-    """prompts: token ids, or messages. counted: what the server's counters said last; None where it has none that are known."""
+    """A server that answers."""
 
-    where: Where
+    where: EndpointOptions
     client: httpx.Client
-    asking: ThreadPoolExecutor
-    prompts: Sequence[list[int]] | Sequence[Messages]
+    asking: ThreadPoolExecutor  # sends requests in parallel
+    prompts: Sequence[list[int]] | Sequence[Messages]  # token ids, or messages
     max_new_tokens: int
     model: str
-    about: About
-    counted: dict[str, float] | None
+    about: EngineInfo
+    counted: dict[str, float] | None  # the server's counters after the last wave; None where they are not known
 
     def answer(self, wave: Sequence[int]) -> Answer:
+        """Send a wave of requests together. The server's counts are left out where other clients were served too."""
         began = perf_counter()
         texts = list(self.asking.map(lambda i: self._streamed(i, began), wave))
         if self.counted is None:
@@ -76,11 +75,11 @@ class Endpoint:
         self.counted = self._counted(before, tokens)
         spent = {name: int(self.counted[name] - before[name]) for name in before}
         if spent.pop("generated") != tokens:
-            return Answer(texts)  # somebody else was served too, or it counts in another way
+            return Answer(texts)  # another client was served too, or the server counts differently
         return Answer(texts, **spent)
 
     def _counted(self, before: dict[str, float], tokens: int) -> dict[str, float]:
-        """Counters move a little after the last token was sent."""
+        """The counters, which change a little after the last token was sent."""
         for _ in range(LOOKS):
             now = counters(self.client) or before
             if now["generated"] - before["generated"] >= tokens:
@@ -88,11 +87,11 @@ class Endpoint:
             sleep(PAUSE)
         return now
 
-    def _streamed(self, i: int, began: float) -> Text:
-        """Raises UserError for a refusal, and for an answer that does not say how many tokens it has."""
-        asked = {"prompt": self.prompts[i]} if self.where.api == TOKENS else {"messages": self.prompts[i]}
+    def _streamed(self, i: int, began: float) -> TimedText:
+        """Stream one answer. Raises UserError for a refusal, and for an answer without its number of tokens."""
+        content = {"prompt": self.prompts[i]} if self.where.api == TOKENS else {"messages": self.prompts[i]}
         body = {"model": self.model, "max_tokens": self.max_new_tokens, "temperature": 0, "stream": True}
-        body |= asked | {"stream_options": {"include_usage": True}}
+        body |= content | {"stream_options": {"include_usage": True}}
         path = "completions" if self.where.api == TOKENS else "chat/completions"
         first, text, count = None, "", None
         with _explained(self.where), self.client.stream("POST", path, json=body) as response:
@@ -106,14 +105,14 @@ class Endpoint:
             ended = perf_counter() - began
         if count is None:
             raise UserError(f"{self.where.url} does not say how many tokens an answer has (stream_options.include_usage)")
-        return Text(count, text, ended if first is None else first, ended)
+        return TimedText(count, text, ended if first is None else first, ended)
 
 
 @contextmanager
 def endpoint(
-    where: Where, prompts: Sequence[list[int]] | Sequence[Messages], max_new_tokens: int, batch: int
+    where: EndpointOptions, prompts: Sequence[list[int]] | Sequence[Messages], max_new_tokens: int, batch: int
 ) -> Iterator[Endpoint]:
-    """batch: requests under way together at most. Raises UserError for a server that is not there, or has no such model."""
+    """A connected server. batch: upper bound of parallel requests. Raises UserError for a missing server or model."""
     base = base_of(where.url, where.name, "engine_key_env")
     import httpx
 
@@ -129,7 +128,7 @@ def endpoint(
 
 
 def counters(client: httpx.Client) -> dict[str, float] | None:
-    """What the server has counted since it began: `generated`, `verifications`, and where it tells `drafted`, `accepted`."""
+    """The server's counters since its start: `generated`, `verifications`, and `drafted`, `accepted` where it has them."""
     text = _looked_up(client, "metrics")
     if text is None:
         return None
@@ -143,7 +142,7 @@ def counters(client: httpx.Client) -> dict[str, float] | None:
 
 
 def prometheus(text: str) -> dict[str, float]:
-    """Values by name without `_total`, summed over labels."""
+    """The values by name, without `_total`, summed over labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         name, _, value = line.partition("#")[0].strip().rpartition(" ")
@@ -155,8 +154,8 @@ def prometheus(text: str) -> dict[str, float]:
     return found
 
 
-def _known(client: httpx.Client, where: Where) -> tuple[str, About]:
-    """The model that will answer, and what serves it."""
+def _known(client: httpx.Client, where: EndpointOptions) -> tuple[str, EngineInfo]:
+    """The model that answers, and the server's description."""
     with _explained(where):
         response = client.get("models")
         _check(response, where, "models")
@@ -169,11 +168,11 @@ def _known(client: httpx.Client, where: Where) -> tuple[str, About]:
     model = where.model or next(iter(listed))
     maker = listed.get(model, {}).get("owned_by")
     versions = {} if not maker else {str(maker): _version(client)}
-    return model, About(versions, ids=False)
+    return model, EngineInfo(versions, ids=False)
 
 
 def _version(client: httpx.Client) -> str:
-    """As vLLM tells it."""
+    """The version, as vLLM reports it."""
     try:
         return str(json.loads(_looked_up(client, "version") or "")["version"])
     except (ValueError, KeyError, TypeError):
@@ -181,7 +180,7 @@ def _version(client: httpx.Client) -> str:
 
 
 def _looked_up(client: httpx.Client, path: str) -> str | None:
-    """What the server says beside its API; None where it does not."""
+    """A page of the server outside its API; None where it has none."""
     import httpx
 
     root = str(client.base_url).rstrip("/").removesuffix("/v1")
@@ -193,7 +192,7 @@ def _looked_up(client: httpx.Client, path: str) -> str | None:
 
 
 @contextmanager
-def _explained(where: Where) -> Iterator[None]:
+def _explained(where: EndpointOptions) -> Iterator[None]:
     import httpx
 
     try:
@@ -202,7 +201,7 @@ def _explained(where: Where) -> Iterator[None]:
         raise UserError(f"{where.url}: no answer ({type(error).__name__}); start the server, and check {where.name}") from error
 
 
-def _check(response: httpx.Response, where: Where, path: str) -> None:
+def _check(response: httpx.Response, where: EndpointOptions, path: str) -> None:
     if response.status_code == 200:
         return
     response.read()
@@ -214,8 +213,8 @@ def _check(response: httpx.Response, where: Where, path: str) -> None:
     )
 
 
-def _events(response: httpx.Response, where: Where) -> Iterator[dict[str, Any]]:
-    """The parts of a stream."""
+def _events(response: httpx.Response, where: EndpointOptions) -> Iterator[dict[str, Any]]:
+    """The parts of a streamed answer."""
     for line in response.iter_lines():
         content = line.removeprefix("data:").strip() if line.startswith("data:") else ""
         if not content or content == "[DONE]":

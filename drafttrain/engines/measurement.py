@@ -1,4 +1,4 @@
-"""Serving engines beside our decoder: the same prompts, with and without speculation in turn, and what they accept."""
+"""Measure serving engines against our decoder: the same prompts with and without speculation in turn, and the acceptance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Costs
-from drafttrain.engines.answers import Answer, Side
+from drafttrain.engines.answers import Answer, TimedEngine
 from drafttrain.measure.bench import BASELINE, Watch
 from drafttrain.measure.cases import waves
 from drafttrain.measure.entry import speed_keys
@@ -30,63 +30,64 @@ FIGURES = (*SPEEDS, *ACCEPTED, "same_as_here", "prompts", "repeats", "batch_size
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
-    """Our own decoder's greedy chains of the same prompts. texts: token ids; letters: the same, written out. emitted: tokens
-    from verifications, by prompt.
-    """
+class OwnDecoding:
+    """Our own decoder's greedy chains for the same prompts."""
 
-    texts: list[list[int]]
-    letters: list[str]
-    emitted: list[int]
-    verifications: list[int]
+    texts: list[list[int]]  # token ids
+    letters: list[str]  # the same texts, decoded
+    emitted: list[int]  # tokens from decode steps, by prompt
+    verifications: list[int]  # decode steps, by prompt
 
     def tau(self, chosen: Sequence[int]) -> float | None:
-        rounds = sum(self.verifications[i] for i in chosen)
-        return sum(self.emitted[i] for i in chosen) / rounds if rounds else None
+        """Tokens per decode step of these prompts; None without steps."""
+        steps = sum(self.verifications[i] for i in chosen)
+        return sum(self.emitted[i] for i in chosen) / steps if steps else None
+
+
+Decode = Callable[[str], OwnDecoding]  # by how the engine begins
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """How an engine is timed. prompts: how many; seconds: for all batch sizes together."""
+class TimingOptions:
+    """The settings of a timing."""
 
     label: str
-    prompts: int
-    sizes: Sequence[int]
+    prompts: int  # number of prompts
+    sizes: Sequence[int]  # batch sizes
     repeats: int
-    seconds: float
+    seconds: float  # for all batch sizes together
     draft_length: int
     stop_ids: frozenset[int]
     watch: Watch
 
 
 @dataclass
-class Heard:
-    """One batch size. answers: by side, in the order of [repeat][wave]."""
+class TimedBatchSize:
+    """The runs of one batch size."""
 
     race: Race
     repeats: int
-    answers: dict[str, list[Answer]] = field(default_factory=dict)
+    answers: dict[str, list[Answer]] = field(default_factory=dict)  # by side, in the order [repeat][wave]
 
     @property
     def chosen(self) -> list[int]:
-        """The prompts that were timed."""
+        """The numbers of the prompts that were timed."""
         return [i for wave in self.race.waves for i in wave]
 
     def once(self, side: str) -> list[Any]:
-        """What was said in the first repeat, in the order of `chosen`."""
-        return [text.said for answer in self.answers[side][: len(self.race.waves)] for text in answer.texts]
+        """The outputs of the first repeat, in the order of `chosen`."""
+        return [text.output for answer in self.answers[side][: len(self.race.waves)] for text in answer.texts]
 
 
-def measured(sides: Mapping[str, Side], here: Callable[[str], Here], terms: Terms) -> Keys:
-    """The figures of one engine (docs/report-schema.md). sides: `speculative`, `baseline`, or one of them.
-
-    here: by how the engine begins (`drafttrain.engines.answers.About`). Raises UserError where the engine fails.
+def measured(sides: Mapping[str, TimedEngine], here: Decode, terms: TimingOptions) -> Keys:
+    """The figures of one engine (docs/report-schema.md). sides: `speculative`, `baseline`, or one of them. here: our own
+    decoding, by how the engine begins (`drafttrain.engines.answers.EngineInfo`). Raises UserError where the engine fails.
     """
     notes = list(dict.fromkeys(note for side in sides.values() for note in side.about.notes))
     share = terms.seconds / len(terms.sizes)
-    heard = {size: _contest(sides, size, share, terms, notes) for size in terms.sizes}
-    slices = [{"by": "batch_size", "value": size} | _figures(sides, one, here, terms) for size, one in heard.items()]
-    first = next(iter(heard.values()))
+    timed = {size: _contest(sides, size, share, terms, notes) for size in terms.sizes}
+    slices = [{"by": "batch_size", "value": size} | _figures(sides, one, here, terms) for size, one in timed.items()]
+    first = next(iter(timed.values()))
     keys = slices[0] | {"batch_size": terms.sizes[0], "draft_length": terms.draft_length}
     keys |= {"versions": next(iter(sides.values())).about.versions, "slices": slices, "notes": notes}
     keys["same_as_here"] = _same_as_here(sides, first, here, terms)
@@ -94,40 +95,42 @@ def measured(sides: Mapping[str, Side], here: Callable[[str], Here], terms: Term
     return {name: value for name, value in keys.items() if name not in ("by", "value")}
 
 
-def flags(keys: Keys, terms: Terms) -> list[str]:
-    """What must not be missed, in a sentence each."""
+def flags(keys: Keys, terms: TimingOptions) -> list[str]:
+    """Warnings, one sentence each."""
     found, prompts = [], keys["prompts"]
     if keys["tau_gap_flagged"]:
         side = "above" if keys["tau_gap"] > 0 else "below"
-        said = f"{terms.label} counts tau {keys['tau']:.2f}, {abs(keys['tau_gap']):.0%} {side} our {keys['tau_here']:.2f}"
-        found.append(f"{said} of the same chains: {'; '.join(_causes(keys, terms))}")
+        tau = f"{terms.label} counts tau {keys['tau']:.2f}, {abs(keys['tau_gap']):.0%} {side} our {keys['tau_here']:.2f}"
+        found.append(f"{tau} of the same chains: {'; '.join(_causes(keys, terms))}")
     if keys["exact_matches"] is not None and keys["exact_matches"] < prompts:
         count = prompts - keys["exact_matches"]
         found.append(f"{count} of {prompts} texts of {terms.label} with speculation are not those of its plain decoding")
     return found
 
 
-def _causes(keys: Keys, terms: Terms) -> list[str]:
-    """Of another tau, as the figures stand."""
+def _causes(keys: Keys, terms: TimingOptions) -> list[str]:
+    """Possible causes of a different tau, according to the figures."""
     causes, same, prompts = [], keys["same_as_here"], keys["prompts"]
     if keys["verifications"] < FEW:
-        causes.append(f"{keys['verifications']} verifications say little")
+        causes.append(f"{keys['verifications']} verifications are few")
     if same is not None and same < prompts:
         causes.append(
             f"{prompts - same} of its {prompts} plain texts are not ours, so dtype, weights, template or stop tokens may differ"
         )
     if keys["drafted"] is not None and abs(drafts := keys["drafted"] / keys["verifications"] - terms.draft_length) > 0.25:
         causes.append(
-            f"it drafted {drafts + terms.draft_length:.1f} tokens a verification, not {terms.draft_length}: they adapt or "
-            "end early, and a server's draft length may be another"
+            f"it drafted {drafts + terms.draft_length:.1f} tokens per verification, not {terms.draft_length}: drafts may adapt "
+            "or end early, or the server has another draft length"
         )
     return causes or [
-        "it may read the drafter otherwise; drafttrain verify holds the accepted drafts of every text against ours"
+        "it may read the drafter differently; drafttrain verify compares the accepted drafts of every text with ours"
     ]
 
 
-def _contest(sides: Mapping[str, Side], size: int, seconds: float, terms: Terms, notes: list[str]) -> Heard:
-    """Plain and speculative in turn over as many prompts as the seconds allow; each runs the first wave twice before."""
+def _contest(
+    sides: Mapping[str, TimedEngine], size: int, seconds: float, terms: TimingOptions, notes: list[str]
+) -> TimedBatchSize:
+    """Time plain and speculative decoding in turn, over as many prompts as fit. Each side first runs the first wave twice."""
     answers: dict[str, list[Answer]] = {name: [] for name in sides}
 
     def contender(name: str) -> Callable[[list[int]], Decoded]:
@@ -157,11 +160,11 @@ def _contest(sides: Mapping[str, Side], size: int, seconds: float, terms: Terms,
         terms.watch(f"{terms.label}, batch {size}", done, total, sum(len(r.tokens) for r in lap.results))
 
     laps = race(contenders, wanted[: chosen.waves], chosen.repeats, tick=tick)
-    return Heard(Race(size, wanted[: chosen.waves], laps), chosen.repeats, answers)
+    return TimedBatchSize(Race(size, wanted[: chosen.waves], laps), chosen.repeats, answers)
 
 
 def _decoded(answer: Answer) -> Decoded:
-    """For the clock alone: of tokens that came together with the first one, that one counts."""
+    """For timing only. Of tokens that arrived together with the first one, only one counts."""
     results = [
         Result(i, 0, [0] * (text.count - text.ahead + 1), started=0.0, first=text.first, ended=text.ended)
         for i, text in enumerate(answer.texts)
@@ -169,40 +172,41 @@ def _decoded(answer: Answer) -> Decoded:
     return Decoded(results, Costs())
 
 
-def _figures(sides: Mapping[str, Side], heard: Heard, here: Callable[[str], Here], terms: Terms) -> Keys:
-    keys = {name: value for name, value in speed_keys(heard.race, SPECULATIVE).items() if name in SPEEDS}
-    keys |= {"prompts": len(heard.chosen), "repeats": heard.repeats, "exact_matches": None}
+def _figures(sides: Mapping[str, TimedEngine], timed: TimedBatchSize, here: Decode, terms: TimingOptions) -> Keys:
+    keys = {name: value for name, value in speed_keys(timed.race, SPECULATIVE).items() if name in SPEEDS}
+    keys |= {"prompts": len(timed.chosen), "repeats": timed.repeats, "exact_matches": None}
     if len(sides) == 2:
-        pairs = zip(heard.once(SPECULATIVE), heard.once(BASELINE), strict=True)
+        pairs = zip(timed.once(SPECULATIVE), timed.once(BASELINE), strict=True)
         keys["exact_matches"] = sum(ours == plain for ours, plain in pairs)
     keys |= dict.fromkeys((*COUNTS, "tau", "tau_here", "tau_gap"))
     if SPECULATIVE in sides:
-        keys |= _acceptance(sides[SPECULATIVE].about.begins, heard, here)
+        keys |= _acceptance(sides[SPECULATIVE].about.begins, timed, here)
     drift = keys["tau_gap"]
     return keys | {"tau_gap_flagged": drift is not None and abs(drift) > FLAGGED_GAP}
 
 
-def _acceptance(begins: str, heard: Heard, here: Callable[[str], Here]) -> Keys:
-    """tau by the engine's own count of verifications, over all repeats; null where it does not tell."""
-    answers, keys = heard.answers[SPECULATIVE], Keys()
+def _acceptance(begins: str, timed: TimedBatchSize, here: Decode) -> Keys:
+    """tau by the engine's own count of decode steps, over all repeats; null where it does not count them."""
+    answers, keys = timed.answers[SPECULATIVE], Keys()
     for name in COUNTS:
-        told = [getattr(answer, name) for answer in answers]
-        keys[name] = None if any(one is None for one in told) else sum(told)
-    behind = 0 if begins == "drafted" else 1
-    emitted = sum(max(0, text.count - behind) for answer in answers for text in answer.texts)
+        counts = [getattr(answer, name) for answer in answers]
+        keys[name] = None if any(one is None for one in counts) else sum(counts)
+    prefilled = 0 if begins == "drafted" else 1
+    emitted = sum(max(0, text.count - prefilled) for answer in answers for text in answer.texts)
     keys["tau"] = emitted / keys["verifications"] if keys["verifications"] else None
-    keys["tau_here"] = here(begins).tau(heard.chosen)
+    keys["tau_here"] = here(begins).tau(timed.chosen)
     return keys | {"tau_gap": gap(keys["tau"], keys["tau_here"])}
 
 
-def _same_as_here(sides: Mapping[str, Side], heard: Heard, here: Callable[[str], Here], terms: Terms) -> int:
-    """Plain texts (or else speculative ones) that are ours; a stop token that ends them may be left out."""
+def _same_as_here(sides: Mapping[str, TimedEngine], timed: TimedBatchSize, here: Decode, terms: TimingOptions) -> int:
+    """The number of plain outputs (or else speculative ones) that equal ours. A stop token at their end may be left out."""
     name = BASELINE if BASELINE in sides else SPECULATIVE
-    own, said = here(sides[name].about.begins), heard.once(name)
+    own, outputs = here(sides[name].about.begins), timed.once(name)
     if not sides[name].about.ids:
-        return sum(text.strip() == own.letters[i].strip() for i, text in zip(heard.chosen, said, strict=True))
+        return sum(text.strip() == own.letters[i].strip() for i, text in zip(timed.chosen, outputs, strict=True))
     return sum(
-        _bare(text, terms.stop_ids) == _bare(own.texts[i], terms.stop_ids) for i, text in zip(heard.chosen, said, strict=True)
+        _bare(text, terms.stop_ids) == _bare(own.texts[i], terms.stop_ids)
+        for i, text in zip(timed.chosen, outputs, strict=True)
     )
 
 

@@ -1,10 +1,10 @@
-"""Run a serving engine on an exported directory: a job goes in as JSON, what the engine did comes out as JSON.
+"""Run a serving engine on an exported directory: a job goes in as JSON, the result comes out as JSON.
 
-An engine lives in a Python of its own (3.11 or later). `scripts/<engine>.py` is for that Python; it imports the engine
-and nothing of this package. Its `decoded(job)` decodes every prompt by itself (batch 1), greedily and in float32, with a chain
-of `draft_length` drafts, and gives the result. `python -P scripts/serve.py scripts/<engine>.py JOB RESULT` calls it (-P: a
-script that is called as the package it imports must not be found in its place). What it prints goes to a log. What it cannot do
-becomes one line, `{"error": "..."}`, in the place of the result.
+Every engine has its own Python (3.11 or later). `scripts/<engine>.py` runs in that Python; it imports the engine and nothing
+of this package. Its `decoded(job)` decodes every prompt by itself (batch 1), greedily and in float32, with a chain of
+`draft_length` drafts, and returns the result. `python -P scripts/serve.py scripts/<engine>.py JOB RESULT` calls it (with -P a
+script that has the name of the package it imports is not imported instead). Its output goes to a log. A failure becomes one
+line, `{"error": "..."}`, in place of the result.
 
 Job:
 
@@ -12,25 +12,27 @@ Job:
 - `drafter`: the exported directory, absolute
 - `family`, `layout`: the drafter's family, and the stack that it was written for, as in its `drafttrain.json`
 - `draft_length`: K, drafts of a chain
-- `max_new_tokens`: of each text, its first one included
-- `stop_ids`: tokens that end a text; the output may keep or drop the one that ended it
-- `prompts`: lists of token ids, to be continued as they are
-- `facts`: what the serving command says beyond the directory. `layer_inputs`: the tapped blocks' outputs as k, the number of
-  the block that reads them (empty for families that tap none)
-- `scratch`: an empty directory for what the engine needs converted; it is removed afterwards
-- `timed`: null here; `timed_process.py` explains what it is where the engine is timed
+- `max_new_tokens`: for each prompt, the first token included
+- `stop_ids`: end tokens; the output may keep or drop the one that ended it
+- `prompts`: lists of token ids, to be continued without a template
+- `facts`: settings that the serving command gives in addition to the directory. `layer_inputs`: the tapped blocks' outputs as
+  k, the number of the block that reads them (empty for families without taps)
+- `scratch`: an empty directory for converted files, which is removed afterwards
+- `timed`: null here; `timed_process.py` explains it for engines that are timed
 
 Result:
 
 - `engine`, `versions`: its name, and versions by distribution, the engine's own first
-- `outputs`: token ids of each text, without its prompt
-- `accepted`, `drafted`: of all texts
-- `accepted_by_position`: verifications that accepted a draft at position 1, 2, ... K, of all texts; null where it does not tell
-- `prompts`: of each text `{"accepted": n, "drafted": n}`; null where the engine tells sums alone
-- `begins`: `plain` where the prefill yields a token, and drafts follow that; `drafted` where drafts follow the prompt itself
-- `ends`: what `accepted` counts of the round that ends a text. `whole`: all that the target agreed with, those past the end
-  too. `cut`: those within the text. `capped`: as `cut`, the text's last token counting as the target's own. `none`: nothing
-- `notes`: lines to be shown
+- `outputs`: token ids for each prompt, without the prompt
+- `accepted`, `drafted`: for all prompts together
+- `accepted_by_position`: decode steps that accepted a draft at position 1, 2, ... K, for all prompts together; null where the
+  engine does not count them
+- `prompts`: for each prompt `{"accepted": n, "drafted": n}`; null where the engine counts only sums
+- `begins`: `plain` where the prefill yields a token and drafts follow it; `drafted` where drafts follow the prompt itself
+- `ends`: the drafts that `accepted` counts in the last decode step of an output. `whole`: all that the target agrees with, past
+  the end too. `cut`: those within the output. `capped`: as `cut`, but the output's last token counts as the target's own.
+  `none`: none
+- `notes`: lines to be shown to the user
 """
 
 from __future__ import annotations
@@ -54,23 +56,20 @@ SHOWN = 12  # lines of an engine's log in a message
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """package: what is imported. needs: what pip installs, after: what it removes then. loads: the stacks whose exports it
-    runs. environment: variables of its process; build: of pip's, where it is compiled. serves: whether it can be timed;
-    batches: with several texts at a time too.
-    """
+    """A serving engine, and how to install it."""
 
     label: str
-    package: str
-    needs: tuple[str, ...]
-    loads: tuple[str, ...]
-    after: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    build: dict[str, str] = field(default_factory=dict)
-    serves: bool = True
-    batches: bool = False
+    package: str  # the module that is imported
+    needs: tuple[str, ...]  # packages that pip installs
+    loads: tuple[str, ...]  # stacks whose exports it runs
+    after: tuple[str, ...] = ()  # packages that are removed after the installation
+    environment: dict[str, str] = field(default_factory=dict)  # variables for its process
+    build: dict[str, str] = field(default_factory=dict)  # variables for pip, where it compiles
+    serves: bool = True  # whether it can be timed
+    batches: bool = False  # whether it can be timed with several prompts at a time
 
     def install(self, name: str) -> str:
-        """The commands that put it where it is looked for."""
+        """The commands that install it where it is searched."""
         pip = f"{VENVS / name}/bin/python -m pip"
         removal = f" && {pip} uninstall -y {' '.join(self.after)}" if self.after else ""
         built = "".join(f"{key}='{value}' " for key, value in self.build.items())
@@ -78,12 +77,12 @@ class Engine:
 
 
 TORCH = "torch==2.13.0"
-CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")  # built for CUDA, they break transformers beside torch for CPUs
+CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds, which break transformers with torch for CPUs
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 OPENVINO = ("openvino-genai==2026.4.0.0", "openvino==2026.4.0", "optimum-intel==2.2.0", "diffusers==0.39.0", "einops==0.8.2")
 VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-# half an hour on two cores, of what a server needs alone
+# the build takes half an hour on two cores, with only the parts that a server needs
 LLAMA_PARTS = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI", "OPENSSL")
 LLAMA = {"CMAKE_ARGS": " ".join(f"-DLLAMA_{part}=OFF" for part in LLAMA_PARTS), "LLAMA_CPP_BUILD_JOBS": "2"}
 
@@ -101,8 +100,8 @@ ENGINES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What a script reads; the keys are explained above."""
+class EngineJob:
+    """The input of a script; the module explains the keys."""
 
     target: str
     drafter: str
@@ -118,15 +117,15 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one text."""
+    """Counts of one prompt."""
 
     accepted: int
     drafted: int
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a script writes; the keys are explained above."""
+class EngineResult:
+    """The output of a script; the module explains the keys."""
 
     engine: str
     versions: dict[str, str]
@@ -140,21 +139,21 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(content: dict[str, Any]) -> Outcome:
-        """From JSON. Raises ValueError for what no script of this form writes."""
+    def of(content: dict[str, Any]) -> EngineResult:
+        """Read a result from JSON. Raises ValueError for another form."""
         try:
             prompts = content.get("prompts")
             counts = None if prompts is None else [Counts(**one) for one in prompts]
-            outcome = Outcome(**content | {"prompts": counts})
+            outcome = EngineResult(**content | {"prompts": counts})
         except TypeError as error:
             raise ValueError(f"the result's keys are not those of its form: {error}") from error
         if outcome.begins not in ("plain", "drafted") or outcome.ends not in ("whole", "cut", "capped", "none"):
-            raise ValueError(f"begins is {outcome.begins!r}, ends {outcome.ends!r}, which say nothing")
+            raise ValueError(f"begins is {outcome.begins!r} and ends {outcome.ends!r}, which are unknown values")
         return outcome
 
 
 def python_of(name: str, given: str | None) -> Path:
-    """The Python that has the engine. Raises UserError, saying how to install it, where there is none."""
+    """The Python in which the engine is installed. Raises UserError, with the way to install it, where there is none."""
     engine, venv = ENGINES[name], Path.cwd() / VENVS / name / "bin" / "python"
     candidates = [Path(given).expanduser()] if given else ([venv] if venv.exists() else []) + [Path(sys.executable)]
     for python in candidates:
@@ -167,12 +166,12 @@ def python_of(name: str, given: str | None) -> Path:
 
 
 def _has(python: Path, package: str) -> bool:
-    asked = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
-    return subprocess.run([python, "-P", "-c", asked], capture_output=True, check=False).returncode == 0
+    check = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-P", "-c", check], capture_output=True, check=False).returncode == 0
 
 
-def run(name: str, python: Path, job: Job) -> Outcome:
-    """Raises UserError with the engine's own words where it fails."""
+def run(name: str, python: Path, job: EngineJob) -> EngineResult:
+    """Run a job. Raises UserError with the engine's own message where it fails."""
     engine = ENGINES[name]
     with tempfile.TemporaryDirectory(prefix="drafttrain-engine-") as folder:
         place = Path(folder)
@@ -185,27 +184,28 @@ def run(name: str, python: Path, job: Job) -> Outcome:
             )
         result = result_of(engine, place, done.returncode)
         try:
-            return Outcome.of(result)
+            return EngineResult.of(result)
         except ValueError as error:
             raise UserError(
-                f"{engine.label}: its result is not of the form that is asked for: {error}; mend the script"
+                f"{engine.label}: its result does not have the required form: {error}; correct the script"
             ) from error
 
 
 def command(name: str, python: Path, place: Path) -> list[str]:
-    """What runs the engine's script on `place`/job.json."""
+    """The command that runs the engine's script on `place`/job.json."""
     return [str(python), "-P", *map(str, (SERVE, SCRIPTS / f"{name}.py", place / "job.json", place / "result.json"))]
 
 
 def environment(engine: Engine) -> dict[str, str]:
+    """The variables of the engine's process."""
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | engine.environment
 
 
 def result_of(engine: Engine, place: Path, code: int) -> dict[str, Any]:
-    """Of a script that has ended. Raises UserError, with what it said, where there is none."""
+    """The result of a script that has ended. Raises UserError, with its last lines, where there is none."""
     if not (place / "result.json").is_file():
-        said = (place / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-        raise UserError(f"{engine.label} ended with {code} and no result: {' | '.join(said[-SHOWN:]) or 'it said nothing'}")
+        log = (place / "log").read_text(encoding="utf-8", errors="replace").splitlines()
+        raise UserError(f"{engine.label} ended with {code} and no result: {' | '.join(log[-SHOWN:]) or 'its log is empty'}")
     result: dict[str, Any] = json.loads((place / "result.json").read_text(encoding="utf-8"))
     if "error" in result:
         raise UserError(f"{engine.label}: {result['error']}")

@@ -1,18 +1,18 @@
-"""A process of an engine that stays, so that it can be timed beside another: with speculation, or plain.
+"""An engine's process that stays alive to be timed, with or without speculation.
 
-It is started as in `engine.py`, with the same job, whose `timed` is
+It is started as in `process.py`, with the same job, whose `timed` has
 
-- `speculative`: whether it drafts
-- `dtype`, `threads`, `device`: in what it computes, on how many threads of a CPU, and whether the target is on `cpu` or `cuda`
-- `batch`: prompts decoded together at most
+    speculative                 whether it drafts
+    dtype, threads, device      the dtype, the CPU threads, and whether the target is on `cpu` or `cuda`
+    batch                       upper bound of prompts decoded together
 
-The script's `opened(job)`, a context manager, makes the engine ready and gives what it says of itself (the fields of
-`drafttrain.engines.answers.About`), and a function. `serve.py` writes the former to stdout as a line; for each line of
-prompts' numbers that it then reads from stdin it writes what the function answers. What else is printed goes to the log. Times
-are the script's own, so that neither the pipe nor its JSON is in them. An answer:
+The script's `opened(job)`, a context manager, makes the engine ready and yields its description (the fields of
+`drafttrain.engines.answers.EngineInfo`) and a function. `serve.py` writes the description to stdout as one line. For each line
+of prompt numbers that it then reads from stdin, it writes the function's answer. All other output goes to the log. The script
+takes the times itself, so that they include neither the pipe nor JSON. An answer has
 
-- `texts`: of each prompt `{"tokens": [ids], "first": s, "ended": s, "ahead": n}`, as in `drafttrain.engines.answers.Text`
-- `verifications`, `drafted`, `accepted`: of all of them together; null where nothing is drafted, or the engine does not tell
+    texts                              per prompt `{"tokens": [ids], "first": s, "ended": s, "ahead": n}`, as in `TimedText`
+    verifications, drafted, accepted   for all of them together; null where there are no drafts, or no counts
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.core.errors import UserError
-from drafttrain.engines.answers import About, Answer, Text
-from drafttrain.engines.process import ENGINES, Engine, Job, command, environment, result_of
+from drafttrain.engines.answers import Answer, EngineInfo, TimedText
+from drafttrain.engines.process import ENGINES, Engine, EngineJob, command, environment, result_of
 
 PATIENCE = 30.0  # seconds for a process to end by itself
 
@@ -39,24 +39,26 @@ class Serving:
     engine: Engine
     process: subprocess.Popen[str]
     place: Path
-    about: About
+    about: EngineInfo
 
     def answer(self, wave: Sequence[int]) -> Answer:
-        """Raises UserError with the engine's own words where it fails."""
-        told = _asked(self.engine, self.process, self.place, json.dumps(list(wave)))
+        """Decode these prompts together. Raises UserError with the engine's own message where it fails."""
+        found = _exchange(self.engine, self.process, self.place, json.dumps(list(wave)))
         try:
-            texts = [Text(len(t["tokens"]), tuple(t["tokens"]), t["first"], t["ended"], t["ahead"]) for t in told["texts"]]
-            return Answer(texts, told["verifications"], told["drafted"], told["accepted"])
+            texts = [
+                TimedText(len(t["tokens"]), tuple(t["tokens"]), t["first"], t["ended"], t["ahead"]) for t in found["texts"]
+            ]
+            return Answer(texts, found["verifications"], found["drafted"], found["accepted"])
         except (KeyError, TypeError) as error:
-            raise UserError(f"{self.engine.label}: its answer is not of the form that is asked for; mend the script") from error
+            raise UserError(f"{self.engine.label}: its answer does not have the required form; correct the script") from error
 
 
 @contextmanager
-def serving(name: str, python: Path, job: Job, place: Path) -> Iterator[Serving]:
-    """Start it, wait until it is ready, and end it. place: a folder for its files; what it converts lies in `place`/../scratch,
-    where the engine's other process finds it.
+def serving(name: str, python: Path, job: EngineJob, place: Path) -> Iterator[Serving]:
+    """Start an engine's process, wait until it is ready, and end it.
 
-    Raises UserError with the engine's own words where it does not come up.
+    place: a folder for its files. Converted files go to `place`/../scratch, where the engine's other process finds them.
+    Raises UserError with the engine's own message where it does not start.
     """
     engine, scratch = ENGINES[name], place.parent / "scratch"
     for folder in (place, scratch):
@@ -68,13 +70,13 @@ def serving(name: str, python: Path, job: Job, place: Path) -> Iterator[Serving]
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment(engine), text=True, encoding="utf-8",
         )  # fmt: skip
     try:
-        about = About(**_asked(engine, process, place, None))
+        about = EngineInfo(**_exchange(engine, process, place, None))
         yield Serving(engine, process, place, about)
     finally:
         _end(process)
 
 
-def _asked(engine: Engine, process: subprocess.Popen[str], place: Path, line: str | None) -> dict[str, Any]:
+def _exchange(engine: Engine, process: subprocess.Popen[str], place: Path, line: str | None) -> dict[str, Any]:
     """Write a line, or none, and read one."""
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -85,7 +87,7 @@ def _asked(engine: Engine, process: subprocess.Popen[str], place: Path, line: st
         answer = ""
     if not answer:
         result_of(engine, place, process.wait())
-        raise UserError(f"{engine.label} ended before it was told to; measure again")
+        raise UserError(f"{engine.label} ended too early; measure again")
     content: dict[str, Any] = json.loads(answer)
     return content
 

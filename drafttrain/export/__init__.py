@@ -1,0 +1,1 @@
+"""Export checkpoints to serving stacks, check them, and import other projects' drafters."""

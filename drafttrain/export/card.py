@@ -1,4 +1,4 @@
-"""README.md of an exported directory: what it drafts for, what it was trained on, what it was worth, how to serve it."""
+"""README.md of an exported directory, the model card: target, training, measured acceptance, and the command that serves it."""
 
 from __future__ import annotations
 
@@ -16,33 +16,38 @@ from drafttrain.export.hub import Repository, is_repository
 from drafttrain.export.parity import Parity
 
 TAGS = ["speculative-decoding", "drafttrain"]
-FROZEN = "It drafts tokens for this target and no other, which verifies them: the target's output stays its own."
-ADAPTED = "The target was trained with it, and lies beside it, merged: serve that one. Its output is not the original's."
+FROZEN = (
+    "It drafts tokens for this target and for no other. The target verifies every draft, so that its output does not change."
+)
+ADAPTED = (
+    "The target was trained together with this drafter. The trained target is in the folder `target` next to it: serve that "
+    "one. Its output differs from the original target's."
+)
 APART = (
-    "The target was trained with it. What was trained lies beside it, as a peft adapter: merge it into the target, and serve "
-    "what comes out. Its output is not the original's."
+    "The target was trained together with this drafter. The trained part is in the folder `target` next to it, as a peft "
+    "adapter: merge it into the original target, and serve the result. Its output differs from the original target's."
 )
 MERGE = (
     "from peft import AutoPeftModelForCausalLM\n"
     'AutoPeftModelForCausalLM.from_pretrained("{adapter}").merge_and_unload().save_pretrained("{merged}")'
 )
-OWN_MODULE = ("official", "transformers")  # what is typed there is Python
+OWN_MODULE = ("official", "transformers")  # stacks whose command is Python
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """From the run's report.json. Each None where it was not measured."""
+    """The measured figures in the run's report.json; None for a figure that was not measured."""
 
-    tau: float | None = None
-    speedup: float | None = None
+    tau: float | None = None  # accepted length: tokens per decode step
+    speedup: float | None = None  # speed relative to plain decoding
     policy: str | None = None
     device: str | None = None
-    data: str | None = None
-    steps: int | None = None
+    data: str | None = None  # path of the training data
+    steps: int | None = None  # training steps
 
     @staticmethod
     def of(checkpoint: Path) -> Measured:
-        """Nothing where the run has no report, or none of this checkpoint."""
+        """The figures of this checkpoint. All are None where the run has no report, or none of this checkpoint."""
         try:
             report = json.loads((checkpoint.resolve().parent.parent / "report.json").read_text(encoding="utf-8"))
             entry: dict[str, Any] = next((c for c in report["checkpoints"] if c["name"] == checkpoint.resolve().name), {})
@@ -60,7 +65,7 @@ class Measured:
 
 
 def card(source: Source, layout: str, place: str | Repository, parity: Parity) -> str:
-    """place: the directory where the export will lie, or the repository that it goes to."""
+    """The text of the model card. place: the final directory of the export, or the repository that it is uploaded to."""
     meta, measured = source.opened.meta, Measured.of(source.opened.directory)
     base = {"base_model": source.target_name} if is_repository(source.target_name) else {}  # the hub takes no directories
     head = yaml.safe_dump(base | {"tags": TAGS}, sort_keys=False)
@@ -83,7 +88,7 @@ def card(source: Source, layout: str, place: str | Repository, parity: Parity) -
         _about_target(source),
         f"| | |\n|---|---|\n{table}",
         *(
-            [f"Its files are read from a directory: `{place.download}` makes one."]
+            [f"The command below reads the files from a directory. Download them first: `{place.download}`."]
             if isinstance(place, Repository) and files
             else []
         ),
@@ -102,20 +107,20 @@ def _about_target(source: Source) -> str:
 def _trained(source: Source, measured: Measured) -> str:
     meta = source.opened.meta
     if meta.imported is not None:
-        return f"by others: `{meta.imported['from']}` ({meta.imported['layout']}, {meta.imported['dtype']})"
+        return f"by other people, imported from `{meta.imported['from']}` ({meta.imported['layout']}, {meta.imported['dtype']})"
     return f"{meta.step} steps" + (f" on `{measured.data}`" if measured.data else "")
 
 
 def _measured(measured: Measured) -> str:
     if measured.tau is None:
-        return "not in a report of its run"
+        return "no: the training run has no report"
     speed = "" if measured.speedup is None else f", {measured.speedup:.2f}x the speed of plain decoding"
     where = "" if measured.device is None else f" on {measured.device}"
-    return f"tau {measured.tau:.2f} tokens a verification (policy {measured.policy}){speed}, in drafttrain's own decoder{where}"
+    return f"tau {measured.tau:.2f} tokens per decode step (policy {measured.policy}){speed}, in drafttrain's decoder{where}"
 
 
 def _parity(source: Source, parity: Parity) -> str:
-    text = f"read back from these files, {parity.drafts} golden drafts and their logits are the checkpoint's"
+    text = f"these files give the same {parity.drafts} golden drafts and logits as the checkpoint"
     if source.dtype == "float32":
         return text
-    return f"{text} with weights rounded to {source.dtype}, which makes {parity.changed} of them other tokens than float32 does"
+    return f"{text} with weights rounded to {source.dtype}; the rounding changes {parity.changed} of the drafted tokens"

@@ -1,4 +1,4 @@
-"""What our own decoder accepts of a drafter's greedy chain, to be held against what an engine counts.
+"""Our own decoder's greedy chains with a drafter, for comparison with the drafts that an engine accepts.
 
 Shapes: B rows, R logit rows, V vocabulary.
 """
@@ -28,31 +28,31 @@ GREEDY = Sampling(0.0)
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """When a text ends: at one of these tokens, or after so many."""
+    """The end of a sequence: one of these tokens, or a number of tokens."""
 
     stop_ids: frozenset[int]
     max_new_tokens: int
 
     def of(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens belong to the text."""
+        """The number of tokens up to the end."""
         stops = (i + 1 for i, token in enumerate(tokens) if token in self.stop_ids)
         return min(next(stops, len(tokens)), self.max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
-    """A text decoded past its end. accepted: drafts of each verification, in order. first: tokens before the first of them."""
+class DecodedSequence:
+    """A sequence decoded past its end."""
 
     tokens: list[int]
-    accepted: list[int]
-    first: int
+    accepted: list[int]  # accepted drafts of each decode step
+    first: int  # tokens before the first decode step
 
     def counted(self, ending: Ending, ends: str) -> list[int]:
-        """Accepted drafts of each round that belongs to the text; `ends` says what the last one counts, as an engine does
+        """Accepted drafts of each decode step that belongs to the sequence. ends: the count of the last step, as for an engine
         (`drafttrain.engines.process`).
 
-        A text of 5 tokens, its first from the prefill: rounds that accept 2 and 3 drafts yield 3 and 4 tokens, of which 3 and 1
-        are kept. The last counts 3 as `whole`, 1 as `cut`, 0 as `capped`, and 0 as `none`, whatever it is.
+        Example: a sequence of 5 tokens, the first from the prefill. Steps that accept 2 and 3 drafts yield 3 and 4 tokens, of
+        which 3 and 1 are kept. The last step counts 3 as `whole`, 1 as `cut`, 0 as `capped`, and 0 as `none`.
         """
         end, at, counts = ending.of(self.tokens), self.first, list[int]()
         for accepted in self.accepted:
@@ -65,10 +65,10 @@ class Rounds:
         return counts
 
 
-class Begun:
-    """A target whose prefill yields a given token: where an engine drafts behind the prompt's own last token, ours is to do so.
+class ForcedFirstToken:
+    """A target whose prefill yields a given token, for an engine that drafts after the prompt's own last token.
 
-    The prompt goes in without that token.
+    The prompt is given without that token.
     """
 
     def __init__(self, target: Target, token: int) -> None:
@@ -87,44 +87,48 @@ class Begun:
 
 
 def chain_drafter(opened: Opened, draft_length: int, dtype: str) -> Drafter:
-    """The checkpoint's drafter with weights rounded as they were exported, drafting one chain. Raises UserError for a length
-    that it was not made for.
+    """The checkpoint's drafter with weights rounded as they were exported, drafting one chain.
+
+    Raises UserError for a length that the drafter does not support.
     """
     options = opened.meta.options | ({"tree": "chain", "paths": None} if "tree" in opened.meta.options else {})
     meta = dataclasses.replace(opened.meta, options=options, decode={})
     drafter = filled(opened.directory, meta, opened.loaded.target, opened.tensors).requires_grad_(False)
     if not 1 <= draft_length <= drafter.draft_length:
         raise UserError(
-            f"decode.draft_length is {draft_length}; this drafter drafts {drafter.draft_length}, set it within 1 and that"
+            f"decode.draft_length is {draft_length}; this drafter drafts {drafter.draft_length}, set it from 1 to that"
         )
     for parameter in drafter.parameters():
         parameter.data.copy_(parameter.data.to(DTYPES[dtype]))
     return drafter
 
 
-def decoded(target: Target, drafter: Drafter, prompt: Sequence[int], ending: Ending, length: int, begins: str) -> Rounds:
-    """The rounds of one prompt's text, up to the one that ends it. length: of the chains.
+def decoded(
+    target: Target, drafter: Drafter, prompt: Sequence[int], ending: Ending, length: int, begins: str
+) -> DecodedSequence:
+    """The decode steps of one prompt, up to the one that ends the sequence. length: of the chains. begins: `plain` or
+    `drafted`, as for an engine.
 
-    begins: `plain` or `drafted`, as an engine does. Raises UserError for a prompt that leaves no room.
+    Raises UserError for a prompt that leaves no room for an answer.
     """
     if begins == "drafted" and len(prompt) < 2:
-        raise UserError("a prompt of one token is given, and this engine drafts behind the first one; make it longer")
-    behind = begins == "drafted"
-    own: Any = Begun(target, prompt[-1]) if behind else target
+        raise UserError("a prompt has one token, and this engine drafts from the first token on; make it longer")
+    forced = begins == "drafted"
+    own: Any = ForcedFirstToken(target, prompt[-1]) if forced else target
     controls = Controls(draft_length=length, capture=False)
-    reach = ending.max_new_tokens + length + 1 + behind  # no round that counts is cut off
+    reach = ending.max_new_tokens + length + 1 + forced  # so that no counted step is cut off
     decoder = Decoder(own, drafter, "greedy", GREEDY, max_new_tokens=reach, controls=controls)
-    request = decoder.request(prompt[:-1] if behind else prompt)
+    request = decoder.request(prompt[:-1] if forced else prompt)
     try:
         session = Session(decoder, 1, decoder.positions(request))
     except ValueError as error:
         raise UserError(str(error)) from error
     (result,) = session.submit(request)
     accepted = [chunk.drafted for chunk in session][1:]
-    return Rounds(result.tokens[behind:], accepted, 0 if behind else 1)
+    return DecodedSequence(result.tokens[forced:], accepted, 0 if forced else 1)
 
 
 def plain(target: Target, prompts: Sequence[Sequence[int]], ending: Ending) -> list[list[int]]:
-    """The target's own greedy texts."""
+    """The target's own greedy output for each prompt."""
     decoder = Decoder(target, None, "greedy", GREEDY, ending.stop_ids, ending.max_new_tokens)
     return [result.tokens for result in decoder.run(prompts).results]

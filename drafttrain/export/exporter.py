@@ -1,4 +1,4 @@
-"""Write a checkpoint for some stacks, each directory through the gate, and move them into place together or not at all."""
+"""Write a checkpoint for serving stacks, check each directory against the checkpoint, and move all into place at once."""
 
 from __future__ import annotations
 
@@ -25,41 +25,38 @@ from drafttrain.export.parity import Parity, check, check_gguf_target, check_mod
 from drafttrain.export.table import TABLE, Layout, layout, loads
 
 RECORD, TARGET, CARD = "drafttrain.json", "target", "README.md"
-GGUF = "llamacpp"  # the stack that reads targets in a form of its own
+GGUF = "llamacpp"  # the stack that reads targets as GGUF files
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """out: the directory to make; each of several stacks gets one inside, by its name. dtype: of the weights. with_target: the
-    target too, for the stack that reads one file of each. repository: where it is uploaded to later. adapter: what was trained
-    by low-rank matrices is not merged.
-    """
+    """The settings of an export."""
 
     stacks: list[str]
-    out: Path
-    dtype: str
-    several: bool
+    out: Path  # the directory to make; with several stacks each gets a folder in it
+    dtype: str  # of the exported weights
+    several: bool  # format=all
     overwrite: bool = False
     max_shard_size: str = "5GB"
-    with_target: bool = False
-    repository: Repository | None = None
-    adapter: bool = False
+    with_target: bool = False  # also write the target, for the stack that needs it in its own form
+    repository: Repository | None = None  # the hub repository that it is uploaded to later
+    adapter: bool = False  # export low-rank matrices as an adapter and do not merge them
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What became of each stack: the parity of what was written, or the reason why nothing was."""
+    """The result for each stack."""
 
-    written: dict[str, Parity]
-    refused: dict[str, str]
+    written: dict[str, Parity]  # parity of the written files
+    refused: dict[str, str]  # the reason why nothing was written
 
 
 def check_wanted(wanted: Wanted) -> None:
-    """Raise UserError for what is wrong whatever the checkpoint is."""
+    """Raise UserError for settings that are wrong with every checkpoint."""
     if wanted.dtype not in DTYPES:
         raise UserError(f"dtype is {wanted.dtype!r}; choose one of {', '.join(DTYPES)}")
     if wanted.with_target and GGUF not in wanted.stacks:
-        raise UserError(f"with_target=true writes the target as GGUF, which format={GGUF} alone reads; leave it out")
+        raise UserError(f"with_target=true writes the target as GGUF, which only format={GGUF} reads; leave it out")
     if wanted.repository is not None:
         if wanted.several:
             raise UserError(
@@ -72,11 +69,11 @@ def check_wanted(wanted: Wanted) -> None:
     if not wanted.overwrite:
         raise UserError(f"out is {str(out)!r}, which exists; name another directory, or add overwrite=true")
     if not (out / RECORD).is_file():
-        raise UserError(f"out is {str(out)!r}, which no export has written (no {RECORD} there), so it stays; name another one")
+        raise UserError(f"out is {str(out)!r}, which is no export (it has no {RECORD}), so it is kept; name another directory")
 
 
 def refusals(opened: Opened, wanted: Wanted) -> dict[str, str]:
-    """Stack -> why this very drafter cannot go there, though others of its family can. Raises UserError where all refuse it."""
+    """The stacks that cannot load this very drafter, with the reasons. Raises UserError where none of them can."""
     reasons = {stack: _refusal(opened, stack, wanted) for stack in wanted.stacks}
     if wanted.with_target and reasons.get(GGUF, "refused") is None:
         why = gguf.refuse_target(Source(opened, GGUF, wanted.dtype), opened.loaded.target.model)
@@ -88,16 +85,16 @@ def refusals(opened: Opened, wanted: Wanted) -> dict[str, str]:
 
 
 def _apart(opened: Opened, wanted: Wanted) -> bool:
-    """Whether the drafter's own matrices are exported; those of a target that was trained too concern the target alone."""
+    """Whether the drafter's own low-rank matrices are exported. For a trained target, adapter=true concerns only the target."""
     if not wanted.adapter or opened.meta.adapter is not None:
         return False
     if not any(isinstance(module, LoraLayer) for module in opened.drafter.modules()):
-        raise UserError(f"adapter=true, and nothing of this {opened.meta.family} drafter is a low-rank adapter; leave it out")
+        raise UserError(f"adapter=true, but this {opened.meta.family} drafter has no low-rank adapter; leave it out")
     return True
 
 
 def _to(opened: Opened, stack: str, wanted: Wanted) -> Layout | None:
-    """None: the stack takes no adapter."""
+    """The layout for this stack. None: the stack takes no adapter."""
     whole = layout(opened.meta.family, stack)
     return whole.adapter if _apart(opened, wanted) else whole
 
@@ -105,13 +102,15 @@ def _to(opened: Opened, stack: str, wanted: Wanted) -> Layout | None:
 def _refusal(opened: Opened, stack: str, wanted: Wanted) -> str | None:
     to = _to(opened, stack, wanted)
     if to is None:
-        return "it takes no adapter as a drafter; leave adapter out, and it is merged"
+        return "it takes no adapter as a drafter; leave adapter out to export it merged"
     return to.refuse(Source(opened, stack, wanted.dtype))
 
 
 def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:
-    """Raises UserError for a drafter that goes nowhere, bad weights and a full disk, ParityError where what was written drafts
-    otherwise; nothing is left then.
+    """Write and check the directories of all stacks that can load the drafter.
+
+    Raises UserError for a drafter that no stack can load, for weights that the dtype cannot hold and for a full disk, and
+    ParityError where the written files draft something else. Nothing is left in these cases.
     """
     refused, family = refusals(opened, wanted), opened.meta.family
     able = [stack for stack in wanted.stacks if stack not in refused]
@@ -138,9 +137,9 @@ def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:
 
 
 def _write_target(aside: Path, opened: Opened, wanted: Wanted) -> tuple[str, str | None]:
-    """(the target that was trained with the drafter, where it will lie; where its matrices lie, for it to be made from).
+    """Write the target that was trained with the drafter: merged, in its own dtype, or as a peft adapter, in float32.
 
-    Merged, in its own dtype, or as a peft adapter, in float32.
+    Returns the final place of the merged target, and that of the adapter if it is to be merged from there.
     """
     root = str(wanted.out) if wanted.repository is None else wanted.repository.folder
     if wanted.adapter and opened.meta.adapter is not None:
@@ -165,13 +164,13 @@ def _write_gguf_target(folder: Path, source: Source, wanted: Wanted) -> None:
 def _describe(folder: Path, place: str | Repository, to: Layout, source: Source, parity: Parity) -> None:
     (folder / CARD).write_text(card(source, to.name, place, parity), encoding="utf-8")
     about: dict[str, Any] = {"version": __version__, "stack": source.stack, "layout": to.name, "dtype": source.dtype}
-    meta = source.opened.meta  # options and decode settings: what the layout has no place for, an import finds here
+    meta = source.opened.meta  # an import reads options and decode settings here that the layout cannot hold
     about |= {"family": meta.family, "checkpoint": meta.sha256, "options": meta.options, "decode": meta.decode}
     _record(folder, about)
 
 
 def _record(folder: Path, about: dict[str, Any]) -> None:
-    """What marks a directory as one that `overwrite` may replace, and then the checksums of all but the model card."""
+    """Mark a directory as one that `overwrite` may replace, and list the checksums of all files but the model card."""
     (folder / RECORD).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     list_files(folder, without=(CARD,))
 
@@ -182,5 +181,5 @@ def _nowhere(opened: Opened, wanted: Wanted, refused: dict[str, str]) -> str:
         return f"no stack loads this {family} drafter: " + "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     others = [other for other in loads(family) if other != stack]
     fit = [other for other in others if _refusal(opened, other, wanted) is None]
-    loaders = f"{', '.join(fit)} load it as it is" if fit else "no other stack loads it as it is"
+    loaders = f"{', '.join(fit)} load it unchanged" if fit else "no other stack loads it unchanged"
     return f"this {family} drafter cannot be exported to {stack}: {refused[stack]}; {loaders}"

@@ -1,4 +1,4 @@
-"""What an exported directory is made of, and writing it: configuration, weights in shards, tokenizer."""
+"""The files of an exported directory (configuration, weights in shards, tokenizer), and writing them."""
 
 from __future__ import annotations
 
@@ -25,48 +25,49 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint on its way to a stack. dtype: of the exported weights. merged: where a target that was trained too lies;
-    adapter: where its matrices lie instead, to be merged into there. place: where the directory will lie.
-    """
+    """A checkpoint that is exported to one stack."""
 
     opened: Opened
     stack: str
-    dtype: str
-    merged: str | None = None
-    adapter: str | None = None
-    place: str = ""
+    dtype: str  # of the exported weights
+    merged: str | None = None  # place of the trained target, if it was trained too
+    adapter: str | None = None  # place of the target's adapter, if it is still to be merged
+    place: str = ""  # final place of the directory
 
     @property
     def options(self) -> dict[str, Any]:
+        """The drafter's options."""
         return self.opened.meta.options
 
     @property
     def drafter(self) -> Drafter:
+        """The drafter in float32."""
         return self.opened.drafter
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """A copy of the drafter's own, by their names in its checkpoint."""
+        """A copy of the drafter's tensors, under their names in the checkpoint."""
         return dict(self.opened.tensors)
 
     def named(self, renames: Renames) -> dict[str, Tensor]:
-        """The same by the names of a layout, which has one for each."""
+        """The drafter's tensors under a layout's names; the layout has a name for each."""
         return {str(renames.theirs(name)): tensor for name, tensor in self.opened.tensors.items()}
 
     @property
     def embedding(self) -> Tensor:
-        """[V, H] the target's, in its own dtype."""
+        """[V, H] the target's embedding, in its own dtype."""
         model: Any = self.opened.loaded.target.model
         weight: Tensor = model.get_input_embeddings().weight
         return weight
 
     @property
     def shape(self) -> TargetShape:
+        """The target's dimensions."""
         return self.opened.loaded.target.shape
 
     @property
     def layer_shape(self) -> TargetShape:
-        """Of the drafter's own decoder layers."""
+        """The dimensions of the drafter's own decoder layers."""
         return self.drafter.layer_shape or self.shape
 
     @property
@@ -81,30 +82,28 @@ class Source:
 
     @property
     def target_architecture(self) -> str:
+        """The class of the target in transformers."""
         return str(self.opened.loaded.description["architecture"])
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """config: config.json. weights: the file that tensors go to; `model.safetensors` alone may come in shards, the others are
-    read as one; a GGUF file holds its configuration itself. tokenizer: the target's goes with them. base: the model's
-    directory, where these are an adapter of it; beside: directories inside this one. as_is: tensors of the target, whose dtype
-    is their own.
-    """
+    """The content of a directory."""
 
-    config: dict[str, Any]
+    config: dict[str, Any]  # config.json; the fields of a GGUF file
     tensors: dict[str, Tensor]
-    weights: str = WEIGHTS
-    tokenizer: bool = False
-    facts: dict[str, Any] = field(default_factory=dict)  # further ones that the reader must find, as `golden.facts_of`
+    weights: str = WEIGHTS  # name of the weights' file; only `model.safetensors` may be split into shards
+    tokenizer: bool = False  # whether to write the target's tokenizer
+    # further facts that the reader must find in the files, as `golden.facts_of`
+    facts: dict[str, Any] = field(default_factory=dict)
     config_file: str = "config.json"
-    base: Path | None = None
-    beside: dict[str, Files] = field(default_factory=dict)
-    as_is: tuple[str, ...] = ()
+    base: Path | None = None  # for an adapter: directory of its base model, if that is elsewhere
+    folders: dict[str, Files] = field(default_factory=dict)  # folders inside this directory
+    as_is: tuple[str, ...] = ()  # the target's tensors, which keep their dtype
 
 
 def write(directory: Path, files: Files, source: Source, max_shard_size: str) -> None:
-    """Raises UserError for weights that the dtype cannot hold."""
+    """Write the files. Raises UserError for weights that the dtype cannot hold."""
     if files.weights.endswith(SUFFIX):
         return write_gguf(directory / files.weights, files.config, files.tensors, DTYPES[source.dtype])
     write_config(directory / files.config_file, files.config)
@@ -116,17 +115,18 @@ def write(directory: Path, files: Files, source: Source, max_shard_size: str) ->
         save_file(tensors, directory / files.weights, {"format": "pt"})
     if files.tokenizer:
         source.opened.loaded.tokenizer.save_pretrained(directory)
-    for name, others in files.beside.items():
+    for name, others in files.folders.items():
         (directory / name).mkdir()
         write(directory / name, others, source, max_shard_size)
 
 
 def write_config(file: Path, config: dict[str, Any]) -> None:
+    """Write a configuration as indented JSON."""
     file.write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _write_shards(directory: Path, tensors: dict[str, Tensor], max_shard_size: str) -> None:
-    """As transformers names them: one file, or numbered ones with an index."""
+    """Write the weights as transformers does: one file, or numbered ones with an index."""
     try:
         split = split_torch_state_dict_into_shards(
             tensors, max_shard_size=max_shard_size, filename_pattern="model{suffix}.safetensors"

@@ -1,4 +1,4 @@
-"""Writing a GGUF file, tensor by tensor: the `gguf` library's container, with our own names and fields."""
+"""Write a GGUF file tensor by tensor, with the `gguf` library's container and our own names and fields."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from drafttrain.core.errors import UserError
 
 SUFFIX = ".gguf"
 ARCHITECTURE = "general.architecture"
-FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # general.file_type, what most tensors are
+FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # general.file_type, by the dtype of most tensors
 FACTORS = "rope_freqs.weight"
-LONG = 2**28  # bytes of a file whose writing shows a bar
+LONG = 2**28  # bytes from which on a progress bar is shown
 
 
 def write_gguf(file: Path, fields: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """fields: by their whole keys, the architecture among them; integers that are no list become uint32, real numbers float32.
+    """Write fields and tensors. fields: by their full keys, with the architecture. Plain integers become uint32, floats
+    float32.
 
-    Matrices are stored in `dtype`. Vectors are rounded to it too, and stored in float32: llama.cpp's norms and biases take no
-    other. Factors of positions, which are no weights, stay as they are, and integers. Raises UserError for weights that the
+    Matrices are stored in `dtype`. Vectors are rounded to it too but stored in float32, the only type that llama.cpp's norms
+    and biases take. Rotary factors, which are no weights, and integers are not rounded. Raises UserError for weights that the
     dtype cannot hold.
     """
     from gguf import GGMLQuantizationType as Kind
@@ -50,7 +51,9 @@ def write_gguf(file: Path, fields: dict[str, Any], tensors: dict[str, Tensor], d
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """On the CPU, contiguous, no view of another; integers as they are. Raises UserError for what the dtype cannot hold."""
+    """A contiguous copy on the CPU in this dtype; integers keep theirs. Raises UserError for weights that the dtype cannot
+    hold.
+    """
     own = tensor.detach().cpu()
     if not own.is_floating_point():
         return own.contiguous().clone()
@@ -78,7 +81,7 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 def _add(writer: Any, key: str, value: Any) -> None:
     if key == ARCHITECTURE:
-        return  # the library has written it
+        return  # the library writes it itself
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -1,11 +1,10 @@
-"""Golden material of a checkpoint: what its drafter drafts greedily at some points of some texts, and from which states.
+"""Golden drafts of a checkpoint: the drafter's greedy drafts and logits at some points, with the target's states there.
 
-An export must draft the same. It is computed by the code that trains: what `Drafter.predict` foretells along the drafter's own
-chain.
+An export must draft the same. The code that trains computes them: `Drafter.predict` along the drafter's own chain.
 
 Shapes: P points, T positions, K drafts, V vocabulary, R recorded logits of a draft, H hidden.
 
-A point is a text, of which the target's states are known, the root behind it, the target's own choice, and then K drafts.
+A point is a text with the target's states, the root after it (the target's own choice), and then K drafts.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from drafttrain.model.target import FINAL, Taps, TargetShape
 from drafttrain.targets.load import LoadedTarget
 
 GOLDEN = "golden.safetensors"
-TEXTS, LONGEST, SHORTEST = 3, 24, 12  # prompts, and tokens of a text: of each prompt a long text and a short one
-WHOLE, RECORDED = 4096, 256  # up to so many logits are recorded whole; of more, so many of the likeliest
+TEXTS, LONGEST, SHORTEST = 3, 24, 12  # number of prompts, and tokens of the two texts made from each
+WHOLE, RECORDED = 4096, 256  # vocabularies up to WHOLE are recorded in full, of larger ones the RECORDED greatest logits
 TENSORS = ("text_PT", "count_P", "root_P", "draft_PK", "token_PKR", "logit_PKR", "lse_PK")
 STATE = "state."
 FINAL_STATE = "final"
@@ -44,33 +43,32 @@ FINAL_STATE = "final"
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """text_PT: right-padded, count_P real tokens each. states: by k, the input of block k (of n blocks, n is the last one's
-    output), and by FINAL, the post-norm output; [P, T, H]. ids: the target's ids of the drafter's own vocabulary, if any.
+    """Golden drafts, and the material to make them again."""
 
-    token_PKR, logit_PKR: the likeliest tokens of every draft, in target ids, the draft itself first; lse_PK: logsumexp of all.
-    facts: what the drafts rest on, as plain data. sha256: of the weights.
-    """
-
-    text_PT: Tensor
-    count_P: Tensor
+    text_PT: Tensor  # right-padded
+    count_P: Tensor  # real tokens of each text
     root_P: Tensor
     draft_PK: Tensor
-    token_PKR: Tensor
-    logit_PKR: Tensor
-    lse_PK: Tensor
+    token_PKR: Tensor  # most likely tokens of every draft in target ids, the draft itself first
+    logit_PKR: Tensor  # their logits
+    lse_PK: Tensor  # logsumexp of all logits
+    # [P, T, H] by k, the input of block k (n of n blocks: the last output), and by FINAL, the post-norm output
     states: dict[int, Tensor] = field(default_factory=dict)
-    ids: Tensor | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    sha256: str = ""
+    ids: Tensor | None = None  # target ids of the drafter's own vocabulary, if it has one
+    facts: dict[str, Any] = field(default_factory=dict)  # the settings that the drafts depend on, as plain data
+    sha256: str = ""  # of the weights
 
     def to(self, device: torch.device) -> Golden:
+        """The same with tensors on this device."""
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in TENSORS}
         ids = None if self.ids is None else self.ids.to(device)
         return replace(self, **moved, states={k: x.to(device) for k, x in self.states.items()}, ids=ids)
 
 
 def stored(directory: Path) -> Golden | None:
-    """A checkpoint's golden material; None where it has none, or that of other weights. Raises UserError for a damaged file."""
+    """The checkpoint's golden drafts; None if it has none, or if they are of other weights. Raises UserError for a damaged
+    file.
+    """
     file = directory / GOLDEN
     if not file.is_file():
         return None
@@ -88,7 +86,7 @@ def stored(directory: Path) -> Golden | None:
 
 
 def store(directory: Path, golden: Golden) -> None:
-    """Beside the checkpoint's weights. Raises UserError on a full disk."""
+    """Write the golden drafts next to the checkpoint's weights. Raises UserError on a full disk."""
     tensors = {name: getattr(golden, name) for name in TENSORS} | ({} if golden.ids is None else {"ids": golden.ids})
     tensors |= {f"{STATE}{FINAL_STATE if k == FINAL else k}": x for k, x in golden.states.items()}
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
@@ -106,8 +104,8 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def texts_for(loaded: LoadedTarget) -> list[list[int]]:
-    """Beginnings of embedded prompts, in the target's tokens; a tokenizer that knows little of them fills up with others."""
+def sequences_for(loaded: LoadedTarget) -> list[list[int]]:
+    """The first tokens of embedded prompts. Where the tokenizer makes too few tokens, made-up ones fill them."""
     vocab, texts = loaded.target.shape.vocab_size, []
     for number, prompt in enumerate(load_prompts("embedded", TEXTS)):
         known = list(loaded.tokenizer(prompt.turns[0], add_special_tokens=False, verbose=False)["input_ids"])
@@ -118,7 +116,7 @@ def texts_for(loaded: LoadedTarget) -> list[list[int]]:
 
 @torch.no_grad()
 def made(opened: Opened, texts: Sequence[Sequence[int]]) -> Golden:
-    """Let the target read these texts, and the drafter draft behind each."""
+    """Run the target over these texts and let the drafter draft after each."""
     target, drafter, device = opened.target, opened.drafter, opened.loaded.target.device
     room = target.shape.max_positions - drafter.draft_length - 1
     rows = [torch.tensor(text[:room], device=device) for text in texts]
@@ -138,7 +136,7 @@ def made(opened: Opened, texts: Sequence[Sequence[int]]) -> Golden:
 
 
 def facts_of(opened: Opened) -> dict[str, Any]:
-    """Names of what an export can get wrong -> what they are. layer ids: by k, as in `Golden.states`."""
+    """The settings that an export can get wrong, with their values. layer ids: by k, as in `Golden.states`."""
     shape, taps, model = opened.shape, opened.drafter.taps, opened.drafter.language_model()
     facts: dict[str, Any] = {
         "vocabulary": opened.loaded.target.shape.vocab_size,
@@ -154,7 +152,9 @@ def facts_of(opened: Opened) -> dict[str, Any]:
 
 @torch.no_grad()
 def drafted(drafter: Drafter, golden: Golden, vocab: int) -> Golden:
-    """The same with this drafter's logits. Its drafts are its own where none are given, else the given ones are followed."""
+    """The golden material with this drafter's logits. The drafter drafts freely where no drafts are given, else it follows
+    them.
+    """
     T, K, device = golden.text_PT.shape[1], drafter.draft_length, golden.text_PT.device
     width, count_P = T + 1 + K, golden.count_P
     column_T = torch.arange(width, device=device)
@@ -174,8 +174,8 @@ def drafted(drafter: Drafter, golden: Golden, vocab: int) -> Golden:
         if not given:
             known_PT = known_PT.scatter(1, slot_PK[:, step, None], logits_PV.argmax(-1, keepdim=True))
     logits_PKV = torch.stack(logits, 1).float()
-    spoken = int((logits_PKV > -torch.inf).sum(-1).min())  # of some families a few tokens
-    top = logits_PKV.topk(spoken if spoken <= WHOLE else RECORDED)
+    finite = int((logits_PKV > -torch.inf).sum(-1).min())  # some families give logits for a few tokens only
+    top = logits_PKV.topk(finite if finite <= WHOLE else RECORDED)
     return replace(
         golden,
         draft_PK=known_PT.gather(1, slot_PK),
@@ -189,7 +189,7 @@ def drafted(drafter: Drafter, golden: Golden, vocab: int) -> Golden:
 def _predicted(
     drafter: Drafter, batch: TrainBatch, step: int, source_P: Tensor, label_P: Tensor, vocab: int
 ) -> tuple[Tensor, Tensor | None]:
-    """([P, V] logits of a draft, the ids of the drafter's own vocabulary)."""
+    """([P, V] logits of a draft, the target ids of the drafter's own vocabulary)."""
     start_P = torch.arange(len(source_P), device=source_P.device) * batch.token_BT.shape[1]
     for prediction in drafter.predict(batch):
         if not prediction.counted or not (prediction.step == step or prediction.every_step):
@@ -197,27 +197,27 @@ def _predicted(
         hit_PM = (start_P + label_P)[:, None] == prediction.label_M
         if not prediction.every_step:
             hit_PM &= (start_P + source_P)[:, None] == prediction.source_M
-        assert bool((hit_PM.sum(1) == 1).all()), "every point's draft is predicted once"
+        assert bool((hit_PM.sum(1) == 1).all()), "each point's draft has exactly one prediction"
         logits_PD = prediction.head(prediction.hidden_MH[hit_PM.long().argmax(1)])
         return prediction.whole(logits_PD, vocab), prediction.vocab_D
-    raise AssertionError(f"draft {step} is predicted by no prediction")
+    raise AssertionError(f"no prediction is for draft {step}")
 
 
 def _wanted(taps: Taps, blocks: int) -> set[int]:
-    """The states that are tapped and, so that a wrong layer is seen in figures, those beside them."""
+    """The tapped states and their neighbours, so that reading a wrong layer changes the figures."""
     tapped = [block + 1 for block in taps.blocks] + ([blocks] if taps.final else [])
-    beside = {k + d for k in tapped for d in (-1, 0, 1) if 0 <= k + d <= blocks}
-    return beside | ({FINAL} if tapped else set())
+    near = {k + d for k in tapped for d in (-1, 0, 1) if 0 <= k + d <= blocks}
+    return near | ({FINAL} if tapped else set())
 
 
 def _scaling(shape: TargetShape) -> str:
-    """How a drafter's own layers scale their positions."""
+    """The kind of rotary scaling of a drafter's own layers."""
     scaling = shape.rope_scaling if isinstance(shape, LayerShape) else None
     return str((scaling or {}).get("rope_type", "default"))
 
 
 def _model_scaling(model: Any) -> str:
-    """How a model of transformers scales its positions."""
+    """The kind of rotary scaling of a transformers model."""
     rope = getattr(model.model.config.get_text_config(), "rope_parameters", None) or {}
     return str(rope.get("rope_type", "default"))
 

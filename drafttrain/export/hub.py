@@ -1,4 +1,4 @@
-"""Uploading an export to the Hugging Face hub. The login is huggingface_hub's own: this code neither reads nor keeps it."""
+"""Upload an export to the Hugging Face hub. huggingface_hub handles the login; this code neither reads nor stores it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SHOWN = 200  # characters of the hub's answer
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """private: whether it is made so; a repository that is there stays as it is."""
+    """A repository of the hub."""
 
     name: str
-    private: bool
+    private: bool  # for a new repository; an existing one keeps its setting
 
     def check(self) -> None:
-        """Raise UserError for what is known before anything is computed."""
+        """Raise UserError for a bad name or a missing login, before anything is computed."""
         try:
             validate_repo_id(self.name)
         except HFValidationError as error:
@@ -39,18 +39,20 @@ class Repository:
 
     @property
     def folder(self) -> str:
-        """Where a copy of it lies after `download`."""
+        """The folder that `download` makes."""
         return self.name.rpartition("/")[2]
 
     @property
     def download(self) -> str:
+        """The command that downloads the repository."""
         return f"hf download {self.name} --local-dir {self.folder}"
 
 
 def push(directory: Path, repository: Repository, message: str) -> str:
-    """Upload all that lies there, in one commit; its address. Raises UserError where that fails; the directory stays.
+    """Upload the directory in one commit, and return its address.
 
-    Nothing is uploaded where a file is not what was written.
+    Raises UserError for a file that differs from the checksums, before anything is uploaded, and for a failed upload. The
+    directory stays in both cases.
     """
     check_listed(directory, "export again")
     api = HfApi(library_name="drafttrain", library_version=__version__)
@@ -65,11 +67,11 @@ def push(directory: Path, repository: Repository, message: str) -> str:
 
 
 def is_repository(name: str) -> bool:
-    """Whether a target's name is that of a repository, no directory here."""
+    """Whether a target's name is a hub id and not a directory here."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None and not Path(name).exists()
 
 
 def _reason(error: Exception) -> str:
-    """In one line; a token that an answer repeats stays out of it."""
+    """The error in one line, without the login token, which an answer may repeat."""
     text, token = " ".join(str(error).split()) or type(error).__name__, get_token()
     return (text.replace(token, "***") if token else text)[:SHOWN]

@@ -1,6 +1,7 @@
-"""The tables of docs/export.md: `python -m drafttrain.export.matrix docs/export.md` renews them there.
+"""The tables in docs/export.md: `python -m drafttrain.export.matrix docs/export.md` writes them.
 
-The support matrix comes from `table.py`, what engines did from engines.json beside the page, which `make test-engines` writes.
+The support matrix comes from `table.py`, the engines' results from engines.json next to the page, which `make test-engines`
+writes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BROKEN_HEAD = ["broken", "drafter", "engine", "texts still the target's", "accep
 
 
 def matrix(facts: dict[str, Any]) -> str:
-    """Markdown: a table of layouts by family and stack, and under it the reason of every empty cell."""
+    """Markdown: a table of layouts by family and stack, and the reason for every empty cell."""
     ran = {(run["family"], run["stack"]) for run in facts["runs"].values()}
     families = [family for family in TABLE if loads(family)]
     rows = [["", *STACKS.values()]]
@@ -32,7 +33,7 @@ def matrix(facts: dict[str, Any]) -> str:
 
 
 def engines(facts: dict[str, Any]) -> str:
-    """Markdown: what engines accepted of exports, and of broken ones."""
+    """Markdown: how many drafts engines accepted, of correct exports and of broken ones."""
     runs = [RUN_HEAD]
     for run in facts["runs"].values():
         sums = [run["draft_length"], run["prompts"], run["ours"], run["theirs"], f"{run['tau']:.2f}"]
@@ -46,12 +47,13 @@ def engines(facts: dict[str, Any]) -> str:
 
 
 def renewed(page: str, facts: dict[str, Any]) -> str:
-    """The page with the tables of now between their marks."""
+    """The page with new tables between their marks."""
     page = _between(page, BEGIN, END, matrix(facts))
     return _between(page, BEGIN_ENGINES, END_ENGINES, engines(facts))
 
 
 def facts_beside(page: Path) -> dict[str, Any]:
+    """The engines' results, from the file next to the page."""
     facts: dict[str, Any] = json.loads((page.parent / FACTS).read_text(encoding="utf-8"))
     return facts
 
@@ -84,7 +86,7 @@ def _between(page: str, begin: str, end: str, text: str) -> str:
 
 
 def _reasons() -> list[str]:
-    """One line per family; stacks of one reason together."""
+    """One line per family; stacks with the same reason are joined."""
     lines = []
     for family, cells in TABLE.items():
         by_reason: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""A checkpoint opened to be exported: its drafter in float32, whatever the dtype of the target is."""
+"""A checkpoint opened for export, with its drafter in float32 for any dtype of the target."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from drafttrain.model.target import TargetOut, TargetShape
 from drafttrain.targets.load import LoadedTarget
 
 
-class Wide:
-    """A target whose embedding and head work in float32, so that what is drafted is no matter of its rounding.
+class Float32Target:
+    """A target whose embedding and head compute in float32, so that golden drafts do not depend on its rounding.
 
-    A soft cap of its logits is left out: it changes no order, and no stack puts one on a drafter's.
+    A soft cap of its logits is left out. It does not change their order, and no stack applies one to a drafter's logits.
     """
 
     dtype = torch.float32
@@ -45,36 +45,37 @@ class Wide:
         return out
 
     def embed(self, token: Tensor) -> Tensor:
+        """[..., H]: the embedding of these tokens."""
         embedded_H: Tensor = self._narrow.embed(token)
         return embedded_H.float()
 
     @cached_property
     def head_weight(self) -> Tensor:
+        """[V, H]: the output matrix."""
         weight: Tensor = self._narrow.head_weight
         return weight.detach().float()
 
     def head(self, hidden_H: Tensor) -> Tensor:
+        """[..., V]: the logits of these states."""
         bias = getattr(self._narrow.model.get_output_embeddings(), "bias", None)
         return F.linear(hidden_H.float(), self.head_weight, None if bias is None else bias.float())
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A checkpoint as it is exported. drafter: in float32, for `target`, the adapted one where it was trained too; tensors: the
-    drafter's own, as they were saved; matrices: those of the target's adapter, by their names in it.
-    """
+    """A checkpoint opened for export."""
 
     directory: Path
     meta: CheckpointMeta
     loaded: LoadedTarget
-    target: Any
-    drafter: Drafter
-    tensors: dict[str, Tensor]
-    matrices: dict[str, Tensor] = field(default_factory=dict)
+    target: Any  # the target in float32, the adapted one if it was trained too
+    drafter: Drafter  # in float32, for `target`
+    tensors: dict[str, Tensor]  # the drafter's tensors as they were saved
+    matrices: dict[str, Tensor] = field(default_factory=dict)  # tensors of the target's adapter, under their names in it
 
     @staticmethod
     def of(directory: Path, loaded: LoadedTarget) -> Opened:
-        """Raises UserError as `load_checkpoint` does, and for weights that are no numbers."""
+        """Open a checkpoint. Raises UserError as `load_checkpoint` does, and for NaN or infinite weights."""
         meta = read_meta(directory)
         if meta.adapter is not None:
             loaded = load_checkpoint(directory, loaded).loaded
@@ -86,12 +87,12 @@ class Opened:
         for name, x in tensors.items():
             if x.is_floating_point() and not bool(x.isfinite().all()):
                 raise UserError(f"{directory}: {name} holds NaN or infinity: training diverged; use an earlier checkpoint")
-        target = Wide(loaded.target)
+        target = Float32Target(loaded.target)
         drafter = filled(directory, meta, target, tensors).requires_grad_(False)
         return Opened(directory, meta, loaded, target, drafter, tensors, matrices)
 
     @property
     def shape(self) -> TargetShape:
-        """Of the model that drafts, where the drafter is one; of its own decoder layers, if any; else the target's."""
+        """The dimensions of the drafting model, of the drafter's own decoder layers, or else of the target."""
         model = self.drafter.language_model()
         return (self.drafter.layer_shape or self.loaded.target.shape) if model is None else model.shape

@@ -1,4 +1,4 @@
-"""The gate: an exported directory, read from its files alone, must draft what its checkpoint drafts.
+"""The parity check: an exported directory, read from its files alone, must draft as its checkpoint does.
 
 Shapes: P points, K drafts, R recorded logits, V vocabulary.
 """
@@ -23,32 +23,30 @@ from drafttrain.export.golden import Golden, drafted
 from drafttrain.export.layouts.draft_model import merged
 from drafttrain.export.opened import Opened
 from drafttrain.export.readers import gguf
-from drafttrain.export.readers.parts import Engine, MismatchError, Point, Reading
+from drafttrain.export.readers.parts import MismatchError, Point, Reading, TargetParts
 from drafttrain.model.target import FINAL
 
-TOLERANCE = 5e-5  # of a draft's largest logit (1 at least): float32, its sums in another order
+TOLERANCE = 5e-5  # relative to a draft's largest logit (at least 1), for float32 sums in another order
 SHOWN = 60  # characters of a value in a message
-# what tokenizers cut each in a way of their own: contractions, numbers, scripts, marks, spaces and line ends
+# tokenizers split these differently: contractions, numbers, scripts, marks, spaces and line ends
 TEXT = "It's 12345.67, WE'VE 2 don't-cares:\n\n  x = f(a_1)\t+ 'y'  \r\n Größe नमस्ते 你好 🙂 ½ x\u0301... "
 
-Reader = Callable[[Path, Engine, Sequence[Point]], Reading]
+Reader = Callable[[Path, TargetParts, Sequence[Point]], Reading]
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """drafts: compared. gap: the largest difference of logits, in units of `TOLERANCE`. changed: of the drafts, those that the
-    rounding of the exported weights turns into other tokens.
-    """
+    """The result of the check."""
 
-    drafts: int
-    gap: float
-    changed: int
+    drafts: int  # number of compared drafts
+    gap: float  # largest difference of logits, in units of `TOLERANCE`
+    changed: int  # drafts that the rounding of the exported weights changes
 
 
 def check(directory: Path, read: Reader, files: Files, source: Source, golden: Golden, expected: Golden) -> Parity:
-    """expected: the golden material itself, or what `rounded` makes of it. Raises ParityError naming what differs."""
+    """Compare the files' drafts with the golden ones. expected: the golden drafts, or `rounded` ones. Raises ParityError."""
     try:
-        reading = read(directory, engine_of(source.opened, files), points_of(golden))
+        reading = read(directory, target_parts(source.opened, files), points_of(golden))
     except MismatchError as mismatch:
         raise ParityError(mismatch.name, mismatch.text) from mismatch
     _check_facts(reading.facts, _expected_facts(golden, files))
@@ -57,13 +55,13 @@ def check(directory: Path, read: Reader, files: Files, source: Source, golden: G
     worst = float(gap_PK.max())
     if not worst <= 1.0:  # NaN is no parity
         point, draft = divmod(int(gap_PK.nan_to_num(torch.inf).argmax()), gap_PK.shape[1])
-        raise ParityError("logits", f"draft {draft + 1} at point {point + 1} is off by {worst:.3g} times the rounding")
+        raise ParityError("logits", f"draft {draft + 1} at point {point + 1} is off by {worst:.3g} times the tolerance")
     check_tokens(logits_PKV, expected)
     return Parity(gap_PK.numel(), worst, int((expected.token_PKR[..., 0].cpu() != golden.draft_PK.cpu()).sum()))
 
 
 def gaps(logits_PKV: Tensor, expected: Golden) -> Tensor:
-    """[P, K] the largest difference of each draft's recorded logits, and of the logsumexp of all, in units of `TOLERANCE`."""
+    """[P, K] the largest difference of each draft's recorded logits and logsumexp, in units of `TOLERANCE`."""
     token_PKR, logit_PKR, lse_PK = (x.cpu() for x in (expected.token_PKR, expected.logit_PKR, expected.lse_PK))
     apart_PK = (logits_PKV.gather(-1, token_PKR) - logit_PKR).abs().amax(-1)
     apart_PK = torch.maximum(apart_PK, (logits_PKV.logsumexp(-1) - lse_PK).abs())
@@ -71,11 +69,11 @@ def gaps(logits_PKV: Tensor, expected: Golden) -> Tensor:
 
 
 def check_tokens(logits_PKV: Tensor, expected: Golden) -> None:
-    """Raise ParityError unless every choice is the expected one, or no further from it than logits can be told apart."""
+    """Raise ParityError unless every draft is the expected token, up to ties within the tolerance."""
     wanted_PK, bound_PK = expected.token_PKR[..., 0].cpu(), expected.logit_PKR.cpu().abs().amax(-1).clamp_min(1.0) * TOLERANCE
     other_PK = logits_PKV.amax(-1) - logits_PKV.gather(-1, wanted_PK[..., None])[..., 0] > 2 * bound_PK
     if bool(other_PK.any()):
-        raise ParityError("draft tokens", f"{int(other_PK.sum())} of {other_PK.numel()} are others")
+        raise ParityError("draft tokens", f"{int(other_PK.sum())} of {other_PK.numel()} differ")
 
 
 def _expected_facts(golden: Golden, files: Files) -> dict[str, Any]:
@@ -88,10 +86,11 @@ def _check_facts(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, value in found.items():
         if value != expected[name]:
             got, wanted = (str(x) if len(str(x)) <= SHOWN else f"{str(x)[:SHOWN]}..." for x in (value, expected[name]))
-            raise ParityError(name, f"the files say {got}, the checkpoint's drafts come from {wanted}")
+            raise ParityError(name, f"the files have {got}, the checkpoint's drafts come from {wanted}")
 
 
 def points_of(golden: Golden) -> list[Point]:
+    """The points to draft from, in the readers' form."""
     points = []
     for row, count in enumerate(golden.count_P.tolist()):
         states = {k: x[row, :count].float().cpu() for k, x in golden.states.items()}
@@ -101,22 +100,23 @@ def points_of(golden: Golden) -> list[Point]:
     return points
 
 
-def engine_of(opened: Opened, files: Files) -> Engine:
+def target_parts(opened: Opened, files: Files) -> TargetParts:
+    """The target's part of a stack, for the readers."""
     model: Any = opened.loaded.target.model
     embed_VH = model.get_input_embeddings().weight.detach().float().cpu()
     tokenizer: Any = opened.loaded.tokenizer
     pieces = tokenizer.get_vocab() if files.tokenizer else None
     texts = [TEXT, f"{TEXT}{tokenizer.eos_token or ''}{TEXT}"] if files.tokenizer else []
     made = [(text, list(tokenizer(text, verbose=False)["input_ids"])) for text in texts]
-    return Engine(embed_VH, opened.target.head_weight.cpu(), opened.loaded.target.shape.blocks, pieces, made, files.base)
+    return TargetParts(embed_VH, opened.target.head_weight.cpu(), opened.loaded.target.shape.blocks, pieces, made, files.base)
 
 
 def check_gguf_target(directory: Path, files: Files, source: Source) -> None:
-    """Raise ParityError unless a target written as GGUF says what it is, and has all its weights, bit by bit."""
+    """Raise ParityError unless a target written as GGUF has the target's settings and all its weights, bit for bit."""
     target = source.opened.loaded.target
     shape, model = target.shape, target.model
     try:
-        found = gguf.facts(directory, files.weights, engine_of(source.opened, files))
+        found = gguf.facts(directory, files.weights, target_parts(source.opened, files))
         expected: dict[str, Any] = {"rope": shape.rope_theta, "norm": shape.norm_eps, "layers": shape.blocks}
         expected |= {"heads": [shape.heads, shape.kv_heads], "head_dim": shape.head_dim, "max positions": shape.max_positions}
         _check_facts({name: found[name] for name in expected}, expected)
@@ -131,7 +131,7 @@ def check_gguf_target(directory: Path, files: Files, source: Source) -> None:
 
 
 def check_model(directory: Path, model: Any) -> None:
-    """Raise ParityError unless a model's saved weights are its own, bit by bit; of tied ones one is enough."""
+    """Raise ParityError unless a model's saved weights equal its own, bit for bit. Of tied weights one is enough."""
     saved: set[int] = set()
     weights = dict(model.named_parameters(remove_duplicate=False))
     for file in directory.glob("*.safetensors"):
@@ -147,10 +147,10 @@ def check_model(directory: Path, model: Any) -> None:
 
 @torch.no_grad()
 def rounded(opened: Opened, golden: Golden, dtype: str) -> Golden:
-    """What our own code drafts behind the golden drafts with weights rounded to this dtype; adapters are merged before.
+    """The golden drafts' logits by our own code with weights rounded to this dtype, with adapters merged before.
 
-    It is expected of exported weights of fewer bits than float32, to the same tolerance: what rounding changes is known then,
-    and nothing else may change. Float32 stays as it is.
+    An export of fewer bits than float32 must give these, to the same tolerance. So the effect of rounding is known, and any
+    other difference is an error. For float32 the golden material is returned unchanged.
     """
     if dtype == "float32":
         return golden

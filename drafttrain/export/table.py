@@ -1,4 +1,4 @@
-"""Which stack loads which family: one row per pair, a layout and its reader, or the reason why not."""
+"""The serving stacks that load each family: one row per pair, with a layout and its reader or the reason why not."""
 
 from __future__ import annotations
 
@@ -53,36 +53,35 @@ STACKS = {
 
 
 def never(source: Source) -> str | None:
-    """Nothing that could be refused."""
+    """For layouts that can hold every drafter of the family."""
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """name: in the support matrix. write: makes its files. read: the stack's own way to read them. refuse: why a drafter of the
-    family cannot go there; None where it can. adapter: with adapter=true in its place.
-    """
+    """A layout of exported files."""
 
-    name: str
-    write: Callable[[Source], Files]
-    read: Reader
-    refuse: Callable[[Source], str | None] = never
-    adapter: Layout | None = None
+    name: str  # in the support matrix
+    write: Callable[[Source], Files]  # makes the files
+    read: Reader  # reads them back as the stack does
+    refuse: Callable[[Source], str | None] = never  # why one drafter of the family cannot be exported; None where it can
+    adapter: Layout | None = None  # the layout that replaces this one with adapter=true
 
 
 Row = Layout | str
 
-ENGINE_ENDED = "its engine backend, the only one with this family, ended with 1.2"
-NOT_SPECULATORS = "no type of its own for this family"
-ONLY_HEADS = "of these families it loads Medusa and MLP speculators alone"
-GENERATE = "its generate() takes draft models and DFlash alone"
-NOT_STRICT = "it loads the names that it knows and says nothing of others; not written until it can be run"
-NO_LOADER = "no loader of this family"
-OWN_MODULES = "it reads the modules that targets of some architectures come with, none beside others"
-SAME_EXIT = "the target alone is needed, and no stack reads an adapter; transformers: generate(assistant_early_exit=blocks)"
-ONE_BY_ONE = "it would draft one token a pass, as if it had learnt no masks; export a draft_model there"
+ENGINE_ENDED = "its engine backend, the only one with this family, ended with version 1.2"
+NOT_SPECULATORS = "it has no type for this family"
+ONLY_HEADS = "of these families it loads only Medusa and MLP speculators"
+GENERATE = "its generate() takes only draft models and DFlash"
+NOT_STRICT = "its loader ignores tensor names that it does not know; nothing is written until it can be run"
+NO_LOADER = "it has no loader for this family"
+NO_DRAFT_MODELS = "it does not draft with ordinary language models"
+OWN_MODULES = "it reads modules that come with targets of some architectures, and no others"
+SAME_EXIT = "only the target is needed, and no stack reads an adapter; transformers: generate(assistant_early_exit=blocks)"
+ONE_BY_ONE = "it would draft one token per pass and ignore the mask tokens; export a draft_model there"
 SPECULATORS = "it reads format=speculators"
-UNREAD = "what its loader reads is not known here"
+UNREAD = "the format that its loader reads is not known"
 
 
 def _eagle3(stack: str) -> Layout:
@@ -114,148 +113,80 @@ def _heads(stack: str) -> Layout:
 
 
 def _block(speculators: Layout) -> dict[str, Row]:
-    """Of the newer block drafters."""
-    return {
-        "vllm": SPECULATORS,
-        **dict.fromkeys(("sglang", "trtllm"), UNREAD),
-        "speculators": speculators,
-        "transformers": GENERATE,
-        **dict.fromkeys(("llamacpp", "openvino"), NO_LOADER),
-        "tgi": ONLY_HEADS,
-        "lmdeploy": NO_LOADER,
-        "official": UNREAD,
-    }
+    """The row of a newer block drafter."""
+    return _row(vllm=SPECULATORS, sglang=UNREAD, trtllm=UNREAD, speculators=speculators, official=UNREAD)
 
 
 def _stages() -> Layout:
     return Layout("MLPSpeculator", mlp_speculator.files, read_mlp_speculator.read)
 
 
+def _row(**cells: Row) -> dict[str, Row]:
+    """A family's cells, in the order of `STACKS`. A stack that is not named has no loader, for its usual reason."""
+    usual = {"speculators": NOT_SPECULATORS, "transformers": GENERATE, "tgi": ONLY_HEADS}
+    return {stack: cells.get(stack, usual.get(stack, NO_LOADER)) for stack in STACKS}
+
+
 TABLE: dict[str, dict[str, Row]] = {
-    "eagle3": {
-        "vllm": _eagle3("vllm"),
-        "sglang": _eagle3("sglang"),
-        "trtllm": _eagle3("trtllm"),
-        "speculators": Layout("speculators", eagle3.speculators, read_eagle3.speculators, eagle3.refuse),
-        "transformers": GENERATE,
-        "llamacpp": Layout("GGUF", gguf.eagle3_files, read_gguf.eagle3_draft, gguf.refuse_eagle3),
-        "openvino": _eagle3("openvino"),
-        "tgi": ONLY_HEADS,
-        "lmdeploy": Layout("portable", eagle3.lmdeploy, read_eagle3.portable("lmdeploy"), eagle3.refuse),
-        "official": NOT_STRICT,
-    },
-    "peagle": {
-        "vllm": Layout("portable", peagle.portable, read_peagle.portable, peagle.refuse),
-        **dict.fromkeys(("sglang", "trtllm"), NO_LOADER),
-        "speculators": Layout("speculators", peagle.speculators, read_peagle.speculators, peagle.refuse),
-        "transformers": GENERATE,
-        **dict.fromkeys(("llamacpp", "openvino"), NO_LOADER),
-        "tgi": ONLY_HEADS,
-        "lmdeploy": NO_LOADER,
-        "official": "the authors serve it in vLLM; format=vllm writes it",
-    },
-    "eagle": {
-        "vllm": _eagle("vllm"),
-        "sglang": _eagle("sglang"),
-        "trtllm": ENGINE_ENDED,
-        "speculators": NOT_SPECULATORS,
-        "transformers": GENERATE,
-        "llamacpp": NO_LOADER,
-        "openvino": NO_LOADER,
-        "tgi": ONLY_HEADS,
-        "lmdeploy": _eagle("lmdeploy"),
-        "official": NOT_STRICT,
-    },
-    "medusa": {
-        "vllm": Layout("MedusaModel", medusa.vllm, read_medusa.vllm, medusa.refuse),
-        "sglang": NO_LOADER,
-        "trtllm": ENGINE_ENDED,
-        "speculators": NOT_SPECULATORS,
-        "transformers": GENERATE,
-        "llamacpp": NO_LOADER,
-        "openvino": NO_LOADER,
-        "tgi": _heads("tgi"),
-        "lmdeploy": NO_LOADER,
-        "official": _heads("official"),
-    },
-    "hydra": {
-        **dict.fromkeys(("vllm", "sglang", "trtllm"), NO_LOADER),
-        "speculators": NOT_SPECULATORS,
-        "transformers": GENERATE,
-        **dict.fromkeys(("llamacpp", "openvino"), NO_LOADER),
-        "tgi": ONLY_HEADS,
-        "lmdeploy": NO_LOADER,
-        "official": Layout("hydra_lm_head", hydra.files, read_hydra.read, hydra.refuse),
-    },
-    "redrafter": {
-        **dict.fromkeys(("vllm", "sglang"), NO_LOADER),
-        "trtllm": ENGINE_ENDED,
-        "speculators": NOT_SPECULATORS,
-        "transformers": GENERATE,
-        **dict.fromkeys(("llamacpp", "openvino"), NO_LOADER),
-        "tgi": ONLY_HEADS,
-        "lmdeploy": NO_LOADER,
-        "official": Layout("recurrent_drafting", redrafter.files, read_redrafter.read),
-    },
-    "mlp_speculator": {
-        **dict.fromkeys(("vllm", "sglang", "trtllm"), NO_LOADER),
-        "speculators": NOT_SPECULATORS,
-        "transformers": GENERATE,
-        **dict.fromkeys(("llamacpp", "openvino"), NO_LOADER),
-        "tgi": _stages(),
-        "lmdeploy": NO_LOADER,
-        "official": _stages(),
-    },
-    "dflash": {
-        "vllm": _dflash(),
-        "sglang": _dflash(),
-        "trtllm": _dflash(),
-        "speculators": Layout("speculators", dflash.speculators, read_dflash.speculators, dflash.refuse),
-        "transformers": Layout("muse_glimmer_assistant", dflash.transformers, read_dflash.transformers, dflash.refuse),
-        "llamacpp": Layout("GGUF", gguf.dflash_files, read_gguf.dflash_draft, gguf.refuse_dflash),
-        "openvino": _dflash(),
-        "tgi": ONLY_HEADS,
-        "lmdeploy": Layout("z-lab", dflash.lmdeploy, read_dflash.lmdeploy, dflash.lmdeploy_refuse),
-        "official": _dflash(),
-    },
+    "eagle3": _row(
+        vllm=_eagle3("vllm"),
+        sglang=_eagle3("sglang"),
+        trtllm=_eagle3("trtllm"),
+        speculators=Layout("speculators", eagle3.speculators, read_eagle3.speculators, eagle3.refuse),
+        llamacpp=Layout("GGUF", gguf.eagle3_files, read_gguf.eagle3_draft, gguf.refuse_eagle3),
+        openvino=_eagle3("openvino"),
+        lmdeploy=Layout("portable", eagle3.lmdeploy, read_eagle3.portable("lmdeploy"), eagle3.refuse),
+        official=NOT_STRICT,
+    ),
+    "peagle": _row(
+        vllm=Layout("portable", peagle.portable, read_peagle.portable, peagle.refuse),
+        speculators=Layout("speculators", peagle.speculators, read_peagle.speculators, peagle.refuse),
+        official="the authors serve it in vLLM; format=vllm writes it",
+    ),
+    "eagle": _row(
+        vllm=_eagle("vllm"), sglang=_eagle("sglang"), trtllm=ENGINE_ENDED, lmdeploy=_eagle("lmdeploy"), official=NOT_STRICT
+    ),
+    "medusa": _row(
+        vllm=Layout("MedusaModel", medusa.vllm, read_medusa.vllm, medusa.refuse),
+        trtllm=ENGINE_ENDED,
+        tgi=_heads("tgi"),
+        official=_heads("official"),
+    ),
+    "hydra": _row(official=Layout("hydra_lm_head", hydra.files, read_hydra.read, hydra.refuse)),
+    "redrafter": _row(trtllm=ENGINE_ENDED, official=Layout("recurrent_drafting", redrafter.files, read_redrafter.read)),
+    "mlp_speculator": _row(tgi=_stages(), official=_stages()),
+    "dflash": _row(
+        **{stack: _dflash() for stack in ("vllm", "sglang", "trtllm", "openvino", "official")},
+        speculators=Layout("speculators", dflash.speculators, read_dflash.speculators, dflash.refuse),
+        transformers=Layout("muse_glimmer_assistant", dflash.transformers, read_dflash.transformers, dflash.refuse),
+        llamacpp=Layout("GGUF", gguf.dflash_files, read_gguf.dflash_draft, gguf.refuse_dflash),
+        lmdeploy=Layout("z-lab", dflash.lmdeploy, read_dflash.lmdeploy, dflash.lmdeploy_refuse),
+    ),
     "dspark": _block(Layout("speculators", dspark.speculators, read_dspark.speculators, dflash.refuse_last)),
     "dflash2": _block(Layout("speculators", dflash2.speculators, read_dflash2.speculators, dflash.refuse_last)),
-    "draft_model": {
-        "vllm": _plain(),
-        "sglang": _plain(),
-        "trtllm": _plain(),
-        "speculators": NOT_SPECULATORS,
-        "transformers": replace(_plain(), adapter=_adapter()),
-        "llamacpp": Layout("GGUF", gguf.model_files, read_gguf.model, gguf.refuse_model),
-        "openvino": _plain(),
-        "tgi": ONLY_HEADS,
-        "lmdeploy": "it drafts with no ordinary language model",
-        "official": "a draft model is nobody's own layout; format=transformers writes it",
-    },
-    "mtp": {
-        **dict.fromkeys(("vllm", "sglang", "trtllm"), OWN_MODULES),
-        "speculators": Layout("speculators", mtp.speculators, read_mtp.speculators, mtp.refuse),
-        "transformers": GENERATE,
-        "llamacpp": OWN_MODULES,
-        "openvino": NO_LOADER,
-        "tgi": ONLY_HEADS,
-        "lmdeploy": OWN_MODULES,
-        "official": Layout("DeepSeek", mtp.deepseek, read_mtp.deepseek, mtp.refuse),
-    },
+    "draft_model": _row(
+        **{stack: _plain() for stack in ("vllm", "sglang", "trtllm", "openvino")},
+        transformers=replace(_plain(), adapter=_adapter()),
+        llamacpp=Layout("GGUF", gguf.model_files, read_gguf.model, gguf.refuse_model),
+        lmdeploy=NO_DRAFT_MODELS,
+        official="a draft model has no layout of its own; format=transformers writes it",
+    ),
+    "mtp": _row(
+        **dict.fromkeys(("vllm", "sglang", "trtllm", "llamacpp", "lmdeploy"), OWN_MODULES),
+        speculators=Layout("speculators", mtp.speculators, read_mtp.speculators, mtp.refuse),
+        official=Layout("DeepSeek", mtp.deepseek, read_mtp.deepseek, mtp.refuse),
+    ),
     "early_exit": dict.fromkeys(STACKS, SAME_EXIT),
-    "pard": {
-        "vllm": _pard(),
-        "sglang": ONE_BY_ONE,
-        "trtllm": _pard(),
-        "speculators": NOT_SPECULATORS,
-        **dict.fromkeys(("transformers", "llamacpp", "openvino"), ONE_BY_ONE),
-        "tgi": ONLY_HEADS,
-        "lmdeploy": "it drafts with no ordinary language model",
-        "official": "its code runs the pairs that it knows by name; format=vllm writes what it writes",
-    },
-    "prompt_lookup": dict.fromkeys(STACKS, "nothing is trained; turn on the stack's own n-gram drafting"),
-    "suffix": dict.fromkeys(STACKS, "nothing is trained; turn on the stack's own suffix or n-gram drafting"),
-    "cascade": dict.fromkeys(STACKS, "no stack runs drafters together; train and export its middle or inner one by itself"),
+    "pard": _row(
+        vllm=_pard(),
+        trtllm=_pard(),
+        **dict.fromkeys(("sglang", "transformers", "llamacpp", "openvino"), ONE_BY_ONE),
+        lmdeploy=NO_DRAFT_MODELS,
+        official="its code runs only pairs that it knows by name; format=vllm writes the same files",
+    ),
+    "prompt_lookup": dict.fromkeys(STACKS, "it has no trained weights; turn on the stack's own n-gram drafting"),
+    "suffix": dict.fromkeys(STACKS, "it has no trained weights; turn on the stack's own suffix or n-gram drafting"),
+    "cascade": dict.fromkeys(STACKS, "no stack combines drafters; train and export its middle or inner drafter by itself"),
 }
 
 
@@ -264,9 +195,7 @@ NO_ROW = "no layout is written for it yet; add its row to drafttrain/export/tabl
 
 def rows(family: str) -> dict[str, Row]:
     """A family's rows by stack; for a family without rows the reason is that it has none."""
-    return TABLE.get(family) or dict.fromkeys(
-        STACKS, "no layout is written for it yet; add its row to drafttrain/export/table.py"
-    )
+    return TABLE.get(family) or dict.fromkeys(STACKS, NO_ROW)
 
 
 def loads(family: str) -> list[str]:
@@ -274,10 +203,10 @@ def loads(family: str) -> list[str]:
     return [stack for stack, row in rows(family).items() if isinstance(row, Layout)]
 
 
-def asked(family: str, stack: str) -> list[str]:
-    """The stacks to export to. stack: one, or `all`.
+def stacks_for(family: str, stack: str) -> list[str]:
+    """The stacks to export to. stack: one of them, or `all`.
 
-    Raises UserError for an unknown stack, one that does not load the family, and a family that none loads.
+    Raises UserError for an unknown stack, for one that does not load the family, and for a family that no stack loads.
     """
     if stack != "all" and stack not in STACKS:
         raise UserError(f"format is {stack!r}; choose one of {', '.join(STACKS)}, or all")
@@ -293,6 +222,7 @@ def asked(family: str, stack: str) -> list[str]:
 
 
 def layout(family: str, stack: str) -> Layout:
+    """The layout of a family for a stack that loads it."""
     found = rows(family)[stack]
-    assert isinstance(found, Layout), "asked for what `loads` names"
+    assert isinstance(found, Layout), "the stack is one of `loads`"
     return found

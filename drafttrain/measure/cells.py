@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from drafttrain.core.intervals import said
+from drafttrain.core.intervals import with_interval
 
 Entry = dict[str, Any]
 
@@ -46,7 +46,7 @@ def expected(entry: Entry) -> str:
     interval = entry.get("expected_tau_interval")
     if entry["expected_tau"] is None or interval is None:
         return number(entry["expected_tau"])
-    return said(entry["expected_tau"], (interval[0], interval[1]))
+    return with_interval(entry["expected_tau"], (interval[0], interval[1]))
 
 
 def alphas(entry: Entry) -> str:

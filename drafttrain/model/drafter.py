@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from drafttrain.core.sampling import Lane, Sampling, law
+from drafttrain.core.sampling import Lane, Sampling, distribution
 from drafttrain.core.tree import DraftTree
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.kv_cache import KVCache
@@ -228,7 +228,7 @@ def draft_chain(
         if step:
             logits_BV = advance(tokens[-1])
         if not sampling.greedy:
-            distributions.append(law(logits_BV, sampling))
+            distributions.append(distribution(logits_BV, sampling))
         if sampling.shared_noise:
             tokens.append(sample(logits_BV, sampling, position_B + step + 1, Lane.TARGET))
         else:

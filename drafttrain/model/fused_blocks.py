@@ -45,7 +45,7 @@ class Blocks:
             q_norm, k_norm = (None if m is None else m.weight for m in (b.shape.q_norm, b.shape.k_norm))
             tensors += [b.norm_H, b.qkv, b.qkv_bias, q_norm, k_norm, b.out, b.out_bias]
             tensors += [b.norm2_H, b.gate_up, b.gate_up_bias, b.down, b.down_bias]
-        self._kept = library.Kept(tensors)
+        self._kept = library.KeptWeights(tensors)
 
     def run(
         self, x_BNH: Tensor, meta: AttentionMetadata, taps: tuple[int, ...]

@@ -28,13 +28,13 @@ class Scores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wanted = ctx.needs_input_grad[0]
         (first, weight), *others = terms.items()
-        found = divergence.outcome(logits_CV, target_logits_CV, label_C, first, wanted)
+        found = divergence.scores(logits_CV, target_logits_CV, label_C, first, wanted)
         loss_C, slope_CV = found.loss_C, found.slope_CV
         if weight != 1.0 or others:
             loss_C = weight * loss_C
             slope_CV = None if slope_CV is None else slope_CV.mul_(weight)
         for name, weight in others:
-            other = divergence.outcome(logits_CV, target_logits_CV, label_C, name, wanted)
+            other = divergence.scores(logits_CV, target_logits_CV, label_C, name, wanted)
             loss_C = loss_C + weight * other.loss_C
             if slope_CV is not None and other.slope_CV is not None:
                 slope_CV.add_(other.slope_CV, alpha=weight)

@@ -1,1 +1,1 @@
-"""Fused operations, one file each: a public function, its plain-torch twin, and the choice between them."""
+"""Fused operators, one file each: a public function, its plain-torch twin `reference`, and the choice between the two."""

@@ -1,9 +1,9 @@
-"""What comes between a layer's projection and its attention: q/k norm, rotary embedding, keys and values into the cache.
+"""The part of a layer between its projection and its attention: q/k norm, rotary embedding, writing the KV cache.
 
-On a GPU one kernel; on a CPU the compiled `attend` does it itself, and this is its twin.
+On a GPU one kernel does it. On a CPU the compiled `attend` operator does it itself, and this file is its twin.
 
-Shapes: B rows, N new positions, M rotary positions, Q pages of a row, h query heads, k KV heads, D head width,
-X = (h + 2 k) D.
+Shapes: B rows, N new positions, M rotary positions, Q pages of a row, h query heads, k KV heads, D head width, X = (h + 2 k)
+D.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def append(
     qkv_BNX: Tensor, cos_MD: Tensor, sin_MD: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
     position_BN: Tensor, table_BQ: Tensor, length_B: Tensor, keys: Tensor, values: Tensor, heads: int,
 ) -> Tensor:  # fmt: skip
-    """query_BNhD, normed and turned; node i's keys and values are in keys, values [pages, page, k, D] at length + i.
+    """Norm and rotate the queries, write keys and values to positions length + i of the cache, and return query_BNhD.
 
-    qkv_BNX: query heads, then key heads, then value heads, as projected. q_weight, k_weight: each head's RMS norm, None for
-    none. The sines carry the sign of the half they meet: the first half of a vector meets -sin. position_BN: the nodes'
-    rotary positions. The caller sees to it that length + N stays within the table's pages.
+    qkv_BNX: query heads, then key heads, then value heads, as projected. q_weight, k_weight: weights of the heads' RMS norm,
+    None for no norm. The sines carry a sign: -sin for the first half of a vector. position_BN: the nodes' rotary positions.
+    keys, values: [pages, page, k, D], written in place. The caller ensures that length + N fits in the table's pages.
     """
     if not _serves(qkv_BNX, keys, values):
         return reference(
@@ -49,12 +49,13 @@ def reference(
     qkv_BNX: Tensor, cos_MD: Tensor, sin_MD: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
     position_BN: Tensor, table_BQ: Tensor, length_B: Tensor, keys: Tensor, values: Tensor, heads: int,
 ) -> Tensor:  # fmt: skip
+    """The plain-torch twin of `append`."""
     _, page, kv_heads, D = keys.shape
     mixed_BNhD = qkv_BNX.view(*qkv_BNX.shape[:2], -1, D)
     q_BNhD, k_BNhD, v_BNhD = torch.split(mixed_BNhD, [heads, kv_heads, kv_heads], 2)
     cos_BN1D, sin_BN1D = cos_MD[position_BN][:, :, None].float(), sin_MD[position_BN][:, :, None].float()
 
-    def turned(x_BNhD: Tensor, weight_D: Tensor | None) -> Tensor:
+    def rotated(x_BNhD: Tensor, weight_D: Tensor | None) -> Tensor:
         wide_BNhD = x_BNhD.float()
         if weight_D is not None:
             scale_BNh1 = torch.rsqrt(wide_BNhD.square().mean(-1, keepdim=True) + eps)
@@ -63,6 +64,6 @@ def reference(
 
     node_N = torch.arange(position_BN.shape[1], device=keys.device)
     at_BN = flat(table_BQ, length_B[:, None] + node_N, page)
-    keys.view(-1, kv_heads, D)[at_BN] = turned(k_BNhD, k_weight)
+    keys.view(-1, kv_heads, D)[at_BN] = rotated(k_BNhD, k_weight)
     values.view(-1, kv_heads, D)[at_BN] = v_BNhD
-    return turned(q_BNhD, q_weight)
+    return rotated(q_BNhD, q_weight)

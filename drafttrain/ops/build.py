@@ -1,6 +1,6 @@
-"""Compiling the operators' sources into one shared library of torch's stable ABI, kept by what went into it.
+"""Compile the operators' sources into one shared library of torch's stable ABI, cached by a hash of its inputs.
 
-The stable ABI makes one binary serve torch 2.11 to 2.13, CPU and CUDA builds alike, so torch's version is no part of the key.
+The stable ABI lets one binary work with torch 2.11 to 2.13, CPU and CUDA builds alike, so torch's version is not in the hash.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ COMPILERS = ("g++", "c++", "clang++")
 ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 CPU_FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-fPIC", "-Wno-psabi"]
 CUDA_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC", "-Xptxas", "-v"]
-ARCHITECTURES = ("80", "90a")  # what `make kernels` builds for where no GPU says otherwise
+ARCHITECTURES = ("80", "90a")  # targets of `make kernels` on a machine without a GPU
 
 
 def cache_folder() -> Path:
+    """The folder for compiled operators, under XDG_CACHE_HOME."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drafttrain"
 
 
 def sources() -> Path:
-    """The folder of the kernels, in a checkout or in an installed package."""
+    """The folder of the kernels' sources, in a checkout or in an installed package."""
     return Path(str(files("drafttrain.kernels")))
 
 
 def compiler() -> str | None:
+    """Path of the first C++ compiler on PATH; None without one."""
     return next((path for name in COMPILERS if (path := shutil.which(name))), None)
 
 
 def nvcc() -> str | None:
-    """CUDA's compiler: on PATH, under CUDA_HOME, in the usual place, or from a wheel of NVIDIA's."""
+    """Path of CUDA's compiler: on PATH, under CUDA_HOME, in /usr/local/cuda or from NVIDIA's wheel; None without one."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     wheels = sorted((Path(torch.__file__).parents[1] / "nvidia").glob("*/bin/nvcc"))
     found = [shutil.which("nvcc"), *(str(Path(home) / "bin" / "nvcc") for home in homes if home), *map(str, wheels)]
@@ -48,20 +50,20 @@ def nvcc() -> str | None:
 
 
 def architectures() -> list[str]:
-    """Of the GPUs in this machine, each once; `ARCHITECTURES` where there are none. Asking for them opens no context there."""
+    """The architectures of this machine's GPUs, each once; `ARCHITECTURES` without GPUs. Opens no CUDA context."""
     cards = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     return sorted({f"{major}{minor}{'a' if major == 9 else ''}" for major, minor in cards}) or list(ARCHITECTURES)
 
 
 def cpu_library(compiler: str) -> Path:
-    """The CPU operators for this processor. Raises CalledProcessError when the compiler refuses."""
+    """Path of the CPU operators for this processor, compiled if needed. Raises CalledProcessError if compiling fails."""
     folder = sources()
     read = [path for path in folder.glob("**/*") if path.suffix in (".h", ".cpp")]
     return compiled(compiler, CPU_FLAGS, sorted(folder.glob("csrc/*.cpp")), read, "drafttrain_ops.so", note="CPU operators")
 
 
 def cuda_library(nvcc: str, architectures: Iterable[str]) -> Path:
-    """The CUDA kernels for these architectures ("80", "90a"). Raises CalledProcessError when nvcc refuses."""
+    """Path of the CUDA kernels for these architectures ("80", "90a"). Raises CalledProcessError if compiling fails."""
     folder = sources()
     read = [path for path in folder.glob("**/*") if path.suffix in (".h", ".cuh", ".cu")]
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
@@ -72,10 +74,10 @@ def cuda_library(nvcc: str, architectures: Iterable[str]) -> Path:
 def compiled(
     compiler: str, flags: Sequence[str], units: Sequence[Path], read: Iterable[Path], name: str, note: str | None = None
 ) -> Path:
-    """The library of these translation units; built aside and renamed into place where no build of the same stands.
+    """Path of the library made from these translation units. If the cache lacks it, it is built and then renamed into place.
 
-    read: all files that the result depends on. note: what to say that is being built. The compiler's messages lie beside
-    the library, in `build.log`.
+    read: all files that the result depends on. note: the name printed while building. The compiler's messages go to
+    `build.log` in the same folder.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     parts = [version, _processor(), *flags, name]
@@ -95,7 +97,7 @@ def compiled(
 
 
 def _build(compiler: str, flags: Sequence[str], units: Sequence[Path], made: Path) -> str:
-    """Compile every unit, several at a time, and link; returns the compiler's messages."""
+    """Compile the units in parallel and link them. Returns the compiler's messages."""
     torch_folder = Path(torch.__file__).parent
 
     def unit(number: int) -> tuple[Path, str]:
@@ -107,7 +109,7 @@ def _build(compiler: str, flags: Sequence[str], units: Sequence[Path], made: Pat
         objects = list(pool.map(unit, range(len(units))))
     link = [compiler, "-shared", *(str(out) for out, _ in objects), "-o", str(made), f"-L{torch_folder / 'lib'}"]
     link += ["-Xlinker", "--no-as-needed", "-ltorch_cpu"]
-    return "".join([*(said for _, said in objects), _run(link)])
+    return "".join([*(messages for _, messages in objects), _run(link)])
 
 
 def _run(command: Sequence[str]) -> str:
@@ -116,7 +118,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _processor() -> str:
-    """What -march=native sees: a cache in a shared home must not serve another kind of machine."""
+    """The processor that -march=native compiles for. Machines of another kind may share the cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -125,7 +127,7 @@ def _processor() -> str:
 
 
 def main() -> int:
-    """Build for this CPU and, where nvcc is found, for this machine's GPUs or else `ARCHITECTURES`; say where each lies."""
+    """Build for this CPU and, with nvcc, for this machine's GPUs or else `ARCHITECTURES`; print the paths."""
     host, device = compiler(), nvcc()
     if host is None:
         print(f"no C++ compiler: install one of {', '.join(COMPILERS)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The best nodes of a tree of candidates as a tree of its own: EAGLE-2's reranking (arXiv 2406.16858, section 4.2).
+"""Keep the best nodes of a tree of candidates, as a new tree: EAGLE-2's reranking (arXiv 2406.16858, section 4.2).
 
 Shapes: B rows, M candidates (root included), N nodes kept.
 """
@@ -19,25 +19,22 @@ MOST_CANDIDATES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A tree of N nodes; all int64, [B, N].
+    """A tree of N nodes, as int64 tensors [B, N]."""
 
-    kept_BN: the candidate that each node was, ascending. parent_BN, depth_BN, bits_BN: as for `tree_links`. child_BN,
-    sibling_BN: each node's first child, and the next child of its parent; -1 where there is none.
-    """
-
-    kept_BN: Tensor
+    kept_BN: Tensor  # each node's candidate index, ascending
     parent_BN: Tensor
-    depth_BN: Tensor
-    bits_BN: Tensor
-    child_BN: Tensor
-    sibling_BN: Tensor
+    depth_BN: Tensor  # as for `tree_links`
+    bits_BN: Tensor  # as for `tree_links`
+    child_BN: Tensor  # each node's first child, -1 without one
+    sibling_BN: Tensor  # the next child of the same parent, -1 without one
 
 
 def build_tree(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
-    """Keep the root and the candidates of the highest scores, `nodes` in all, in the candidates' order.
+    """Keep the root and the candidates with the highest scores, `nodes` in all, in the candidates' order.
 
-    score_BM: float32, a path's log-probability: no child's exceeds its parent's, so that what is kept is a tree; among
-    equals the lower index is kept. The root's is not read. parent[0] = -1, parent[i] < i.
+    score_BM: float32 log-probabilities of the candidates' paths. No child's exceeds its parent's, so that the kept nodes form
+    a tree. Among equal scores the lower index is kept; the root's score is not read. parent[0] = -1, parent[i] < i. Raises
+    ValueError for more nodes than fit.
 
     Example: parents (-1, 0, 0, 1, 2), scores (0, -1, -2, -1.5, -9), 4 nodes: candidates 0, 1, 2, 3 are kept.
     """
@@ -58,10 +55,11 @@ def build_tree(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
 
 
 def reference(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
+    """The plain-torch twin of `build_tree`."""
     rooted_BM = torch.cat([torch.full_like(score_BM[:, :1], torch.inf), score_BM[:, 1:]], 1)
     kept_BN = top_op.reference(rooted_BM, nodes)[1].sort(-1).values
     above_BN = parent_BM.gather(1, kept_BN)
-    parent_BN = (kept_BN[:, None] <= above_BN[..., None]).sum(-1) - 1  # the place of a kept candidate among those kept
+    parent_BN = (kept_BN[:, None] <= above_BN[..., None]).sum(-1) - 1  # the parent's index among the kept candidates
     depth_BN, bits_BN = links_op.reference(parent_BN)
     node_N = torch.arange(nodes, device=parent_BM.device)
     child_BNN = parent_BN[:, None] == node_N[:, None]
@@ -70,5 +68,5 @@ def reference(parent_BM: Tensor, score_BM: Tensor, nodes: int) -> Built:
 
 
 def _first(holds_BNN: Tensor) -> Tensor:
-    """[B, N]: the first column that holds in each row, -1 where none does."""
+    """[B, N]: the first true column of each row, -1 without one."""
     return torch.where(holds_BNN.any(-1), holds_BNN.long().argmax(-1), -1)

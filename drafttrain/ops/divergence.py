@@ -1,4 +1,4 @@
-"""Divergence between the target's law p and the drafter's law q, from both models' logits, with its slope.
+"""Divergence between the target distribution p and the draft distribution q, from both models' logits, with its gradient.
 
 Shapes: C predictions, V vocabulary.
 """
@@ -15,97 +15,100 @@ from drafttrain.ops import jit, library
 
 NAMES = ("ce", "kl", "rkl", "jsd", "tvd", "lk")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-AT_ONCE = {"cpu": 1 << 20}  # logits that the twin works on at once, so that its intermediate results stay in the cache
-COMPILED = {"kl": 0, "ce": 1, "tvd": 2}  # on a CPU
-ELSEWHERE = 1 << 24  # on other devices: few launches, and still little beside a chunk
+AT_ONCE = {"cpu": 1 << 20}  # logits per pass of the twin, so that its intermediate results stay in the processor's cache
+COMPILED = {"kl": 0, "ce": 1, "tvd": 2}  # divergences of the CPU operator, by its numbers
+ELSEWHERE = 1 << 24  # logits per pass on other devices: few launches, and little memory compared with a chunk
 
 
-class Outcome(NamedTuple):
-    """loss in nats (tvd: in 0..1); hit: both laws' likeliest token is one; mass: sum min(p, q); slope: dloss/dlogits."""
+class Scores(NamedTuple):
+    """Loss, top-1 agreement and overlap of each prediction."""
 
-    loss_C: Tensor
-    hit_C: Tensor
-    mass_C: Tensor
-    slope_CV: Tensor | None
+    loss_C: Tensor  # nats; tvd: within 0 and 1
+    hit_C: Tensor  # whether p and q have the same most likely token
+    mass_C: Tensor  # sum min(p, q)
+    slope_CV: Tensor | None  # dloss/dlogits
 
 
-def outcome(
+def scores(
     logits_CV: Tensor,
-    law_logits_CV: Tensor,
+    target_logits_CV: Tensor,
     label_C: Tensor,
     name: str,
     want_slope: bool,
     into: Tensor | None = None,
-) -> Outcome:
-    """The loss `name` of each prediction, what acceptance makes of it, and the slope if wanted, in the logits' dtype.
+) -> Scores:
+    """The divergence `name` of each prediction, its top-1 agreement and overlap, and the gradient in the logits' dtype if
+    wanted.
 
-    ce: -log q(label). kl: KL(p || q). rkl: KL(q || p). jsd: the mean of KL(p || m) and KL(q || m), m = (p + q) / 2
-    (arXiv 2310.08461). tvd: 1 - sum min(p, q). lk: -log sum min(p, q) (arXiv 2602.23881).
-    law_logits_CV may hold -inf. Ties of the likeliest token go to the lowest index. into: where the slope is written;
-    logits_CV itself will do, and halves the memory.
+    ce: -log q(label). kl: KL(p || q). rkl: KL(q || p). jsd: the mean of KL(p || m) and KL(q || m), m = (p + q) / 2 (arXiv
+    2310.08461). tvd: 1 - sum min(p, q). lk: -log sum min(p, q) (arXiv 2602.23881).
+
+    target_logits_CV may hold -inf. Among equally likely tokens the lowest index counts. into: receives the gradient; it may be
+    logits_CV itself, which halves the memory.
     """
     if want_slope and into is None:
         into = torch.empty_like(logits_CV)
-    if name in COMPILED and _compiled(logits_CV, law_logits_CV, label_C, into if want_slope else None):
-        return _on_cpu(logits_CV, law_logits_CV, label_C, name, into if want_slope else None)
-    if not _serves(logits_CV, law_logits_CV, into):
-        return _by_rows(logits_CV, law_logits_CV, label_C, name, into if want_slope else None)
+    if name in COMPILED and _compiled(logits_CV, target_logits_CV, label_C, into if want_slope else None):
+        return _on_cpu(logits_CV, target_logits_CV, label_C, name, into if want_slope else None)
+    if not _serves(logits_CV, target_logits_CV, into):
+        return _by_rows(logits_CV, target_logits_CV, label_C, name, into if want_slope else None)
     from drafttrain.kernels.triton import divergence as kernels
 
-    found = Outcome(
+    found = Scores(
         torch.empty_like(label_C, dtype=torch.float32),
         torch.empty_like(label_C, dtype=torch.bool),
         torch.empty_like(label_C, dtype=torch.float32),
         into if want_slope else None,
     )
     if len(label_C):
-        kernels.launch(logits_CV, law_logits_CV, label_C, name, *found).run()
+        kernels.launch(logits_CV, target_logits_CV, label_C, name, *found).run()
     return found
 
 
-def _serves(logits_CV: Tensor, law_logits_CV: Tensor, into: Tensor | None) -> bool:
-    given = [logits_CV, law_logits_CV] + ([] if into is None else [into])
+def _serves(logits_CV: Tensor, target_logits_CV: Tensor, into: Tensor | None) -> bool:
+    given = [logits_CV, target_logits_CV] + ([] if into is None else [into])
     return all(x.dtype in DTYPES and x.stride(1) == 1 for x in given) and jit.serves(logits_CV)
 
 
-def _compiled(logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, into: Tensor | None) -> bool:
-    given = [logits_CV, law_logits_CV] + ([] if into is None else [into])
+def _compiled(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, into: Tensor | None) -> bool:
+    given = [logits_CV, target_logits_CV] + ([] if into is None else [into])
     plain = all(x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() for x in given)
     return plain and label_C.is_contiguous() and library.serves(logits_CV)
 
 
-def _on_cpu(logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str, into: Tensor | None) -> Outcome:
+def _on_cpu(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str, into: Tensor | None) -> Scores:
     loss_C, hit_C, mass_C = (torch.empty(len(label_C), dtype=t) for t in (torch.float32, torch.bool, torch.float32))
-    torch.ops.drafttrain.divergence(logits_CV, law_logits_CV, label_C, COMPILED[name], loss_C, hit_C, mass_C, into)
-    return Outcome(loss_C, hit_C, mass_C, into)
+    torch.ops.drafttrain.divergence(logits_CV, target_logits_CV, label_C, COMPILED[name], loss_C, hit_C, mass_C, into)
+    return Scores(loss_C, hit_C, mass_C, into)
 
 
-def _by_rows(logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str, into: Tensor | None) -> Outcome:
-    """`reference`, some rows at a time: what it has in memory meanwhile does not grow with their number."""
+def _by_rows(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str, into: Tensor | None) -> Scores:
+    """`reference` on a part of the rows at a time, so that its memory does not grow with their number."""
     rows = max(1, AT_ONCE.get(logits_CV.device.type, ELSEWHERE) // logits_CV.shape[1])
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, max(len(label_C), 1), rows):
         at = slice(start, start + rows)
         slope_RV = None if into is None else into[at]
-        parts.append(reference(logits_CV[at], law_logits_CV[at], label_C[at], name, into is not None, slope_RV)[:3])
+        parts.append(reference(logits_CV[at], target_logits_CV[at], label_C[at], name, into is not None, slope_RV)[:3])
     loss_C, hit_C, mass_C = (torch.cat([part[i] for part in parts]) for i in range(3))
-    return Outcome(loss_C, hit_C, mass_C, into)
+    return Scores(loss_C, hit_C, mass_C, into)
 
 
 def reference(
     logits_CV: Tensor,
-    law_logits_CV: Tensor,
+    target_logits_CV: Tensor,
     label_C: Tensor,
     name: str,
     want_slope: bool,
     into: Tensor | None = None,
-) -> Outcome:
-    log_q_CV, log_p_CV = logits_CV.float().log_softmax(-1), law_logits_CV.float().log_softmax(-1)
-    hit_C = logits_CV.argmax(-1) == law_logits_CV.argmax(-1)
+) -> Scores:
+    """The plain-torch twin of `scores`."""
+    log_q_CV, log_p_CV = logits_CV.float().log_softmax(-1), target_logits_CV.float().log_softmax(-1)
+    hit_C = logits_CV.argmax(-1) == target_logits_CV.argmax(-1)
     q_CV, p_CV = log_q_CV.exp(), log_p_CV.exp()
     loss_C, mass_C = divergence(name, log_q_CV, log_p_CV, label_C), torch.minimum(q_CV, p_CV).sum(-1)
     if not want_slope:
-        return Outcome(loss_C, hit_C, mass_C, None)
+        return Scores(loss_C, hit_C, mass_C, None)
     if name == "kl":
         slope_CV = q_CV.sub_(p_CV)
     elif name == "ce":
@@ -115,15 +118,15 @@ def reference(
         pull_CV = torch.where(q_CV > 0, log_q_CV - log_r_CV, 0.0).mul_(1.0 if name == "rkl" else 0.5)
         slope_CV = pull_CV.sub_(torch.linalg.vecdot(q_CV, pull_CV)[:, None]).mul_(q_CV)
     else:
-        # lk: divided by the overlap in the log domain, since the overlap may underflow
+        # lk divides by the overlap, in the log domain because the overlap may underflow
         lift_C1 = loss_C[:, None] if name == "lk" else torch.zeros_like(loss_C[:, None])
         pull_CV = torch.where(log_q_CV < log_p_CV, (log_q_CV + lift_C1).exp(), 0.0)
         slope_CV = q_CV.mul_(pull_CV.sum(-1, keepdim=True)).sub_(pull_CV)
-    return Outcome(loss_C, hit_C, mass_C, slope_CV.to(logits_CV.dtype) if into is None else into.copy_(slope_CV))
+    return Scores(loss_C, hit_C, mass_C, slope_CV.to(logits_CV.dtype) if into is None else into.copy_(slope_CV))
 
 
 def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:
-    """[C], from log-probabilities; differentiable."""
+    """[C] the divergence `name` from log-probabilities; differentiable. Raises ValueError for an unknown name."""
     if name == "ce":
         return -log_q_CV.gather(1, label_C[:, None])[:, 0]
     if name == "kl":

@@ -1,4 +1,4 @@
-"""The gated activation of a Llama MLP: SiLU(gate) * up, from both in one tensor (Shazeer 2020, SwiGLU)."""
+"""The gated activation of a Llama MLP, SiLU(gate) * up, with both inputs in one tensor (Shazeer 2020, SwiGLU)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drafttrain.ops import library
 
 
 def gated(gate_up_I: Tensor) -> Tensor:
-    """[..., 2 I] -> [..., I]; the gate is the first half."""
+    """[..., 2 I] -> [..., I]. The gate is the first half."""
     if not (library.serves(gate_up_I) and gate_up_I.is_contiguous()):
         return reference(gate_up_I)
     out_I = gate_up_I.new_empty(*gate_up_I.shape[:-1], gate_up_I.shape[-1] // 2)
@@ -19,5 +19,6 @@ def gated(gate_up_I: Tensor) -> Tensor:
 
 
 def reference(gate_up_I: Tensor) -> Tensor:
+    """The plain-torch twin of `gated`."""
     gate_I, up_I = gate_up_I.chunk(2, -1)
     return F.silu(gate_I) * up_I

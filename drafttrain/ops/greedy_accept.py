@@ -15,8 +15,8 @@ from drafttrain.ops import choice_accept, library
 def greedy_accept(tree: DraftTree, logits_BNV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(path_BN, count_B, bonus_B): the path from the root on which every token is the target's most likely one.
 
-    path_BN holds the accepted nodes in order, zeros behind them; of several children with one token the first counts, of
-    equally likely tokens the lowest. bonus_B: the most likely token after the last accepted node.
+    path_BN: the accepted nodes in order, then zeros. Among children with the same token the first counts, among equally likely
+    tokens the lowest. bonus_B: the most likely token after the last accepted node.
     """
     if not (library.serves(logits_BNV) and logits_BNV.is_contiguous()):
         return reference(tree, logits_BNV)
@@ -26,4 +26,5 @@ def greedy_accept(tree: DraftTree, logits_BNV: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def reference(tree: DraftTree, logits_BNV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain-torch twin of `greedy_accept`."""
     return choice_accept.reference(tree, logits_BNV.argmax(-1))

@@ -1,4 +1,4 @@
-"""When an operator's Triton kernels serve: on CUDA where Triton is installed, and in its interpreter on the CPU, for tests."""
+"""When Triton kernels run: on CUDA if Triton is installed, and on a CPU in Triton's interpreter, for tests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from drafttrain.ops import library
 
 
 def serves(x: Tensor) -> bool:
-    """Whether Triton kernels take tensors where x lies; the dtype is the operator's to judge."""
+    """Whether Triton kernels run on this tensor's device. The operator checks the dtype."""
     if os.environ.get(library.SWITCH) == "off" or not installed():
         return False
     return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def state() -> str:
-    """For a person: what runs tree attention and the training loss, and why."""
+    """Text for the user: which code computes tree attention and the training loss, and why."""
     if os.environ.get(library.SWITCH) == "off":
         return f"torch references ({library.SWITCH}=off)"
     if not installed():
@@ -30,4 +30,5 @@ def state() -> str:
 
 @cache
 def installed() -> bool:
+    """Whether Triton is installed."""
     return find_spec("triton") is not None

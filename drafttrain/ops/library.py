@@ -1,6 +1,6 @@
-"""The compiled operators, loaded once a process: for the CPU at the first use there, for a GPU at the first use there.
+"""The compiled operators, each library loaded once per process at its first use on a CPU or a GPU.
 
-Where they cannot be built, every operation runs as its plain-torch twin; `state()` and `cuda_state()` say which, and why.
+Where they cannot be built, every operator runs its plain-torch twin; `state()` and `cuda_state()` tell which and why.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """loaded: whether the operators are there. text: for a person, what runs and why."""
+    """Whether a library of operators is loaded."""
 
     loaded: bool
-    text: str
+    text: str  # for the user: which code runs, and why
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the compiled operators take this tensor; they have no gradient."""
+    """Whether the compiled operators take this tensor. They have no gradient."""
     if x.dtype not in DTYPES or torch.is_grad_enabled():
         return False
     if x.device.type == "cpu":
@@ -40,7 +40,7 @@ def serves(x: Tensor) -> bool:
 
 @cache
 def state() -> State:
-    """Load the CPU operators, building them first where this machine has not yet; says on stderr that it builds."""
+    """Load the CPU operators; build them first where needed, with a note on stderr."""
     if os.environ.get(SWITCH) == "off":
         return State(False, f"torch references ({SWITCH}=off)")
     compiler = build.compiler()
@@ -57,11 +57,11 @@ def state() -> State:
 
 @cache
 def cuda_state() -> State:
-    """As `state`, for the CUDA kernels, tried out on the current device: the one that this process is bound to."""
+    """Load the CUDA kernels, as `state` does, and try one on this process's current device."""
     if not torch.cuda.is_available():
         return State(False, "no GPU")
     cpu = state()
-    if not cpu.loaded:  # its library declares the operators
+    if not cpu.loaded:  # the CPU library declares the operators
         return State(False, cpu.text)
     nvcc = build.nvcc()
     if nvcc is None:
@@ -76,12 +76,12 @@ def cuda_state() -> State:
 
 
 def state_on(device: torch.device) -> State:
-    """What runs on this device."""
+    """The state of the operators for this device."""
     return cuda_state() if device.type == "cuda" else state()
 
 
 def _try_out(device: torch.device) -> None:
-    """One kernel on this GPU, so that a binary that its driver refuses is known before the first step needs it."""
+    """Run one kernel on this GPU, so that a binary that the driver refuses is found before the first step."""
     x = torch.ones(1, 8, device=device)
     out = torch.zeros_like(x)
     torch.ops.drafttrain.rms_norm(x, None, torch.ones(8, device=device), 0.0, x, out)
@@ -89,8 +89,8 @@ def _try_out(device: torch.device) -> None:
         raise RuntimeError("a kernel ran and computed nothing")
 
 
-class Kept:
-    """Tensors that the compiled operators hold between calls, under `number`, until this object goes."""
+class KeptWeights:
+    """Tensors that the compiled operators keep between calls, under `number`, for the lifetime of this object."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         none = torch.empty(0)

@@ -1,4 +1,4 @@
-"""Acceptance of drafts that the target finds likely enough: typical acceptance, and a plain threshold. Not lossless.
+"""Acceptance of drafts that are likely enough under the target: typical acceptance and a plain threshold. Not lossless.
 
 Shapes: B rows, N nodes (root included), V vocabulary.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.core.sampling import Lane, Sampling, law, pick, shaped, uniform
+from drafttrain.core.sampling import Lane, Sampling, distribution, pick, shaped, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.ops import library
 from drafttrain.ops.choice_accept import blank, nodes, path_to
 
-ROUNDING = 1e-6  # of a sum of logarithms: paths that differ by less are equally likely
+ROUNDING = 1e-6  # paths whose log-likelihoods differ by less are equally likely
 
 
 def likely_accept(
@@ -21,8 +21,9 @@ def likely_accept(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(path_BN, count_B, bonus_B): the deepest path on which every p(x) exceeds min(epsilon, delta * exp(-H(p))).
 
-    (Typical acceptance, arXiv 2401.10774, section 2.3.2; with delta infinite, a threshold of epsilon.) p is the law after the
-    parent. Ties in depth go to the path of higher likelihood, then to the first node. The bonus token is sampled.
+    This is typical acceptance (arXiv 2401.10774, section 2.3.2); an infinite delta makes it a plain threshold of epsilon. p is
+    the target distribution after the parent. Among paths of the same depth the likeliest wins, then the first. The bonus token
+    is sampled.
     """
     if sampling.greedy or not library.serves(logits_BNV):
         return reference(tree, logits_BNV, position_BN, sampling, epsilon, delta)
@@ -36,12 +37,13 @@ def likely_accept(
 def reference(
     tree: DraftTree, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling, epsilon: float, delta: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    law_BNV, ancestor_BNN, parent_BN = law(logits_BNV, sampling), tree.ancestor_BNN, tree.parent_BN.clamp_min(0)
-    B, N, V = law_BNV.shape
-    entropy_BN = -torch.xlogy(law_BNV, law_BNV).sum(-1)
-    floor_BN = (delta * (-entropy_BN).exp()).clamp_max(epsilon)
-    p_BN = law_BNV.gather(1, parent_BN[..., None].expand(-1, -1, V)).gather(2, tree.token_BN[..., None])[..., 0]
-    hit_BN = (p_BN > floor_BN.gather(1, parent_BN)) & (torch.arange(N, device=p_BN.device) < tree.count_B[:, None])
+    """The plain-torch twin of `likely_accept`."""
+    p_BNV, ancestor_BNN, parent_BN = distribution(logits_BNV, sampling), tree.ancestor_BNN, tree.parent_BN.clamp_min(0)
+    B, N, V = p_BNV.shape
+    entropy_BN = -torch.xlogy(p_BNV, p_BNV).sum(-1)
+    least_BN = (delta * (-entropy_BN).exp()).clamp_max(epsilon)
+    p_BN = p_BNV.gather(1, parent_BN[..., None].expand(-1, -1, V)).gather(2, tree.token_BN[..., None])[..., 0]
+    hit_BN = (p_BN > least_BN.gather(1, parent_BN)) & (torch.arange(N, device=p_BN.device) < tree.count_B[:, None])
     hit_BN[:, 0], p_BN[:, 0] = True, 1.0
     alive_BN = ~(ancestor_BNN & ~hit_BN[:, None]).any(-1)
     depth_BN = torch.where(alive_BN, ancestor_BNN.sum(-1), 0)
@@ -51,4 +53,4 @@ def reference(
     last_B = best_BN.int().argmax(-1)
     row_B = torch.arange(B, device=last_B.device)
     draw_B = uniform(sampling, position_BN[row_B, last_B] + 1, Lane.TARGET)
-    return *path_to(last_B, ancestor_BNN), pick(law_BNV[row_B, last_B], draw_B)
+    return *path_to(last_B, ancestor_BNN), pick(p_BNV[row_B, last_B], draw_B)

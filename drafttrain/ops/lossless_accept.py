@@ -1,9 +1,9 @@
-"""Speculative sampling over a verified tree: the emitted tokens follow the target's processed law exactly.
+"""Speculative sampling over a verified tree: the emitted tokens follow the target distribution exactly.
 
-Where a node's children were sampled, child x is accepted with min(1, p(x) / q(x)) and a rejection leaves max(p - q, 0)
-(Leviathan et al., arXiv 2211.17192, section 2.3); for several children drawn without replacement q loses x and both are
-renormalised. Where they are deterministic, x is accepted with p(x) and a rejection removes x from p. Children are tried in
-index order; the last residual gives the bonus token.
+Where a node's children were sampled, child x is accepted with probability min(1, p(x) / q(x)), and a rejection leaves max(p -
+q, 0) (Leviathan et al., arXiv 2211.17192, section 2.3). For several children sampled without replacement, x is then removed
+from q, and both are renormalised. Where the children are deterministic, x is accepted with probability p(x), and a rejection
+removes x from p. Children are tried in index order. The last residual gives the bonus token.
 
 Shapes: B rows, N nodes (root included), V vocabulary.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.core.sampling import Lane, Sampling, law, pick, shaped, uniform
+from drafttrain.core.sampling import Lane, Sampling, distribution, pick, shaped, uniform
 from drafttrain.core.tree import DraftTree
 from drafttrain.ops import library
 from drafttrain.ops.choice_accept import blank, nodes
@@ -23,14 +23,14 @@ from drafttrain.ops.greedy_accept import greedy_accept
 def lossless_accept(
     tree: DraftTree, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(path_BN, count_B, bonus_B): accepted nodes in order, zeros behind them; how many; the token after the last of them."""
-    if sampling.greedy:  # the law is a one-hot: whatever children were drawn from, the argmax is accepted
+    """(path_BN, count_B, bonus_B): accepted nodes in order, then zeros; their number; the token after the last of them."""
+    if sampling.greedy:  # p is a one-hot: the argmax is accepted, whatever q is
         return greedy_accept(tree, logits_BNV)
     if not library.serves(logits_BNV):
         return reference(tree, logits_BNV, position_BN, sampling)
-    drawn = tree.q_BNV is not None and tree.sampled_BN is not None
-    q_BNV = tree.q_BNV.float().contiguous() if drawn and tree.q_BNV is not None else None
-    sampled_BN = tree.sampled_BN.contiguous() if drawn and tree.sampled_BN is not None else None
+    q_BNV = sampled_BN = None
+    if tree.q_BNV is not None and tree.sampled_BN is not None:
+        q_BNV, sampled_BN = tree.q_BNV.float().contiguous(), tree.sampled_BN.contiguous()
     of, verdict = sampling.on_device(len(logits_BNV), logits_BNV.device), blank(tree)
     shaped_BNV = shaped(logits_BNV, sampling).contiguous()
     torch.ops.drafttrain.lossless_accept(
@@ -40,15 +40,16 @@ def lossless_accept(
 
 
 def reference(tree: DraftTree, logits_BNV: Tensor, position_BN: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain-torch twin of `lossless_accept`."""
     B, N = tree.token_BN.shape
     row_B, on_host = torch.arange(B, device=logits_BNV.device), logits_BNV.device.type == "cpu"
-    law_BNV = law(logits_BNV, sampling)
+    p_BNV = distribution(logits_BNV, sampling)
     path_BN, count_B, at_B = torch.zeros_like(tree.token_BN), torch.ones_like(row_B), torch.zeros_like(row_B)
-    p_BV = law_BNV[:, 0]
+    p_BV = p_BNV[:, 0]
     q_BV = None if tree.q_BNV is None else tree.q_BNV[:, 0].to(p_BV.dtype)
     for i in range(1, N):
         tried_B = (tree.parent_BN[:, i] == at_B) & (i < tree.count_B)
-        if on_host and not bool(tried_B.any()):  # asking a GPU would cost more than it saves
+        if on_host and not bool(tried_B.any()):  # on a GPU the sync would cost more than it saves
             continue
         token_B = tree.token_BN[:, i]
         ratio_B = p_B = p_BV[row_B, token_B]
@@ -58,7 +59,7 @@ def reference(tree: DraftTree, logits_BNV: Tensor, position_BN: Tensor, sampling
         taken_B = tried_B & (uniform(sampling, position_BN[:, i], Lane.ACCEPT, draw=i) < ratio_B)
         refused_B = tried_B & ~taken_B
         p_BV = torch.where(refused_B[:, None], _residual(p_BV, q_BV, token_B, sampled_B), p_BV)
-        p_BV = torch.where(taken_B[:, None], law_BNV[:, i], p_BV)
+        p_BV = torch.where(taken_B[:, None], p_BNV[:, i], p_BV)
         if q_BV is not None and tree.q_BNV is not None:
             q_BV = torch.where(refused_B[:, None], _normed(q_BV.scatter(1, token_B[:, None], 0.0)), q_BV)
             q_BV = torch.where(taken_B[:, None], tree.q_BNV[:, i].to(q_BV.dtype), q_BV)
@@ -70,7 +71,7 @@ def reference(tree: DraftTree, logits_BNV: Tensor, position_BN: Tensor, sampling
 
 
 def _residual(p_BV: Tensor, q_BV: Tensor | None, token_B: Tensor, sampled_B: Tensor) -> Tensor:
-    """p after a refusal. Where only rounding has let a token be refused that held all of p, nothing changes."""
+    """p after a rejection. It stays as it was where only rounding rejected a token that held all of p."""
     left_BV = p_BV.scatter(1, token_B[:, None], 0.0)
     if q_BV is not None:
         left_BV = torch.where(sampled_B[:, None], (p_BV - q_BV).clamp_min(0.0), left_BV)

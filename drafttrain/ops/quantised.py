@@ -1,9 +1,9 @@
-"""Products with weights of 8 or 4 bits, symmetric: for decoding models that need not be exact, as drafts need not.
+"""Products with symmetric weights of 8 or 4 bits, for drafters, whose output need not be exact.
 
-A product of few rows waits for its weights, so that it gains what they shrink. int8 has one scale an output row, int4 one for
-each group of 32 inputs. On a CPU torch's own kernels read the packed weights, on a GPU torch's int4 kernel does, where it is
-found to compute what it should; all with bfloat16 inputs. Elsewhere weights are widened for each product, which saves memory
-and no time. Shapes: I in, O out, G groups of inputs, M rows.
+The time of a product of few rows is that of reading its weights, so smaller weights make it faster. int8 has one scale per
+output row, int4 one for each group of 32 inputs. Torch's own kernels read the packed weights, all with bfloat16 inputs: on a
+CPU both, on a GPU the int4 kernel, if a trial shows that it computes correctly. Elsewhere the weights are widened for each
+product, which saves memory and no time. Shapes: I in, O out, G groups of inputs, M rows.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.nn import functional as F
 
 BITS = {"int8": 8, "int4": 4}
 GROUP = 32
-TILE = 16  # inputs of a tile of the GPU's int4 kernel, which reads 2, 4 or 8 of them at once
+TILE = 16  # inputs of a tile of the GPU's int4 kernel, which reads 2, 4 or 8 tiles at once
 
 
 class Quantised:
-    """x W^T with a quantised W. Its twin is the product with `widened`. packed: by torch's own kernels where they serve."""
+    """x W^T with a quantised W. Its twin is the product with `widened`. packed: use torch's own kernels where they apply."""
 
     def __init__(self, weight_OI: Tensor, bits: int, packed: bool = True) -> None:
         self.bits, self.inputs, self.kind = bits, weight_OI.shape[1], _kind(weight_OI)
-        # in whole groups: torch's int8 kernel reads past the end of rows of other lengths
+        # padded to whole groups: torch's int8 kernel reads past the end of rows of other lengths
         weight_OI = F.pad(weight_OI.detach().float(), (0, -self.inputs % GROUP))
         if bits == 8:
             self.scale = scales(weight_OI, 127)
@@ -55,7 +55,7 @@ class Quantised:
         return out_MO.to(x_I.dtype).reshape(*x_I.shape[:-1], -1)
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        """[O, I] what the codes stand for; not where torch's kernels have them in an order of their own."""
+        """[O, I]: the values of the codes. Not for packed codes, whose order only torch's kernels know."""
         if self.bits == 8:
             return (self.code.to(dtype) * self.scale[:, None].to(dtype))[:, : self.inputs]
         code_OI = torch.stack([self.code & 15, self.code >> 4], -1).flatten(1).to(dtype) - 8
@@ -75,11 +75,11 @@ def _packs(code_OI: Tensor) -> bool:
 
 
 def _pack(code_OI: Tensor) -> Tensor:
-    """The codes, 0 to 15 for -8 to 7, in the order of torch's int4 kernel for their device."""
+    """The codes (0 to 15 for -8 to 7) in the order of torch's int4 kernel for their device."""
     if _kind(code_OI) != "cuda":
         packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(code_OI, 1)
         return packed
-    pairs_OI = (code_OI[:, ::2] << 4 | code_OI[:, 1::2]).to(torch.uint8)  # the GPU's kernel has the even input above the odd
+    pairs_OI = (code_OI[:, ::2] << 4 | code_OI[:, 1::2]).to(torch.uint8)  # the even input is in the high bits
     tiles = next(tiles for tiles in (8, 4, 2) if code_OI.shape[1] % (TILE * tiles) == 0)
     packed = torch.ops.aten._convert_weight_to_int4pack(pairs_OI.contiguous(), tiles)
     return packed
@@ -87,7 +87,7 @@ def _pack(code_OI: Tensor) -> Tensor:
 
 @cache
 def int4_fault(device: torch.device) -> str | None:
-    """Why torch's int4 kernel does not serve on this GPU; None where it computes what the widened weights do. Tried once."""
+    """Why torch's int4 kernel cannot be used on this GPU; None if it computes the right product. Tried once."""
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs a GPU of capability 8.0"
     generator = torch.Generator().manual_seed(0)
@@ -106,7 +106,7 @@ def int4_fault(device: torch.device) -> str | None:
 
 
 def cost(kind: str, device: torch.device) -> str:
-    """What a user should know before decoding with weights of this kind there, in one line; nothing where they save time."""
+    """One line for the user about the cost of weights of this kind on this device; empty where they save time."""
     fault = "torch has no kernel for few rows" if kind == "int8" else int4_fault(device) if device.type == "cuda" else None
     if device.type == "cpu" or (device.type == "cuda" and fault is None):
         return ""
@@ -115,12 +115,12 @@ def cost(kind: str, device: torch.device) -> str:
 
 
 def stored_bytes(outputs: int, inputs: int, bits: int) -> int:
-    """Of the codes and scales of a weight."""
+    """Bytes of the codes and scales of a weight."""
     groups = -(-inputs // GROUP)
     return outputs * (groups * GROUP * bits // 8 + 4 * (1 if bits == 8 else groups))
 
 
 def scales(weight: Tensor, largest: int) -> Tensor:
-    """The last dimension's largest magnitude becomes `largest`; 1 where all is 0."""
+    """The scales that map the largest magnitude of the last dimension to `largest`; 1 where all values are 0."""
     most = weight.abs().amax(-1)
     return torch.where(most > 0, most / largest, 1.0)

@@ -1,7 +1,6 @@
-"""From a draft vocabulary to the target's: laws, logits and tokens.
+"""Logits of a draft vocabulary as logits of the target's vocabulary.
 
-There is no kernel: zeros for V entries and a scatter of the few drafted ones are all that has to be written, each once, by
-torch's own kernels; and `top` renames what it finds by itself.
+There is no kernel: torch's own kernels already write each entry once. `top` renames its results itself.
 
 Shapes: V target vocabulary, Vd draft vocabulary.
 """
@@ -12,16 +11,6 @@ import torch
 from torch import Tensor
 
 
-def remap_law(q_Vd: Tensor, ids_Vd: Tensor, vocab: int) -> Tensor:
-    """[..., V]: entry ids[i] is entry i of q [..., Vd], all others zero. Every id stands once."""
-    return q_Vd.new_zeros(*q_Vd.shape[:-1], vocab).index_copy(-1, ids_Vd, q_Vd)
-
-
 def remap_logits(logits_Vd: Tensor, ids_Vd: Tensor, vocab: int) -> Tensor:
-    """[..., V]: as `remap_law`, with minus infinity for all others."""
+    """[..., V]: entry ids[i] is entry i of the logits [..., Vd]; all others are minus infinity. The ids are all different."""
     return logits_Vd.new_full((*logits_Vd.shape[:-1], vocab), -torch.inf).index_copy(-1, ids_Vd, logits_Vd)
-
-
-def remap_token(token: Tensor, ids_Vd: Tensor) -> Tensor:
-    """Target ids of draft ids, of any shape."""
-    return ids_Vd[token]

@@ -1,4 +1,4 @@
-"""RMS norm (Zhang & Sennrich 2019) of a residual stream, with the addition that precedes it."""
+"""RMS norm (Zhang & Sennrich 2019) of a residual stream, with the addition before it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drafttrain.ops import library
 
 
 def rms_norm(x_H: Tensor, delta_H: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, its norm times the weight), [..., H] both; without a delta the first is x itself."""
+    """(x + delta, its norm times the weight), both [..., H]. Without a delta the first is x itself."""
     if not (library.serves(x_H) and x_H.is_contiguous() and weight_H.dtype == x_H.dtype):
         return reference(x_H, delta_H, weight_H, eps)
     out_H = torch.empty_like(x_H)
@@ -22,7 +22,7 @@ def rms_norm(x_H: Tensor, delta_H: Tensor | None, weight_H: Tensor, eps: float) 
 
 
 def norm(module: Any, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`rms_norm` with a transformers module's weight; a module in training, perhaps sharded, runs its own forward."""
+    """`rms_norm` with a transformers module's weight. A trainable module, which may be sharded, runs its own forward."""
     if module.weight.requires_grad:
         summed_H = x_H if delta_H is None else x_H + delta_H
         return summed_H, module(summed_H)
@@ -30,5 +30,6 @@ def norm(module: Any, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tenso
 
 
 def reference(x_H: Tensor, delta_H: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The plain-torch twin of `rms_norm`."""
     summed_H = x_H if delta_H is None else x_H + delta_H
     return summed_H, F.rms_norm(summed_H, (summed_H.shape[-1],), weight_H, eps)

@@ -1,4 +1,4 @@
-"""Drawing tokens from the laws of logits, with keyed noise.
+"""Sample tokens from logits, with keyed noise.
 
 Shapes: M rows, V vocabulary.
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafttrain.core.sampling import Lane, Sampling, law, pick, shaped, uniform
+from drafttrain.core.sampling import Lane, Sampling, distribution, pick, shaped, uniform
 from drafttrain.ops import library
 from drafttrain.ops.top import top
 
 
 def sample(logits_MV: Tensor, sampling: Sampling, position_M: Tensor, lane: Lane, draw: int = 0) -> Tensor:
-    """[M] token ids, each drawn from its row's law at the number that (seed, key, position, lane, draw) name.
+    """[M] token ids sampled from each row's distribution, with the noise of (seed, key, position, lane, draw).
 
-    Greedy: the most likely tokens. The sampling's keys and temperatures are one for each row, or for each N rows.
+    Greedy: the most likely tokens. The sampling has one key and temperature for each row, or one for each N rows.
     """
-    if sampling.greedy:  # torch's argmax on a GPU leaves ties open
+    if sampling.greedy:  # torch's argmax on a GPU does not define ties
         return top(logits_MV, 1)[1][:, 0] if logits_MV.is_cuda else logits_MV.argmax(-1)
     if not library.serves(logits_MV):
         return reference(logits_MV, sampling, position_M, lane, draw)
@@ -30,4 +30,5 @@ def sample(logits_MV: Tensor, sampling: Sampling, position_M: Tensor, lane: Lane
 
 
 def reference(logits_MV: Tensor, sampling: Sampling, position_M: Tensor, lane: Lane, draw: int = 0) -> Tensor:
-    return pick(law(logits_MV, sampling), uniform(sampling, position_M, lane, draw))
+    """The plain-torch twin of `sample`."""
+    return pick(distribution(logits_MV, sampling), uniform(sampling, position_M, lane, draw))

@@ -1,4 +1,4 @@
-"""The greatest entries of rows of logits, in one order on every device.
+"""The largest entries of rows of logits, in the same order on every device.
 
 Shapes: M rows, V vocabulary, k choices.
 """
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from drafttrain.ops import library
 
-MOST = 64  # choices that the compiled operator finds
+MOST = 64  # largest k of the compiled operator
 
 
 def top(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(value_Mk float32, index_Mk): greatest first, the lower index first among equals; k = 1 is the argmax.
+    """(value_Mk float32, index_Mk): largest first, the lower index first among equals; k = 1 is the argmax.
 
-    NaN counts as least, both zeros as equal. ids, [V], renames the indices: a draft vocabulary's ids in the target's. Values
-    are exact, no rounding; the compiled operator has no gradient.
+    NaN is the smallest, and both zeros are equal. Values are not rounded. ids, [V]: replaces the indices, for a draft
+    vocabulary the target's ids. The compiled operator has no gradient.
     """
     if not (library.serves(logits_MV) and k <= MOST):
         return reference(logits_MV, k, ids)
@@ -28,6 +28,7 @@ def top(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, T
 
 
 def reference(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The plain-torch twin of `top`."""
     key_MV = keys(logits_MV)
     index_Mk = 2**32 - 1 - (key_MV.topk(k, -1).values & 2**32 - 1)
     value_Mk = logits_MV.float().gather(1, index_Mk)
@@ -35,9 +36,9 @@ def reference(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Ten
 
 
 def keys(value_MV: Tensor) -> Tensor:
-    """[M, V] int64, all of a row different: in the order of `top`, with the index in the lower 32 bits, counted down.
+    """[M, V] int64, different within a row and in the order of `top`; the lower 32 bits hold the index, counted down.
 
-    Read as an integer, a positive float keeps its order; a negative one's is turned around.
+    A positive float keeps its order when its bits are read as an integer; a negative float's order is reversed.
     """
     plain_MV = value_MV.float() + 0.0  # -0 becomes 0
     bits_MV = plain_MV.detach().view(torch.int32).long()

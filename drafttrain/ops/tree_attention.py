@@ -1,7 +1,7 @@
-"""Attention of a draft tree's nodes over the paged KV cache that already holds their keys and values.
+"""Attention of a draft tree's nodes over the paged KV cache, which already holds the nodes' keys and values.
 
-Shapes: B rows, N nodes, P positions (prefix, then nodes), Q pages, h query heads, k KV heads, g query heads per KV head,
-D head width.
+Shapes: B rows, N nodes, P positions (prefix, then nodes), Q pages, h query heads, k KV heads, g query heads per KV head, D
+head width.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def visible(length_B: Tensor, longest: int, ancestor_BNN: Tensor) -> Tensor:
-    """[B, N, longest + N] bool: what tree node i may attend to: its row's prefix, and its ancestors' scratch positions.
+    """[B, N, longest + N] bool: the positions that node i may attend to: its row's prefix, and its ancestors' positions.
 
-    With a row of 5 positions in the cache (length 5, longest 5) node 3 sees positions 0-4, then 5 (node 0), 6 (node 1), 8
-    (itself).
+    With 5 positions in a row's cache (length 5, longest 5), node 3 of the example in core/tree.py sees positions 0 to 4, then
+    5 (node 0), 6 (node 1) and 8 (itself).
     """
     B, N, _ = ancestor_BNN.shape
     position_P = torch.arange(longest + N, device=length_B.device)
@@ -36,10 +36,10 @@ def tree_attention(
 ) -> Tensor:  # fmt: skip
     """[B, N, h D]: node i attends to its row's prefix and to the nodes whose bits are set in bits_BN[:, i].
 
-    keys, values: contiguous [Q, page, k, D]; position p of row b lies in page table_BQ[b, p // page], node i at
-    length_B[b] + i. window: a key is seen only if it lies less than so many rotary positions back; position_BN are the
-    nodes', a prefix key's is its place. bound: no row has length + N above it; it alone decides the launch, so a CUDA
-    graph holds for all lengths up to it. A node that sees nothing gets zeros. At most 64 nodes.
+    keys, values: contiguous [Q, page, k, D]. Position p of row b is in page table_BQ[b, p // page]; node i is at position
+    length_B[b] + i. window: keys are seen only within so many rotary positions. position_BN: the nodes' rotary positions;
+    those of the prefix are 0, 1, 2, ... bound: upper bound of every row's length + N. It alone decides the launch, so one CUDA
+    graph works for all lengths up to it. A node that sees nothing gets zeros. At most 64 nodes.
     """
     if not _serves(q_BNhD):
         return reference(q_BNhD, keys, values, table_BQ, length_B, bits_BN, position_BN, scale, window, bound)
@@ -64,6 +64,7 @@ def reference(
     q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BN: Tensor, position_BN: Tensor,
     scale: float, window: int | None, bound: int,
 ) -> Tensor:  # fmt: skip
+    """The plain-torch twin of `tree_attention`."""
     B, N, h, D = q_BNhD.shape
     kv_heads, device = keys.shape[2], q_BNhD.device
     position_BP = torch.arange(bound, device=device).repeat(B, 1)
@@ -73,17 +74,17 @@ def reference(
         place_BP = position_BP.scatter(1, node_BN, position_BN)
         seen_BNP = seen_BNP & (position_BN[..., None] - place_BP[:, None] < window)
     at_BP = flat(table_BQ, position_BP, keys.shape[1])
-    held_BP = position_BP < length_B[:, None] + N  # what lies beyond may be anything, NaN too
-    k_BPkD, v_BPkD = (pool.flatten(0, 1)[at_BP].float().masked_fill(~held_BP[..., None, None], 0.0) for pool in (keys, values))
+    real_BP = position_BP < length_B[:, None] + N  # the other positions may hold anything, NaN too
+    k_BPkD, v_BPkD = (pool.flatten(0, 1)[at_BP].float().masked_fill(~real_BP[..., None, None], 0.0) for pool in (keys, values))
     q_BNkgD = q_BNhD.float().view(B, N, kv_heads, -1, D)
     score_BkgNP = torch.einsum("bnkgd,bpkd->bkgnp", q_BNkgD, k_BPkD) * scale
     score_BkgNP = score_BkgNP.masked_fill(~seen_BNP[:, None, None], -torch.inf)
-    law_BkgNP = score_BkgNP.softmax(-1).masked_fill(~seen_BNP.any(-1)[:, None, None, :, None], 0.0)
-    return torch.einsum("bkgnp,bpkd->bnkgd", law_BkgNP, v_BPkD).reshape(B, N, h * D).to(q_BNhD.dtype)
+    weight_BkgNP = score_BkgNP.softmax(-1).masked_fill(~seen_BNP.any(-1)[:, None, None, :, None], 0.0)
+    return torch.einsum("bkgnp,bpkd->bnkgd", weight_BkgNP, v_BPkD).reshape(B, N, h * D).to(q_BNhD.dtype)
 
 
 def bits_of(ancestor_BNN: Tensor) -> Tensor:
-    """[B, N] int64 from [B, N, N] bool, at most 64 nodes: bit j of entry i is entry [i, j]. Bit 63 is the sign."""
+    """[B, N] int64 from [B, N, N] bool, for at most 64 nodes: bit j of entry i is entry [i, j]. Bit 63 is the sign."""
     assert ancestor_BNN.shape[-1] <= MOST_NODES  # a shift by 64 or more is undefined
     node_N = torch.arange(ancestor_BNN.shape[-1], device=ancestor_BNN.device)
     return (ancestor_BNN.long() << node_N).sum(-1)

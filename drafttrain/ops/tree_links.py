@@ -14,9 +14,10 @@ MOST_NODES = 64  # bits of an int64
 
 
 def tree_links(parent_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """(depth_BN, bits_BN), int64: bit j of bits[b, i] says that j is i or an ancestor of i; bit 63 is the sign.
+    """(depth_BN, bits_BN), int64: bit j of bits[b, i] is set where j is i or an ancestor of i; bit 63 is the sign.
 
-    parent[0] = -1, parent[i] < i; padding hangs from the root. In tree.py's example: depth (0, 1, 1, 2), bits (1, 3, 5, 11).
+    parent[0] = -1, parent[i] < i, and padding has the root as its parent. The example in core/tree.py gives depth (0, 1, 1, 2)
+    and bits (1, 3, 5, 11). Raises ValueError for more than 64 nodes.
     """
     if parent_BN.shape[1] > MOST_NODES:
         raise ValueError(f"{parent_BN.shape[1]} nodes exceed the {MOST_NODES} bits of an integer; propose fewer")
@@ -33,7 +34,7 @@ def _serves(parent_BN: Tensor) -> bool:
 
 
 def reference(parent_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Each round doubles the distance that a node has looked up the tree; the root is its own ancestor, at distance 0."""
+    """Each pass doubles the distance that a node has looked up the tree. The root is its own ancestor, at distance 0."""
     node_N = torch.arange(parent_BN.shape[1], device=parent_BN.device)
     up_BN = parent_BN.clamp_min(0)
     bits_BN = torch.ones_like(parent_BN) << node_N

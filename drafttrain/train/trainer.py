@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.core.files import atomic_directory
-from drafttrain.core.intervals import accepted_length, said, tau_interval
+from drafttrain.core.intervals import accepted_length, tau_interval, with_interval
 from drafttrain.core.tree import arrivals, step_sums
 from drafttrain.data.dataset import Dataset, check_supervised, collate, shard, token_counts
 from drafttrain.decoding.tree_size import best_nodes
@@ -294,7 +294,7 @@ class Trainer:
         saved = self.keeper.save(self.progress, meta_of(self.job, self.progress.step))
         if not passing and (tau := self.progress.expected_tau) is not None:
             interval = self.progress.expected_interval
-            figure = said(tau, None if interval is None else (interval[0], interval[1]))
+            figure = with_interval(tau, None if interval is None else (interval[0], interval[1]))
             say(f"step {self.progress.step}: expected tau {figure} on {len(self.job.data.held_out)} held-out conversations")
         if not saved:
             say(

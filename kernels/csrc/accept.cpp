@@ -1,4 +1,4 @@
-// The acceptance operators and sampling on a CPU. Only rows that a walk comes to are read.
+// The acceptance operators and sampling on a CPU. Only rows that a walk reaches are read.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "../include/drafttrain/law_simd.h"
+#include "../include/drafttrain/distribution_simd.h"
 #include "../include/drafttrain/lossless.h"
 #include "../include/drafttrain/noise.h"
 #include "../include/drafttrain/rows.h"
@@ -20,17 +20,7 @@ namespace {
 using namespace drafttrain;
 using torch::stable::Tensor;
 
-template <typename T>
-T* data(const Tensor& x) {
-    return static_cast<T*>(x.data_ptr());
-}
-
-template <typename T>
-T* data(const std::optional<Tensor>& x) {
-    return x ? static_cast<T*>(x->data_ptr()) : nullptr;
-}
-
-// f(b) for every row, over threads where a row of the vocabulary is work enough.
+// Calls f(b) for every row, in threads if the rows are large enough.
 template <typename F>
 void rows(int64_t count, int64_t vocab, const F& f) {
     const auto some = [&](int64_t begin, int64_t end) {
@@ -69,37 +59,37 @@ double number(const Trees& t, int64_t b, int64_t node, int64_t ahead, Lane lane,
     return uniform(*t.seed, t.key[b], t.position[b * t.nodes + node] + ahead, lane, draw);
 }
 
-// What Lossless asks of a row.
+// The `Row` of Lossless.
 template <typename T>
 struct Row {
     const Trees& t;
     int64_t b;
     const T* logits;  // [N, V] of this tree
     const float* q_rows;
-    RowLaw<T> law = {};
+    RowDistribution<T> dist = {};
     int64_t at = 0;
 
     double enter(int64_t node) {
-        law.read(logits + node * t.vocab, t.vocab, inverse_of(t.temperature[b]), false);
+        dist.read(logits + node * t.vocab, t.vocab, inverse_of(t.temperature[b]), false);
         at = node;
-        return law.row.mass;
+        return dist.row.mass;
     }
     int64_t token(int64_t i) const { return t.token[b * t.nodes + i]; }
     bool child(int64_t i) const { return t.parent[b * t.nodes + i] == at; }
     bool twin(int64_t i) const { return is_twin(t.token + b * t.nodes, t.parent + b * t.nodes, i); }
-    double weight(int64_t i) const { return law.weight_of(token(i)); }
+    double weight(int64_t i) const { return dist.weight_of(token(i)); }
     float q(int64_t i) const { return q_rows[at * t.vocab + token(i)]; }
     double draw(int64_t i) const { return number(t, b, i, 0, kAcceptLane, i); }
 
-    // The residual's values over a split.
+    // Writes the residual's values of a split.
     void lay(int64_t split, const Residual& residual, float* out) const {
-        const float *q = q_rows + at * t.vocab + split * kSplit, unit = float(1.0 / law.row.mass);
-        for (int64_t i = 0; i < law.size_of(split); i += kLanes) {
-            const int64_t left = law.size_of(split) - i;
-            const Floats p = weights(load_masked(law.x + split * kSplit + i, left), law.row.top, law.inverse) * unit;
+        const float *q = q_rows + at * t.vocab + split * kSplit, unit = float(1.0 / dist.row.mass);
+        for (int64_t i = 0; i < dist.size_of(split); i += kLanes) {
+            const int64_t left = dist.size_of(split) - i;
+            const Floats p = weights(load_masked(dist.x + split * kSplit + i, left), dist.row.top, dist.inverse) * unit;
             store(out + i, p);
         }
-        for (int64_t i = 0; i < law.size_of(split); i++) out[i] = residual(out[i], q[i]);
+        for (int64_t i = 0; i < dist.size_of(split); i++) out[i] = residual(out[i], q[i]);
     }
 
     Excess excess(const Residual& residual, float take, bool more) {
@@ -109,19 +99,19 @@ struct Row {
             const float* q = q_rows + at * t.vocab + s * kSplit;
             double here = 0.0;
             lay(s, residual, out);
-            for (int64_t i = 0; i < law.size_of(s); i++) here += std::max(out[i] - q[i] * take, 0.0f);
-            for (int64_t i = 0; more && i < law.size_of(s); i++) all.q += q[i];
-            law.sums[size_t(s)] = here, all.p += here;
+            for (int64_t i = 0; i < dist.size_of(s); i++) here += std::max(out[i] - q[i] * take, 0.0f);
+            for (int64_t i = 0; more && i < dist.size_of(s); i++) all.q += q[i];
+            dist.sums[size_t(s)] = here, all.p += here;
         }
         residual.take[residual.steps] = take, residual.give[residual.steps] = float(1.0 / all.p);
         return all;
     }
 
     void fill(bool struck) {
-        law.fill();
+        dist.fill();
         for (int64_t i = at + 1; struck && i < t.count[b]; i++) {
             if (!child(i) || twin(i)) continue;
-            double& sum = law.sums[size_t(token(i) / kSplit)];
+            double& sum = dist.sums[size_t(token(i) / kSplit)];
             sum = std::max(sum - weight(i), 0.0);
         }
     }
@@ -130,11 +120,11 @@ struct Row {
         const bool drawn = residual.steps > 0;
         const double given = drawn ? residual.give[residual.steps - 1] : 0.0;
         const auto of = [&](int64_t split, float* out) {
-            drawn ? lay(split, residual, out) : law.lay(split, out);
+            drawn ? lay(split, residual, out) : dist.lay(split, out);
             for (int64_t i = at + 1; struck && i < t.count[b]; i++)
                 if (child(i) && token(i) / kSplit == split) out[token(i) % kSplit] = 0.0f;
         };
-        return law.find(number, of, [&](int64_t s) { return drawn ? given : 1.0 / law.factor(s); });
+        return dist.find(number, of, [&](int64_t s) { return drawn ? given : 1.0 / dist.factor(s); });
     }
 };
 
@@ -144,17 +134,17 @@ void lossless_row(const Trees& t, int64_t b, const T* logits, const float* q, co
     std::vector<float> take(size_t(t.nodes)), give(size_t(t.nodes));
     Row<T> row = {t, b, logits + first * t.vocab, q == nullptr ? nullptr : q + first * t.vocab};
     const bool* drawn = sampled == nullptr ? nullptr : sampled + first;
-    Lossless<Row<T>> law(parent, t.count[b], drawn, {take.data(), give.data()}, row);
+    Lossless<Row<T>> sampler(parent, t.count[b], drawn, {take.data(), give.data()}, row);
     std::fill(t.path + first, t.path + first + t.nodes, 0);
     t.accepted[b] = 1;
-    law.enter(0);
+    sampler.enter(0);
     walk(
-        parent, t.count[b], [&](int64_t i) { return law.takes(i); },
+        parent, t.count[b], [&](int64_t i) { return sampler.takes(i); },
         [&](int64_t i, int64_t depth) {
             t.path[first + depth] = i, t.accepted[b] = depth + 1;
-            law.enter(i);
+            sampler.enter(i);
         });
-    t.bonus[b] = law.bonus(number(t, b, row.at, 1, kTargetLane, 0));
+    t.bonus[b] = sampler.bonus(number(t, b, row.at, 1, kTargetLane, 0));
 }
 
 void lossless_accept(const Tensor& logits, const std::optional<Tensor>& q, const std::optional<Tensor>& sampled,
@@ -163,7 +153,7 @@ void lossless_accept(const Tensor& logits, const std::optional<Tensor>& q, const
                      const Tensor& accepted, const Tensor& bonus) {
     const Trees t =
         sampled_trees(trees_of(token, parent, count, path, accepted, bonus), logits.size(2), position, temperature, key, seed);
-    STD_TORCH_CHECK(!q || q->numel() == logits.numel(), "q has a law for every node, over the target's vocabulary");
+    STD_TORCH_CHECK(!q || q->numel() == logits.numel(), "q has a distribution for every node, over the target's vocabulary");
     by_type(logits, [&](auto kind) {
         const auto* x = data<decltype(kind)>(logits);
         rows(token.size(0), t.vocab, [&](int64_t b) { lossless_row(t, b, x, data<float>(q), data<bool>(sampled)); });
@@ -174,17 +164,17 @@ template <typename T>
 void likely_row(const Trees& t, int64_t b, const T* logits, double epsilon, double delta) {
     const int64_t first = b * t.nodes, *parent = t.parent + first;
     std::vector<Likely> found(size_t(t.nodes));
-    std::vector<RowLaw<T>> laws(size_t(t.nodes));  // empty until asked for
-    const auto law = [&](int64_t node) -> RowLaw<T>& {
-        RowLaw<T>& one = laws[size_t(node)];
+    std::vector<RowDistribution<T>> distributions(size_t(t.nodes));  // computed at first use
+    const auto dist = [&](int64_t node) -> RowDistribution<T>& {
+        RowDistribution<T>& one = distributions[size_t(node)];
         if (one.x == nullptr) one.read(logits + (first + node) * t.vocab, t.vocab, inverse_of(t.temperature[b]), true);
         return one;
     };
-    const auto p = [&](int64_t i) { return law(parent[i]).weight_of(t.token[first + i]) / law(parent[i]).row.mass; };
-    const auto floor = [&](int64_t i) { return std::min(epsilon, delta * std::exp(-entropy(law(i).row))); };
+    const auto p = [&](int64_t i) { return dist(parent[i]).weight_of(t.token[first + i]) / dist(parent[i]).row.mass; };
+    const auto floor = [&](int64_t i) { return std::min(epsilon, delta * std::exp(-entropy(dist(i).row))); };
     t.accepted[b] = likely_walk(parent, t.count[b], t.nodes, p, floor, found.data(), t.path + first);
     const int64_t last = t.path[first + t.accepted[b] - 1];
-    t.bonus[b] = law(last).draw(number(t, b, last, 1, kTargetLane, 0));
+    t.bonus[b] = dist(last).draw(number(t, b, last, 1, kTargetLane, 0));
 }
 
 void likely_accept(const Tensor& logits, const Tensor& token, const Tensor& parent, const Tensor& count, const Tensor& position,
@@ -204,10 +194,10 @@ void sample(const Tensor& logits, const Tensor& temperature, const Tensor& key, 
     by_type(logits, [&](auto kind) {
         using T = decltype(kind);
         rows(logits.size(0), vocab, [&](int64_t m) {
-            RowLaw<T> law;
-            law.read(data<T>(logits) + m * vocab, vocab, inverse_of(data<float>(temperature)[m]), false);
+            RowDistribution<T> dist;
+            dist.read(data<T>(logits) + m * vocab, vocab, inverse_of(data<float>(temperature)[m]), false);
             const double drawn = uniform(*data<int64_t>(seed), data<int64_t>(key)[m], data<int64_t>(position)[m], lane, draw);
-            data<int64_t>(token)[m] = law.draw(drawn);
+            data<int64_t>(token)[m] = dist.draw(drawn);
         });
     });
 }

@@ -20,19 +20,10 @@
 namespace {
 
 using drafttrain::by_type;
+using drafttrain::data;
 using torch::stable::Tensor;
 
 constexpr int64_t kSerial = 1 << 15;  // multiply-adds below which a second thread costs more than it brings
-
-template <typename T>
-T* data(const Tensor& x) {
-    return static_cast<T*>(x.data_ptr());
-}
-
-template <typename T>
-T* data(const std::optional<Tensor>& x) {
-    return x ? static_cast<T*>(x->data_ptr()) : nullptr;
-}
 
 template <typename F>
 void parallel(int64_t tasks, bool serial, const F& f) {
@@ -69,10 +60,10 @@ void gated(const Tensor& gate_up, const Tensor& out) {
     });
 }
 
-void divergence(const Tensor& logits, const Tensor& law, const Tensor& label, int64_t name, const Tensor& loss,
+void divergence(const Tensor& logits, const Tensor& target, const Tensor& label, int64_t name, const Tensor& loss,
                 const Tensor& hit, const Tensor& mass, const std::optional<Tensor>& slope) {
     const int64_t width = logits.size(1), rows = logits.size(0);
-    const float *own = data<float>(logits), *theirs = data<float>(law);
+    const float *own = data<float>(logits), *theirs = data<float>(target);
     parallel(rows, false, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             float* to = slope ? data<float>(slope) + r * width : nullptr;
@@ -87,7 +78,7 @@ template <typename T>
 void run(const drafttrain::Attend<T>& a, int64_t batch, int64_t work) {
     const int64_t heads = batch * a.kv_heads, threads = torch::stable::get_num_threads();
     const bool serial = work < kSerial;
-    // with fewer KV heads than threads, each head's nodes are shared out
+    // with fewer KV heads than threads, each head's nodes are split over threads
     const int64_t parts = serial || heads >= threads ? 1 : std::min(a.nodes, (threads + heads - 1) / heads);
     if (parts > 1)
         for (int64_t i = 0; i < heads; i++) drafttrain::append(a, i / a.kv_heads, i % a.kv_heads);
@@ -145,8 +136,8 @@ void attend(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const std::
     });
 }
 
-// Move the accepted nodes of every layer behind the prefix: position length + path[a] to length + a. store: [..., page slots,
-// row].
+// Moves the accepted nodes of every layer to the end of the prefix: position length + path[a] to length + a. store:
+// [..., page slots, row].
 void kv_keep(const Tensor& store, const Tensor& table, const Tensor& length, const Tensor& path, const Tensor& count,
              int64_t page) {
     const int64_t dims = store.dim(), row = store.size(dims - 1) * store.size(dims - 2) * int64_t(store.element_size());
@@ -156,7 +147,7 @@ void kv_keep(const Tensor& store, const Tensor& table, const Tensor& length, con
     const int64_t *ids = data<int64_t>(table), *from = data<int64_t>(length), *nodes = data<int64_t>(path);
     char* base = data<char>(store);
     for (int64_t b = 0; b < batch; b++) {
-        // a path ascends, so a node never moves onto one that is still to be read
+        // a path ascends, so a node never overwrites one that is read later
         for (int64_t i = 0; i < data<int64_t>(count)[b]; i++) {
             const int64_t node = nodes[b * most + i];
             if (node == i) continue;
@@ -168,7 +159,7 @@ void kv_keep(const Tensor& store, const Tensor& table, const Tensor& length, con
     }
 }
 
-// oneDNN's product with a packed weight, as torch exports it to C; null in a torch that does not.
+// oneDNN's product with a packed weight, exported to C by torch; null where torch does not export it.
 using Product = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, const char*, const double**, int64_t,
                                    const char**, AtenTensorHandle*);
 
@@ -187,7 +178,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, const Tensor& bias) {
     return Tensor(out);
 }
 
-// Weights kept between calls: a model's 144 tensors are not passed anew for every token.
+// Weights kept between calls, so that a model's 144 tensors are not passed for every token.
 enum Part {
     kNorm,
     kQkv,
@@ -250,9 +241,10 @@ void top(const float* x, int64_t width, int64_t ranks, int64_t* ids) {
     }
 }
 
-// The likeliest tokens of parallel residual heads on one state [1, H]: [heads, ranks]. weights: for each layer of residual
+// The most likely tokens of parallel residual heads on one state [1, H]: [heads, ranks]. weights: for each layer of residual
 // blocks all heads' matrices as one packed product [all heads x H, H] and their biases [all heads, H], then the output
-// matrices, [all heads x V, H], likewise. A state per head meets all heads' matrices; what is another head's is not read.
+// matrices, [all heads x V, H], likewise. Each head's state is multiplied with all heads' matrices; the other heads' results
+// are not read.
 Tensor top_of_heads(int64_t model, const Tensor& state, const Tensor& like, int64_t heads, int64_t all_heads, int64_t ranks) {
     const std::vector<Tensor>& weights = kept(model);
     const size_t layers = (weights.size() - 1) / 2;
@@ -283,8 +275,8 @@ Tensor top_of_heads(int64_t model, const Tensor& state, const Tensor& like, int6
     return ids;
 }
 
-// All blocks of a Llama-like model over few new positions. x, the residual stream, is changed in place; returned is what is
-// still to be added to it: nothing (no elements) where the last block is tapped. taps: block numbers, tapped: their outputs.
+// All blocks of a Llama-like model over few new positions. x, the residual stream, is changed in place. Returns the part that
+// is still to be added to it, without elements if the last block is tapped. taps: block numbers; tapped: their outputs.
 Tensor run_blocks(int64_t model, const Tensor& x, const Tensor& cos, const Tensor& sin, double eps, double head_eps,
                   double scale, const Tensor& windows, const Tensor& position, const Tensor& table, const Tensor& length,
                   const std::optional<Tensor>& ancestor, const Tensor& store, const Tensor& taps, const Tensor& tapped) {
@@ -336,7 +328,7 @@ STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("top_of_heads", TORCH_BOX(&top_of_heads));
 }
 
-// packed weights, or no tensor at all: the arguments name no CPU
+// for operators whose arguments do not name a CPU: packed weights, or no tensor
 STABLE_TORCH_LIBRARY_IMPL(drafttrain, CompositeExplicitAutograd, m) {
     m.impl("has_product", TORCH_BOX(&has_product));
     m.impl("keep_weights", TORCH_BOX(&keep_weights));

@@ -8,9 +8,9 @@ namespace drafttrain {
 inline void define(torch::stable::detail::StableLibrary& m) {
     m.def("rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps, Tensor(a!) summed, Tensor(b!) out) -> ()");
     m.def("gated(Tensor gate_up, Tensor(a!) out) -> ()");
-    // of each row: loss [M], hit [M], mass [M], and the slope [M, V]; of float32, on a CPU. name: 0 kl, 1 ce, 2 tvd
+    // for each row: loss [M], hit [M], mass [M] and the slope [M, V]; float32 on a CPU. name: 0 kl, 1 ce, 2 tvd
     m.def(
-        "divergence(Tensor logits, Tensor law, Tensor label, int name, Tensor(a!) loss, Tensor(b!) hit, Tensor(c!) mass, "
+        "divergence(Tensor logits, Tensor target, Tensor label, int name, Tensor(a!) loss, Tensor(b!) hit, Tensor(c!) mass, "
         "Tensor(d!)? slope) -> ()");
     // q/k norm, rotary embedding, keys and values into the cache, queries to `query`
     m.def(
@@ -29,7 +29,7 @@ inline void define(torch::stable::detail::StableLibrary& m) {
         "Tensor position, Tensor table, Tensor length, Tensor? ancestor, Tensor(b!) store, Tensor taps, Tensor(c!) tapped) -> "
         "Tensor");
     m.def("kv_keep(Tensor(a!) store, Tensor table, Tensor length, Tensor path, Tensor count, int page) -> ()");
-    // acceptance: path [B, N] (zeros behind the accepted nodes), accepted [B], bonus [B]
+    // acceptance: path [B, N] (zeros after the accepted nodes), accepted [B], bonus [B]
     m.def(
         "greedy_accept(Tensor logits, Tensor token, Tensor parent, Tensor count, Tensor(a!) path, Tensor(b!) accepted, "
         "Tensor(c!) bonus) -> ()");
@@ -43,15 +43,15 @@ inline void define(torch::stable::detail::StableLibrary& m) {
     m.def(
         "likely_accept(Tensor logits, Tensor token, Tensor parent, Tensor count, Tensor position, Tensor temperature, "
         "Tensor key, Tensor seed, float epsilon, float delta, Tensor(a!) path, Tensor(b!) accepted, Tensor(c!) bonus) -> ()");
-    // one token of each row's law, drawn with the number that (seed, key, position, lane, draw) name
+    // samples one token from each row's distribution, with the noise of (seed, key, position, lane, draw)
     m.def(
         "sample(Tensor logits, Tensor temperature, Tensor key, Tensor position, Tensor seed, int lane, int draw, "
         "Tensor(a!) token) -> ()");
     // the k greatest of each row, greatest first, the lower index first among equals; ids renames them
     m.def("top(Tensor logits, Tensor? ids, Tensor(a!) value, Tensor(b!) index) -> ()");
-    // what follows from the parents of at most 64 nodes: depth, and ancestors (itself included) as bits
+    // for a tree of at most 64 nodes: depth, and ancestors (itself included) as bits
     m.def("tree_links(Tensor parent, Tensor(a!) depth, Tensor(b!) bits) -> ()");
-    // the nodes of the highest scores, in their order: which candidates, their new parents, depth, ancestor bits, links
+    // the candidates with the highest scores, in their order: indices, new parents, depth, ancestor bits, links
     m.def(
         "build_tree(Tensor parent, Tensor score, Tensor(a!) kept, Tensor(b!) new_parent, Tensor(c!) depth, "
         "Tensor(d!) bits, Tensor(e!) child, Tensor(f!) sibling) -> ()");

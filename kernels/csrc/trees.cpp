@@ -1,4 +1,4 @@
-// Draft trees on a CPU: the likeliest tokens, the choice among candidates, and what follows from parents.
+// Draft trees on a CPU: top-k, the best candidates, and depth and links from the parents.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -20,12 +20,7 @@ using namespace drafttrain;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-template <typename T>
-T* data(const Tensor& x) {
-    return static_cast<T*>(x.data_ptr());
-}
-
-// The k greatest keys of a row in descending order; whole vectors that hold nothing above the k-th are passed over.
+// The k greatest keys of a row in descending order. Vectors without a value above the k-th are skipped.
 template <typename T>
 void top_keys(const T* x, int64_t width, int64_t k, uint64_t* keys) {
     std::fill(keys, keys + k, 0);

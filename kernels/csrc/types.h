@@ -1,12 +1,24 @@
-// The element types that every operator takes, on a CPU and on a GPU alike.
+// Tensors as pointers, and the element types that every operator takes, on a CPU and on a GPU alike.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <optional>
+
 #include "../include/drafttrain/floats.h"
 
 namespace drafttrain {
+
+template <typename T>
+T* data(const torch::stable::Tensor& x) {
+    return static_cast<T*>(x.data_ptr());
+}
+
+template <typename T>
+T* data(const std::optional<torch::stable::Tensor>& x) {
+    return x ? static_cast<T*>(x->data_ptr()) : nullptr;
+}
 
 // f(T()) for the element type T of x.
 template <typename F>

@@ -18,7 +18,7 @@ inline Trees trees_of(const torch::stable::Tensor& token, const torch::stable::T
     return trees;
 }
 
-// The same with what sampling needs.
+// The same with the inputs of sampling.
 inline Trees sampled_trees(Trees trees, int64_t vocab, const torch::stable::Tensor& position,
                            const torch::stable::Tensor& temperature, const torch::stable::Tensor& key,
                            const torch::stable::Tensor& seed) {

@@ -1,10 +1,10 @@
-"""Divergence of a drafter's law from the target's, and its slope, straight from logits: no probability is kept in memory.
+"""Divergence of the draft distribution from the target's, and its gradient, from logits; no probability is kept in memory.
 
-One program reads the two rows of one prediction two or three times: for the normalisers and likeliest tokens, for the sums
-that need these, and once more for a slope that needs those sums. Every lane keeps running values of its own, joined after
-the last step, so that no step waits for another.
+One program reads the two rows of one prediction two or three times: for the normalisers and most likely tokens, for the sums
+that need these, and again for a gradient that needs those sums. Every lane keeps its own running values, joined after the last
+step, so that no step waits for another.
 
-Shapes: V the lanes of one step over the vocabulary. q = softmax(logits), p = softmax(law).
+Shapes: V the lanes of one step over the vocabulary. q = softmax(logits), p = softmax(target).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEP = 2048
 
 @triton.jit
 def _normalise(row, vocabulary, STEP: tl.constexpr):
-    """(log sum exp, index of the greatest, the lowest of equals)."""
+    """(log sum exp, index of the greatest value, the lowest among equals)."""
     top_V, sum_V, best_V = tl.full([STEP], LOWEST, tl.float32), tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.int32)
     for start in range(0, vocabulary, STEP):
         at_V = start + tl.arange(0, STEP)
@@ -35,27 +35,27 @@ def _normalise(row, vocabulary, STEP: tl.constexpr):
 
 
 @triton.jit
-def _laws(start, logits, law, log_sum_q, log_sum_p, vocabulary, STEP: tl.constexpr):
-    """(index, log q, log p) of one step; log 0 past the row's end."""
+def _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP: tl.constexpr):
+    """(index, log q, log p) of one step; minus infinity past the row's end."""
     at_V = start + tl.arange(0, STEP)
     log_q_V = tl.load(logits + at_V, mask=at_V < vocabulary, other=float("-inf")).to(tl.float32) - log_sum_q
-    log_p_V = tl.load(law + at_V, mask=at_V < vocabulary, other=float("-inf")).to(tl.float32) - log_sum_p
+    log_p_V = tl.load(target + at_V, mask=at_V < vocabulary, other=float("-inf")).to(tl.float32) - log_sum_p
     return at_V, log_q_V, log_p_V
 
 
 @triton.jit
 def pointwise(
-    logits, law, label, loss, hit, mass, slope, vocabulary, logits_C, law_C, slope_C,
+    logits, target, label, loss, hit, mass, slope, vocabulary, logits_C, target_C, slope_C,
     NAME: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """ce and kl: the slope at a token needs the two laws there, and is written as they are read."""
+    """ce and kl: the slope at a token depends on p and q at that token only, so it is written in the same pass."""
     c = tl.program_id(0).to(tl.int64)
-    logits, law, slope, token = logits + c * logits_C, law + c * law_C, slope + c * slope_C, tl.load(label + c)
+    logits, target, slope, token = logits + c * logits_C, target + c * target_C, slope + c * slope_C, tl.load(label + c)
     log_sum_q, best_q = _normalise(logits, vocabulary, STEP)
-    log_sum_p, best_p = _normalise(law, vocabulary, STEP)
+    log_sum_p, best_p = _normalise(target, vocabulary, STEP)
     loss_V, mass_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)
     for start in range(0, vocabulary, STEP):
-        at_V, log_q_V, log_p_V = _laws(start, logits, law, log_sum_q, log_sum_p, vocabulary, STEP)
+        at_V, log_q_V, log_p_V = _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP)
         q_V, p_V = tl.exp(log_q_V), tl.exp(log_p_V)
         mass_V += tl.minimum(q_V, p_V)
         if NAME == "ce":
@@ -73,18 +73,20 @@ def pointwise(
 
 @triton.jit
 def overlap(
-    logits, law, label, loss, hit, mass, slope, vocabulary, logits_C, law_C, slope_C,
+    logits, target, label, loss, hit, mass, slope, vocabulary, logits_C, target_C, slope_C,
     NAME: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """tvd and lk. The overlap is summed in the log domain too: it underflows for laws far apart, lk and its slope do not."""
+    """tvd and lk. The overlap of distributions far apart underflows, so it is summed in the log domain too, for lk and its
+    slope.
+    """
     c = tl.program_id(0).to(tl.int64)
-    logits, law, slope = logits + c * logits_C, law + c * law_C, slope + c * slope_C
+    logits, target, slope = logits + c * logits_C, target + c * target_C, slope + c * slope_C
     log_sum_q, best_q = _normalise(logits, vocabulary, STEP)
-    log_sum_p, best_p = _normalise(law, vocabulary, STEP)
+    log_sum_p, best_p = _normalise(target, vocabulary, STEP)
     mass_V, excess_V, top_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32), tl.full([STEP], LOWEST, tl.float32)
     sum_V, below_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)  # of min(p, q); of q where it is below p
     for start in range(0, vocabulary, STEP):
-        _, log_q_V, log_p_V = _laws(start, logits, law, log_sum_q, log_sum_p, vocabulary, STEP)
+        _, log_q_V, log_p_V = _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP)
         q_V, p_V, least_V = tl.exp(log_q_V), tl.exp(log_p_V), tl.minimum(log_q_V, log_p_V)
         mass_V += tl.minimum(q_V, p_V)
         excess_V += tl.maximum(p_V - q_V, 0.0)
@@ -107,7 +109,7 @@ def overlap(
     tl.store(hit + c, best_q == best_p)
     if SLOPE:
         for start in range(0, vocabulary, STEP):
-            at_V, log_q_V, log_p_V = _laws(start, logits, law, log_sum_q, log_sum_p, vocabulary, STEP)
+            at_V, log_q_V, log_p_V = _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP)
             pull_V = tl.where(log_q_V < log_p_V, tl.exp(log_q_V + lift), 0.0)
             slope_V = tl.exp(log_q_V) * below - pull_V
             tl.store(slope + at_V, slope_V.to(slope.dtype.element_ty), mask=at_V < vocabulary)
@@ -115,7 +117,7 @@ def overlap(
 
 @triton.jit
 def _pull(log_q_V, log_p_V, NAME: tl.constexpr):
-    """(each token's part of the loss, dloss/dq up to a constant); nothing of tokens that q does not have."""
+    """(each token's part of the loss, dloss/dq up to a constant); 0 for tokens without q."""
     q_V, p_V = tl.exp(log_q_V), tl.exp(log_p_V)
     if NAME == "rkl":
         pull_V = tl.where(q_V > 0, log_q_V - log_p_V, 0.0)
@@ -129,17 +131,17 @@ def _pull(log_q_V, log_p_V, NAME: tl.constexpr):
 
 @triton.jit
 def curved(
-    logits, law, label, loss, hit, mass, slope, vocabulary, logits_C, law_C, slope_C,
+    logits, target, label, loss, hit, mass, slope, vocabulary, logits_C, target_C, slope_C,
     NAME: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """rkl and jsd: the slope at a token is q times what dloss/dq exceeds its mean under q by."""
+    """rkl and jsd: the slope at a token is q times the difference of dloss/dq from its mean under q."""
     c = tl.program_id(0).to(tl.int64)
-    logits, law, slope = logits + c * logits_C, law + c * law_C, slope + c * slope_C
+    logits, target, slope = logits + c * logits_C, target + c * target_C, slope + c * slope_C
     log_sum_q, best_q = _normalise(logits, vocabulary, STEP)
-    log_sum_p, best_p = _normalise(law, vocabulary, STEP)
+    log_sum_p, best_p = _normalise(target, vocabulary, STEP)
     loss_V, mass_V, mean_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)
     for start in range(0, vocabulary, STEP):
-        _, log_q_V, log_p_V = _laws(start, logits, law, log_sum_q, log_sum_p, vocabulary, STEP)
+        _, log_q_V, log_p_V = _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP)
         part_V, pull_V = _pull(log_q_V, log_p_V, NAME)
         loss_V += part_V
         mean_V += tl.exp(log_q_V) * pull_V
@@ -150,7 +152,7 @@ def curved(
     tl.store(hit + c, best_q == best_p)
     if SLOPE:
         for start in range(0, vocabulary, STEP):
-            at_V, log_q_V, log_p_V = _laws(start, logits, law, log_sum_q, log_sum_p, vocabulary, STEP)
+            at_V, log_q_V, log_p_V = _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP)
             _, pull_V = _pull(log_q_V, log_p_V, NAME)
             slope_V = tl.exp(log_q_V) * (pull_V - mean)
             tl.store(slope + at_V, slope_V.to(slope.dtype.element_ty), mask=at_V < vocabulary)
@@ -160,15 +162,18 @@ KERNELS = {"ce": pointwise, "kl": pointwise, "tvd": overlap, "lk": overlap, "rkl
 
 
 def launch(
-    logits_CV: Tensor, law_logits_CV: Tensor, label_C: Tensor, name: str,
+    logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str,
     loss_C: Tensor, hit_C: Tensor, mass_C: Tensor, slope_CV: Tensor | None,
 ) -> Launch:  # fmt: skip
-    """What fills the last four; slope_CV may be logits_CV, since every step reads its part before it writes it."""
+    """The launch that fills loss, hit, mass and slope. slope_CV may be logits_CV, since every step reads its part before
+    writing it.
+    """
     C, V = logits_CV.shape
     out_CV = logits_CV if slope_CV is None else slope_CV
     arguments = {
-        "logits": logits_CV, "law": law_logits_CV, "label": label_C.contiguous(), "loss": loss_C, "hit": hit_C, "mass": mass_C,
-        "slope": out_CV, "vocabulary": V, "logits_C": logits_CV.stride(0), "law_C": law_logits_CV.stride(0),
+        "logits": logits_CV, "target": target_logits_CV, "label": label_C.contiguous(), "loss": loss_C,
+        "hit": hit_C, "mass": mass_C, "slope": out_CV, "vocabulary": V, "logits_C": logits_CV.stride(0),
+        "target_C": target_logits_CV.stride(0),
         "slope_C": out_CV.stride(0), "NAME": name, "SLOPE": slope_CV is not None,
         "STEP": min(STEP, max(triton.next_power_of_2(V), 128)),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""One kernel call as a value, so that what runs on a GPU is what a machine without one compiles and checks."""
+"""One kernel call as a value, so that a machine without a GPU compiles and checks what runs on one."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ POINTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel, its grid, its arguments by name, and the warps and pipeline stages it is compiled for."""
+    """A kernel with its grid and arguments."""
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    warps: int
-    stages: int = 1
+    arguments: dict[str, Any]  # by name
+    warps: int  # that the kernel is compiled for
+    stages: int = 1  # pipeline stages that it is compiled for
 
     def run(self) -> None:
+        """Run the kernel on the device of its first tensor."""
         device = next(a.device for a in self.arguments.values() if isinstance(a, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
 
     def compile(self, capability: int) -> Any:
-        """The kernel compiled as `run` would have it on a GPU of this capability (80: A100, 90: H100); needs no GPU.
+        """The kernel compiled as `run` does it on a GPU of this capability (80: A100, 90: H100). Needs no GPU.
 
-        Tensors may lie on the meta device; their storage counts as aligned, as an allocator's is.
+        Tensors may be on the meta device; they count as aligned, as an allocator's memory is.
         """
         signature, constants, attributes = {}, {}, {}
         for at, parameter in enumerate(self.kernel.params):

@@ -1,10 +1,10 @@
-"""Attention of a draft tree over the paged KV cache, its keys split among programs (flash-decoding, Dao et al. 2023).
+"""Attention of a draft tree over the paged KV cache, with the keys split over programs (flash-decoding, Dao et al. 2023).
 
-The query heads of one KV head are rows of one product, so a key is read once for all of them. A program takes one block of
-rows, one KV head and one range of keys; `combine` joins the ranges.
+The query heads of one KV head are rows of one product, so that a key is read once for all of them. A program takes one block
+of rows, one KV head and one range of keys. `combine` joins the ranges.
 
-Shapes: B batch rows, N nodes, h query heads, G query heads per KV head, R rows of a program (node-major, N G in all),
-K keys of a step, D head width, S splits. Keys are counted from the prefix's start; node i is key length + i.
+Shapes: B batch rows, N nodes, h query heads, G query heads per KV head, R rows of a program (node-major, N G in all), K keys
+of a step, D head width, S splits. Keys are counted from the prefix's start; node i is key length + i.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from drafttrain.kernels.triton.launch import Launch
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-WAVES = 2  # programs a processor that the splits fill
-LEAST_KEYS = 128  # of a split: below that, joining the parts costs more than it saves
+WAVES = 2  # programs per processor
+LEAST_KEYS = 128  # per split: with fewer, joining the parts costs more than it saves
 MOST_SPLITS = 128
 MOST_NODES = tl.constexpr(64)  # bits of an int64
 
 
 @triton.jit
 def _step(
-    q_RD, keys, values, table, key_K, held_K, seen_RK, scale, top_R, sum_R, out_RD,
+    q_RD, keys, values, table, key_K, real_K, seen_RK, scale, top_R, sum_R, out_RD,
     STRIDE: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax (Milakov & Gimelshein 2018): greatest score in powers of two, sum, weighted values."""
     d_D = tl.arange(0, WIDE)
-    page_K = tl.load(table + key_K // PAGE, mask=held_K, other=0)
+    page_K = tl.load(table + key_K // PAGE, mask=real_K, other=0)
     at_KD = ((page_K * PAGE + key_K % PAGE) * STRIDE)[:, None] + d_D[None, :]
-    there_KD = held_K[:, None] & (d_D < D)[None, :]
+    there_KD = real_K[:, None] & (d_D < D)[None, :]
     k_KD = tl.load(keys + at_KD, mask=there_KD, other=0.0)
     v_KD = tl.load(values + at_KD, mask=there_KD, other=0.0)
     score_RK = tl.dot(q_RD, tl.trans(k_KD), input_precision="ieee") * scale
     score_RK = tl.where(seen_RK, score_RK, float("-inf"))
     new_R = tl.maximum(top_R, tl.max(score_RK, 1))
-    base_R = tl.where(new_R == float("-inf"), 0.0, new_R)  # a row that has seen nothing yet
+    base_R = tl.where(new_R == float("-inf"), 0.0, new_R)  # for a row that has seen no key yet
     weight_RK = tl.exp2(score_RK - base_R[:, None])
     decay_R = tl.exp2(top_R - base_R)
     out_RD = tl.dot(weight_RK.to(v_KD.dtype), v_KD, acc=out_RD * decay_R[:, None], input_precision="ieee")
@@ -48,16 +48,16 @@ def _step(
 
 
 @triton.jit
-def _seen(key_K, held_K, prefix, bits_R, position_R, position, window, WINDOWED: tl.constexpr):
-    """[R, K]: the prefix and the node's ancestors, within the window."""
+def _seen(key_K, real_K, prefix, bits_R, position_R, position, window, WINDOWED: tl.constexpr):
+    """[R, K]: whether a row sees a key: the prefix and the node's ancestors, within the window."""
     node_K = key_K - prefix
-    # lanes of the prefix, and of what lies past the tree, get an amount too: a shift by 64 or more is undefined
+    # clamped for lanes of the prefix and past the tree, because a shift by 64 or more is undefined
     shift_K = tl.minimum(tl.maximum(node_K, 0), MOST_NODES - 1)
-    # the sign bit is bit 63: shifted in again and again, and masked away
+    # the shift repeats bit 63, the sign bit; the mask removes the copies
     ancestor_RK = ((bits_R[:, None] >> shift_K[None, :].to(tl.int64)) & 1) != 0
-    seen_RK = held_K[None, :] & ((node_K < 0)[None, :] | ancestor_RK)
+    seen_RK = real_K[None, :] & ((node_K < 0)[None, :] | ancestor_RK)
     if WINDOWED:
-        place_K = tl.load(position + shift_K, mask=held_K & (node_K >= 0), other=0).to(tl.int32)
+        place_K = tl.load(position + shift_K, mask=real_K & (node_K >= 0), other=0).to(tl.int32)
         place_K = tl.where(node_K < 0, key_K, place_K)
         seen_RK = seen_RK & (position_R[:, None] - place_K[None, :] < window)
     return seen_RK
@@ -65,12 +65,12 @@ def _seen(key_K, held_K, prefix, bits_R, position_R, position, window, WINDOWED:
 
 @triton.jit
 def _share(position_R, prefix, total, split, splits, window, K: tl.constexpr, WINDOWED: tl.constexpr):
-    """(start, plain, end) of the split's keys in steps of K; up to `plain` they are all prefix. Past the row's end: none.
+    """(start, plain, end) of the split's keys, in steps of K; keys up to `plain` are all prefix. Past the row's end: no keys.
 
-    The row's own length is shared out, not the bound: a graph for long rows does not leave short ones to one split.
+    The splits divide the row's own length and not the bound, so that a graph for long rows uses all splits for short ones too.
     """
     first = 0
-    if WINDOWED:  # no row of the block sees anything before
+    if WINDOWED:  # no row of the block sees an earlier key
         first = tl.minimum(tl.maximum(tl.min(position_R, 0) - window + 1, 0), prefix) // K * K
     share = tl.cdiv(tl.cdiv(total - first, K), splits) * K
     start = first + split * share
@@ -84,7 +84,7 @@ def attend(
     GROUPS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
     R: tl.constexpr, K: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of rows, batch rows times KV heads, splits. Without SPLIT to `out`, else to `part` and `lse` [S, ...]."""
+    """Grid: blocks of rows, batch rows times KV heads, splits. Writes `out`; with SPLIT `part` and `lse` [S, ...]."""
     batch, head, split = (tl.program_id(1) // KV).to(tl.int64), tl.program_id(1) % KV, tl.program_id(2)
     row_R, d_D = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, WIDE)
     node_R, head_R, real_R = row_R // GROUPS, head * GROUPS + row_R % GROUPS, row_R < nodes * GROUPS
@@ -99,23 +99,23 @@ def attend(
     start, plain, end = _share(position_R, prefix, total, split, splits, window, K, WINDOWED)
     top_R, sum_R, out_RD = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, WIDE], tl.float32)
     for k in range(start, plain, K):
-        key_K, held_K = k + tl.arange(0, K), tl.full([K], True, tl.int1)
-        seen_RK = position_R[:, None] - key_K[None, :] < window if WINDOWED else held_K[None, :]
+        key_K, real_K = k + tl.arange(0, K), tl.full([K], True, tl.int1)
+        seen_RK = position_R[:, None] - key_K[None, :] < window if WINDOWED else real_K[None, :]
         top_R, sum_R, out_RD = _step(
-            q_RD, keys, values, table, key_K, held_K, seen_RK, scale, top_R, sum_R, out_RD, KV * D, D, WIDE, PAGE
+            q_RD, keys, values, table, key_K, real_K, seen_RK, scale, top_R, sum_R, out_RD, KV * D, D, WIDE, PAGE
         )
     for k in range(plain, end, K):
-        key_K, held_K = k + tl.arange(0, K), k + tl.arange(0, K) < total
-        seen_RK = _seen(key_K, held_K, prefix, bits_R, position_R, position, window, WINDOWED)
+        key_K, real_K = k + tl.arange(0, K), k + tl.arange(0, K) < total
+        seen_RK = _seen(key_K, real_K, prefix, bits_R, position_R, position, window, WINDOWED)
         top_R, sum_R, out_RD = _step(
-            q_RD, keys, values, table, key_K, held_K, seen_RK, scale, top_R, sum_R, out_RD, KV * D, D, WIDE, PAGE
+            q_RD, keys, values, table, key_K, real_K, seen_RK, scale, top_R, sum_R, out_RD, KV * D, D, WIDE, PAGE
         )
 
     before = split.to(tl.int64) * (tl.num_programs(1) * nodes * GROUPS)  # rows of the splits before this one
     at_R = before + (batch * nodes + node_R) * (KV * GROUPS) + head_R
     out_RD, at_RD = out_RD / tl.where(sum_R > 0, sum_R, 1.0)[:, None], at_R[:, None] * D + d_D[None, :]
     if SPLIT:
-        # a split past the row's end ran no step: its -inf is neutral, and its part is neither written nor read
+        # a split past the row's end ran no step: its lse is -inf, and its part is neither written nor read
         tl.store(lse + at_R, top_R + tl.log2(sum_R), mask=real_R)
         tl.store(part + at_RD, out_RD, mask=real_RD & (sum_R > 0)[:, None])
     else:
@@ -124,7 +124,7 @@ def attend(
 
 @triton.jit(do_not_specialize=["splits"])
 def combine(part, lse, out, splits, D: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr, S: tl.constexpr):
-    """The splits' parts of one node and head, weighted by exp(lse); zeros where no split saw anything."""
+    """Joins the splits' parts of one node and head, weighted by exp(lse); zeros where no split saw a key."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     split_M = tl.arange(0, MOST)
     top = tl.max(tl.load(lse + split_M * rows + row, mask=split_M < splits, other=float("-inf")), 0)
@@ -146,7 +146,7 @@ def combine(part, lse, out, splits, D: tl.constexpr, WIDE: tl.constexpr, MOST: t
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows and keys of a program's step, and the warps and pipeline stages for them."""
+    """The size of a program's step, with the warps and pipeline stages for it."""
 
     rows: int
     keys: int
@@ -155,27 +155,28 @@ class Tiles:
 
 
 def tiles(rows: int, wide: int, dtype: torch.dtype) -> Tiles:
-    """The largest step whose accumulators stay in registers, on sm_80 and sm_90 (`Launch.compile` tells)."""
+    """The largest step whose accumulators stay in registers on sm_80 and sm_90 (measured with `Launch.compile`)."""
     if dtype == torch.float32:  # products without tensor cores
         return Tiles(16, 16, 4, 2)
     block = min(max(triton.next_power_of_2(rows), 16), 128 if wide <= 128 else 64)
     keys = 32 if wide == 256 else 128 if wide <= 64 and block <= 32 else 64
     warps = 8 if block * wide >= 64 * 256 or block == 128 else 4
-    # page numbers are fetched a step before their keys: it takes five stages to have two steps of keys in flight
+    # page numbers are loaded a step before their keys, so two steps of keys in flight take five stages
     return Tiles(block, keys, warps, 5)
 
 
 def splits(programs: int, keys: int, rows: int, processors: int) -> int:
-    """How many programs share the keys of one block of rows.
+    """The number of programs that share the keys of one block of rows.
 
-    Enough for two a processor; but what the splits write and read again, 8 bytes a row and split for 4 of keys and values,
-    must stay below the keys: so no split gets fewer keys than there are rows.
+    There are enough for two per processor. A split writes and reads 8 bytes per row, against 4 bytes per key and value, and
+    that traffic must stay below the keys'. So no split gets fewer keys than there are rows.
     """
     return max(1, min(WAVES * processors // programs, keys // max(LEAST_KEYS, rows), MOST_SPLITS))
 
 
 @cache
 def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of the device; 132 (H100) for another kind of device, for tests."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
 
 
@@ -183,7 +184,7 @@ def launches(
     q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BN: Tensor, position_BN: Tensor,
     out_BNI: Tensor, scale: float, window: int | None, bound: int,
 ) -> list[Launch]:  # fmt: skip
-    """What fills out_BNI: one launch, or two where the keys are split. The host reads shapes and `bound`, no tensor."""
+    """The launches that fill out_BNI: one, or two where the keys are split. The host reads shapes and `bound`, no tensor."""
     B, N, h, D = q_BNhD.shape
     _, page, kv, _ = keys.shape
     groups, wide = h // kv, max(triton.next_power_of_2(D), 16)

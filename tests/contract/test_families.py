@@ -272,11 +272,11 @@ def test_sampling_follows_the_targets_law_through_the_whole_loop(name: str) -> N
 
 def pair_law(target: HFTarget, prompt: list[int], sampling: Sampling) -> dict[tuple[int, int], float]:
     """Exact law of the second and third new token."""
-    from drafttrain.core.sampling import law
+    from drafttrain.core.sampling import distribution
 
     def after(rows: list[list[int]]) -> torch.Tensor:
         with torch.no_grad():
-            return law(target.model(torch.tensor(rows)).logits[:, -1].double(), sampling)
+            return distribution(target.model(torch.tensor(rows)).logits[:, -1].double(), sampling)
 
     first = after([prompt])[0]
     pairs: dict[tuple[int, int], float] = Counter()

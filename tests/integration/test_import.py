@@ -54,8 +54,8 @@ def test_from_one_stack_to_another_and_back(
     assert command("export", f"checkpoint={folder}", "format=speculators", "out=there", *target) == 0
     said = capsys.readouterr().out
     assert f"imported: {folder} (portable, eagle3, bfloat16)" in said and "golden drafts: none with the checkpoint" in said
-    assert f"by others: `{folder}` (portable, eagle3, bfloat16)" not in Path("there/README.md").read_text()
-    assert f"by others: `{folder}` (portable, bfloat16)" in Path("there/README.md").read_text()
+    assert f"by other people, imported from `{folder}` (portable, eagle3, bfloat16)" not in Path("there/README.md").read_text()
+    assert f"by other people, imported from `{folder}` (portable, bfloat16)" in Path("there/README.md").read_text()
     assert command("export", "checkpoint=there", "format=vllm", "out=back", *target) == 0
     back = load_file("back/model.safetensors")
     assert back.keys() == narrow.keys()
@@ -108,7 +108,7 @@ def test_another_target_and_what_is_no_drafter(
 ) -> None:
     folder = put(tmp_path / "published", LAYOUTS["eagle"]())
     for change, says in (
-        (lambda: None, "its hidden size is 32, this target's is 192; give the target it was trained for"),
+        (lambda: None, "its hidden size is 32, this target's is 192; give the target that it was trained for"),
         (lambda: (folder / "model.safetensors").write_bytes(b"abc"), "model.safetensors: damaged, cut off"),
         (lambda: (folder / "model.safetensors").unlink(), "expected weights in one of model.safetensors"),
     ):

@@ -126,14 +126,14 @@ def test_divergence(poison: None, name: str, vocab: int) -> None:
     assert divergence._compiled(own, law, label, torch.empty_like(own))
     for into in (None, own.clone()):
         given = own if into is None else into
-        found = divergence.outcome(given, law, label, name, want_slope=True, into=into)
+        found = divergence.scores(given, law, label, name, want_slope=True, into=into)
         torch.testing.assert_close(found.loss_C, wide.loss_C, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.mass_C, wide.mass_C, rtol=1e-5, atol=1e-6)
         assert torch.equal(found.hit_C, wide.hit_C)
         assert found.slope_CV is not None
         assert wide.slope_CV is not None
         torch.testing.assert_close(found.slope_CV, wide.slope_CV, rtol=1e-4, atol=1e-6)
-    alone = divergence.outcome(own, law, label, name, want_slope=False)
+    alone = divergence.scores(own, law, label, name, want_slope=False)
     assert alone.slope_CV is None
     torch.testing.assert_close(alone.loss_C, wide.loss_C, rtol=1e-5, atol=1e-5)
 
@@ -143,7 +143,7 @@ def test_divergence(poison: None, name: str, vocab: int) -> None:
 def test_divergence_says_nan_where_a_logit_is(name: str) -> None:
     own, law, label = torch.randn(3, 40), torch.randn(3, 40), torch.tensor([1, 2, 3])
     own[0, 33], law[1, 5] = torch.nan, torch.nan
-    found = divergence.outcome(own, law, label, name, want_slope=True)
+    found = divergence.scores(own, law, label, name, want_slope=True)
     assert found.slope_CV is not None
     assert found.loss_C.isnan().tolist() == found.slope_CV.isnan().any(-1).tolist() == [True, True, False]
 
@@ -153,7 +153,7 @@ def test_divergence_of_a_token_that_the_drafter_excludes() -> None:
     """KL(p || q) is infinite where the target says a token to which the drafter gives nothing."""
     own, law = torch.zeros(1, 20), torch.zeros(1, 20)
     own[0, 4] = -torch.inf
-    found = divergence.outcome(own, law, torch.tensor([0]), "kl", want_slope=True)
+    found = divergence.scores(own, law, torch.tensor([0]), "kl", want_slope=True)
     assert found.loss_C.tolist() == [torch.inf]
     assert not bool(found.slope_CV.isnan().any())  # type: ignore[union-attr]
 
@@ -322,7 +322,7 @@ def test_run_blocks_is_the_loop_over_the_blocks(poison: None, name: str, taps: t
 
 @compiled
 def test_what_is_kept_goes_with_its_owner() -> None:
-    kept = library.Kept([torch.ones(3), None])
+    kept = library.KeptWeights([torch.ones(3), None])
     number = kept.number
     del kept
     gc.collect()

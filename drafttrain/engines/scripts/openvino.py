@@ -1,8 +1,8 @@
-"""OpenVINO GenAI on an exported drafter; the form of job and result is explained in drafttrain/engines/process.py, that of a
-timed one in drafttrain/engines/timed_process.py.
+"""OpenVINO GenAI on an exported drafter. drafttrain/engines/process.py explains the form of job and result,
+drafttrain/engines/timed_process.py that of a timed job.
 
-Target and drafter are converted first, by optimum-intel, as the exported directory's README says. Its metrics of EAGLE-3 and
-draft models leave out the round that ends a text.
+optimum-intel first converts target and drafter, as the exported directory's README says. For EAGLE-3 and draft models its
+metrics leave out the last decode step of an output.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from time import perf_counter
 from typing import Any
 
 FAMILIES = ("draft_model", "eagle3", "dflash")
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}  # else bfloat16 and a cache of int8
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}  # by default bfloat16 and an int8 cache
 PRECISION = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 PACKAGES = ("openvino-genai", "openvino", "optimum-intel", "transformers")
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    """Decode every prompt of a job."""
     pipeline, settings = pipeline_of(job, EXACT, True), settings_of(job, True)
     outputs, counts = [], []
     for prompt in job["prompts"]:
@@ -45,7 +46,7 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list[int]], dict[str, Any]]]]:
-    """Its metrics list how many tokens each pass of the target gave, the prefill's first."""
+    """Its metrics list the tokens of each pass of the target, the prefill first."""
     timed, drafts = job["timed"], job["timed"]["speculative"]
     width = PRECISION[timed["dtype"]]
     properties = {"INFERENCE_PRECISION_HINT": width, "KV_CACHE_PRECISION": width, "INFERENCE_NUM_THREADS": timed["threads"]}
@@ -59,9 +60,9 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
         text = {"tokens": list(found.tokens[0]), "first": metrics.get_ttft().mean / 1000, "ended": ended, "ahead": 1}
         counts: dict[str, int | None] = dict.fromkeys(("verifications", "drafted", "accepted"))
         if drafts:
-            passes, told = metrics.raw_metrics.m_batch_sizes, found.extended_perf_metrics
-            counts = {"verifications": len(passes) - 1, "drafted": told.get_num_draft_tokens() or None}  # DFlash: not counted
-            counts["accepted"] = told.get_num_accepted_tokens()
+            passes, extended = metrics.raw_metrics.m_batch_sizes, found.extended_perf_metrics
+            counts = {"verifications": len(passes) - 1, "drafted": extended.get_num_draft_tokens() or None}  # None for DFlash
+            counts["accepted"] = extended.get_num_accepted_tokens()
         return {"texts": [text], **counts}
 
     notes = [] if timed["device"] == "cpu" else ["OpenVINO was run on the CPU"]
@@ -69,16 +70,16 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
 
 
 def pipeline_of(job: dict[str, Any], properties: dict[str, Any], drafts: bool) -> Any:
-    """What is converted already is there."""
+    """The pipeline. Files that are already converted are used again."""
     import openvino_genai
 
     if job["family"] not in FAMILIES:
         raise ValueError(f"no drafters of the family {job['family']}; it takes {', '.join(FAMILIES)}")
     target = Path(job["scratch"]) / "target"
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = False  # which DFlash refuses
+    scheduler.enable_prefix_caching = False  # DFlash refuses prefix caching
     if code := sorted(file.name for file in Path(job["drafter"]).rglob("*.py")):
-        raise ValueError(f"the exported directory holds code, {code[0]}, which is not run; export again")
+        raise ValueError(f"the exported directory has code in it ({code[0]}), which is not run; export again")
     if not target.exists():
         converted(job["target"], target, trusted=False)
     if not drafts:
@@ -91,8 +92,11 @@ def pipeline_of(job: dict[str, Any], properties: dict[str, Any], drafts: bool) -
 
 
 def converted(source: str, place: Path, trusted: bool) -> Path:
-    """In float32. A drafter's architecture is one of optimum-intel's own, which it asks `trust_remote_code` for: trusted is a
-    directory that holds no code. What a target brings with it is never run."""
+    """Convert a model to float32.
+
+    optimum-intel asks for `trust_remote_code` even for its own drafter architectures. So trusted may be true only for a
+    directory without code. Code that comes with a target is never run.
+    """
     from optimum.exporters.openvino import main_export
 
     main_export(
@@ -103,7 +107,7 @@ def converted(source: str, place: Path, trusted: bool) -> Path:
 
 
 def name_layers(place: Path, layers: list[int]) -> None:
-    """Tell the pipeline which of the target's blocks' outputs the drafter reads."""
+    """Store the numbers of the target's blocks whose outputs the drafter reads."""
     import openvino
 
     core, aside = openvino.Core(), place.with_name(f"{place.name}-layers")
@@ -117,6 +121,7 @@ def name_layers(place: Path, layers: list[int]) -> None:
 
 
 def settings_of(job: dict[str, Any], drafts: bool) -> Any:
+    """The settings of generation. drafts: with speculation."""
     import openvino_genai
 
     settings = openvino_genai.GenerationConfig()
@@ -133,6 +138,7 @@ def settings_of(job: dict[str, Any], drafts: bool) -> Any:
 
 
 def answered(pipeline: Any, prompt: list[int], settings: Any) -> Any:
+    """The pipeline's answer for one prompt."""
     import numpy
     import openvino
     import openvino_genai

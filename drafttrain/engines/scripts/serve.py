@@ -1,5 +1,6 @@
-"""Run one engine's script on a job: `python -P serve.py ENGINE.py JOB RESULT`, as explained in drafttrain/engines/process.py;
-where it is timed, as in drafttrain/engines/timed_process.py."""
+"""Run one engine's script on a job: `python -P serve.py ENGINE.py JOB RESULT`. drafttrain/engines/process.py explains it, and
+drafttrain/engines/timed_process.py for an engine that is timed.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +14,21 @@ from typing import Any
 
 
 def main() -> None:
+    """Run the job and write its result or its error."""
     script, place, result = map(Path, sys.argv[1:])
     job = json.loads(place.read_text(encoding="utf-8"))
     try:
         functions = runpy.run_path(str(script))
         found = functions["decoded"](job) if job["timed"] is None else answering(functions["opened"], job)
     except Exception as error:
-        said = " ".join(str(error).split())[:400]
-        result.write_text(json.dumps({"error": f"{type(error).__name__}: {said}"}), encoding="utf-8")
+        reason = " ".join(str(error).split())[:400]
+        result.write_text(json.dumps({"error": f"{type(error).__name__}: {reason}"}), encoding="utf-8")
         raise
     result.write_text(json.dumps(found), encoding="utf-8")
 
 
 def answering(opened: Callable[..., Any], job: dict[str, Any]) -> dict[str, Any]:
-    """Waves of prompts' numbers are read until there are no more. stdout is for answers alone from here on."""
+    """Answer waves of prompt numbers from stdin until it ends. From here on stdout is only for answers."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     with opened(job) as (about, answer):

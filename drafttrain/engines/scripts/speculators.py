@@ -1,10 +1,10 @@
-"""The speculators library's own model on an exported drafter; the form of job and result is explained in
-drafttrain/engines/process.py.
+"""The speculators library's own model on an exported drafter. drafttrain/engines/process.py explains the form of job and
+result.
 
-The library trains and does not serve, so the target's greedy text comes from transformers, and one teacher-forced pass of the
-library's drafter over it tells what every position would have drafted: while a chain is right, its drafts are the text.
+The library trains and does not serve. So transformers gives the target's greedy output, and one teacher-forced pass of the
+library's drafter over it gives the drafts of every position: while a chain is right, its drafts are the output.
 
-Shapes: T positions of prompt and text, K drafts, D ids of the drafter's vocabulary.
+Shapes: T positions of prompt and output, K drafts, D ids of the drafter's vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 @torch.no_grad()
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    """Decode every prompt of a job."""
     from speculators import SpeculatorModel
     from transformers import AutoModelForCausalLM
 
@@ -24,15 +25,15 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
     drafter = SpeculatorModel.from_pretrained(job["drafter"], dtype=torch.float32).eval()
     drafter.load_verifier_weights()
     use_dense_attention(drafter)
-    outputs, rounds = [], []
+    outputs, steps = [], []
     for prompt in job["prompts"]:
         text = greedy(target, prompt, job["max_new_tokens"] + job["draft_length"] + 1)
         reached = accepted_at(target, drafter, prompt + text, job["draft_length"])
         end = next((i + 1 for i, token in enumerate(text) if token in job["stop_ids"]), len(text))
         end = min(end, job["max_new_tokens"])
         outputs.append(text[:end])
-        rounds.append(walked(reached, len(prompt), end))
-    flat = [accepted for text in rounds for accepted in text]
+        steps.append(walked(reached, len(prompt), end))
+    flat = [accepted for text in steps for accepted in text]
     return {
         "engine": "speculators",
         "versions": {name: version(name) for name in ("speculators", "torch", "transformers")},
@@ -40,7 +41,7 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
         "accepted": sum(flat),
         "drafted": len(flat) * job["draft_length"],
         "accepted_by_position": [sum(accepted > i for accepted in flat) for i in range(job["draft_length"])],
-        "prompts": [{"accepted": sum(text), "drafted": len(text) * job["draft_length"]} for text in rounds],
+        "prompts": [{"accepted": sum(text), "drafted": len(text) * job["draft_length"]} for text in steps],
         "begins": "plain",
         "ends": "whole",
         "notes": [],
@@ -48,7 +49,7 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def use_dense_attention(drafter: Any) -> None:
-    """Flexible attention needs a compiler; the library's other form does not."""
+    """Use dense attention, because the flexible one needs a compiler."""
     from speculators.models.attention import create_float_mask
 
     drafter.config.transformer_layer_config._attn_implementation = "eager"
@@ -56,7 +57,7 @@ def use_dense_attention(drafter: Any) -> None:
 
 
 def greedy(target: Any, prompt: list[int], count: int) -> list[int]:
-    """So many tokens, through stop tokens too."""
+    """So many greedy tokens, past stop tokens too."""
     ids, past, text = torch.tensor([prompt]), None, list[int]()
     while len(text) < count:
         out = target(ids, past_key_values=past, use_cache=True)
@@ -66,10 +67,12 @@ def greedy(target: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def accepted_at(target: Any, drafter: Any, tokens: list[int], drafts: int) -> list[int]:
-    """By position t: how many drafts in a row are the text's own where token t is the root; the last K + 1 say nothing."""
+    """For each position t: the number of drafts in a row that are right with token t as the root. The last K + 1 are
+    undefined.
+    """
     states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     fused_TH = torch.cat([states[k] for k in drafter.config.eagle_aux_hidden_state_layer_ids], -1)[:, :-1]
-    next_T = torch.tensor([tokens[1:]])  # beside the state of position t stands token t + 1, the root
+    next_T = torch.tensor([tokens[1:]])  # the state of position t goes with token t + 1, the root
     chosen = drafter(fused_TH, next_T, torch.zeros_like(next_T), ttt_steps=drafts)
     ids_D = torch.arange(drafter.draft_vocab_size) + (0 if drafter.d2t is None else drafter.d2t)
     reached = [0]
@@ -82,7 +85,7 @@ def accepted_at(target: Any, drafter: Any, tokens: list[int], drafts: int) -> li
 
 
 def walked(reached: list[int], prompt: int, end: int) -> list[int]:
-    """Accepted drafts of each verification. The first root is the text's first token."""
+    """Accepted drafts of each decode step. The first root is the output's first token."""
     at, counts = 1, list[int]()
     while at < end:
         counts.append(reached[prompt + at - 1])

@@ -1,7 +1,7 @@
-"""transformers' assisted generation with an exported drafter; the form of job and result is explained in
-drafttrain/engines/process.py, that of a timed one in drafttrain/engines/timed_process.py.
+"""transformers' assisted generation with an exported drafter. drafttrain/engines/process.py explains the form of job and
+result, drafttrain/engines/timed_process.py that of a timed job.
 
-Its candidate generators are told after every verification how many drafts matched; that is recorded.
+After every decode step, transformers passes the number of matching drafts to its candidate generator. That is recorded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ ASSISTANTS = {"draft_model": "AutoModelForCausalLM", "dflash": "AutoModel"}
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    """Decode every prompt of a job."""
     target, assisted = loaded(job, "float32", "cpu", True)
-    rounds = recorded(target)
+    steps = recorded(target)
     outputs, counts = [], []
     for prompt in job["prompts"]:
-        rounds.clear()
+        steps.clear()
         outputs.append(generated(target, prompt, job, assisted))
-        counts.append([(drafted, accepted) for drafted, accepted, _ in rounds])
+        counts.append([(drafted, accepted) for drafted, accepted, _ in steps])
     matched = [accepted for text in counts for _, accepted in text]
     return {
         "engine": "transformers",
@@ -42,41 +43,42 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list[int]], dict[str, Any]]]]:
+    """A target that is ready to answer one prompt at a time."""
     timed = job["timed"]
     torch.set_num_threads(timed["threads"])
-    drafts, behind = timed["speculative"], begins(job["family"]) == "plain"
+    drafts, skipped = timed["speculative"], begins(job["family"]) == "plain"
     target, assisted = loaded(job, timed["dtype"], timed["device"], drafts)
-    rounds, watch = recorded(target), Stopwatch()
+    steps, watch = recorded(target), Stopwatch()
 
     def answer(wave: list[int]) -> dict[str, Any]:
         (prompt,) = (job["prompts"][i] for i in wave)
-        rounds.clear()
+        steps.clear()
         watch.first, began = None, perf_counter()
         tokens = generated(target, prompt, job, assisted if drafts else {"stopping_criteria": [watch]})
         ended = perf_counter()
-        ahead, first = (1 + rounds[0][1], rounds[0][2]) if rounds else (1, watch.first or ended)
+        ahead, first = (1 + steps[0][1], steps[0][2]) if steps else (1, watch.first or ended)
         text = {"tokens": tokens, "first": first - began, "ended": ended - began, "ahead": min(ahead, len(tokens))}
-        told = rounds[behind:]  # where nothing is drafted behind the prompt itself, the first one is the prefill
-        counts = (len(told), sum(d for d, _, _ in told), sum(a for _, a, _ in told)) if drafts else (None, None, None)
+        kept = steps[skipped:]  # where no drafts follow the prompt itself, the first step is the prefill
+        counts = (len(kept), sum(d for d, _, _ in kept), sum(a for _, a, _ in kept)) if drafts else (None, None, None)
         return {"texts": [text], **dict(zip(("verifications", "drafted", "accepted"), counts, strict=True))}
 
     yield {"versions": versions(), "begins": begins(job["family"])}, answer
 
 
 def loaded(job: dict[str, Any], dtype: str, device: str, drafts: bool) -> tuple[Any, dict[str, Any]]:
-    """The target, and what generate() is told beside it, so that it drafts."""
+    """The target, and the arguments that make generate() draft."""
     import transformers
 
     family, width = job["family"], getattr(torch, dtype)
     if family not in ASSISTANTS:
-        raise ValueError(f"generate() takes no drafter of the family {family}")
+        raise ValueError(f"generate() takes no drafters of the family {family}")
     target: Any = transformers.AutoModelForCausalLM.from_pretrained(job["target"], dtype=width)
     target = target.to(device).eval()
     if not drafts:
         return target, {}
     assistant = getattr(transformers, ASSISTANTS[family]).from_pretrained(job["drafter"], dtype=width).to(device).eval()
     if family == "dflash" and assistant.config.block_size != job["draft_length"] + 1:
-        raise ValueError(f"blocks of {assistant.config.block_size} draft {assistant.config.block_size - 1} tokens, no others")
+        raise ValueError(f"blocks of {assistant.config.block_size} always draft {assistant.config.block_size - 1} tokens")
     if family == "draft_model":
         settings = {"num_assistant_tokens": job["draft_length"], "num_assistant_tokens_schedule": "constant"}
         assistant.generation_config.update(**settings, assistant_confidence_threshold=0.0)
@@ -85,6 +87,7 @@ def loaded(job: dict[str, Any], dtype: str, device: str, drafts: bool) -> tuple[
 
 
 def generated(target: Any, prompt: list[int], job: dict[str, Any], more: dict[str, Any]) -> list[int]:
+    """New tokens for one prompt. more: further arguments of generate()."""
     ids = torch.tensor([prompt], device=target.device)
     text = target.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=job["max_new_tokens"],
@@ -95,15 +98,17 @@ def generated(target: Any, prompt: list[int], job: dict[str, Any], more: dict[st
 
 
 def begins(family: str) -> str:
+    """Where the first drafts follow: `plain` after a token of the prefill, `drafted` after the prompt."""
     return "plain" if family == "dflash" else "drafted"
 
 
 def versions() -> dict[str, str]:
+    """Versions by distribution."""
     return {"transformers": version("transformers"), "torch": version("torch")}
 
 
 class Stopwatch:
-    """A stopping criterion that stops nothing, and notes when the first token is there."""
+    """A stopping criterion that never stops; it notes the time of the first token."""
 
     first: float | None = None
 
@@ -113,20 +118,20 @@ class Stopwatch:
 
 
 def recorded(target: Any) -> list[tuple[int, int, float]]:
-    """(drafted, accepted, when) of every verification to come, in a list that grows."""
-    rounds: list[tuple[int, int, float]] = []
+    """(drafted, accepted, time) of every following decode step, in a list that grows."""
+    steps: list[tuple[int, int, float]] = []
     make = target._get_candidate_generator
 
     def made(*args: Any, **kwargs: Any) -> Any:
         generator = make(*args, **kwargs)
         update = generator.update_candidate_strategy
 
-        def told(input_ids: Any, scores: Any, num_matches: Any) -> Any:
-            rounds.append((scores.shape[1] - 1, int(num_matches), perf_counter()))
+        def updated(input_ids: Any, scores: Any, num_matches: Any) -> Any:
+            steps.append((scores.shape[1] - 1, int(num_matches), perf_counter()))
             return update(input_ids, scores, num_matches)
 
-        generator.update_candidate_strategy = told
+        generator.update_candidate_strategy = updated
         return generator
 
     target._get_candidate_generator = made
-    return rounds
+    return steps

@@ -1,8 +1,8 @@
-"""vLLM on an exported drafter; the form of job and result is explained in drafttrain/engines/process.py, that of a timed one in
-drafttrain/engines/timed_process.py.
+"""vLLM on an exported drafter. drafttrain/engines/process.py explains the form of job and result,
+drafttrain/engines/timed_process.py that of a timed job.
 
-Its counters are sums over all requests, so prompts run one by one, and what each adds is taken. They count a round before the
-text is cut at its end.
+Its counters are sums over all requests, so prompts run one by one, and the differences are taken. It counts a decode step
+before the output is cut at its end.
 
 Shapes: L layers, T positions, h heads of keys, D head width.
 """
@@ -17,14 +17,15 @@ from time import perf_counter
 from typing import Any
 
 METHODS = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
-PARALLEL = {"peagle": "eagle3", "pard": "draft_model"}  # the same with all drafts of one pass
+PARALLEL = {"peagle": "eagle3", "pard": "draft_model"}  # methods for families that draft in one pass
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
-ROUNDS = "vllm:spec_decode_num_drafts"
+STEPS = "vllm:spec_decode_num_drafts"
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
-SHARE = 0.42  # of a GPU's memory: two of them, with and without speculation, stand beside the process that asks
+SHARE = 0.42  # of a GPU's memory: two engines, with and without speculation, and our own process share it
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
+    """Decode every prompt of a job."""
     from vllm import LLM
 
     notes = mended_key_norms(job)
@@ -59,7 +60,7 @@ def decoded(job: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list[int]], dict[str, Any]]]]:
-    """Its own steps are driven, so that the first token of each text is seen when it comes."""
+    """Its steps are called one by one, so that the time of each output's first token is seen."""
     from vllm import LLM
 
     timed, drafts = job["timed"], job["timed"]["speculative"]
@@ -82,13 +83,14 @@ def opened(job: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Callable[[list
                 tokens, now = list(output.outputs[0].token_ids), perf_counter() - began
                 texts[output.request_id] = {"first": now, "ahead": len(tokens)} | texts[output.request_id]
                 texts[output.request_id] |= {"tokens": tokens, "ended": now}
-        after, names = counters(llm), {"verifications": ROUNDS, "drafted": DRAFTED, "accepted": ACCEPTED}
+        after, names = counters(llm), {"verifications": STEPS, "drafted": DRAFTED, "accepted": ACCEPTED}
         return {"texts": list(texts.values()), **{key: after[n] - before[n] if drafts else None for key, n in names.items()}}
 
     yield {"versions": versions(), "notes": notes}, answer
 
 
 def settings(job: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The engine's settings for this job."""
     longest = max(map(len, job["prompts"]))
     return {
         "model": job["target"],
@@ -100,22 +102,26 @@ def settings(job: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def speculation(job: dict[str, Any]) -> dict[str, Any]:
+    """The speculative configuration. Raises ValueError for a family without a method."""
     family = job["family"]
     if family not in METHODS | PARALLEL:
         raise ValueError(f"no speculative method for the family {family}")
-    asked = {"method": (METHODS | PARALLEL)[family], "model": job["drafter"], "num_speculative_tokens": job["draft_length"]}
-    return asked | ({"parallel_drafting": True} if family in PARALLEL else {})
+    config = {"method": (METHODS | PARALLEL)[family], "model": job["drafter"], "num_speculative_tokens": job["draft_length"]}
+    return config | ({"parallel_drafting": True} if family in PARALLEL else {})
 
 
 def sampling_of(job: dict[str, Any]) -> Any:
+    """Greedy sampling that ends at the job's stop tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], stop_token_ids=job["stop_ids"], detokenize=False)
 
 
 def mended_key_norms(job: dict[str, Any]) -> list[str]:
-    """DFlash norms the context's keys of all its layers at once, by a row of weights for each. `rms_norm` of vLLM 0.32 on CPUs
-    takes the first row for all (on GPUs each its own): there they are normed layer by layer instead.
+    """Work around an error of vLLM 0.32 on CPUs, and return a note about it.
+
+    DFlash norms the context's keys of all its layers at once, with one row of weights for each layer. On CPUs `rms_norm` uses
+    the first row for all of them; on GPUs it is right. There the keys are normed layer by layer instead.
     """
     import torch
     from vllm import _custom_ops
@@ -132,10 +138,11 @@ def mended_key_norms(job: dict[str, Any]) -> list[str]:
         return out_LThD
 
     DFlashQwen3Model._normalize_context_k = normed
-    return ["on CPUs vLLM norms the context's keys of every layer by the first layer's weights; that was mended for this run"]
+    return ["on CPUs vLLM norms the context's keys of every layer with the first layer's weights; this run corrects that"]
 
 
 def norms_rows_apart() -> bool:
+    """Whether `rms_norm` uses each row of weights."""
     import torch
     from vllm import _custom_ops
 
@@ -146,8 +153,8 @@ def norms_rows_apart() -> bool:
 
 
 def counters(llm: Any) -> dict[str, Any]:
-    """The speculative ones as they stand; zero before the first request."""
-    found: dict[str, Any] = {ROUNDS: 0, DRAFTED: 0, ACCEPTED: 0, BY_POSITION: []}
+    """The speculative counters; zero before the first request."""
+    found: dict[str, Any] = {STEPS: 0, DRAFTED: 0, ACCEPTED: 0, BY_POSITION: []}
     for metric in llm.get_metrics():
         if metric.name == BY_POSITION:
             found[BY_POSITION] = list(metric.values)
@@ -157,6 +164,6 @@ def counters(llm: Any) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """By distribution: which of vLLM's names is installed differs by its build."""
+    """Versions by distribution. The name of vLLM's distribution depends on its build."""
     names = [packages_distributions()["vllm"][0], "torch", "transformers"]
     return {name: version(name) for name in names}

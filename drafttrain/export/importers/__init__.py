@@ -1,1 +1,1 @@
-"""Drafters of other people: a module per family says how its layouts are known and what becomes of them here."""
+"""Import other people's drafters: one file per family recognises its layouts and converts them."""

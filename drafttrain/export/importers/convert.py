@@ -1,4 +1,4 @@
-"""A drafter of other people becomes a checkpoint of ours, kept in the cache, for everything that reads checkpoints."""
+"""Convert another project's drafter to a checkpoint of ours, and keep it in the cache."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.ops.build import cache_folder
 from drafttrain.targets.load import LoadedTarget
 
-RECORD = "drafttrain.json"  # of our own exports: options and decode settings that a layout has no place for
-LEFT_BEHIND = {"adapter"}  # of these options: a target that was trained too was exported merged, and is a target like others
-FORM = 1  # of what is kept; a change makes everything be converted again
+RECORD = "drafttrain.json"  # in our own exports: options and decode settings that the layout cannot hold
+DROPPED = {"adapter"}  # an option that does not return: a trained target was exported merged, as an ordinary target
+FORM = 1  # version of the cache's content; a change converts everything again
 
 Say = Callable[[str], None]
 
 
 def converted(found: Foreign, loaded: LoadedTarget, say: Say) -> Path:
-    """The checkpoint's directory, for this target; say: what the user should know of it.
+    """The directory of the checkpoint for this target. say: prints notes for the user.
 
-    Raises UserError for a directory that is no drafter, none for this target, or damaged; nothing is left then.
+    Raises UserError for a directory that is no drafter, not for this target, or damaged. Nothing is left in these cases.
     """
     row = recognised(found)
     final = cache_folder() / "imports" / f"{found.directory.resolve().name}-{_key(found, loaded)}"
     if not (final / META).is_file():
         _keep(final, taken(row, found, loaded))
     about = read_meta(final).imported
-    assert about is not None, "written so"
+    assert about is not None, "`imported` is always written"
     say(f"imported: {found.origin} ({about['layout']}, {row.family}, {about['dtype']})")
     if found.pickled:
-        say(f"note: {found.weights} is a pickle: its tensors alone were read, and are kept as safetensors in {final}")
+        say(f"note: {found.weights} is a pickle; only its tensors were read, and they are kept as safetensors in {final}")
     for note in about["notes"]:
         say(f"note: {note}")
     return final
 
 
 def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[CheckpointMeta, dict[str, Tensor]]:
-    """What a checkpoint of ours is made of. The options that the directory cannot tell are those of an export of ours, which
-    lie beside it, else the family's defaults.
+    """The parts of our checkpoint. Options that the files do not determine come from the record of our own export, if there is
+    one, or else from the family's defaults.
     """
     draft = _draft(row, found, loaded)
     record, determined = _record(found, row.family), dict(draft.options)
     known = {f.name for f in fields(families()[row.family].options)}
-    others = {key: value for key, value in record.get("options", {}).items() if key in known - LEFT_BEHIND}
+    others = {key: value for key, value in record.get("options", {}).items() if key in known - DROPPED}
     options = asdict(families()[row.family].options(**(others | determined)))
     meta = CheckpointMeta(row.family, options, {}, TargetRecord.of(loaded), step=0)
     drafter = _built(found, meta, loaded)
@@ -78,8 +78,8 @@ def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[Checkpoi
 
 
 def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
-    """By our names and in our form, but for what comes from elsewhere."""
-    tensors, strange, renames = dict[str, Tensor](), list[str](), row.renames(found)
+    """The tensors under our names and in our form, without those that come from elsewhere."""
+    tensors, strange, renames = dict[str, Tensor](), list[str](), row.names(found)
     for name, tensor in found.tensors.items():
         if name in row.shared:
             check_shared(found, name, row.shared[name], loaded.target)
@@ -105,17 +105,17 @@ def _built(found: Foreign, meta: CheckpointMeta, loaded: LoadedTarget) -> Drafte
 
 
 def _check(row: Importer, draft: Draft, own: Mapping[str, Tensor]) -> None:
-    """Raise UserError unless these tensors fill the drafter; in the words of the directory."""
-    found, given, renames = draft.found, draft.tensors, row.renames(draft.found)
+    """Raise UserError, with the directory's own names, unless these tensors fill the drafter."""
+    found, given, renames = draft.found, draft.tensors, row.names(draft.found)
 
     def named(names: set[str]) -> str:
         return listed([renames.theirs(name) or name for name in names])
 
     missing, strange = set(own) - set(given), set(given) - set(own)
     if missing or strange:
-        told = [f"lacks {named(missing)}"] * bool(missing) + [f"has unexpected {named(strange)}"] * bool(strange)
+        parts = [f"lacks {named(missing)}"] * bool(missing) + [f"has unexpected {named(strange)}"] * bool(strange)
         raise UserError(
-            f"{found.origin}: {found.weights} {' and '.join(told)}, by what {found.config_name} says; correct it, "
+            f"{found.origin}: {found.weights} {' and '.join(parts)}, according to {found.config_name}; correct it, "
             "or fetch it again"
         )
     for name, tensor in own.items():
@@ -130,7 +130,7 @@ def _check(row: Importer, draft: Draft, own: Mapping[str, Tensor]) -> None:
 
 
 def _record(found: Foreign, family: str) -> dict[str, Any]:
-    """What one of our exports wrote beside the drafter; nothing where it is none."""
+    """The record that our own export wrote into the directory; empty where there is none."""
     try:
         record = json.loads((found.directory / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -139,7 +139,7 @@ def _record(found: Foreign, family: str) -> dict[str, Any]:
 
 
 def _key(found: Foreign, loaded: LoadedTarget) -> str:
-    """Another one for other files, and for another target."""
+    """A hash that differs for other files and for another target."""
     files = sorted(path for path in found.directory.iterdir() if path.is_file())
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     about = [FORM, __version__, str(found.directory.resolve()), stats, asdict(TargetRecord.of(loaded))]
@@ -147,7 +147,7 @@ def _key(found: Foreign, loaded: LoadedTarget) -> str:
 
 
 def _keep(final: Path, made: tuple[CheckpointMeta, dict[str, Tensor]]) -> None:
-    """Several processes may convert the same at once: the first to be done counts."""
+    """Write the checkpoint. Several processes may convert the same drafter at once; the first one to finish wins."""
     meta, tensors = made
     own = final.with_name(f"{final.name}.{os.getpid()}")
     with atomic_directory(

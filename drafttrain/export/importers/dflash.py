@@ -1,4 +1,4 @@
-"""DFlash: the authors' (z-lab) layout, transformers' and speculators'."""
+"""DFlash: the layouts of the authors (z-lab), of transformers and of speculators."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import TRAINED_FOR, Importer, layer_options, same_size
+from drafttrain.export.importers.row import INNER, TRAINED_FOR, TYPE, Importer, layer_options, same_size, speculators
 from drafttrain.export.layouts.dflash import TRANSFORMERS
-from drafttrain.export.layouts.renames import Renames
 from drafttrain.model.target import Target
 
 SHIFTED = "sample_from_anchor"
-INNER, TYPE = "transformer_layer_config", "speculators_model_type"
 
 
 def _zlab(found: Foreign) -> bool:
-    """speculators has a form of its own, with the same names."""
+    """speculators has its own layout with the same tensor names."""
     named = found.has("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
     return named and TYPE not in found.config
 
@@ -26,16 +24,10 @@ def _transformers(found: Foreign) -> bool:
     return found.has("encoder.fc.weight", "encoder.output_norm_enc.weight")
 
 
-def _speculators(found: Foreign) -> bool:
-    return found.config.get(TYPE) == "dflash"
-
-
-def _speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
-    return speculators_options(found, target)
-
-
 def speculators_options(found: Foreign, target: Target, shifted: bool = False) -> dict[str, Any]:
-    """The numbers of the layers are k: those of the blocks whose inputs are read. shifted: what an unsaid convention is."""
+    """Options from speculators' configuration. Its layer ids are k, blocks whose inputs are read. shifted: the default
+    convention.
+    """
     inner, blocks = found.field(INNER), target.shape.blocks
     if not isinstance(inner, Mapping):
         raise UserError(f"{found.origin}: {INNER} is {inner!r}; an object is needed")
@@ -60,7 +52,7 @@ def _zlab_options(found: Foreign, target: Target) -> dict[str, Any]:
 
 
 def _options(found: Foreign, target: Target, *inside: str) -> dict[str, Any]:
-    """The numbers of the layers are k - 1 in both: those of the blocks whose outputs are read."""
+    """Options from the authors' or transformers' configuration. Their layer ids are k - 1, blocks whose outputs are read."""
     config, blocks = found.config, target.shape.blocks
     same_size(found, "num_target_layers", config.get("num_target_layers"), blocks)
     taps = found.field("target_layer_ids", *inside)
@@ -78,19 +70,15 @@ def _options(found: Foreign, target: Target, *inside: str) -> dict[str, Any]:
 
 
 def _block(found: Foreign, layers: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """What all say alike. layers: the fields of the drafter's own layers."""
+    """The options that all layouts give alike. layers: the fields of the drafter's own layers."""
     kinds = layers.get("layer_types") or ["full_attention"]
     sliding = set(kinds) != {"full_attention"} or bool(layers.get("use_sliding_window", False))
-    found.wants("attention", "sliding" if sliding else "full", ("full",), "and layers here see all of the context")
+    found.wants("attention", "sliding" if sliding else "full", ("full",), "but layers here see the whole context")
     return {"block_size": found.number("block_size"), "layer": layer_options(found, layers, target, "qwen3")}
-
-
-def _names(found: Foreign) -> Renames:
-    return TRANSFORMERS
 
 
 ROWS = [
     Importer("z-lab", "dflash", _zlab, _zlab_options),
-    Importer("speculators", "dflash", _speculators, _speculators_options),
-    Importer("muse_glimmer_assistant", "dflash", _transformers, _options, _names),
+    Importer("speculators", "dflash", speculators("dflash"), speculators_options),
+    Importer("muse_glimmer_assistant", "dflash", _transformers, _options, TRANSFORMERS),
 ]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.export.importers.dflash import TYPE, speculators_options
+from drafttrain.export.importers.dflash import speculators_options
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import Importer
+from drafttrain.export.importers.row import Importer, speculators
 from drafttrain.export.layouts.dflash2 import RENAMES
-from drafttrain.export.layouts.renames import Renames
 from drafttrain.model.convolution import TAPS
 from drafttrain.model.target import Target
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
-    found.wants("conv_kernel_size", found.config.get("conv_kernel_size", TAPS), (TAPS,), "and convolutions here have two taps")
+    found.wants("conv_kernel_size", found.config.get("conv_kernel_size", TAPS), (TAPS,), "but convolutions here have two taps")
     return speculators_options(found, target) | {
         "group": found.number("conv_group_size"),
         "rank": found.number("selector_rank"),
@@ -22,8 +21,4 @@ def _options(found: Foreign, target: Target) -> dict[str, Any]:
     }
 
 
-def _renames(found: Foreign) -> Renames:
-    return RENAMES
-
-
-ROWS = [Importer("speculators", "dflash2", lambda found: found.config.get(TYPE) == "dflash2", _options, _renames)]
+ROWS = [Importer("speculators", "dflash2", speculators("dflash2"), _options, RENAMES)]

@@ -1,6 +1,6 @@
-"""A directory that is not ours: where it lies, its configuration, its tensors.
+"""A drafter's directory that is not our checkpoint: its place, configuration and tensors.
 
-Pickles are read as tensors and nothing else (`weights_only`): no code in them runs.
+Pickles are read as tensors only (`weights_only`), so that no code in them runs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Found = TypeVar("Found")
 
 
 class Foreign:
-    """origin: as the user named it. config: of config.json, or of a peft adapter's adapter_config.json.
+    """A directory of another project's drafter. origin: the name that the user gave.
 
-    Raises UserError for a directory without a configuration or without weights, for files that cannot be read, and for those of
-    an export of ours that are not what was written.
+    `config` holds config.json, or a peft adapter's adapter_config.json. Raises UserError for a directory without configuration
+    or weights, for unreadable files, and for an export of ours whose files were changed.
     """
 
     def __init__(self, directory: Path, origin: str | None = None) -> None:
@@ -54,7 +54,7 @@ class Foreign:
         self.weights, self.files = self._find()
 
     def _find(self) -> tuple[str, list[Path]]:
-        """(the name that its weights go by, the files that hold them): safetensors before pickles."""
+        """(the name of its weights, their files): safetensors before pickles."""
         for names in (SAFE, PICKLED):
             there = [name for name in names if self._parts(name)]
             if len(there) > 1:
@@ -77,11 +77,12 @@ class Foreign:
 
     @property
     def pickled(self) -> bool:
+        """Whether the weights are a pickle."""
         return self.weights in PICKLED
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, on the CPU, as they were saved. Raises UserError for what no weights can be."""
+        """All tensors on the CPU, as they were saved. Raises UserError for values that cannot be weights."""
         found: dict[str, Tensor] = {}
         for file in self.files:
             tensors = _readable(file, lambda: (_unpickled if self.pickled else load_file)(file))  # noqa: B023
@@ -91,35 +92,37 @@ class Foreign:
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """Name -> dtype, as safetensors calls it. Of safetensors the beginning of the files alone is read."""
+        """Each tensor's dtype, in safetensors' words. Only the headers of safetensors files are read."""
         if self.pickled:
             return {name: KINDS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in self.tensors.items()}
         return {name: kind for file in self.files for name, kind in _readable(file, lambda: _kinds(file)).items()}  # noqa: B023
 
     def dtype(self, without: Container[str] = ()) -> str:
-        """The narrowest that holds all its weights, but for those named: float32, bfloat16 or float16."""
+        """The narrowest dtype that holds all weights but the named ones: float32, bfloat16 or float16."""
         names = {kind: str(dtype).removeprefix("torch.") for dtype, kind in KINDS.items()}
         held = {names[kind] for name, kind in self.kinds.items() if kind in names and name not in without}
         return held.pop() if len(held) == 1 else "float32"
 
     def has(self, *names: str) -> bool:
+        """Whether there are tensors with these names."""
         return all(name in self.kinds for name in names)
 
-    def said(self) -> str:
-        """What is there, in a few words."""
+    def summary(self) -> str:
+        """A short summary for messages."""
         about = {
             key: self.config[key] for key in ("architectures", "model_type", "speculators_model_type") if key in self.config
         }
-        told = ", ".join(f"{key} {value!r}" for key, value in about.items()) or f"no architecture in {self.config_name}"
-        return f"{told}, and {len(self.kinds)} tensors in {self.weights} ({listed(list(self.kinds))})"
+        kind = ", ".join(f"{key} {value!r}" for key, value in about.items()) or f"no architecture in {self.config_name}"
+        return f"{kind}, and {len(self.kinds)} tensors in {self.weights} ({listed(list(self.kinds))})"
 
     @property
     def config_name(self) -> str:
+        """The name of the configuration file."""
         assert self.config_file is not None
         return self.config_file.name
 
     def field(self, key: str, *inside: str) -> Any:
-        """A value of the configuration, of an object in it where `inside` names one. Raises UserError where it is not said."""
+        """A value of the configuration, or of an object inside it. Raises UserError where it is missing."""
         values: Any = self.config
         for name in inside:
             values = values.get(name) if isinstance(values, Mapping) else None
@@ -129,31 +132,31 @@ class Foreign:
         return values[key]
 
     def number(self, key: str, *inside: str) -> int:
-        """As `field`, a count of one or more."""
+        """A field that is a count of at least 1. Raises UserError, as `field` does, and for other values."""
         value = self.field(key, *inside)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{self.origin}: {key} is {value!r} in {self.config_name}; a number from 1 is needed")
         return value
 
     def wants(self, key: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
-        """Raise UserError unless the configuration's value is one that our drafter can be."""
+        """Raise UserError unless our drafter supports this value. why: continues the message after the value."""
         if value not in allowed:
             shown = " or ".join(repr(x) for x in allowed if x is not None)
             raise UserError(f"{self.origin}: {key} is {value!r}, {why}; only {shown} can be imported")
 
 
 def fetched(name: str) -> Path:
-    """Of a hub id, `owner/name` or `owner/name@revision`. Weights are fetched once, pickles where there is nothing else.
+    """The local directory of a hub id, `owner/name` or `owner/name@revision`. Pickles are fetched only without safetensors.
 
-    Where it lies on disk. Raises UserError where it cannot be had.
+    Raises UserError where it cannot be fetched.
     """
     repository, _, revision = name.partition("@")
-    asked: dict[str, Any] = {"repo_id": repository, "revision": revision or None}
+    query: dict[str, Any] = {"repo_id": repository, "revision": revision or None}
     try:
-        directory = Path(snapshot_download(**asked, allow_patterns=[f"*{suffix}" for suffix in FETCHED]))
+        directory = Path(snapshot_download(**query, allow_patterns=[f"*{suffix}" for suffix in FETCHED]))
         if not any(directory.glob("*.safetensors")):
             pickles = [f"{Path(file).stem}*{Path(file).suffix}" for file in PICKLED]
-            directory = Path(snapshot_download(**asked, allow_patterns=[*(f"*{suffix}" for suffix in FETCHED[:-1]), *pickles]))
+            directory = Path(snapshot_download(**query, allow_patterns=[*(f"*{suffix}" for suffix in FETCHED[:-1]), *pickles]))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(
@@ -164,6 +167,7 @@ def fetched(name: str) -> Path:
 
 
 def listed(names: list[str]) -> str:
+    """The first names, in order, and the number of the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(sorted(names)[:SHOWN]) + more
 

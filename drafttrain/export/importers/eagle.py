@@ -1,4 +1,4 @@
-"""EAGLE-1 and 2, of vLLM, SGLang and the authors: one layer behind `fc`, without an input norm."""
+"""EAGLE-1 and 2, in the layouts of vLLM, SGLang and the authors: `fc`, then one layer without an input norm."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def _knows(found: Foreign) -> bool:
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
-    """The tensor says whether there is a bias: its zeros are none, and `bias` in config.json is false for SGLang's sake too."""
+    """The tensor decides about the bias: zeros count as none, because `bias` in config.json is false for SGLang too."""
     found.wants(
-        "num_hidden_layers", found.config.get("num_hidden_layers", 1), (1,), "and drafters of this family have one layer"
+        "num_hidden_layers", found.config.get("num_hidden_layers", 1), (1,), "but drafters of this family have one layer"
     )
     own = found.has("fc.bias") and bool(found.tensors["fc.bias"].any())
     return {"bias": own or found.config.get("bias") is True, "layer": layer_options(found, found.config, target)}
@@ -28,7 +28,7 @@ def _mend(draft: Draft) -> None:
     if not draft.options["bias"]:
         draft.tensors.pop("fc.bias", None)
     elif draft.found.config.get("bias") is False:
-        draft.notes.append("config.json says bias false, and fc.bias is not zero: it is used, as by SGLang; vLLM leaves it out")
+        draft.notes.append("config.json says bias false, but fc.bias is not zero: it is used, as in SGLang; vLLM ignores it")
 
 
 ROWS = [

@@ -1,4 +1,4 @@
-"""EAGLE-3: the portable layout (`midlayer.*` or `layers.0.*`) and that of speculators.
+"""EAGLE-3: the portable layout (`midlayer.*` or `layers.0.*`) and the layout of speculators.
 
 Shapes: D draft vocabulary, V vocabulary.
 """
@@ -13,13 +13,19 @@ from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import EMBEDDING, TRAINED_FOR, Draft, Importer, layer_options, same_size
+from drafttrain.export.importers.row import (
+    EMBEDDING,
+    INNER,
+    TRAINED_FOR,
+    TYPE,
+    Draft,
+    Importer,
+    layer_options,
+    same_size,
+    speculators,
+)
 from drafttrain.export.layouts.eagle3 import IDS, SPECULATORS
-from drafttrain.export.layouts.renames import Renames
 from drafttrain.model.target import Target
-
-INNER = "transformer_layer_config"
-TYPE = "speculators_model_type"
 
 
 def _portable(found: Foreign) -> bool:
@@ -27,36 +33,33 @@ def _portable(found: Foreign) -> bool:
     return found.has("fc.weight") and layered and TYPE not in found.config and not found.has("mask_hidden")
 
 
-def _speculators(found: Foreign) -> bool:
-    return found.config.get(TYPE) == "eagle3"
-
-
-def _renames(found: Foreign) -> Renames:
-    return SPECULATORS
-
-
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
+    inner = found.field(INNER) if TYPE in found.config else found.config
+    found.wants("num_hidden_layers", inner.get("num_hidden_layers", 1), (1,), "but drafters of this family have one layer")
+    flag = "embed_requires_grad"
+    found.wants(flag, found.config.get(flag, False), (False,), "which drafters here do not have")
+    return shared_options(found, inner, target) | {"norm_output": _norm_output(found)}
+
+
+def shared_options(found: Foreign, inner: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """The options that P-EAGLE has too. inner: the fields of the layers."""
     config = found.config
-    inner = found.field(INNER) if TYPE in config else config
-    found.wants("num_hidden_layers", inner.get("num_hidden_layers", 1), (1,), "and drafters of this family have one layer")
     same_size(found, "target_hidden_size", config.get("target_hidden_size"), target.shape.hidden_size)
-    for flag in ("norm_before_fc", "embed_requires_grad"):
-        found.wants(flag, config.get(flag, False), (False,), "which drafters here have not")
+    found.wants("norm_before_fc", config.get("norm_before_fc", False), (False,), "which drafters here do not have")
     layers = layer_inputs(found, target.shape.blocks)
     same_size(found, "num_aux_hidden_states", config.get("num_aux_hidden_states"), len(layers))
     return {
         "taps": [k - 1 for k in layers],
-        "draft_vocab": spoken(found, target.shape.vocab_size),
+        "draft_vocab": draft_vocab(found, target.shape.vocab_size),
         "fc_norm": bool(config.get("fc_norm", found.has("fc_norm.0.weight"))),
-        "norm_output": _norm_output(found),
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
         "layer": layer_options(found, inner, target),
     }
 
 
 def layer_inputs(found: Foreign, blocks: int) -> list[int]:
-    """The numbers of the blocks whose inputs are read, where stacks look for them: k at the top level, k - 1 in eagle_config;
-    neither: 2, n // 2, n - 3.
+    """The blocks whose inputs are read, from where stacks look: k at the top level, k - 1 in eagle_config; by default 2, n //
+    2, n - 3.
     """
     config, eagle = found.config, found.config.get("eagle_config") or {}
     if not isinstance(eagle, Mapping):
@@ -71,9 +74,9 @@ def layer_inputs(found: Foreign, blocks: int) -> list[int]:
         )
     layers = top or inner or [2, blocks // 2, blocks - 3]
     if any(not 1 <= k <= blocks for k in layers) or len(set(layers)) != len(layers):
-        said = f"its layer ids are {layers}" if top or inner else f"it names no layer ids, and the usual ones are {layers}"
+        ids = f"its layer ids are {layers}" if top or inner else f"it names no layer ids, and the usual ones are {layers}"
         raise UserError(
-            f"{found.origin}: {said}; of a target of {blocks} blocks, 1 to {blocks} can be read, once each; {TRAINED_FOR}"
+            f"{found.origin}: {ids}; of a target of {blocks} blocks, 1 to {blocks} can be read, once each; {TRAINED_FOR}"
         )
     return layers
 
@@ -88,32 +91,32 @@ def _ids(found: Foreign, given: Any) -> list[int] | None:
 
 def _norm_output(found: Foreign) -> bool:
     eagle = found.config.get("eagle_config") or {}
-    said = {bool(x) for x in (found.config.get("norm_output"), eagle.get("return_hidden_post_norm")) if x is not None}
-    if len(said) > 1:
+    flags = {bool(x) for x in (found.config.get("norm_output"), eagle.get("return_hidden_post_norm")) if x is not None}
+    if len(flags) > 1:
         raise UserError(f"{found.origin}: norm_output and eagle_config's return_hidden_post_norm differ; correct one of them")
-    return said.pop() if said else False
+    return flags.pop() if flags else False
 
 
-def spoken(found: Foreign, vocab: int) -> int | None:
-    """The drafter's own vocabulary; None: the target's."""
+def draft_vocab(found: Foreign, vocab: int) -> int | None:
+    """The size of the drafter's own vocabulary; None: the target's."""
     if not found.has("lm_head.weight"):
         raise UserError(f"{found.origin}: {found.weights} lacks lm_head.weight; fetch it again")
     rows = len(found.tensors["lm_head.weight"])
-    said = found.config.get("draft_vocab_size")
-    if said is not None and said != rows:
-        raise UserError(f"{found.origin}: draft_vocab_size is {said}, lm_head.weight has {rows} rows; correct config.json")
+    size = found.config.get("draft_vocab_size")
+    if size is not None and size != rows:
+        raise UserError(f"{found.origin}: draft_vocab_size is {size}, lm_head.weight has {rows} rows; correct config.json")
     if rows > vocab:
         same_size(found, "vocabulary", rows, vocab)
     if rows < vocab and not found.has("d2t"):
         raise UserError(
-            f"{found.origin}: drafts of {rows} tokens, this target has {vocab}, and no d2t says which; {TRAINED_FOR}"
+            f"{found.origin}: it drafts {rows} of this target's {vocab} tokens, but has no d2t that names them; {TRAINED_FOR}"
         )
     whole = rows == vocab and found.has("d2t") and not bool(found.tensors["d2t"].any())  # each token is itself
     return rows if found.has("d2t") and not whole else None
 
 
 def mend(draft: Draft) -> None:
-    """d2t as offsets, t2d as bool; t2d is made where it is missing."""
+    """Store d2t as offsets and t2d as bool, and make t2d where it is missing."""
     found, tensors, vocab = draft.found, draft.tensors, draft.target.shape.vocab_size
     if found.config.get(TYPE) and "norm_before_residual" not in found.config:
         draft.notes.append("config.json does not say norm_before_residual: false, as speculators takes it (vLLM takes true)")
@@ -137,13 +140,13 @@ def mend(draft: Draft) -> None:
 
 
 def _target_ids(draft: Draft, d2t: Tensor, marked: Tensor | None) -> Tensor:
-    """[D] the target's ids, ascending: offsets (target = i + d2t[i]), or ids, as some converters write them."""
+    """[D] the target's ids, ascending, from offsets (target = i + d2t[i]) or from ids, which some converters write."""
     vocab, found = draft.target.shape.vocab_size, draft.found
     for ids, absolute in ((d2t + torch.arange(len(d2t)), False), (d2t, True)):
         ascending = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocab
         if ascending and (marked is None or (int(marked.sum()) == len(ids) and bool(marked[ids].all()))):
             if absolute:
-                draft.notes.append("d2t holds the target's ids; they are kept as offsets, as stacks read them")
+                draft.notes.append("d2t holds the target's ids; they are stored as offsets, as stacks read them")
             return ids
     why = "ascending ids of the target" if marked is None else "the tokens that t2d marks"
     raise UserError(f"{found.origin}: d2t gives {why} neither as offsets nor as ids, of {vocab} tokens; {TRAINED_FOR}")
@@ -151,6 +154,6 @@ def _target_ids(draft: Draft, d2t: Tensor, marked: Tensor | None) -> Tensor:
 
 SHARED = {"embed_tokens.weight": EMBEDDING}
 ROWS = [
-    Importer("portable", "eagle3", _portable, _options, _renames, SHARED, mend),
-    Importer("speculators", "eagle3", _speculators, _options, _renames, SHARED, mend),
+    Importer("portable", "eagle3", _portable, _options, SPECULATORS, SHARED, mend),
+    Importer("speculators", "eagle3", speculators("eagle3"), _options, SPECULATORS, SHARED, mend),
 ]

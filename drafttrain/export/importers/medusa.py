@@ -1,4 +1,4 @@
-"""Medusa: vLLM's layout and the authors'."""
+"""Medusa: the layouts of vLLM and of the authors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ from drafttrain.model.target import Target
 
 
 def _official(found: Foreign) -> Renames:
-    """The output matrix stands behind the blocks, so that its number is theirs."""
+    """The names; the output matrix follows the blocks, so that its number is the number of blocks."""
     return official_names(_numbers(found, "0.{i}.linear.weight"))
 
 
-def _vllm(found: Foreign) -> Renames:
-    return VLLM
-
-
 def _numbers(found: Foreign, pattern: str) -> int:
-    """How many tensors are named so."""
+    """The number of tensors with such a name."""
     return sum(compiled(pattern).fullmatch(name) is not None for name in found.kinds)
 
 
@@ -47,7 +43,7 @@ def _official_options(found: Foreign, target: Target) -> dict[str, Any]:
 
 
 def _mend(draft: Draft) -> None:
-    """Blocks without biases (vLLM's medusa_fc_bias) get zeros. Heads that all have the target's matrix share it."""
+    """Add zero biases to blocks without biases (vLLM's medusa_fc_bias). Share the target's matrix if all heads have it."""
     found, tensors, heads = draft.found, draft.tensors, draft.options["heads"]
     for key in ("medusa_num_heads", "num_heads"):
         counted(found, key, heads, "heads", draft.notes)
@@ -58,7 +54,7 @@ def _mend(draft: Draft) -> None:
         for name in weights:
             tensors[name.replace("weight", "bias")] = tensors[name].new_zeros(len(tensors[name]))
     if biases and found.config.get("medusa_fc_bias") is False:
-        raise UserError(f"{found.origin}: config.json says medusa_fc_bias false, and its blocks have biases; mend one of them")
+        raise UserError(f"{found.origin}: config.json says medusa_fc_bias false, but its blocks have biases; correct one")
     own = draft.target.head_weight.detach().cpu()
     outputs = [f"heads.{i}.output.weight" for i in range(heads)]
     given = [tensors.get(name) for name in outputs]
@@ -69,6 +65,6 @@ def _mend(draft: Draft) -> None:
 
 
 ROWS = [
-    Importer("MedusaModel", "medusa", lambda f: f.has("lm_heads.0.weight"), _vllm_options, _vllm, mend=_mend),
+    Importer("MedusaModel", "medusa", lambda f: f.has("lm_heads.0.weight"), _vllm_options, VLLM, mend=_mend),
     Importer("medusa_lm_head", "medusa", lambda f: f.has("0.0.linear.weight"), _official_options, _official, mend=_mend),
 ]

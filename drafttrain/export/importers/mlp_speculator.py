@@ -1,4 +1,4 @@
-"""MLP speculator: the authors' layout, and text-generation-inference's."""
+"""MLP speculator: the layout of the authors and of text-generation-inference."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Draft, Importer, same_size
 from drafttrain.export.layouts.mlp_speculator import RENAMES
-from drafttrain.export.layouts.renames import Renames
 from drafttrain.model.target import Target
-
-
-def _renames(found: Foreign) -> Renames:
-    return RENAMES
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
@@ -31,7 +26,7 @@ def _options(found: Foreign, target: Target) -> dict[str, Any]:
 
 
 def _mend(draft: Draft) -> None:
-    """Stages that share their weights have them once here; there they may have them once or all."""
+    """Keep shared weights once; the files may have them once or for every stage."""
     if not draft.options["tie_weights"]:
         return
     apart = draft.options["inner_dim"] != draft.target.shape.hidden_size
@@ -43,10 +38,10 @@ def _mend(draft: Draft) -> None:
         first = draft.tensors.get(f"{part}.{last}.{what}")
         if int(stage) >= draft.options["n_predict"] or first is None or not torch.equal(first, draft.tensors[name]):
             raise UserError(
-                f"{draft.found.origin}: config.json says tie_weights, and {RENAMES.theirs(name)} is not that of stage {last}; "
+                f"{draft.found.origin}: config.json says tie_weights, but {RENAMES.theirs(name)} is not that of stage {last}; "
                 "set tie_weights to false there, or fetch it again"
             )
         del draft.tensors[name]
 
 
-ROWS = [Importer("MLPSpeculator", "mlp_speculator", lambda f: f.has("speculator.emb.0.weight"), _options, _renames, mend=_mend)]
+ROWS = [Importer("MLPSpeculator", "mlp_speculator", lambda f: f.has("speculator.emb.0.weight"), _options, RENAMES, mend=_mend)]

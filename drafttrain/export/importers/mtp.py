@@ -1,4 +1,4 @@
-"""MTP: one module under DeepSeek's names, and speculators' layout of it."""
+"""MTP: one module under DeepSeek's names, or in speculators' layout."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import NORM, Draft, Importer, check_shared, layer_options, same_size
+from drafttrain.export.importers.row import (
+    INNER,
+    NORM,
+    TYPE,
+    Draft,
+    Importer,
+    check_shared,
+    layer_options,
+    same_size,
+    speculators,
+)
 from drafttrain.export.layouts import mtp
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.model.target import Target
 
-INNER, TYPE = "transformer_layer_config", "speculators_model_type"
 MODULES = "num_nextn_predict_layers"
 
 
@@ -20,23 +29,19 @@ def _deepseek(found: Foreign) -> bool:
     return any(name.endswith(".eh_proj.weight") for name in found.kinds)
 
 
-def _speculators(found: Foreign) -> bool:
-    return found.config.get(TYPE) == "mtp"
-
-
 def _deepseek_options(found: Foreign, target: Target) -> dict[str, Any]:
-    found.wants(MODULES, found.config.get(MODULES), (1,), "and one module makes every depth here")
+    found.wants(MODULES, found.config.get(MODULES), (1,), "but here one module drafts every depth")
     same_size(found, "number of blocks", found.number("num_hidden_layers"), target.shape.blocks)
     normed = any(name.endswith(".self_attn.q_norm.weight") for name in found.kinds)
     return {"norm_output": False, "qk_norm": normed, "layer": layer_options(found, found.config, target)}
 
 
 def _speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
-    found.wants(MODULES, found.config.get(MODULES, 1), (1,), "and one module makes every depth here")
+    found.wants(MODULES, found.config.get(MODULES, 1), (1,), "but here one module drafts every depth")
     inner = found.field(INNER)
     if not isinstance(inner, Mapping):
         raise UserError(f"{found.origin}: {INNER} is {inner!r}; an object is needed")
-    found.wants(f"{INNER}'s model_type", inner.get("model_type"), ("qwen3",), "and other blocks are not built here")
+    found.wants(f"{INNER}'s model_type", inner.get("model_type"), ("qwen3",), "but only Qwen3's blocks are supported here")
     return {"norm_output": True, "qk_norm": True, "layer": layer_options(found, inner, target, "qwen3")}
 
 
@@ -44,18 +49,14 @@ def _deepseek_names(found: Foreign) -> Renames:
     return mtp.deepseek_names(found.number("num_hidden_layers"))
 
 
-def _speculators_names(found: Foreign) -> Renames:
-    return mtp.SPECULATORS
-
-
 def _mend(draft: Draft) -> None:
-    """The norm before the head is the target's."""
-    names = _speculators_names if _speculators(draft.found) else _deepseek_names
+    """Check that the norm before the head is the target's, and drop it."""
+    names = mtp.SPECULATORS if TYPE in draft.found.config else _deepseek_names(draft.found)
     if draft.tensors.pop("norm.weight", None) is not None:
-        check_shared(draft.found, str(names(draft.found).theirs("norm.weight")), NORM, draft.target)
+        check_shared(draft.found, str(names.theirs("norm.weight")), NORM, draft.target)
 
 
 ROWS = [
     Importer("DeepSeek", "mtp", _deepseek, _deepseek_options, _deepseek_names, mend=_mend),
-    Importer("speculators", "mtp", _speculators, _speculators_options, _speculators_names, mend=_mend),
+    Importer("speculators", "mtp", speculators("mtp"), _speculators_options, mtp.SPECULATORS, mend=_mend),
 ]

@@ -1,4 +1,4 @@
-"""PARD: a directory of transformers whose configuration names a mask token."""
+"""PARD: a transformers directory whose configuration names a mask token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from drafttrain.export.importers import draft_model
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer
+from drafttrain.export.layouts.draft_model import RENAMES
 from drafttrain.export.layouts.peagle import MASK
 from drafttrain.model.target import Target
 
@@ -19,14 +20,4 @@ def _options(found: Foreign, target: Target) -> dict[str, Any]:
     return draft_model.options(found, target) | {"mask_token": found.number(MASK)}
 
 
-ROWS = [
-    Importer(
-        "transformers",
-        "pard",
-        _knows,
-        _options,
-        draft_model.renames,
-        complete=draft_model.complete,
-        places=draft_model.PLACES,
-    )
-]
+ROWS = [Importer("transformers", "pard", _knows, _options, RENAMES, complete=draft_model.complete, places=draft_model.PLACES)]

@@ -10,12 +10,12 @@ from drafttrain.model.target import Target
 
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
-    """num_lookback_tokens is how long its beams are."""
+    """num_lookback_tokens is the length of its beams."""
     config, width = found.config, target.shape.hidden_size
     same_size(found, "hidden size", config.get("hidden_size"), width)
     same_size(found, "vocabulary", config.get("vocab_size"), target.shape.vocab_size)
-    found.wants("rnn", config.get("rnn", True), (True,), "and drafters of this family are recurrent")
-    found.wants("exit_dim", config.get("exit_dim", 2 * width), (2 * width,), "behind a projection that drafters here have not")
+    found.wants("rnn", config.get("rnn", True), (True,), "but drafters of this family are recurrent")
+    found.wants("exit_dim", config.get("exit_dim", 2 * width), (2 * width,), "after a projection that is not supported here")
     return {"layers": found.number("num_draft_layers"), "length": found.number("num_lookback_tokens")}
 
 

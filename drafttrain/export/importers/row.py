@@ -1,4 +1,4 @@
-"""One layout on its way here, and what all of them are held against: the target's sizes, its embedding and its head."""
+"""The description of one importable layout, and checks against the target: sizes, embedding, output matrix."""
 
 from __future__ import annotations
 
@@ -20,56 +20,60 @@ from drafttrain.targets.shallow import final_norm
 from drafttrain.targets.structure import shape_of
 
 EMBEDDING, HEAD, NORM = "embedding", "output matrix", "last norm"
-TRAINED_FOR = "give the target it was trained for with target=hf target.path=DIR"
+INNER, TYPE = "transformer_layer_config", "speculators_model_type"  # keys of speculators' configurations
+TRAINED_FOR = "give the target that it was trained for with target=hf target.path=DIR"
 
 
 @dataclass
 class Draft:
-    """What becomes of a directory. options: of our family, those that the directory determines. tensors: by our names, as they
-    were saved. left: options that the directory has no say in. notes: for the user.
-    """
+    """A directory that is being converted."""
 
     found: Foreign
     target: Target
-    options: dict[str, Any]
-    tensors: dict[str, Tensor]
-    notes: list[str] = field(default_factory=list)
+    options: dict[str, Any]  # our family's options that the directory determines
+    tensors: dict[str, Tensor]  # under our names, as they were saved
+    notes: list[str] = field(default_factory=list)  # for the user
 
 
 def nothing(draft: Draft) -> None:
-    """No tensor is stored in another form than ours."""
+    """For layouts that store every tensor in our form."""
 
 
 def as_built(draft: Draft, own: Mapping[str, Tensor]) -> None:
-    """The directory has all that a drafter is made of."""
+    """For layouts that contain every tensor of the drafter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Importer:
-    """name: of the layout, as in the support matrix. knows: whether a directory is of it, by configuration and tensor names.
+    """A layout that can be imported. Exactly one must recognise a directory."""
 
-    shared: tensors that are the target's, by their names: they must be equal to it, and are not kept. mend: brings tensors to
-    our form, under our names. complete: with the tensors of the drafter that was built, where some come from elsewhere.
-    places: options that say where weights are from, not what they are of.
-    """
-
-    name: str
+    name: str  # of the layout, as in the support matrix
     family: str
-    knows: Callable[[Foreign], bool]
-    options: Callable[[Foreign, Target], dict[str, Any]]
-    renames: Callable[[Foreign], Renames] = lambda found: SAME
-    shared: Mapping[str, str] = field(default_factory=dict)
-    mend: Callable[[Draft], None] = nothing
+    knows: Callable[[Foreign], bool]  # recognises a directory by its configuration and tensor names
+    options: Callable[[Foreign, Target], dict[str, Any]]  # our family's options, from the directory
+    renames: Renames | Callable[[Foreign], Renames] = SAME  # their tensor names and ours
+    shared: Mapping[str, str] = field(default_factory=dict)  # tensors that must equal the target's; they are not kept
+    mend: Callable[[Draft], None] = nothing  # brings tensors into our form, under our names
+    # adds tensors that come from elsewhere, given those of the built drafter
     complete: Callable[[Draft, Mapping[str, Tensor]], None] = as_built
-    places: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()  # options that tell where weights are, not what they are
+
+    def names(self, found: Foreign) -> Renames:
+        """The tensor names of this directory and ours."""
+        return self.renames if isinstance(self.renames, Renames) else self.renames(found)
 
     def dtype(self, found: Foreign) -> str:
-        """Of the drafter's own weights."""
+        """The dtype of the drafter's own weights."""
         return found.dtype(without=self.shared)
 
 
+def speculators(kind: str) -> Callable[[Foreign], bool]:
+    """Recognises speculators' layout of this type."""
+    return lambda found: found.config.get(TYPE) == kind
+
+
 def same_size(found: Foreign, what: str, got: Any, wanted: int) -> None:
-    """Raise UserError where a size is said that is not the target's."""
+    """Raise UserError where a size is given that is not the target's."""
     if got is not None and got != wanted:
         raise UserError(
             f"{found.origin}: made for another target: its {what} is {got}, this target's is {wanted}; {TRAINED_FOR}"
@@ -77,7 +81,7 @@ def same_size(found: Foreign, what: str, got: Any, wanted: int) -> None:
 
 
 def check_shared(found: Foreign, name: str, what: str, target: Any) -> None:
-    """Raise UserError unless a tensor that the target has too is the target's, up to the rounding of either."""
+    """Raise UserError unless this tensor equals the target's, up to the rounding of either."""
     own = _shared(what, target).detach().cpu()
     given = found.tensors[name]
     if own.shape != given.shape:
@@ -86,9 +90,7 @@ def check_shared(found: Foreign, name: str, what: str, target: Any) -> None:
         )
     step = 2 * max(torch.finfo(own.dtype).eps, torch.finfo(given.dtype).eps)
     if not torch.allclose(own.float(), given.float(), rtol=step, atol=step * float(own.abs().max()) * 2**-8):
-        raise UserError(
-            f"{found.origin}: {name} is not this target's {what}, and drafters here have none of their own; {TRAINED_FOR}"
-        )
+        raise UserError(f"{found.origin}: {name} is not this target's {what}, which drafters here use; {TRAINED_FOR}")
 
 
 def _shared(what: str, target: Any) -> Tensor:
@@ -100,26 +102,26 @@ def _shared(what: str, target: Any) -> Tensor:
 
 
 def layer_options(found: Foreign, fields: Mapping[str, Any], target: Target, kind: str = "llama") -> dict[str, Any]:
-    """`LayerOptions` as plain data: where the layers that a configuration describes are not shaped like the target's.
+    """`LayerOptions` as plain data: where the described layers are not shaped like the target's.
 
-    What the configuration does not say is what transformers takes for Llama (kind: or Qwen3) then, as serving stacks do.
+    Missing fields get transformers' defaults for Llama (kind: or Qwen3), as in serving stacks.
     """
     same_size(found, "hidden size", fields.get("hidden_size"), target.shape.hidden_size)
     same_size(found, "vocabulary", fields.get("vocab_size"), target.shape.vocab_size)
-    found.wants("hidden_act", fields.get("hidden_act"), (None, "silu", "swish"), "and layers of drafters are gated by SiLU")
+    found.wants("hidden_act", fields.get("hidden_act"), (None, "silu", "swish"), "but drafter layers are gated by SiLU")
     found.wants(
-        "partial_rotary_factor", fields.get("partial_rotary_factor"), (None, 1.0), "and layers of drafters rotate whole heads"
+        "partial_rotary_factor", fields.get("partial_rotary_factor"), (None, 1.0), "but drafter layers rotate whole heads"
     )
     known = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
     rope = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
     given = {key: fields[key] for key in known + rope if fields.get(key) is not None}
     of: Any = Qwen3Config if kind == "qwen3" else LlamaConfig
     try:
-        config = of(hidden_size=target.shape.hidden_size, **copy.deepcopy(given))  # which it writes into
+        config = of(hidden_size=target.shape.hidden_size, **copy.deepcopy(given))  # a copy, because it changes its arguments
         shape = shape_of(config)
-    except Exception as error:  # whatever its validation raises
+    except Exception as error:  # its validation raises many kinds
         reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{found.origin}: {found.config_name} describes no decoder layer ({reason}); mend it") from error
+        raise UserError(f"{found.origin}: {found.config_name} describes no decoder layer ({reason}); correct it") from error
     return asdict(LayerOptions.between(_scaled(found, shape, config.rope_parameters), target.shape))
 
 
@@ -135,7 +137,7 @@ def _scaled(found: Foreign, shape: Any, rope: Mapping[str, Any]) -> LayerShape:
 
 
 def counted(found: Foreign, key: str, there: int, what: str, notes: list[str]) -> None:
-    """Say where the configuration has another number of parts than there are: some published ones do."""
-    said = found.config.get(key)
-    if said is not None and said != there:
-        notes.append(f"{found.config_name} says {key} {said}, its weights have {there} {what}: {there} it is")
+    """Note a number in the configuration that differs from the weights. Some published drafters have such."""
+    number = found.config.get(key)
+    if number is not None and number != there:
+        notes.append(f"{found.config_name} says {key} {number}, its weights have {there} {what}: {there} is used")

@@ -1,4 +1,4 @@
-"""All layouts that are known when they come in. Exactly one must know a directory."""
+"""All layouts that can be imported. Exactly one must recognise a directory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ IMPORTERS: list[Importer] = [row for module in MODULES for row in module.ROWS]
 
 
 def recognised(found: Foreign) -> Importer:
-    """Raises UserError for a directory that no layout knows, or more than one."""
+    """The layout of a directory. Raises UserError where none, or more than one, recognises it."""
     fits = [row for row in IMPORTERS if row.knows(found)]
     if len(fits) == 1:
         return fits[0]
     if fits:
         named = " and ".join(f"{row.name} ({row.family})" for row in fits)
-        raise UserError(f"{found.origin}: could be {named}: {found.said()}; keep one drafter's files in a directory")
+        raise UserError(f"{found.origin}: could be {named}: {found.summary()}; keep one drafter's files in a directory")
     layouts = ", ".join(dict.fromkeys(f"{row.name} ({row.family})" for row in IMPORTERS))
-    raise UserError(f"{found.origin}: no drafter that is known here: {found.said()}; known: {layouts}")
+    raise UserError(f"{found.origin}: no known kind of drafter: {found.summary()}; known: {layouts}")

@@ -1,0 +1,1 @@
+"""Writers of exported files, one module per family."""

@@ -1,4 +1,4 @@
-"""Low-rank matrices apart from the model that they change: a directory that `peft.PeftModel.from_pretrained` loads."""
+"""Low-rank matrices without their model: a directory that `peft.PeftModel.from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MATRICES = Renames({f"{{path}}.lora_{x}.weight": f"base_model.model.{{path}}.lor
 
 
 def config_of(names: Iterable[str], rank: int, alpha: float, base: str) -> dict[str, Any]:
-    """names: of the matrices, as peft has them. base: directory or hub id of the model."""
+    """adapter_config.json. names: of the matrices, in peft's form. base: directory or hub id of the model."""
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names}
     whole = int(alpha) if alpha == int(alpha) else alpha
     config = LoraConfig(
@@ -34,9 +34,9 @@ def config_of(names: Iterable[str], rank: int, alpha: float, base: str) -> dict[
 
 
 def write_alone(directory: Path, matrices: dict[str, Tensor], rank: int, alpha: float, base: str) -> None:
-    """Of a model that is not exported itself. matrices: float32, by the names of a checkpoint.
+    """Write the adapter of a model that is not exported itself. matrices: float32, under the names of a checkpoint.
 
-    Raises ParityError unless they are read back bit by bit.
+    Raises ParityError unless they are read back bit for bit.
     """
     tensors = {str(MATRICES.theirs(name)): tensor.contiguous() for name, tensor in matrices.items()}
     directory.mkdir()

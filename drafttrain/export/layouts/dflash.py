@@ -1,11 +1,11 @@
-"""DFlash: the authors' (z-lab) layout, which most serving stacks read, that of transformers, and that of speculators."""
+"""DFlash: the authors' (z-lab) layout, which most serving stacks read, and the layouts of transformers and speculators."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts.llama import llama_fields
+from drafttrain.export.layouts.llama import llama_fields, refuse_last_block
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 
@@ -17,37 +17,34 @@ TRANSFORMERS = Renames(
 def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     if source.options["slots"] != "in_place":
-        return "its slots are shifted, loaders of this family read them in place; train with drafter.slots=in_place"
+        return "its slots are shifted, but loaders of this family read them in place; train with drafter.slots=in_place"
     return refuse_last(source)
 
 
 def refuse_last(source: Source) -> str | None:
-    if max(source.layer_inputs) == source.shape.blocks and source.stack not in ("vllm", "lmdeploy"):
-        return (
-            f"it taps the target's last block, and {source.stack} is known to capture the inputs of blocks alone; "
-            f"train with drafter.taps below {source.shape.blocks - 1}"
-        )
-    return None
+    """Why a stack that accepts shifted slots cannot load this drafter; None where it can."""
+    return refuse_last_block(source, ("vllm", "lmdeploy"))
 
 
 def lmdeploy_refuse(source: Source) -> str | None:
-    """Of the targets that are known here it taps Qwen3's alone."""
+    """Why LMDeploy cannot load this drafter. Of the targets known here it captures only Qwen3's states."""
     kind = source.opened.loaded.target.model.config.model_type
     if kind != "qwen3":
-        return f"LMDeploy gives out no states of {kind} targets for this family; it does of qwen3"
+        return f"LMDeploy captures no states of {kind} targets for this family, only of qwen3"
     if source.layer_inputs != sorted(source.layer_inputs):
-        return "its taps do not ascend, and LMDeploy takes no others; train with ascending drafter.taps"
+        return "its taps do not ascend, as LMDeploy requires; train with ascending drafter.taps"
     return refuse(source)
 
 
 def lmdeploy(source: Source) -> Files:
-    """The authors' layout, with the size of the blocks where newer ones of theirs have it."""
+    """The authors' layout, with the block size in `dflash_config`, as in their newer versions."""
     files = zlab(source)
     files.config["dflash_config"]["block_size"] = source.options["block_size"]
     return files
 
 
 def zlab(source: Source) -> Files:
+    """The authors' layout."""
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -59,6 +56,7 @@ def zlab(source: Source) -> Files:
 
 
 def transformers(source: Source) -> Files:
+    """transformers' layout."""
     config = {
         "architectures": ["MuseGlimmerAssistantModel"],
         "model_type": "muse_glimmer_assistant",
@@ -70,11 +68,12 @@ def transformers(source: Source) -> Files:
 
 
 def speculators(source: Source) -> Files:
+    """speculators' layout."""
     return Files(speculators_config(source, "dflash", "DFlashSpeculator"), source.tensors, facts=facts(source))
 
 
 def speculators_config(source: Source, algorithm: str, architecture: str) -> dict[str, Any]:
-    """The numbers of the layers are those of the blocks that read them, unlike in the authors' configuration."""
+    """Speculators' configuration. Its layer ids name the blocks that read the states, unlike the authors' ids."""
     layers = source.options["layers"]
     inner = {"model_type": "qwen3", **llama_fields(source.layer_shape, layers, source.dtype)}
     return {
@@ -86,7 +85,7 @@ def speculators_config(source: Source, algorithm: str, architecture: str) -> dic
         "mask_token_id": mask_token(source),
         "aux_hidden_state_layer_ids": source.layer_inputs,
         "sample_from_anchor": source.options["slots"] == "shifted",
-        "sliding_window_non_causal": True,  # false makes vLLM take the block for causal
+        "sliding_window_non_causal": True,  # with false vLLM would treat the block as causal
     }
 
 
@@ -105,9 +104,11 @@ def _ids(source: Source) -> list[int]:
 
 
 def mask_token(source: Source) -> int:
+    """The mask token; by default the last token of the vocabulary."""
     mask = source.options["mask_token"]
     return source.shape.vocab_size - 1 if mask is None else int(mask)
 
 
 def facts(source: Source) -> dict[str, Any]:
+    """The facts that the reader must find in addition to the golden ones."""
     return {"block size": source.options["block_size"], "mask token": mask_token(source)}

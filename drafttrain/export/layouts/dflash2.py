@@ -1,4 +1,4 @@
-"""DFlash2: speculators' layout, whose tensors are named as in the authors' code."""
+"""DFlash2: speculators' layout. The tensors have the names of the authors' code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ RENAMES = Renames({f"{book}.weight": book for book in BOOKS} | {"{rest}": "{rest
 
 
 def speculators(source: Source) -> Files:
+    """speculators' layout."""
     options = source.options
     own = {
         "conv_kernel_size": TAPS,

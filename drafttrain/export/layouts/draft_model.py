@@ -1,4 +1,4 @@
-"""Draft models: an ordinary directory of transformers, with the target's tokenizer; adapters merged, or apart."""
+"""Draft models: an ordinary transformers directory with the target's tokenizer; adapters merged or separate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drafttrain.export.readers.causal_lm import MODEL_TYPES
 
 LAYER = ".base_layer"
 ADAPTER = "default"
-BASE = "base"  # in an adapter's directory: the model that it is of
+BASE = "base"  # folder of an adapter's base model, in the adapter's directory
 RENAMES = Renames({"lm.model.{rest}": "{rest}"})
 ADAPTED = Renames({f"lm.model.{{path}}.lora_{x}.{ADAPTER}.weight": f"base_model.model.{{path}}.lora_{x}.weight" for x in "AB"})
 
@@ -25,35 +25,35 @@ ADAPTED = Renames({f"lm.model.{{path}}.lora_{x}.{ADAPTER}.weight": f"base_model.
 def refuse(source: Source) -> str | None:
     """Why this drafter cannot be exported; None where it can."""
     if source.drafter.language_model() is None:
-        return "its tokens are not the target's and nothing of it was trained; give the stack drafter.path itself"
+        return "its tokens are not the target's, and it was not trained; give the stack drafter.path itself"
     config = _model(source).config
     if config.model_type not in MODEL_TYPES:
-        return f"its architecture is {config.model_type}, and what is exported is checked for {', '.join(MODEL_TYPES)} alone"
+        return f"its architecture is {config.model_type}, but exports can be checked only for {', '.join(MODEL_TYPES)}"
     if getattr(config, "mlp_bias", False) or getattr(config, "attention_bias", False):
-        return "its linear maps have biases, and what is exported is checked without them alone"
+        return "its linear maps have biases, but exports can be checked only without them"
     return None
 
 
 def refuse_adapter(source: Source) -> str | None:
-    """Why its matrices cannot be exported apart; None where they can."""
+    """Why its matrices cannot be exported as an adapter; None where they can."""
     if source.dtype != "float32":
-        return f"dtype is {source.dtype}, and an adapter is written in float32; leave dtype out"
+        return f"dtype is {source.dtype}, but adapters are written in float32; leave dtype out"
     return refuse(source)
 
 
 def adapter(source: Source) -> Files:
-    """Beside the matrices stands the model that they are of, unless it lies elsewhere as it is."""
+    """The matrices, with a copy of their model in a folder unless that has a directory of its own."""
     tensors = {theirs: x for name, x in source.tensors.items() if (theirs := ADAPTED.theirs(name)) is not None}
     elsewhere = _elsewhere(source)
     base = str(Path(source.place, BASE).absolute()) if elsewhere is None else str(source.options["path"])
     config = config_of(tensors, source.options["lora_rank"], source.options["lora_alpha"], base)
-    beside = {BASE: Files(_config(source), _own(_model(source)))} if elsewhere is None else {}
+    folders = {BASE: Files(_config(source), _own(_model(source)))} if elsewhere is None else {}
     tokenizer = source.opened.loaded.tokenizer is not None
-    return Files(config, tensors, WEIGHTS, tokenizer, config_file=CONFIG, base=elsewhere, beside=beside)
+    return Files(config, tensors, WEIGHTS, tokenizer, config_file=CONFIG, base=elsewhere, folders=folders)
 
 
 def _elsewhere(source: Source) -> Path | None:
-    """The directory of the model that was adapted; None where it is a part of the target, or was brought to its vocabulary."""
+    """The base model's directory. None where it is a part of the target, or was resized to the target's vocabulary."""
     if source.options["source"] != "hf":
         return None
     path, revision = Path(source.options["path"]).expanduser(), source.options["revision"]
@@ -64,6 +64,7 @@ def _elsewhere(source: Source) -> Path | None:
 
 
 def files(source: Source) -> Files:
+    """A transformers directory with adapters merged."""
     return Files(_config(source), merged(_model(source)), tokenizer=source.opened.loaded.tokenizer is not None)
 
 
@@ -82,7 +83,7 @@ def _model(source: Source) -> Any:
 
 
 def merged(model: Any) -> dict[str, Tensor]:
-    """All weights by transformers' names, products of adapters added in float32; none twice that is tied."""
+    """All weights under transformers' names, with adapters added in float32; tied weights once."""
     tensors = _own(model)
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
@@ -92,7 +93,7 @@ def merged(model: Any) -> dict[str, Tensor]:
 
 
 def _own(model: Any) -> dict[str, Tensor]:
-    """The same without them."""
+    """All weights without the adapters."""
     tensors: dict[str, Tensor] = {}
     layers = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     for name, tensor in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""DSpark: speculators' layout. What confidences were calibrated to stays here: no loader takes it."""
+"""DSpark: speculators' layout. The calibration of its confidences is not exported, because no loader reads one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from drafttrain.export.layouts.dflash import facts, speculators_config
 
 
 def speculators(source: Source) -> Files:
+    """speculators' layout."""
     heads = {
         "markov_rank": source.options["rank"],
         "markov_head_type": "vanilla",

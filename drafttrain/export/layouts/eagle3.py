@@ -1,4 +1,4 @@
-"""EAGLE-3 and 3.1: the portable layout, which most stacks load unchanged, and that of speculators."""
+"""EAGLE-3 and 3.1: the portable layout, which most stacks load unchanged, and the layout of speculators."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts.llama import llama_fields
+from drafttrain.export.layouts.llama import llama_fields, refuse_last_block
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = ("vllm", "sglang", "trtllm", "speculators")  # stacks whose loaders know fc_norm and norm_output
-THREE = ("llamacpp", "openvino", "lmdeploy", "official")  # stacks that take three layers, no more or fewer
+THREE = ("llamacpp", "openvino", "lmdeploy", "official")  # stacks that take exactly three layers
 UNNORMED = ("vllm", "speculators")  # stacks that read norm_before_residual
 EMBEDDING = "embed_tokens.weight"
 SPECULATORS = Renames({"midlayer.{rest}": "layers.0.{rest}", "{rest}": "{rest}"})
@@ -23,30 +23,22 @@ SPECULATORS = Renames({"midlayer.{rest}": "layers.0.{rest}", "{rest}": "{rest}"}
 def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     options, stack, layers, blocks = source.options, source.stack, source.layer_inputs, source.shape.blocks
-    for flag in ("fc_norm", "norm_output"):
-        if options[flag] and stack not in NORMED:
+    for flag, readers in (("fc_norm", NORMED), ("norm_output", NORMED), ("norm_before_residual", UNNORMED)):
+        if options.get(flag) and stack not in readers:
             return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
-    if options.get("norm_before_residual") and stack not in UNNORMED:
-        flag = "norm_before_residual"
-        return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
-    if max(layers) == blocks and stack != "vllm":
-        return (
-            f"it taps the target's last block, and {stack} is known to capture the inputs of blocks alone; "
-            f"train with drafter.taps below {blocks - 1}"
-        )
+    if (reason := refuse_last_block(source, ("vllm",))) is not None:
+        return reason
     if len(layers) != 3 and stack in THREE:
-        return f"it taps {len(layers)} blocks, and {stack} takes exactly three; train with three drafter.taps"
+        return f"it taps {len(layers)} blocks, but {stack} takes exactly three; train with three drafter.taps"
     if stack == "lmdeploy" and layers != [2, blocks // 2, blocks - 3]:
-        return "its taps are not the official ones, and lmdeploy takes no others; train with drafter.tap_rule=official"
+        return "its taps are not the official ones, which lmdeploy requires; train with drafter.tap_rule=official"
     if stack == "lmdeploy" and source.target_architecture != "LlamaForCausalLM":
-        return (
-            f"lmdeploy gives out no states of {source.target_architecture} targets for this family; it does of LlamaForCausalLM"
-        )
+        return f"lmdeploy captures no states of {source.target_architecture} targets for this family, only of LlamaForCausalLM"
     return None
 
 
 def lmdeploy(source: Source) -> Files:
-    """It makes the name of its own class from that of an ordinary Llama, and maps tokens by d2t whether there is one or not."""
+    """LMDeploy derives its class's name from that of an ordinary Llama, and always maps tokens by d2t."""
     files = portable(source)
     files.config["architectures"] = ["LlamaForCausalLM"]
     if "d2t" not in files.tensors:
@@ -56,11 +48,13 @@ def lmdeploy(source: Source) -> Files:
 
 
 def portable(source: Source) -> Files:
+    """The portable layout."""
     tensors = weights(source)
     return Files(portable_config(source, tensors), tensors, facts=facts(source))
 
 
 def portable_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
+    """config.json of the portable layout."""
     ids, shape = source.layer_inputs, source.layer_shape
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -82,13 +76,14 @@ def portable_config(source: Source, tensors: dict[str, Tensor], layers: int = 1)
 
 
 def speculators(source: Source) -> Files:
-    """With the target's embedding: the library leaves one that is not in the files uninitialised."""
+    """speculators' layout, with the target's embedding: the library leaves an embedding that the files lack uninitialised."""
     tensors = {str(SPECULATORS.theirs(name)): x for name, x in weights(source).items()}
     config = header(source, "eagle3", "Eagle3Speculator") | speculators_config(source, tensors)
     return Files(config, tensors | {EMBEDDING: source.embedding}, facts=facts(source), as_is=(EMBEDDING,))
 
 
 def speculators_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
+    """The fields of speculators' layout that P-EAGLE has too."""
     return {
         "transformer_layer_config": {"model_type": "llama", **llama_fields(source.layer_shape, layers, source.dtype)},
         "draft_vocab_size": len(tensors["lm_head.weight"]),
@@ -99,7 +94,7 @@ def speculators_config(source: Source, tensors: dict[str, Tensor], layers: int =
 
 
 def weights(source: Source) -> dict[str, Tensor]:
-    """d2t as an offset, t2d as bool, as the checkpoint has them; the embedding is the target's."""
+    """The drafter's tensors: d2t as an int64 offset, t2d as bool. The embedding is the target's."""
     tensors = source.tensors
     if "d2t" in tensors:
         tensors["d2t"], tensors["t2d"] = tensors["d2t"].to(torch.int64), tensors["t2d"].to(torch.bool)
@@ -107,16 +102,19 @@ def weights(source: Source) -> dict[str, Tensor]:
 
 
 def _flags(source: Source) -> dict[str, Any]:
-    """norm_before_residual always, since stacks differ in what they take else; the others where set: not all know them."""
+    """norm_before_residual always, since stacks differ in its default; the others only where set, since not all stacks know
+    them.
+    """
     flags = {flag: True for flag in ("fc_norm", "norm_output") if source.options.get(flag)}
     return {"norm_before_residual": _before(source), **flags}
 
 
 def _before(source: Source) -> bool:
-    """Checkpoints from before there was the option have it not."""
+    """Checkpoints that are older than the option do not have it."""
     return bool(source.options.get("norm_before_residual", False))
 
 
 def facts(source: Source) -> dict[str, Any]:
+    """The facts that the reader must find in addition to the golden ones."""
     flags = {flag: bool(source.options.get(flag, False)) for flag in ("norm_output", "fc_norm")}
     return {"norm flags": {"norm_before_residual": _before(source), **flags}}

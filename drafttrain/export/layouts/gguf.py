@@ -1,8 +1,8 @@
-"""llama.cpp's GGUF files: of a draft model or a target, of EAGLE-3, and of DFlash.
+"""llama.cpp's GGUF files: a draft model or a target, EAGLE-3, and DFlash.
 
-Its loaders of the last two take embedding, and DFlash's head too, from the target that is loaded beside them. Both take the
-target's tokenizer from the drafter's file. It rotates pairs of neighbouring values in models of the kind of Llama, EAGLE-3
-among them, where others rotate the two halves of a head: rows of queries and keys are put in that order.
+Its loaders of EAGLE-3 and DFlash take the embedding, and DFlash's head too, from the loaded target. Both read the target's
+tokenizer from the drafter's file. In models of the Llama kind, EAGLE-3 among them, llama.cpp rotates pairs of neighbouring
+values, where transformers rotates the two halves of a head. So rows of queries and keys are reordered for them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from drafttrain.export.layouts import gguf_tokenizer as tokens
 from drafttrain.model.target import TargetShape
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
-PAIRED = {"llama": True, "mistral": True, "qwen2": False, "qwen3": False}  # model types -> whether neighbours are rotated
-CAPTURED = ("llama", "mistral", "qwen3", "qwen3_moe")  # targets whose graph gives out the inputs of its blocks
+PAIRED = {"llama": True, "mistral": True, "qwen2": False, "qwen3": False}  # by model type: whether neighbours are rotated
+CAPTURED = ("llama", "mistral", "qwen3", "qwen3_moe")  # targets whose block inputs llama.cpp can capture
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -35,7 +35,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
-    "hidden_norm": "attn_norm_2",  # of EAGLE-3's layer: the fused states'
+    "hidden_norm": "attn_norm_2",  # in EAGLE-3's layer, of the fused states
 }
 ENDS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
@@ -46,39 +46,42 @@ def refuse_eagle3(source: Source) -> str | None:
 
 
 def refuse_dflash(source: Source) -> str | None:
+    """Why llama.cpp cannot load this drafter; None where it can."""
     return zlab.refuse(source) or _refuse_states(source)
 
 
 def refuse_model(source: Source) -> str | None:
+    """Why llama.cpp cannot load this draft model; None where it can."""
     lm: Any = source.drafter.language_model()
     return draft_model.refuse(source) or refuse_target(source, lm.model)
 
 
 def refuse_target(source: Source, model: Any) -> str | None:
-    """Why a language model cannot be written: the target, or a draft model with its tokenizer."""
+    """Why a language model, the target or a draft model, cannot be written with its tokenizer; None where it can."""
     config = model.config
     if (weights := source.opened.loaded.description.get("weights")) is not None:
-        return f"its weights are {weights}, and GGUF files are written of whole ones; leave out target.weights"
+        return f"its weights are {weights}, but GGUF files need unquantised ones; leave out target.weights"
     if config.model_type not in PAIRED:
-        return f"its architecture is {config.model_type}, and GGUF files are written of {', '.join(PAIRED)} alone"
+        return f"its architecture is {config.model_type}, but GGUF files can be written only for {', '.join(PAIRED)}"
     if getattr(config, "mlp_bias", False) or getattr(config, "attention_bias", False):
-        return "its linear maps have biases, and GGUF files are checked without them alone"
+        return "its linear maps have biases, but GGUF files can be checked only without them"
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "linear", "llama3") or (kind == "llama3" and not PAIRED[config.model_type]):
-        return f"its scaling of positions is {kind!r}, for which llama.cpp has no field in models of {config.model_type}"
+        return f"its rotary scaling is {kind!r}, for which llama.cpp has no field in {config.model_type} models"
     if "sliding_attention" in (getattr(config, "layer_types", None) or [_window(config)]):
-        return "it slides a window over the context, which llama.cpp does not for this architecture"
+        return "it has sliding-window attention, which llama.cpp does not support for this architecture"
     return tokens.refuse(source.opened.loaded.tokenizer)
 
 
 def eagle3_files(source: Source) -> Files:
+    """An EAGLE-3 drafter. d2t holds the target's ids."""
     tensors = eagle3.weights(source)
     shape, d2t = source.layer_shape, tensors.pop("d2t", None)
     tensors.pop("t2d", None)
     tensors = _renamed({name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}, shape, paired=True)
     if d2t is not None:
-        tensors["d2t"] = d2t + torch.arange(len(d2t))  # the target's ids themselves, no offsets
+        tensors["d2t"] = d2t + torch.arange(len(d2t))  # the target's ids and not offsets
     own = {
         "target_layers": source.layer_inputs,
         "target_hidden_size": shape.hidden_size,
@@ -89,7 +92,7 @@ def eagle3_files(source: Source) -> Files:
 
 
 def dflash_files(source: Source) -> Files:
-    """The numbers of the layers are those of the blocks that read them, unlike in the authors' configuration."""
+    """The layer ids name the blocks that read the states, unlike in the authors' configuration."""
     shape, mask = source.layer_shape, zlab.mask_token(source)
     tensors = {"enc.output_norm.weight" if name == "hidden_norm.weight" else name: x for name, x in source.tensors.items()}
     own = {"block_size": source.options["block_size"], "target_layers": source.layer_inputs, "attention.causal": False}
@@ -99,12 +102,13 @@ def dflash_files(source: Source) -> Files:
 
 
 def model_files(source: Source) -> Files:
+    """A draft model."""
     lm: Any = source.drafter.language_model()
     return _language_model(source, lm.model, source.shape, draft_model.merged(lm.model), DRAFT)
 
 
 def target_files(source: Source) -> Files:
-    """The target itself, with what was trained of it."""
+    """The target, with its trained adapter merged."""
     target = source.opened.loaded.target
     return _language_model(source, target.model, target.shape, draft_model.merged(target.model), TARGET)
 
@@ -124,7 +128,7 @@ def _language_model(source: Source, model: Any, shape: TargetShape, weights: dic
 
 
 def _fields(architecture: str, source: Source, shape: TargetShape, blocks: int) -> dict[str, Any]:
-    """Every one is written, those too for which llama.cpp has a value of its own."""
+    """Every field is written, even if llama.cpp has a default for it."""
     own = {
         "vocab_size": shape.vocab_size,
         "context_length": shape.max_positions,
@@ -154,7 +158,7 @@ def _own(architecture: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(tensors: dict[str, Tensor], shape: TargetShape, paired: bool) -> dict[str, Tensor]:
-    """By llama.cpp's names; paired: rows of queries and keys in the order for rotating neighbours."""
+    """The tensors under llama.cpp's names. paired: reorder rows of queries and keys for rotating neighbours."""
     found = {}
     for name, tensor in tensors.items():
         if paired and ("q_proj" in name or "k_proj" in name):
@@ -172,7 +176,7 @@ def _name(name: str) -> str:
 
 
 def neighbours(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows i and i + head_dim / 2 of each head come to stand one behind the other."""
+    """Make rows i and i + head_dim / 2 of each head neighbours."""
     halves = weight.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).flatten(0, 2)
 
@@ -180,9 +184,9 @@ def neighbours(weight: Tensor, head_dim: int) -> Tensor:
 def _refuse_states(source: Source) -> str | None:
     kind = source.opened.loaded.target.model.config.model_type
     if kind not in CAPTURED:
-        return f"llama.cpp gives out no states of {kind} targets; it does of {', '.join(CAPTURED)}"
+        return f"llama.cpp captures no states of {kind} targets, only of {', '.join(CAPTURED)}"
     if getattr(source.layer_shape, "rope_scaling", None) is not None:
-        return "positions of its own layers are scaled, which is not written to GGUF; train without drafter.layer.rope_scaling"
+        return "its layers have rotary scaling, which is not written to GGUF; train without drafter.layer.rope_scaling"
     return tokens.refuse(source.opened.loaded.tokenizer)
 
 

@@ -1,7 +1,7 @@
-"""A tokenizer as llama.cpp has it inside a GGUF file: byte-level BPE, the kind of Llama 3, Qwen and GPT-2.
+"""A tokenizer in llama.cpp's form inside a GGUF file: byte-level BPE, the kind of Llama 3, Qwen and GPT-2.
 
-llama.cpp knows by a name alone how a text is cut before its pieces are merged, and settings follow from that name. So the
-tokenizer's own way must be one that has a name there.
+llama.cpp identifies the rule that splits a text into words by a name, and derives settings from that name. So a tokenizer can
+be written only if its rule has a name there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n
 QWEN35 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + SPACES
 GPT2, DIGITS = "gpt-2's own", "digit by digit"
 
-# (how a text is cut, whether a whole word that is a piece is taken without merging) -> llama.cpp's name for it
+# (rules that split a text, whether a word that is a piece is used without merging) -> llama.cpp's name
 NAMES = {
     ((GPT2,), False): "gpt-2",
     ((DIGITS, GPT2), False): "smollm",
@@ -27,28 +27,30 @@ NAMES = {
     ((QWEN35,), False): "qwen35",
 }
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-CONVERTER = "llama.cpp's convert_hf_to_gguf.py knows more of them, and takes the directory of format=vllm"
+CONVERTER = "llama.cpp's convert_hf_to_gguf.py supports more of them, and reads a directory of format=vllm"
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Of tokenizer.json: the model, the pre-tokenizer's name in llama.cpp, the added tokens."""
+    """The parts of tokenizer.json that are written."""
 
     model: dict[str, Any]
-    name: str
-    added: list[dict[str, Any]]
+    name: str  # of the pre-tokenizer in llama.cpp
+    added: list[dict[str, Any]]  # the added tokens
 
 
 def refuse(tokenizer: Any) -> str | None:
-    """Why llama.cpp has no such tokenizer; None where it has."""
+    """Why llama.cpp cannot have this tokenizer; None where it can."""
     found = _parts(tokenizer)
     return found if isinstance(found, str) else None
 
 
 def fields(tokenizer: Any, vocab: int, stop_ids: frozenset[int]) -> dict[str, Any]:
-    """Its fields. vocab: rows of the embedding, which may be more than the tokenizer's tokens. stop_ids: what ends a text."""
+    """The tokenizer's GGUF fields. vocab: rows of the embedding, which may exceed the tokenizer's tokens. stop_ids: end
+    tokens.
+    """
     parts = _parts(tokenizer)
-    assert not isinstance(parts, str), "refused before"
+    assert not isinstance(parts, str), "`refuse` was called before"
     tokens, kinds = [f"[PAD{i}]" for i in range(vocab)], [UNUSED] * vocab
     for piece, i in parts.model["vocab"].items():
         tokens[i], kinds[i] = piece, NORMAL
@@ -66,7 +68,7 @@ def fields(tokenizer: Any, vocab: int, stop_ids: frozenset[int]) -> dict[str, An
 
 
 def _special(tokenizer: Any, stop_ids: frozenset[int]) -> dict[str, Any]:
-    """Of tokens that are not named llama.cpp takes its own, number 11 for the end of a text."""
+    """The special tokens. llama.cpp has its own defaults for missing ones, such as token 11 for the end of a text."""
     eos = tokenizer.eos_token_id
     found: dict[str, Any] = {"tokenizer.ggml.eos_token_id": eos}
     others = sorted(stop_ids - {eos})
@@ -83,24 +85,26 @@ def _special(tokenizer: Any, stop_ids: frozenset[int]) -> dict[str, Any]:
 def _parts(tokenizer: Any) -> _Parts | str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return f"the target's tokenizer is no fast one, and GGUF files are written from tokenizer.json alone; {CONVERTER}"
+        return f"the target's tokenizer is no fast one, but GGUF files are written from tokenizer.json; {CONVERTER}"
     content = json.loads(backend.to_str())
     model, added = content["model"], content["added_tokens"]
     if model["type"] != "BPE" or model.get("byte_fallback") or not model["merges"]:
         kind = f"{model['type']}, {'with byte fallback' if model.get('byte_fallback') else 'no merges'}"
         return f"the target's tokenizer is no byte-level BPE ({kind if model['type'] == 'BPE' else model['type']}); {CONVERTER}"
     if (content["normalizer"] or {}).get("type", "NFC") != "NFC":
-        return f"the target's tokenizer normalizes texts ({content['normalizer']['type']}), llama.cpp does not; {CONVERTER}"
+        return (
+            f"the target's tokenizer normalizes texts ({content['normalizer']['type']}), which llama.cpp does not; {CONVERTER}"
+        )
     name = NAMES.get((_cuts(content["pre_tokenizer"]), bool(model.get("ignore_merges"))))
     if name is None:
-        return f"the target's tokenizer cuts texts in a way that has no name here; {CONVERTER}"
+        return f"the target's tokenizer splits texts by a rule that is not known here; {CONVERTER}"
     if tokenizer.eos_token_id is None:
-        return "the target's tokenizer has no end of text, for which llama.cpp would take token 11; set its eos_token"
+        return "the target's tokenizer has no end token, and llama.cpp would use token 11 instead; set its eos_token"
     return _Parts(model, name, added)
 
 
 def _cuts(pre: dict[str, Any] | None) -> tuple[str, ...]:
-    """How a text is cut, step by step; the step to bytes is the last. Empty where it is another way altogether."""
+    """The rules that split a text, in order, without the last step to bytes. Empty for an unknown kind of rule."""
     if pre is None:
         return ()
     steps: list[dict[str, Any]] = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]

@@ -1,4 +1,4 @@
-"""Hydra: the authors' layout. Our drafter's tensors have their names already."""
+"""Hydra: the authors' layout. Our drafter's tensors already have its names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ def refuse(source: Source) -> str | None:
         return "its prefix layer (Hydra++) has no exported form yet; train with drafter.prefix_layer=false"
     if source.options["layers"] > 2:
         blocks = source.options["layers"]
-        return f"its heads have {blocks} blocks each, and the authors' code repeats the second; train with drafter.layers=2"
+        return f"its heads have {blocks} blocks, but the authors' code repeats the second one; train with drafter.layers=2"
     return None
 
 
 def files(source: Source) -> Files:
+    """The authors' layout."""
     options = source.options
     config = {
         "hydra_num_heads": options["heads"],

@@ -1,16 +1,29 @@
-"""Fields of a configuration that all layouts with decoder layers of our own share."""
+"""Fields and refusals that all layouts with decoder layers share."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from drafttrain.export.files import Source
 from drafttrain.model.layers import LayerShape
 from drafttrain.model.target import TargetShape
 
 
+def refuse_last_block(source: Source, takes_it: tuple[str, ...]) -> str | None:
+    """Why a drafter that taps the target's last block cannot be exported. takes_it: stacks that do give out its output."""
+    blocks = source.shape.blocks
+    if max(source.layer_inputs) < blocks or source.stack in takes_it:
+        return None
+    return (
+        f"it taps the target's last block, and {source.stack} is known to capture only the inputs of blocks; "
+        f"train with drafter.taps below {blocks - 1}"
+    )
+
+
 def llama_fields(shape: TargetShape, layers: int, dtype: str) -> dict[str, Any]:
-    """Every one is written: stacks differ in what they take otherwise, and the target's own scaling of positions is not the
-    drafter's, which has none.
+    """The layers' fields. Every one is written, because stacks have different defaults.
+
+    rope_scaling is the drafter's own, which may differ from the target's.
     """
     return {
         "hidden_size": shape.hidden_size,

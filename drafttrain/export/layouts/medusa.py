@@ -12,7 +12,7 @@ from drafttrain.export.layouts.renames import Renames
 VLLM = Renames(
     {"heads.{i}.blocks.{j}.linear.{part}": "blocks.{i}.layers.{j}.{part}", "heads.{i}.output.weight": "lm_heads.{i}.weight"}
 )
-TIED = "its heads have {} blocks each, and the authors' code repeats one; train with drafter.layers=1"
+TIED = "its heads have {} blocks, but the authors' code repeats one block; train with drafter.layers=1"
 
 
 def refuse(source: Source) -> str | None:
@@ -26,6 +26,7 @@ def refuse(source: Source) -> str | None:
 
 
 def vllm(source: Source) -> Files:
+    """vLLM's layout."""
     shape, options = source.shape, source.options
     config = {
         "architectures": ["MedusaModel"],
@@ -42,8 +43,10 @@ def vllm(source: Source) -> Files:
 
 
 def official(source: Source) -> Files:
-    """Without `architectures`: text-generation-inference takes a directory that has them for a whole model. `hidden_size` and
-    `medusa_fc_bias` make vLLM 0.32 load it too.
+    """The authors' layout. It has no `architectures`, because text-generation-inference takes a directory with them for a
+    model.
+
+    `hidden_size` and `medusa_fc_bias` let vLLM 0.32 load it too.
     """
     options = source.options
     config = {
@@ -59,7 +62,7 @@ def official(source: Source) -> Files:
 
 
 def official_names(layers: int) -> Renames:
-    """A head is a sequence there: its blocks, then the output matrix."""
+    """The names in the authors' layout, where a head is a sequence: its blocks, then the output matrix."""
     return Renames(
         {
             "heads.{i}.blocks.{j}.linear.{part}": "{i}.{j}.linear.{part}",
@@ -69,7 +72,7 @@ def official_names(layers: int) -> Renames:
 
 
 def _tensors(source: Source, renames: Renames) -> dict[str, Tensor]:
-    """Every head has its output matrix; where all share the target's, that one."""
+    """Every head with its output matrix, which may be the target's."""
     outputs = {str(renames.theirs(f"heads.{head}.output.weight")) for head in range(source.options["heads"])}
     return dict.fromkeys(sorted(outputs), source.opened.target.head_weight) | source.named(renames)
 

@@ -10,7 +10,7 @@ PARTS = {"emb": ["weight"], "proj": ["weight"], "ln": ["weight", "bias"], "head"
 
 
 def files(source: Source) -> Files:
-    """Every stage has its tensors, those that stages share too."""
+    """Every stage has all its tensors, shared ones too."""
     options, count = source.options, source.options["n_predict"]
     tensors = {}
     for part, names in PARTS.items():
@@ -27,7 +27,7 @@ def files(source: Source) -> Files:
         "emb_dim": source.shape.hidden_size,
         "inner_dim": tensors["speculator.proj.0.weight"].shape[0],
         "n_predict": count,
-        # how many candidates are tried at once, and of how many tokens of each stage they are made: no part of the model
+        # settings of decoding: candidates tried at once, and tokens of each stage in them
         "n_candidates": 5,
         "top_k_tokens_per_head": [5] + [1] * (count - 1),
         "tie_weights": options["tie_weights"],

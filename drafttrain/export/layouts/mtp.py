@@ -1,4 +1,4 @@
-"""MTP: DeepSeek's names, beside the target's own layers, and the layout of speculators."""
+"""MTP: DeepSeek's names, as a layer after the target's own, and the layout of speculators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECULATORS = Renames(
 
 
 def deepseek_names(blocks: int) -> Renames:
-    """blocks: of the target, behind whose layers the module is numbered."""
+    """The names in DeepSeek's layout. blocks: of the target; the module is numbered as the next one."""
     place = f"model.layers.{blocks}"
     return Renames({"norm.{rest}": place + ".shared_head.norm.{rest}", "module.{rest}": place + ".{rest}"})
 
@@ -31,24 +31,24 @@ def deepseek_names(blocks: int) -> Renames:
 def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     if not _plain(_norm(source), source.shape.hidden_size, source.shape.norm_eps):
-        return "the target's last norm is no plain RMS norm, and the layout has a place for none other"
+        return "the target's last norm is no plain RMS norm, the only one that the layout can hold"
     if source.stack == "official":
         return _refuse_deepseek(source)
     lacking = [name for name in ("norm_output", "qk_norm") if not source.options.get(name)]
     if lacking:
         settings = " and ".join(f"drafter.{name}=true" for name in lacking)
-        return f"{source.stack} reads Qwen3's blocks, whose normed output goes to the next depth; train with {settings}"
+        return f"{source.stack} reads Qwen3's blocks and passes the normed output to the next depth; train with {settings}"
     return None
 
 
 def _refuse_deepseek(source: Source) -> str | None:
     if source.options.get("norm_output"):
-        return "DeepSeek's modules are fed their outputs without a norm; train with drafter.norm_output=false"
+        return "DeepSeek's modules read their last output without a norm; train with drafter.norm_output=false"
     return None
 
 
 def deepseek(source: Source) -> Files:
-    """What a target's own directory would hold more: the layer behind its last one."""
+    """The layer that a target's own directory would have after its last one."""
     config = {
         **llama_fields(source.layer_shape, source.shape.blocks, source.dtype),
         "num_nextn_predict_layers": 1,
@@ -59,6 +59,7 @@ def deepseek(source: Source) -> Files:
 
 
 def speculators(source: Source) -> Files:
+    """speculators' layout."""
     inner = {"model_type": "qwen3", **llama_fields(source.layer_shape, 1, source.dtype)}
     config = {
         **header(source, "mtp", "MTPDraftModel"),
@@ -69,7 +70,7 @@ def speculators(source: Source) -> Files:
 
 
 def _named(source: Source, names: Renames) -> dict[str, Tensor]:
-    """The module's tensors, and the target's norm in the module's place."""
+    """The module's tensors, with the target's last norm as the module's."""
     weight: Tensor = _norm(source).weight.detach()  # type: ignore[operator]
     return source.named(names) | {str(names.theirs("norm.weight")): weight}
 
@@ -80,7 +81,7 @@ def _norm(source: Source) -> nn.Module:
 
 @torch.no_grad()
 def _plain(norm: nn.Module, width: int, eps: float) -> bool:
-    """Whether it is x / rms(x) * weight."""
+    """Whether the norm is x / rms(x) * weight."""
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor):
         return False

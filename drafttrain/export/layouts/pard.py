@@ -1,4 +1,4 @@
-"""PARD: an ordinary directory of transformers, whose configuration names the mask token."""
+"""PARD: an ordinary transformers directory whose configuration names the mask token."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from drafttrain.export.layouts.peagle import MASK, mask_token
 
 
 def files(source: Source) -> Files:
-    """As the authors' code writes it."""
+    """A transformers directory with the mask token, as the authors' code writes it."""
     made, mask = draft_model.files(source), mask_token(source)
     return replace(made, config=made.config | {MASK: mask, "spd_type": "pard"}, facts={"mask token": mask})

@@ -1,4 +1,4 @@
-"""P-EAGLE: EAGLE-3's portable layout with more layers, an embedding, a mask token and a mask state; that of speculators."""
+"""P-EAGLE: EAGLE-3's portable layout with more layers, an embedding, a mask token and a mask state; speculators' layout."""
 
 from __future__ import annotations
 
@@ -8,35 +8,30 @@ from torch import Tensor
 
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts import eagle3
+from drafttrain.export.layouts.llama import refuse_last_block
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 
 RENAMES = Renames({"mask.hidden": "mask_hidden", "{rest}": "{rest}"})
-MASK = "pard_token"  # in the portable layout; in speculators' `mask_token_id`
+MASK = "pard_token"  # key in the portable layout; in speculators' layout it is `mask_token_id`
 
 
 def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
-    blocks = source.shape.blocks
-    if source.stack != "speculators":
-        return None
-    if source.options["fc_norm"]:
+    if source.stack == "speculators" and source.options["fc_norm"]:
         return "it was trained with fc_norm, which vLLM drops from these files; export it with format=vllm"
-    if max(source.layer_inputs) == blocks:
-        return (
-            "it taps the target's last block, and speculators is known to capture the inputs of blocks alone; "
-            f"train with drafter.taps below {blocks - 1}"
-        )
-    return None
+    return refuse_last_block(source, ("vllm",))
 
 
 def portable(source: Source) -> Files:
+    """The portable layout."""
     tensors = _weights(source)
     config = eagle3.portable_config(source, tensors, source.options["layers"]) | {MASK: mask_token(source)}
     return Files(config, tensors, facts=_facts(source))
 
 
 def speculators(source: Source) -> Files:
+    """speculators' layout."""
     tensors = _weights(source)
     config = header(source, "peagle", "PEagleSpeculator")
     config |= eagle3.speculators_config(source, tensors, source.options["layers"])
@@ -45,6 +40,7 @@ def speculators(source: Source) -> Files:
 
 
 def mask_token(source: Source) -> int:
+    """The mask token that the drafter was trained with."""
     return int(source.drafter.resolved_options()["mask_token"])
 
 

@@ -1,4 +1,4 @@
-"""ReDrafter: the authors' layout. Our drafter's tensors have their names already."""
+"""ReDrafter: the authors' layout. Our drafter's tensors already have its names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from drafttrain.export.files import Files, Source
 
 
 def files(source: Source) -> Files:
-    """exit_dim is the width of [state; recurrent state], so that no input_proj stands before the blocks."""
+    """exit_dim is the width of [state; recurrent state], so that the layout has no input_proj before the blocks."""
     shape = source.shape
     config = {
         "model_type": "recurrent_drafting_drafter",

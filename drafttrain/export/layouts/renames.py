@@ -1,4 +1,4 @@
-"""Names of tensors here and in a layout, written once and read both ways."""
+"""Our names of tensors and those of a layout, as pairs of patterns that work in both directions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 
 PLACE = re.compile(r"\{(\w+)\}")
-PIECES = {"rest": ".+", "path": ".+", "part": "weight|bias"}  # what a place stands for; a number where it is none of these
+PIECES = {"rest": ".+", "path": ".+", "part": "weight|bias"}  # what a placeholder matches; any other one matches a number
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern with placeholders."""
     before, *others = PLACE.split(pattern)
     text = re.escape(before)
     for name, after in zip(others[::2], others[1::2], strict=True):
@@ -18,8 +19,8 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 class Renames:
-    """ours -> theirs: patterns with places for what both names share, as in `heads.{i}.output.weight`. The first pattern that a
-    name fits counts.
+    """Pairs of patterns, ours to theirs, with placeholders as in `heads.{i}.output.weight`. The first pattern that fits
+    counts.
     """
 
     def __init__(self, pairs: Mapping[str, str]) -> None:

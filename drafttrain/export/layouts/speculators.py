@@ -1,4 +1,4 @@
-"""What speculators' configurations share, whatever the family: the algorithm, how it proposes, and for which target."""
+"""The part that speculators' configurations of all families share: the algorithm, its proposals, and the target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VERSION = "0.9.0"
 
 
 def header(source: Source, algorithm: str, architecture: str) -> dict[str, Any]:
-    """There is no `model_type` outside the layers' own configuration."""
+    """The shared fields. `model_type` is only in the layers' own configuration."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": source.drafter.draft_length,

@@ -1,6 +1,6 @@
-"""An ordinary causal language model's directory: Llama, Mistral, Qwen2 and Qwen3.
+"""The directory of an ordinary causal language model: Llama, Mistral, Qwen2 and Qwen3.
 
-A window of attention, where there is one, is wider than the texts that are read here.
+A sliding window, if there is one, is wider than the texts that are read here.
 
 Shapes: N positions fed, V vocabulary, H hidden.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.export.readers.layer import Cache, Layer, Shape, rms
-from drafttrain.export.readers.parts import Config, Engine, MismatchError, Point, Reading, Tensors, each
+from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, each
 
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -28,36 +28,34 @@ MODEL_TYPES = {
 }
 
 
-def read(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
-    if engine.pieces is not None:
-        check_tokenizer(directory, engine.pieces)
-    return _model(Config.of(directory), Tensors(directory), engine, points)
+def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """Read a model with its tokenizer."""
+    check_tokenizer(directory, target.pieces)
+    return _model(Config.of(directory), Tensors(directory), target, points)
 
 
-def parallel(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
-    """PARD: all drafts of one pass, from masks behind the root."""
-    if engine.pieces is not None:
-        check_tokenizer(directory, engine.pieces)
+def parallel(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """PARD: all drafts of one pass, from masks after the root."""
+    check_tokenizer(directory, target.pieces)
     config = Config.of(directory)
     mask = config.get("pard_token", "mask token")
-    if not 0 <= mask < len(engine.embed):
+    if not 0 <= mask < len(target.embed):
         raise MismatchError("mask token", f"pard_token {mask} is no token of the target")
-    found = _model(config, Tensors(directory), engine, points, mask)
+    found = _model(config, Tensors(directory), target, points, mask)
     return replace(found, facts=found.facts | {"mask token": mask})
 
 
-def adapter(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
-    """A peft adapter, whose matrices' products are added to the weights of its base: the directory inside, or elsewhere."""
-    if engine.pieces is not None:
-        check_tokenizer(directory, engine.pieces)
+def adapter(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """A peft adapter. Its matrices' products are added to the weights of its base, in a directory inside or elsewhere."""
+    check_tokenizer(directory, target.pieces)
     config, matrices = Config.of(directory, "adapter_config.json"), Tensors(directory, "adapter_model.safetensors")
     config.expect("peft_type", "LORA", "architecture")
     config.expect("task_type", "CAUSAL_LM", "architecture")
     for key, value in (("bias", "none"), ("use_rslora", False), ("use_dora", False), ("fan_in_fan_out", False)):
         config.expect(key, value, "config")
-    base = directory / "base" if (directory / "base").is_dir() else engine.base
+    base = directory / "base" if (directory / "base").is_dir() else target.base
     if base is None:
-        raise MismatchError("tensors", "the model that the adapter is of is nowhere")
+        raise MismatchError("tensors", "the adapter's base model is missing")
     rank = config.get("r", "config")
     tensors, scale = Tensors(base), config.get("lora_alpha", "config") / rank
     first = [name for name in matrices.left if name.endswith(".lora_A.weight")]
@@ -65,45 +63,44 @@ def adapter(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading
     for name in first:
         weight = name.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
         if weight not in tensors.left:
-            raise MismatchError("tensors", f"{name} is of a map that the model has not")
+            raise MismatchError("tensors", f"{name} is for a linear map that the model does not have")
         down, up = matrices.take(name, rank, -1), matrices.take(name.replace("lora_A", "lora_B"), -1, rank)
         tensors.left[weight] = tensors.left[weight] + scale * (up @ down)
     matrices.finish()
-    return _model(Config.of(base), tensors, engine, points)
+    return _model(Config.of(base), tensors, target, points)
 
 
-def _model(config: Config, tensors: Tensors, engine: Engine, points: Sequence[Point], mask: int | None = None) -> Reading:
+def _model(config: Config, tensors: Tensors, target: TargetParts, points: Sequence[Point], mask: int | None = None) -> Reading:
     kind = config.get("model_type", "architecture")
     if kind not in MODEL_TYPES:
         raise MismatchError("architecture", f"model_type is {kind!r}; the reader knows {', '.join(MODEL_TYPES)}")
     config.expect("architectures", [MODEL_TYPES[kind]], "architecture")
     for key in ("mlp_bias", "attention_bias"):
         if config.values.get(key):
-            raise MismatchError("bias", f"{key} is true, and the reader knows no such biases")
-    if kind == "qwen2":  # its heads share the width evenly, by definition
+            raise MismatchError("bias", f"{key} is true, but the reader has no such biases")
+    if kind == "qwen2":  # by definition its heads divide the width evenly
         config.values.setdefault("head_dim", config.get("hidden_size", "config") // config.get("num_attention_heads", "heads"))
-    shape, vocab = Shape.of(config), len(engine.embed)
-    if config.get("vocab_size", "vocabulary") != vocab:
-        raise MismatchError("vocabulary", f"vocab_size is {config.values['vocab_size']}, the target's is {vocab}")
+    shape, vocab = Shape.of(config), len(target.embed)
+    config.expect("vocab_size", vocab, "vocabulary")
     plan = Plan(shape, config.get("num_hidden_layers", "config"), kind == "qwen2", kind == "qwen3")
-    return reading(plan, tensors, engine, points, tied=bool(config.values.get("tie_word_embeddings")), mask=mask)
+    return reading(plan, tensors, target, points, tied=bool(config.values.get("tie_word_embeddings")), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A decoder's layers. bias: of q, k and v. norms: of each head's query and key."""
+    """The layers of a decoder."""
 
     shape: Shape
     layers: int
-    bias: bool
-    norms: bool
+    bias: bool  # of q, k and v
+    norms: bool  # of each head's query and key
 
 
 def reading(
-    plan: Plan, tensors: Tensors, engine: Engine, points: Sequence[Point], tied: bool, mask: int | None = None
+    plan: Plan, tensors: Tensors, target: TargetParts, points: Sequence[Point], tied: bool, mask: int | None = None
 ) -> Reading:
-    """mask: what stands in the place of the drafts before; None: they themselves."""
-    shape, vocab, width = plan.shape, len(engine.embed), plan.shape.width
+    """Draft with the model. mask: the token that replaces earlier drafts; None: the drafts themselves."""
+    shape, vocab, width = plan.shape, len(target.embed), plan.shape.width
     embed = tensors.take("model.embed_tokens.weight", vocab, width, fails="vocabulary")
     layers = []
     for i in range(plan.layers):
@@ -126,8 +123,10 @@ def reading(
     return Reading(each(points, draft), shape.facts() | {"vocabulary": vocab})
 
 
-def check_tokenizer(directory: Path, pieces: dict[str, int]) -> None:
-    """Raises MismatchError unless tokenizer.json gives the target's pieces their ids."""
+def check_tokenizer(directory: Path, pieces: dict[str, int] | None) -> None:
+    """Raises MismatchError unless tokenizer.json gives the target's pieces their ids. None: there is no tokenizer to check."""
+    if pieces is None:
+        return
     try:
         content: dict[str, Any] = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
         listed = content["model"]["vocab"]

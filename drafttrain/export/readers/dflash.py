@@ -1,9 +1,9 @@
-"""DFlash as serving stacks read it (the authors' layout), as transformers does (`MuseGlimmerAssistantModel`), and speculators.
+"""DFlash as read by serving stacks (the authors' layout), by transformers (`MuseGlimmerAssistantModel`) and by speculators.
 
 Shapes: c tokens of a text, S slots of a block, H hidden.
 
-The numbers of the layers are k - 1, but for speculators: state `id + 1` of `output_hidden_states`. The first of a block's S
-slots holds the root and drafts nothing.
+The layer ids are k - 1, except in speculators: state `id + 1` of `output_hidden_states`. The first of a block's S slots holds
+the root and drafts nothing.
 """
 
 from __future__ import annotations
@@ -18,57 +18,62 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.export.readers.layer import Layer, Shape, rms
-from drafttrain.export.readers.parts import Config, Engine, MismatchError, Point, Reading, Tensors, each
+from drafttrain.export.readers.parts import (
+    Config,
+    MismatchError,
+    Point,
+    Reading,
+    TargetParts,
+    Tensors,
+    each,
+    speculators_layers,
+)
 
 
-def lmdeploy(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
-    """The authors' layout, with the size of the blocks inside `dflash_config`; ids ascend."""
+def lmdeploy(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The authors' layout, with the block size in `dflash_config` and ascending ids."""
     config = Config.of(directory)
     inner = config.inside("dflash_config", "layer ids")
     inner.expect("block_size", config.get("block_size", "block size"), "block size")
     ids = inner.get("target_layer_ids", "layer ids")
     if ids != sorted(set(ids)):
-        raise MismatchError("layer ids", f"target_layer_ids are {ids}, LMDeploy takes ascending ones")
-    return zlab(directory, engine, points)
+        raise MismatchError("layer ids", f"target_layer_ids are {ids}, but LMDeploy takes ascending ones")
+    return zlab(directory, target, points)
 
 
-def zlab(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+def zlab(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The authors' layout."""
     config = Config.of(directory)
     config.expect("architectures", ["DFlashDraftModel"], "architecture")
     config.expect("model_type", "qwen3", "architecture")
-    config.expect("num_target_layers", engine.blocks, "layer ids")
-    config.expect("vocab_size", len(engine.embed), "vocabulary")
-    return _read(directory, config, config.inside("dflash_config", "layer ids"), ("fc", "hidden_norm"), engine, points)
+    config.expect("num_target_layers", target.blocks, "layer ids")
+    config.expect("vocab_size", len(target.embed), "vocabulary")
+    return _read(directory, config, config.inside("dflash_config", "layer ids"), ("fc", "hidden_norm"), target, points)
 
 
-def transformers(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
-    """Without `layer_types` it would slide a window of 2048 over the context."""
+def transformers(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """Without `layer_types` transformers would use a sliding window of 2048."""
     config = Config.of(directory)
     config.expect("architectures", ["MuseGlimmerAssistantModel"], "architecture")
     config.expect("model_type", "muse_glimmer_assistant", "architecture")
-    return _read(directory, config, config, ("encoder.fc", "encoder.output_norm_enc"), engine, points)
+    return _read(directory, config, config, ("encoder.fc", "encoder.output_norm_enc"), target, points)
 
 
-def speculators(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
-    config, block = of_speculators(directory, "dflash", "DFlashSpeculator", engine)
+def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """speculators' layout."""
+    config, block = of_speculators(directory, "dflash", "DFlashSpeculator", target)
     config.expect("sample_from_anchor", False, "config")
-    return reading(block, Tensors(directory), ("fc", "hidden_norm"), engine, points)
+    return reading(block, Tensors(directory), ("fc", "hidden_norm"), target, points)
 
 
-def of_speculators(directory: Path, algorithm: str, architecture: str, engine: Engine) -> tuple[Config, Block]:
-    """The numbers of the layers are k. vLLM reads it too: with `sliding_window_non_causal` false it makes blocks causal."""
+def of_speculators(directory: Path, algorithm: str, architecture: str, target: TargetParts) -> tuple[Config, Block]:
+    """A configuration and its block. Layer ids are k. vLLM reads it too, and makes blocks causal unless
+    sliding_window_non_causal.
+    """
     config = Config.of(directory)
-    config.expect("architectures", [architecture], "architecture")
-    config.expect("speculators_model_type", algorithm, "architecture")
-    config.expect("model_type", None, "architecture")
-    config.get("speculators_version", "architecture")
-    asked = config.inside("speculators_config", "architecture")
-    asked.expect("algorithm", algorithm, "architecture")
-    asked.inside("verifier", "architecture").get("name_or_path", "architecture")
-    inner = config.inside("transformer_layer_config", "config")
-    inner.expect("model_type", "qwen3", "architecture")
+    inner = speculators_layers(config, algorithm, architecture, "qwen3")
     for holder, key in ((config, "draft_vocab_size"), (inner, "vocab_size")):
-        holder.expect(key, len(engine.embed), "vocabulary")
+        holder.expect(key, len(target.embed), "vocabulary")
     config.expect("sliding_window_non_causal", True, "config")
     count = inner.get("num_hidden_layers", "config")
     inner.expect("layer_types", ["full_attention"] * count, "layer types")
@@ -79,9 +84,9 @@ def of_speculators(directory: Path, algorithm: str, architecture: str, engine: E
 
 
 def _read(
-    directory: Path, config: Config, own: Config, names: tuple[str, str], engine: Engine, points: Sequence[Point]
+    directory: Path, config: Config, own: Config, names: tuple[str, str], target: TargetParts, points: Sequence[Point]
 ) -> Reading:
-    """own: where the layers and the mask token stand. names: of the map of the context and of its norm."""
+    """own: holds the layer ids and the mask token. names: of the context's linear map and of its norm."""
     count = config.get("num_hidden_layers", "config")
     config.expect("layer_types", ["full_attention"] * count, "layer types")
     block = Block(
@@ -91,45 +96,45 @@ def _read(
         config.get("block_size", "block size"),
         own.get("mask_token_id", "mask token"),
     )
-    return reading(block, Tensors(directory), names, engine, points)
+    return reading(block, Tensors(directory), names, target, points)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What is read, beside the tensors. layers: how many; taken: the states, by k; size: of a block, its root included; first:
-    its first slot that drafts; group: channels of a convolution's kernel, where there are convolutions.
-    """
+    """The shape of a block drafter."""
 
     shape: Shape
-    layers: int
-    taken: list[int]
-    size: int
-    mask: int
-    first: int = 1
-    group: int | None = None
+    layers: int  # number of layers
+    taken: list[int]  # the states that are read, by k
+    size: int  # slots of a block, with the root
+    mask: int  # the mask token
+    first: int = 1  # first slot that drafts
+    group: int | None = None  # channels per kernel of the convolutions; None: there are none
 
     def facts(self) -> dict[str, Any]:
+        """The settings that the files have."""
         return self.shape.facts() | {"layer ids": self.taken, "block size": self.size, "mask token": self.mask}
 
 
-def reading(block: Block, tensors: Tensors, names: tuple[str, str], engine: Engine, points: Sequence[Point]) -> Reading:
-    states = slots(block, tensors, names, engine)
+def reading(block: Block, tensors: Tensors, names: tuple[str, str], target: TargetParts, points: Sequence[Point]) -> Reading:
+    """Draft with the target's head from the states of a block."""
+    states = slots(block, tensors, names, target)
     tensors.finish()
-    return Reading(each(points, lambda point: F.linear(states(point), engine.head)), block.facts())
+    return Reading(each(points, lambda point: F.linear(states(point), target.head)), block.facts())
 
 
-def slots(block: Block, tensors: Tensors, names: tuple[str, str], engine: Engine) -> Callable[[Point], Tensor]:
+def slots(block: Block, tensors: Tensors, names: tuple[str, str], target: TargetParts) -> Callable[[Point], Tensor]:
     """[K, H] of a point: the states of the slots that draft."""
-    shape, taken, mask, target_width = block.shape, block.taken, block.mask, engine.embed.shape[1]
+    shape, taken, mask, target_width = block.shape, block.taken, block.mask, target.embed.shape[1]
     fc = tensors.take(f"{names[0]}.weight", shape.width, len(taken) * target_width, fails="layer ids")
     context_norm, norm = tensors.take(f"{names[1]}.weight", shape.width), tensors.take("norm.weight", shape.width)
     layers = [_OneLayer(tensors, f"layers.{i}", block) for i in range(block.layers)]
-    if not 0 <= mask < len(engine.embed):
+    if not 0 <= mask < len(target.embed):
         raise MismatchError("mask token", f"mask_token_id {mask} is no token of the target")
 
     def states(point: Point) -> Tensor:
         context_cH = rms(F.linear(torch.cat([point.layer(k) for k in taken], -1), fc), context_norm, shape.eps)
-        x_SH = engine.embed[torch.cat([point.root[None], torch.full((block.size - 1,), mask)])]
+        x_SH = target.embed[torch.cat([point.root[None], torch.full((block.size - 1,), mask)])]
         for layer in layers:
             x_SH = layer(x_SH, context_cH)
         return rms(x_SH, norm, shape.eps)[block.first :]
@@ -138,7 +143,7 @@ def slots(block: Block, tensors: Tensors, names: tuple[str, str], engine: Engine
 
 
 class _OneLayer:
-    """Every slot sees the whole context and the whole block."""
+    """A layer in which every slot sees the whole context and the whole block."""
 
     def __init__(self, tensors: Tensors, name: str, block: Block) -> None:
         shape = block.shape
@@ -157,22 +162,22 @@ class _OneLayer:
     def _attended(self, in_SH: Tensor, context_cH: Tensor) -> Tensor:
         S, c = len(in_SH), len(context_cH)
         position_S, position_P = torch.arange(c, c + S), torch.arange(c + S)
-        beside_PH = torch.cat([context_cH, in_SH])
+        joined_PH = torch.cat([context_cH, in_SH])
         q_ShD = self.inner.heads(in_SH, "q", position_S)
-        k_PhD, v_PhD = (self.inner.heads(beside_PH, which, position_P) for which in "kv")
+        k_PhD, v_PhD = (self.inner.heads(joined_PH, which, position_P) for which in "kv")
         return self.inner.attended(q_ShD, k_PhD, v_PhD, torch.ones(S, c + S, dtype=torch.bool))
 
 
 class _Convolution:
-    """Two taps before and two behind a part; what a slot adds to them is made of the part's input."""
+    """A convolution of two taps before a part and one after it. Each slot's own kernel comes from the part's input."""
 
     def __init__(self, tensors: Tensors, name: str, width: int, group: int) -> None:
         self.base_2kH = tensors.take(f"{name}.base_kernel", 2, 2, width)
         self.own = tensors.take(f"{name}.kernel_projection.weight", 4 * (width // group), width, fails="config")
         self.group = group
 
-    def __call__(self, x_SH: Tensor, side: int, told_SH: Tensor) -> Tensor:
-        own_SkH = F.linear(told_SH, self.own).view(len(told_SH), 2, 2, -1)[:, side].repeat_interleave(self.group, -1)
+    def __call__(self, x_SH: Tensor, side: int, input_SH: Tensor) -> Tensor:
+        own_SkH = F.linear(input_SH, self.own).view(len(input_SH), 2, 2, -1)[:, side].repeat_interleave(self.group, -1)
         out = []
         for slot in range(len(x_SH)):
             mixed_H = (self.base_2kH[side, 0] + own_SkH[slot, 0]) * x_SH[slot]

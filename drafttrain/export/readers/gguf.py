@@ -1,11 +1,11 @@
 """GGUF files as llama.cpp's loaders read them: language models, `eagle3` and `dflash`.
 
-The numbers of the layers are k, the block whose input they are, for both; of n blocks few targets give out number n, their last
-output, and Llama and Qwen3 are not among them. EAGLE-3 takes three, no more or fewer. d2t holds the target's ids. Queries and
-keys of Llama and EAGLE-3 are rotated by neighbouring values. What a file does not say llama.cpp fills in by itself
-(`rope.freq_base` 10000, the width of heads from that of the model, token 11 for the end of a text): here it has to be said.
+The layer ids are k, blocks whose inputs are read, for both. Of n blocks few targets can give number n, the last output; Llama
+and Qwen3 cannot. EAGLE-3 takes exactly three layers. d2t holds the target's ids. Queries and keys of Llama and EAGLE-3 are
+rotated by neighbouring values. llama.cpp has defaults for missing fields (`rope.freq_base` 10000, the head width from the
+model's, token 11 as the end token); here every field must be written.
 
-Vectors must be float32: its norms and biases take nothing else.
+Vectors must be float32, the only type that its norms and biases take.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from drafttrain.export.readers import causal_lm, dflash, eagle3
 from drafttrain.export.readers.gguf_tokenizer import check_tokenizer
-from drafttrain.export.readers.layer import Layer, Shape
-from drafttrain.export.readers.parts import Config, Engine, MismatchError, Point, Reading, Tensors
+from drafttrain.export.readers.layer import Shape
+from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors
 
 MODELS = ("llama", "qwen2", "qwen3")
 PAIRED = ("llama", "eagle3")
@@ -43,74 +43,64 @@ SPELLED = {llama: own for own, llama in BLOCK.items()}
 ENDS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
-def model(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
-    """A draft model: any that llama.cpp decodes, with the target's tokenizer."""
-    return language_model(directory, "draft.gguf", engine, points)
+def model(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """A draft model of any architecture that llama.cpp runs, with the target's tokenizer."""
+    return language_model(directory, "draft.gguf", target, points)
 
 
-def language_model(directory: Path, file: str, engine: Engine, points: Sequence[Point]) -> Reading:
-    config, tensors, kind = _opened(directory, file, MODELS, engine)
+def language_model(directory: Path, file: str, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """A language model in this file."""
+    config, tensors, kind = _opened(directory, file, MODELS, target)
     shape = _shape(config, kind, tensors)
     plan = causal_lm.Plan(shape, _own(config, kind, "block_count", "config"), kind == "qwen2", kind == "qwen3")
-    return causal_lm.reading(plan, tensors, engine, points, tied="output.weight" not in tensors.left)
+    return causal_lm.reading(plan, tensors, target, points, tied="output.weight" not in tensors.left)
 
 
-def eagle3_draft(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
-    config, tensors, kind = _opened(directory, "draft.gguf", ("eagle3",), engine)
-    shape, (vocab, target_width) = _shape(config, kind, tensors), engine.embed.shape
+def eagle3_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """An EAGLE-3 drafter."""
+    config, tensors, kind = _opened(directory, "draft.gguf", ("eagle3",), target)
+    shape, (vocab, target_width) = _shape(config, kind, tensors), target.embed.shape
     config.expect("eagle3.block_count", 1, "config")
     config.expect("eagle3.target_hidden_size", target_width, "config")
-    layers = _layers(config, kind, engine)
+    layers = _layers(config, kind, target)
     if len(layers) != 3:
-        raise MismatchError("layer ids", f"eagle3.target_layers has {len(layers)} numbers, and llama.cpp takes three")
+        raise MismatchError("layer ids", f"eagle3.target_layers has {len(layers)} numbers, but llama.cpp takes three")
     if _own(config, kind, "norm_before_fc", "norm flags"):
         raise MismatchError(
-            "norm flags", "eagle3.norm_before_fc is true: one norm over all fused states, which nothing here has"
+            "norm flags", "eagle3.norm_before_fc is true: one norm over all fused states, which no drafter here has"
         )
     ids = tensors.left.pop("d2t", torch.arange(vocab))
     if ids.dtype != torch.int64:
-        raise MismatchError("d2t", f"it is {ids.dtype}, llama.cpp takes int64")
-    width, spoken = shape.width, len(ids)
-    head = eagle3.Head(
-        shape,
-        Layer(tensors, "layers.0", shape, 2 * width),
-        tensors.take("fc.weight", width, len(layers) * target_width, fails="layer ids"),
-        [],
-        tensors.take("layers.0.input_layernorm.weight", width),
-        tensors.take("layers.0.hidden_norm.weight", width),
-        tensors.take("norm.weight", width),
-        tensors.take("lm_head.weight", spoken, width, fails="vocabulary"),
-        ids,
-        layers,
-        bool(_own(config, kind, "norm_before_residual", "norm flags")),
-        output=False,
-    )
+        raise MismatchError("d2t", f"it is {ids.dtype}, but llama.cpp takes int64")
+    before = bool(_own(config, kind, "norm_before_residual", "norm flags"))
+    head = eagle3.load_head(tensors, "layers.0", shape, target_width, ids, layers, 0, before, output=False)
     tensors.finish()
-    return eagle3.reading(head, engine, points)
+    return eagle3.reading(head, target, points)
 
 
-def dflash_draft(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
-    config, tensors, kind = _opened(directory, "draft.gguf", ("dflash",), engine)
+def dflash_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """A DFlash drafter."""
+    config, tensors, kind = _opened(directory, "draft.gguf", ("dflash",), target)
     config.expect("dflash.attention.causal", False, "config")
     block = dflash.Block(
         _shape(config, kind, tensors),
         _own(config, kind, "block_count", "config"),
-        _layers(config, kind, engine),
+        _layers(config, kind, target),
         _own(config, kind, "block_size", "block size"),
         config.get("tokenizer.ggml.mask_token_id", "mask token"),
     )
-    return dflash.reading(block, tensors, ("fc", "enc.output_norm"), engine, points)
+    return dflash.reading(block, tensors, ("fc", "enc.output_norm"), target, points)
 
 
-def facts(directory: Path, file: str, engine: Engine) -> dict[str, Any]:
-    """Of a language model, by its fields alone, its tokenizer checked."""
-    config, kind = _checked(directory, file, MODELS, engine)
-    own = {"layers": _own(config, kind, "block_count", "config"), "vocabulary": len(engine.embed)}
+def facts(directory: Path, file: str, target: TargetParts) -> dict[str, Any]:
+    """A language model's settings, from its fields, with the tokenizer checked."""
+    config, kind = _checked(directory, file, MODELS, target)
+    own = {"layers": _own(config, kind, "block_count", "config"), "vocabulary": len(target.embed)}
     return _shape(config, kind, None).facts() | own
 
 
 def weights(directory: Path, file: str) -> Iterator[tuple[str, Tensor]]:
-    """A language model's, one by one, in float32, by the names of Llama, rows of queries and keys as there."""
+    """A language model's tensors, one by one, in float32, with Llama's names and order of rows."""
     config = _fields(directory, file)
     kind = config.get("general.architecture", "architecture")
     head_dim = _own(config, kind, "attention.key_length", "head_dim")
@@ -127,20 +117,18 @@ def weights(directory: Path, file: str) -> Iterator[tuple[str, Tensor]]:
             yield f"model.{next(llama for llama, own in ENDS.items() if own == stem)}.{part}", tensor
 
 
-def _opened(directory: Path, file: str, kinds: tuple[str, ...], engine: Engine) -> tuple[Config, Tensors, str]:
-    config, kind = _checked(directory, file, kinds, engine)
+def _opened(directory: Path, file: str, kinds: tuple[str, ...], target: TargetParts) -> tuple[Config, Tensors, str]:
+    config, kind = _checked(directory, file, kinds, target)
     return config, Tensors(directory, file, _tensors, _spelled), kind
 
 
-def _checked(directory: Path, file: str, kinds: tuple[str, ...], engine: Engine) -> tuple[Config, str]:
+def _checked(directory: Path, file: str, kinds: tuple[str, ...], target: TargetParts) -> tuple[Config, str]:
     config = _fields(directory, file)
     kind = config.get("general.architecture", "architecture")
     if kind not in kinds:
         raise MismatchError("architecture", f"general.architecture is {kind!r}; {' or '.join(kinds)} is needed")
-    if _own(config, kind, "vocab_size", "vocabulary") != len(engine.embed):
-        got = config.values[f"{kind}.vocab_size"]
-        raise MismatchError("vocabulary", f"{kind}.vocab_size is {got}, the target's is {len(engine.embed)}")
-    check_tokenizer(config, engine)
+    config.expect(f"{kind}.vocab_size", len(target.embed), "vocabulary")
+    check_tokenizer(config, target)
     return config, kind
 
 
@@ -148,11 +136,11 @@ def _own(config: Config, kind: str, key: str, name: str) -> Any:
     return config.get(f"{kind}.{key}", name)
 
 
-def _layers(config: Config, kind: str, engine: Engine) -> list[int]:
+def _layers(config: Config, kind: str, target: TargetParts) -> list[int]:
     layers: list[int] = _own(config, kind, "target_layers", "layer ids")
-    if max(layers) >= engine.blocks:
+    if max(layers) >= target.blocks:
         raise MismatchError(
-            "layer ids", f"{kind}.target_layers asks for {max(layers)}, targets give out inputs of their blocks"
+            "layer ids", f"{kind}.target_layers has {max(layers)}, but targets can give only the inputs of their blocks"
         )
     return layers
 
@@ -167,7 +155,7 @@ def _shape(config: Config, kind: str, tensors: Tensors | None) -> Shape:
     scaling: dict[str, Any] = {}
     if tensors is not None and "rope_freqs.weight" in tensors.left:
         if kind not in PAIRED:
-            raise MismatchError("rope scaling", f"rope_freqs.weight is not read in models of {kind}")
+            raise MismatchError("rope scaling", f"llama.cpp does not read rope_freqs.weight in {kind} models")
         scaling = {"rope_type": "llama3", "factors": tensors.left.pop("rope_freqs.weight")}
     elif f"{kind}.rope.scaling.type" in config.values:
         scaling = {"rope_type": own("rope.scaling.type", "rope scaling"), "factor": own("rope.scaling.factor", "rope scaling")}
@@ -186,7 +174,7 @@ def _shape(config: Config, kind: str, tensors: Tensors | None) -> Shape:
 
 
 def _spelled(name: str) -> str:
-    """llama.cpp's name of what Llama calls so."""
+    """llama.cpp's name for a name of Llama's."""
     stem, _, part = name.removeprefix("model.").rpartition(".")
     if stem.startswith("layers."):
         _, number, inner = stem.split(".", 2)
@@ -213,7 +201,7 @@ def _tensors(directory: Path, file: str) -> dict[str, Tensor]:
 
 
 def _value(field: Any) -> Any:
-    """float32 numbers as the decimals that they were written for."""
+    """A field's value. float32 numbers become the decimals that they were written from."""
     value = field.contents()
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
@@ -223,6 +211,6 @@ def _tensor(stored: Any) -> Tensor:
     if kind not in ("F32", "F16", "BF16", "I64"):
         raise MismatchError("tensors", f"{stored.name} is {kind}, which the reader does not know")
     if array.ndim == 1 and kind not in ("F32", "I64"):
-        raise MismatchError("tensors", f"{stored.name} is a vector in {kind}, llama.cpp takes float32")
+        raise MismatchError("tensors", f"{stored.name} is a vector in {kind}, but llama.cpp takes float32")
     tensor = torch.from_numpy(array)
     return tensor if kind == "I64" else (tensor.view(torch.bfloat16) if kind == "BF16" else tensor).float()

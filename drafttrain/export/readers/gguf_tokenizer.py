@@ -1,4 +1,4 @@
-"""llama.cpp's tokenizer of a GGUF file, read and tried: byte-level BPE, the one that is written here."""
+"""llama.cpp's tokenizer of a GGUF file, read and tried: byte-level BPE, the only kind that is written here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import regex
 
-from drafttrain.export.readers.parts import Config, Engine, MismatchError
+from drafttrain.export.readers.parts import Config, MismatchError, TargetParts
 
-# what each pre-tokenizer's name makes llama.cpp cut a text by, one after the other
+# the expressions by which llama.cpp splits a text for each pre-tokenizer's name, in order
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SHORT = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 LINES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -25,12 +25,12 @@ CUTS = {
     "qwen2": [ONE],
     "qwen35": [MARKS],
 }
-WHOLE = ("llama-bpe",)  # names by which a word that is a piece is taken whole
+WHOLE = ("llama-bpe",)  # names for which a word that is a piece is used without merging
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 
-def check_tokenizer(config: Config, engine: Engine) -> None:
-    """Raises MismatchError unless the file's tokenizer has the target's pieces and makes the same tokens of texts."""
+def check_tokenizer(config: Config, target: TargetParts) -> None:
+    """Raises MismatchError unless the file's tokenizer has the target's pieces and makes the same tokens from texts."""
     tokens = config.get("tokenizer.ggml.tokens", "tokenizer")
     config.expect("tokenizer.ggml.model", "gpt2", "tokenizer")
     pre = config.get("tokenizer.ggml.pre", "tokenizer")
@@ -38,15 +38,17 @@ def check_tokenizer(config: Config, engine: Engine) -> None:
     if pre not in CUTS:
         raise MismatchError("tokenizer", f"tokenizer.ggml.pre is {pre!r}; the reader knows {', '.join(CUTS)}")
     kinds = config.get("tokenizer.ggml.token_type", "tokenizer")
-    if len(tokens) != len(engine.embed) or len(kinds) != len(tokens):
-        raise MismatchError("tokenizer", f"it has {len(tokens)} tokens of {len(kinds)} kinds, the target {len(engine.embed)}")
+    if len(tokens) != len(target.embed) or len(kinds) != len(tokens):
+        raise MismatchError(
+            "tokenizer", f"it has {len(tokens)} tokens, {len(kinds)} kinds, the target {len(target.embed)} tokens"
+        )
     own = {piece: i for i, piece in enumerate(tokens) if kinds[i] != UNUSED}
-    pieces = engine.pieces or {}
+    pieces = target.pieces or {}
     if own != pieces:
         other = next(piece for piece in {**own, **pieces} if own.get(piece) != pieces.get(piece))
         raise MismatchError("tokenizer", f"{other!r} is token {own.get(other)} there, the target's is {pieces.get(other)}")
     bpe = Bpe(own, kinds, config.get("tokenizer.ggml.merges", "tokenizer"), pre)
-    for text, ids in engine.texts:
+    for text, ids in target.texts:
         made = [*_start(config), *bpe.encode(text), *_end(config)]
         if made != ids:
             at = next((i for i, (a, b) in enumerate(zip(made, ids, strict=False)) if a != b), min(len(made), len(ids)))
@@ -56,10 +58,10 @@ def check_tokenizer(config: Config, engine: Engine) -> None:
 
 
 def _start(config: Config) -> list[int]:
-    said = config.values.get("tokenizer.ggml.add_bos_token")
-    if said is None:
+    adds = config.values.get("tokenizer.ggml.add_bos_token")
+    if adds is None:
         raise MismatchError("tokenizer", f"{config.where} does not say tokenizer.ggml.add_bos_token")
-    return [config.get("tokenizer.ggml.bos_token_id", "tokenizer")] if said else []
+    return [config.get("tokenizer.ggml.bos_token_id", "tokenizer")] if adds else []
 
 
 def _end(config: Config) -> list[int]:
@@ -67,7 +69,9 @@ def _end(config: Config) -> list[int]:
 
 
 class Bpe:
-    """Words of a text in bytes, each byte a letter of its own; then neighbours merged, the earliest of the list first."""
+    """Splits a text into words of bytes, each byte written as one letter, and merges neighbours by the earliest rule in the
+    list.
+    """
 
     def __init__(self, pieces: dict[str, int], kinds: list[int], merges: list[str], pre: str) -> None:
         self.pieces, self.whole, self.cuts = pieces, pre in WHOLE, [regex.compile(cut) for cut in CUTS[pre]]
@@ -76,6 +80,7 @@ class Bpe:
         self.special = regex.compile("(" + "|".join(map(regex.escape, special)) + ")") if special else None
 
     def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
         parts: list[str] = [text] if self.special is None else self.special.split(text)
         found: list[int] = []
         for number, part in enumerate(parts):
@@ -101,13 +106,13 @@ class Bpe:
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """A piece may begin with a space of its own."""
+    """The two pieces of a merge rule. A piece may begin with a space."""
     at = merge.find(" ", 1)
     return merge[:at], merge[at + 1 :]
 
 
 def _split(cut: Any, word: str) -> Iterator[str]:
-    """What matches, and what lies between."""
+    """The matches of an expression, and the parts between them."""
     at = 0
     for match in cut.finditer(word):
         yield from (piece for piece in (word[at : match.start()], match.group()) if piece)
@@ -117,7 +122,7 @@ def _split(cut: Any, word: str) -> Iterator[str]:
 
 
 def _letters() -> list[str]:
-    """GPT-2's: bytes that print are themselves, the others come behind them in order, from 256."""
+    """GPT-2's letters for bytes: printable bytes are themselves, the others follow in order from 256."""
     printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printed else next(others)) for byte in range(256)]

@@ -2,8 +2,8 @@
 
 Shapes: K heads, V vocabulary, H hidden, I = (i + 2) H.
 
-Head i reads the target's post-norm state and the embeddings of the i + 1 tokens after it. A head's first block has a linear map
-in the identity's place; the others are one object repeated, so that the last one's weights count for all.
+Head i reads the target's post-norm state and the embeddings of the i + 1 tokens after it. In a head's first block a linear map
+replaces the identity. The other blocks are one object repeated, so that the last one's weights count for all.
 """
 
 from __future__ import annotations
@@ -16,39 +16,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.parts import Config, Engine, Point, Reading, Tensors, each
+from drafttrain.export.readers.parts import Config, Linear, Point, Reading, TargetParts, Tensors, each
 
-Linear = tuple[Tensor, Tensor]
 Head = tuple[Linear, Linear, list[Linear], Linear]
 
 
-def read(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The authors' layout."""
     config, tensors = Config.of(directory), Tensors(directory, "hydra_lm_head.safetensors")
     config.expect("hydra_head_arch", "mlp", "architecture")
     config.expect("grounded_heads", True, "architecture")
     config.expect("hidden_state_offset", 0, "config")
     config.get("base_model_name_or_path", "config")
-    vocab, width = engine.head.shape
+    vocab, width = target.head.shape
     layers, heads = config.get("hydra_num_layers", "config"), []
     for i in range(config.get("hydra_num_heads", "config")):
         joined, name = (i + 2) * width, f"hydra_mlp.{i}"
-        first, kept = (_linear(tensors, f"{name}.0.{part}", width, joined) for part in ("linear", "res_connection"))
-        rest = [_linear(tensors, f"{name}.{j}.linear", width, width) for j in range(1, layers)]
-        output = _linear(tensors, f"hydra_lm_head.{i}", vocab, width)
+        first, kept = (tensors.linear(f"{name}.0.{part}", width, joined) for part in ("linear", "res_connection"))
+        rest = [tensors.linear(f"{name}.{j}.linear", width, width) for j in range(1, layers)]
+        output = tensors.linear(f"hydra_lm_head.{i}", vocab, width)
         heads.append((first, kept, rest[-1:] * len(rest), output))
     tensors.finish()
     facts: dict[str, Any] = {"vocabulary": vocab, "heads of the drafter": len(heads)}
-    return Reading(each(points, lambda point: _draft(heads, engine, point)), facts)
+    return Reading(each(points, lambda point: _draft(heads, target, point)), facts)
 
 
-def _linear(tensors: Tensors, name: str, out: int, into: int) -> Linear:
-    return tensors.take(f"{name}.weight", out, into), tensors.take(f"{name}.bias", out)
-
-
-def _draft(heads: list[Head], engine: Engine, point: Point) -> Tensor:
+def _draft(heads: list[Head], target: TargetParts, point: Point) -> Tensor:
     logits, known = [], torch.cat([point.root[None], point.drafts])
     for i, (first, kept, rest, output) in enumerate(heads):
-        joined_I = torch.cat([point.last()[-1], engine.embed[known[: i + 1]].flatten()])
+        joined_I = torch.cat([point.last()[-1], target.embed[known[: i + 1]].flatten()])
         x_H = F.linear(joined_I, *kept) + F.silu(F.linear(joined_I, *first))
         for block in rest:
             x_H = x_H + F.silu(F.linear(x_H, *block))

@@ -1,6 +1,6 @@
-"""What readers share: a decoder layer's arithmetic, in plain torch and by the names of Llama.
+"""Shared by the readers: a decoder layer in plain torch, with Llama's names.
 
-Shapes: N positions fed, P positions seen, h heads, D head width, F half of it, H hidden, I what attention reads.
+Shapes: N positions fed, P positions seen, h heads, D head width, F half of it, H hidden, I input width of attention.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from drafttrain.export.readers.parts import Config, MismatchError, Tensors
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder layer's dimensions, from the fields that all stacks read them from.
-
-    paired: neighbouring values are rotated together, where most rotate the two halves of a head.
-    """
+    """A decoder layer's dimensions, from the fields that all stacks read."""
 
     width: int
-    inner: int
+    inner: int  # width of the MLP
     heads: int
     kv_heads: int
     head_dim: int
-    theta: float
+    theta: float  # rope_theta
     eps: float
     max_positions: int
-    scaling: dict[str, Any]
-    paired: bool = False
+    scaling: dict[str, Any]  # of rotary positions
+    paired: bool = False  # rotate neighbouring values, where most models rotate the two halves of a head
 
     @staticmethod
     def of(config: Config) -> Shape:
+        """The dimensions in a configuration."""
         rope = config.values.get("rope_parameters") or {}
         theta = rope["rope_theta"] if "rope_theta" in rope else config.get("rope_theta", "rope")
         scaling = rope or config.values.get("rope_scaling") or {}
@@ -52,10 +50,11 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        """Of the scaling of positions."""
+        """The kind of rotary scaling."""
         return str(self.scaling.get("rope_type") or self.scaling.get("type") or "default")
 
     def facts(self) -> dict[str, Any]:
+        """The settings that the files have."""
         return {
             "rope": self.theta,
             "rope scaling": self.kind,
@@ -67,9 +66,8 @@ class Shape:
 
 
 class Layer:
-    """Attention and gated MLP of one layer, under the names of Llama. in_width: of what attention reads.
-
-    bias: of q, k and v. norms: of each head's query and key.
+    """Attention and gated MLP of one layer. in_width: input width of attention. bias: of q, k and v. norms: of each head's q
+    and k.
     """
 
     def __init__(
@@ -88,34 +86,37 @@ class Layer:
         self.post = tensors.take(f"{prefix}.post_attention_layernorm.weight", shape.width)
 
     def heads(self, x_NI: Tensor, which: str, position_N: Tensor) -> Tensor:
-        """[N, heads, D], queries and keys rotated."""
+        """[N, heads, D]: queries and keys rotated."""
         x_NhD = F.linear(x_NI, self.qkv[which], self.bias.get(which)).unflatten(-1, (-1, self.shape.head_dim))
         if which in self.norms:
             x_NhD = rms(x_NhD, self.norms[which], self.shape.eps)
         return x_NhD if which == "v" else rotated(x_NhD, position_N, self.shape)
 
     def attended(self, q_NhD: Tensor, k_PhD: Tensor, v_PhD: Tensor, seen_NP: Tensor) -> Tensor:
+        """[N, H]: attention of the queries to the keys that `seen_NP` allows, after the output projection."""
         groups = self.shape.heads // self.shape.kv_heads
         k_PhD, v_PhD = k_PhD.repeat_interleave(groups, 1), v_PhD.repeat_interleave(groups, 1)
         score_hNP = torch.einsum("nhd,phd->hnp", q_NhD, k_PhD) / self.shape.head_dim**0.5
-        law_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf).softmax(-1)
-        return F.linear(torch.einsum("hnp,phd->nhd", law_hNP, v_PhD).flatten(1), self.o)
+        weight_hNP = score_hNP.masked_fill(~seen_NP, -torch.inf).softmax(-1)
+        return F.linear(torch.einsum("hnp,phd->nhd", weight_hNP, v_PhD).flatten(1), self.o)
 
     def mlp(self, x_NH: Tensor) -> Tensor:
+        """[N, H]: the MLP, with its norm before."""
         return self.gated(rms(x_NH, self.post, self.shape.eps))
 
     def gated(self, normed_NH: Tensor) -> Tensor:
+        """[N, H]: the MLP without its norm."""
         return F.linear(F.silu(F.linear(normed_NH, self.gate)) * F.linear(normed_NH, self.up), self.down)
 
 
 class Cache:
-    """Keys and values of one layer for what was fed so far, in order; what is fed sees all before it and itself."""
+    """Keys and values of one layer for the positions fed so far. A new position sees all earlier ones and itself."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.keys, self.values = layer, list[Tensor](), list[Tensor]()
 
     def feed(self, x_NI: Tensor, position_N: Tensor) -> Tensor:
-        """[N, H] what attention gives."""
+        """[N, H]: the output of attention."""
         self.keys.append(self.layer.heads(x_NI, "k", position_N))
         self.values.append(self.layer.heads(x_NI, "v", position_N))
         keys, values, N = torch.cat(self.keys), torch.cat(self.values), len(x_NI)
@@ -124,16 +125,17 @@ class Cache:
 
 
 def rms(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """[..., H]: the RMS norm."""
     return x_H * torch.rsqrt(x_H.pow(2).mean(-1, keepdim=True) + eps) * weight_H
 
 
 def rotated(x_NhD: Tensor, position_N: Tensor, shape: Shape) -> Tensor:
-    """The two halves of a head turned against each other, as in Llama, or its neighbours."""
+    """Rotate the two halves of a head, as Llama does, or its neighbouring values."""
     angle_NF = position_N[:, None].float() * _frequencies(shape)
     cos_N1F, sin_N1F = angle_NF.cos()[:, None], angle_NF.sin()[:, None]
     first, second = x_NhD.unflatten(-1, (-1, 2)).unbind(-1) if shape.paired else x_NhD.chunk(2, -1)
-    turned = first * cos_N1F - second * sin_N1F, second * cos_N1F + first * sin_N1F
-    return torch.stack(turned, -1).flatten(-2) if shape.paired else torch.cat(turned, -1)
+    rotated_pair = first * cos_N1F - second * sin_N1F, second * cos_N1F + first * sin_N1F
+    return torch.stack(rotated_pair, -1).flatten(-2) if shape.paired else torch.cat(rotated_pair, -1)
 
 
 def _frequencies(shape: Shape) -> Tensor:
@@ -146,11 +148,11 @@ def _frequencies(shape: Shape) -> Tensor:
         return plain_F / float(shape.scaling["factor"])
     if shape.kind == "llama3":
         return _llama3(plain_F, shape.scaling)
-    raise MismatchError("rope scaling", f"the reader knows no {shape.kind!r} scaling of positions")
+    raise MismatchError("rope scaling", f"the reader does not support rotary scaling of kind {shape.kind!r}")
 
 
 def _llama3(plain_F: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between blended (Llama 3.1)."""
+    """Divide low frequencies by `factor`, keep high ones, and blend those between (Llama 3.1)."""
     factor, length = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     turns_F = length * plain_F / (2 * torch.pi)

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.parts import Config, Engine, Point, Reading, Tensors, each
+from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts, Tensors, each
 
 Stage = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def read(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The authors' layout."""
     config, tensors = Config.of(directory), Tensors(directory)
-    vocab, width = engine.head.shape
+    vocab, width = target.head.shape
     config.expect("architectures", ["MLPSpeculatorPreTrainedModel"], "architecture")
     config.expect("model_type", "mlp_speculator", "architecture")
     config.expect("vocab_size", vocab, "vocabulary")
@@ -58,7 +59,7 @@ def _stage(tensors: Tensors, i: int, inner: int, into: int, vocab: int) -> Stage
 
 
 def _tied(stages: list[Stage]) -> list[Stage]:
-    """All but projections are the first stage's; of these the second's is that of all later ones."""
+    """Use the first stage's tensors for all stages, except that projections from the second stage on are the second's."""
     (emb, first, scale, shift, head), later = stages[0], stages[min(1, len(stages) - 1)][1]
     return [(emb, later if i else first, scale, shift, head) for i in range(len(stages))]
 

@@ -1,4 +1,4 @@
-"""What readers share: the directory's files, and the target's side of an engine.
+"""Shared by the readers: the directory's files, and the target's part of a stack.
 
 Shapes: c tokens of a text, K drafts, V vocabulary, D draft vocabulary, H hidden.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class MismatchError(Exception):
-    """Something that a stack would load in another sense than it was meant, or not at all. name: what."""
+    """A stack would not load this part, or would read it in another sense. name: of the part."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(text)
@@ -27,97 +27,93 @@ class MismatchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One place to draft from: the text's tokens [c], the root behind them, and the drafts [K] to follow.
+    """A place to draft from."""
 
-    states: by k, the input of the target's block k at the text's positions, [c, H]; of n blocks, n is the last one's output.
-    final: its post-norm output, which `output_hidden_states` gives last.
-    """
-
-    text: Tensor
-    root: Tensor
-    drafts: Tensor
+    text: Tensor  # tokens [c]
+    root: Tensor  # the token after them
+    drafts: Tensor  # [K] the drafts to follow
+    # [c, H] by k, the input of the target's block k (n of n blocks: the last output)
     states: dict[int, Tensor] = field(default_factory=dict)
-    final: Tensor | None = None
+    final: Tensor | None = None  # [c, H] the target's post-norm output
 
     @property
     def shifted(self) -> Tensor:
-        """[c] the token after each of the text's, the root last."""
+        """[c] the token after each token of the text; the last is the root."""
         return torch.cat([self.text[1:], self.root[None]])
 
     def layer(self, k: int) -> Tensor:
-        """[c, H] what an engine captures as the input of block k."""
+        """[c, H]: the captured input of block k."""
         if k not in self.states:
-            raise MismatchError("layer ids", f"the files ask for the input of block {k}, which is nowhere near what was tapped")
+            raise MismatchError("layer ids", f"the files ask for the input of block {k}, which is far from the tapped ones")
         return self.states[k]
 
     def last(self) -> Tensor:
-        """[c, H] the post-norm output."""
+        """[c, H]: the post-norm output."""
         if self.final is None:
             raise MismatchError("layer ids", "the files ask for the target's last state, which was not tapped")
         return self.final
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """What a stack has beside the drafter's directory: the target's embedding and head [V, H], its number of blocks, its tokens
-    by their pieces (None: no tokenizer), texts with the tokens that its tokenizer makes of them, and where the model lies that
-    an adapter is of.
-    """
+class TargetParts:
+    """The parts of a stack that come from the target."""
 
-    embed: Tensor
-    head: Tensor
-    blocks: int
-    pieces: dict[str, int] | None = None
-    texts: Sequence[tuple[str, list[int]]] = ()
-    base: Path | None = None
+    embed: Tensor  # [V, H]
+    head: Tensor  # [V, H]
+    blocks: int  # number of blocks
+    pieces: dict[str, int] | None = None  # token ids by piece; None: no tokenizer
+    texts: Sequence[tuple[str, list[int]]] = ()  # texts with their tokens
+    base: Path | None = None  # directory of an adapter's base model
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """logits: of every point, [K, V] in the target's ids, minus infinity where the drafter has no token. facts: by name, what
-    the files say, in the terms of `golden.facts_of` and of a layout's own facts.
-    """
+    """The result of reading a directory."""
 
-    logits: list[Tensor]
-    facts: dict[str, Any]
+    logits: list[Tensor]  # [K, V] of every point in target ids, minus infinity for tokens outside the draft vocabulary
+    facts: dict[str, Any]  # the files' settings, in the terms of `golden.facts_of` and of the layout's own facts
 
 
+Linear = tuple[Tensor, Tensor]  # weight, bias
 Loader = Callable[[Path, str], dict[str, Tensor]]
 Spelling = Callable[[str], str]
 
 
 class Config:
-    """config.json, or an object inside it. Every field that is read must be there: stacks differ in what they take else."""
+    """config.json, or an object inside it. Every field that is read must be there, because stacks have different defaults."""
 
     def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
         self.values, self.where = values, where
 
     @staticmethod
     def of(directory: Path, file: str = "config.json") -> Config:
+        """The configuration in this directory."""
         try:
             return Config(json.loads((directory / file).read_text(encoding="utf-8")), file)
         except (OSError, ValueError) as error:
             raise MismatchError("config", f"{file} cannot be read ({error})") from error
 
     def get(self, key: str, name: str) -> Any:
-        """name: of the failure where the field is not there."""
+        """A field's value. name: of the failure where it is missing."""
         if self.values.get(key) is None:
             raise MismatchError(name, f"{self.where} does not say {key}")
         return self.values[key]
 
     def inside(self, key: str, name: str) -> Config:
+        """An object inside this one."""
         return Config(self.get(key, name), f"{self.where}'s {key}")
 
     def expect(self, key: str, value: Any, name: str) -> None:
+        """Raises MismatchError unless a field has this value."""
         got = self.values.get(key)
         if got != value:
             raise MismatchError(name, f"{self.where} has {key} {got!r}, {value!r} is needed")
 
 
 class Tensors:
-    """All tensors of a directory, floating ones in float32; each is to be taken once, in the shape that config.json gives.
+    """All tensors of a directory, floats in float32. Each is taken once, with the shape that config.json gives.
 
-    spelled: the names in the files of what readers call by the names of Llama; it differs in other containers.
+    spelled: maps Llama's names to those in the files, for other containers.
     """
 
     def __init__(
@@ -126,18 +122,23 @@ class Tensors:
         self.left, self.spelled = (load or _load)(directory, file), spelled
 
     def take(self, name: str, *shape: int, fails: str = "tensors") -> Tensor:
-        """shape: -1 for what another tensor decides. fails: what a wrong shape points at."""
+        """One tensor. shape: with -1 for sizes that another tensor decides. fails: name of the failure for a wrong shape."""
         name = self.spelled(name)
         if name not in self.left:
             raise MismatchError("tensors", f"{name} is missing")
         tensor = self.left.pop(name)
         if len(shape) != tensor.ndim or any(want not in (-1, got) for want, got in zip(shape, tensor.shape, strict=True)):
-            raise MismatchError(fails, f"{name} is {list(tensor.shape)}, the configuration makes it {list(shape)}")
+            raise MismatchError(fails, f"{name} is {list(tensor.shape)}, the configuration gives {list(shape)}")
         return tensor
 
+    def linear(self, name: str, out: int, into: int) -> Linear:
+        """The weight and bias of a linear map."""
+        return self.take(f"{name}.weight", out, into), self.take(f"{name}.bias", out)
+
     def finish(self) -> None:
+        """Raises MismatchError for tensors that were not taken."""
         if self.left:
-            raise MismatchError("tensors", f"{', '.join(sorted(self.left)[:4])}: no stack knows of them")
+            raise MismatchError("tensors", f"{', '.join(sorted(self.left)[:4])}: no stack reads them")
 
 
 def _load(directory: Path, file: str) -> dict[str, Tensor]:
@@ -149,17 +150,33 @@ def _load(directory: Path, file: str) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for part in files:
             if Path(part).name != part:
-                raise MismatchError("tensors", f"{index.name} names {part!r}; only files beside it are read")
+                raise MismatchError("tensors", f"{index.name} names {part!r}; only files in its own folder are read")
             found |= load_file(directory / part)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise MismatchError("tensors", f"{file} cannot be read ({error})") from error
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
 
 
+def speculators_layers(config: Config, algorithm: str, architecture: str, model_type: str) -> Config:
+    """The layers' own configuration in one of speculators'. Raises MismatchError unless it is of this algorithm."""
+    config.expect("architectures", [architecture], "architecture")
+    config.expect("speculators_model_type", algorithm, "architecture")
+    config.expect("model_type", None, "architecture")
+    config.get("speculators_version", "architecture")
+    proposal = config.inside("speculators_config", "architecture")
+    proposal.expect("algorithm", algorithm, "architecture")
+    proposal.inside("verifier", "architecture").get("name_or_path", "architecture")
+    inner = config.inside("transformer_layer_config", "config")
+    inner.expect("model_type", model_type, "architecture")
+    return inner
+
+
 def over_target(logits_KD: Tensor, ids_D: Tensor, vocab: int) -> Tensor:
-    """[K, V] logits of a vocabulary of the drafter's own. Raises MismatchError for ids that the target has not, or twice."""
+    """[K, V]: logits of a draft vocabulary in target ids. Raises MismatchError for ids that are not the target's, or not
+    unique.
+    """
     if bool(((ids_D < 0) | (ids_D >= vocab)).any()) or len(ids_D.unique()) != len(ids_D):
-        raise MismatchError("d2t", "as offsets its values lead out of the target's vocabulary, or twice to one token")
+        raise MismatchError("d2t", "as offsets its values give ids outside the target's vocabulary, or one id twice")
     return logits_KD.new_full((len(logits_KD), vocab), -torch.inf).index_copy(-1, ids_D, logits_KD)
 
 

@@ -1,8 +1,8 @@
-"""P-EAGLE as vLLM reads it: the portable layout with `pard_token`, and that of speculators with `mask_token_id`.
+"""P-EAGLE as vLLM reads it: the portable layout with `pard_token`, and the layout of speculators with `mask_token_id`.
 
 Shapes: c tokens of a text, K drafts, N = c + K - 1 positions fed, H hidden.
 
-One pass: the text with the root, then K - 1 times the mask token beside the mask state. Everything is causal.
+It takes one causal pass: the text with the root, then K - 1 mask tokens with the mask state.
 """
 
 from __future__ import annotations
@@ -17,47 +17,42 @@ from torch.nn import functional as F
 
 from drafttrain.export.readers import eagle3
 from drafttrain.export.readers.layer import Cache, Layer, rms
-from drafttrain.export.readers.parts import Config, Engine, MismatchError, Point, Reading, Tensors, each, over_target
+from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, each, over_target
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """first: what EAGLE-3 has too. others: further layers, each with its input norm."""
+    """A loaded drafter."""
 
-    first: eagle3.Head
-    others: list[tuple[Layer, Tensor]]
+    first: eagle3.Head  # the part that EAGLE-3 has too
+    others: list[tuple[Layer, Tensor]]  # further layers, each with its input norm
     embed: Tensor
     mask_state: Tensor
     mask: int
 
 
-def portable(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+def portable(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The portable layout."""
     config, tensors = Config.of(directory), Tensors(directory)
-    config.expect("architectures", ["LlamaForCausalLMEagle3"], "architecture")
-    config.expect("model_type", "llama", "architecture")
-    nested = config.inside("eagle_config", "layer ids")
-    nested.expect("use_aux_hidden_state", True, "layer ids")
-    layers = list(config.values.get(eagle3.IDS) or nested.get(eagle3.IDS, "layer ids"))
-    if len(layers) != 3:
-        config.expect("num_aux_hidden_states", len(layers), "layer ids")
-    return _reading(config, config, tensors, engine, layers, config.get("pard_token", "mask token"), points)
+    layers = eagle3.portable_layers("vllm", config, target.blocks)
+    return _reading(config, config, tensors, target, layers, config.get("pard_token", "mask token"), points)
 
 
-def speculators(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
-    """vLLM leaves out `fc_norm` of this type."""
+def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """vLLM ignores `fc_norm` in this layout."""
     config, tensors = Config.of(directory), Tensors(directory)
-    inner = eagle3.speculators_layer(config, "peagle", "PEagleSpeculator", engine)
+    inner = eagle3.speculators_layer(config, "peagle", "PEagleSpeculator", target)
     config.expect("embed_requires_grad", True, "config")
     config.expect("fc_norm", None, "norm flags")
     layers, mask = config.get(eagle3.IDS, "layer ids"), config.get("mask_token_id", "mask token")
-    return _reading(config, inner, tensors, engine, layers, mask, points)
+    return _reading(config, inner, tensors, target, layers, mask, points)
 
 
 def _reading(
-    config: Config, inner: Config, tensors: Tensors, engine: Engine, layers: list[int], mask: int, points: Sequence[Point]
+    config: Config, inner: Config, tensors: Tensors, target: TargetParts, layers: list[int], mask: int, points: Sequence[Point]
 ) -> Reading:
-    first = eagle3.head_of(config, inner, tensors, "layers.0", engine, layers)
-    shape, (vocab, target_width) = first.shape, engine.embed.shape
+    first = eagle3.head_of(config, inner, tensors, "layers.0", target, layers)
+    shape, (vocab, target_width) = first.shape, target.embed.shape
     others = []
     for number in range(1, inner.get("num_hidden_layers", "config")):
         prefix = f"layers.{number}"
@@ -67,9 +62,9 @@ def _reading(
     mask_state = tensors.take("mask_hidden", 1, 1, len(layers) * target_width, fails="layer ids")[0, 0]
     tensors.finish()
     if not 0 <= mask < vocab:
-        raise MismatchError("mask token", f"{mask} is no token of the embedding")
+        raise MismatchError("mask token", f"{mask} is not a token of the embedding")
     drafter = Parallel(first, others, embed, mask_state, mask)
-    found = eagle3.reading(first, engine, points[:0])
+    found = eagle3.reading(first, target, points[:0])
     return replace(found, logits=each(points, lambda point: _draft(drafter, point)), facts=found.facts | {"mask token": mask})
 
 

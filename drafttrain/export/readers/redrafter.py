@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.parts import Config, Engine, Point, Reading, Tensors, each
+from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts, Tensors, each
 
 
-def read(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
+def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The authors' layout."""
     config, tensors = Config.of(directory), Tensors(directory)
-    vocab, width = engine.head.shape
+    vocab, width = target.head.shape
     config.expect("model_type", "recurrent_drafting_drafter", "architecture")
     config.expect("vocab_size", vocab, "vocabulary")
     config.expect("hidden_size", width, "config")
@@ -25,17 +26,17 @@ def read(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
     exit_dim = config.get("exit_dim", "config")
     project = None
     if exit_dim != 2 * width:
-        project = tensors.take("input_proj.weight", exit_dim, 2 * width), tensors.take("input_proj.bias", exit_dim)
+        project = tensors.linear("input_proj", exit_dim, 2 * width)
     layers = config.get("num_draft_layers", "config")
-    blocks = [_block(tensors, f"lm_head.{j}.linear", exit_dim) for j in range(layers)]
+    blocks = [tensors.linear(f"lm_head.{j}.linear", exit_dim, exit_dim) for j in range(layers)]
     output = tensors.take(f"lm_head.{layers}.weight", vocab, exit_dim, fails="vocabulary")
-    w, u = tensors.take("rnn_w.weight", width, width), _block(tensors, "rnn_u", width)
+    w, u = tensors.take("rnn_w.weight", width, width), tensors.linear("rnn_u", width, width)
     tensors.finish()
 
     def draft(point: Point) -> Tensor:
         recurrent_H, logits = torch.zeros(width), []
         for token in torch.cat([point.root[None], point.drafts[:-1]]):
-            recurrent_H = F.silu(F.linear(engine.embed[token], w) + F.linear(recurrent_H, *u))
+            recurrent_H = F.silu(F.linear(target.embed[token], w) + F.linear(recurrent_H, *u))
             x_E = torch.cat([point.last()[-1], recurrent_H])
             x_E = x_E if project is None else F.linear(x_E, *project)
             for block in blocks:
@@ -44,7 +45,3 @@ def read(directory: Path, engine: Engine, points: Sequence[Point]) -> Reading:
         return torch.stack(logits)
 
     return Reading(each(points, draft), {"vocabulary": vocab})
-
-
-def _block(tensors: Tensors, name: str, width: int) -> tuple[Tensor, Tensor]:
-    return tensors.take(f"{name}.weight", width, width), tensors.take(f"{name}.bias", width)

@@ -1,4 +1,4 @@
-// Launchers of law.cuh and accept.cuh: shares of all rows by splits, then a block for each tree or row.
+// Launchers of distribution.cuh and accept.cuh: shares of all rows by splits, then a block for each tree or row.
 #include "../../include/drafttrain/accept.cuh"
 #include "../verdicts.h"
 #include "aligned.cuh"
@@ -7,7 +7,7 @@
 namespace drafttrain {
 namespace {
 
-// f(packed): as a constant.
+// Calls f(packed) with a compile-time constant.
 template <typename F>
 void by_packing(bool packed, F f) {
     if (packed)
@@ -49,7 +49,7 @@ void choice_accept(const Tensor& choice, const Tensor& token, const Tensor& pare
         data<int64_t>(choice));
 }
 
-// The shares of all rows of real nodes; count may be null. A tensor of bytes that outlives the launches that read it.
+// The shares of all rows of real nodes, as a tensor of bytes that outlives the launches that read it. count may be null.
 template <bool dots>
 Tensor shares_of(const Launcher& run, const Tensor& logits, const float* temperature, const int64_t* count, int64_t nodes) {
     const int64_t vocab = logits.size(logits.dim() - 1), rows = logits.numel() / vocab;
@@ -58,8 +58,8 @@ Tensor shares_of(const Launcher& run, const Tensor& logits, const float* tempera
     by_type(logits, [&](auto kind) {
         using T = decltype(kind);
         by_packing(aligned(vocab * sizeof(T), data<T>(logits)), [&](auto packed) {
-            run(law_shares<T, packed(), dots>, grid, dim3(kShareThreads), 0, data<T>(logits), temperature, count, nodes, vocab,
-                data<Share>(shares));
+            run(split_shares<T, packed(), dots>, grid, dim3(kShareThreads), 0, data<T>(logits), temperature, count, nodes,
+                vocab, data<Share>(shares));
         });
     });
     return shares;
@@ -72,7 +72,7 @@ void lossless_accept(const Tensor& logits, const std::optional<Tensor>& q, const
     const int64_t batch = token.size(0), vocab = logits.size(2);
     const Trees trees =
         sampled_trees(trees_of(token, parent, count, path, accepted, bonus), vocab, position, temperature, key, seed);
-    STD_TORCH_CHECK(!q || q->numel() == logits.numel(), "q has a law for every node, over the target's vocabulary");
+    STD_TORCH_CHECK(!q || q->numel() == logits.numel(), "q has a distribution for every node, over the target's vocabulary");
     if (batch == 0) return;
     const Launcher run(logits);
     const Tensor shares = shares_of<false>(run, logits, trees.temperature, trees.count, trees.nodes);

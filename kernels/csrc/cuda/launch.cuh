@@ -1,4 +1,4 @@
-// What the launchers share: tensors as pointers, the current stream, registration. One source for nvcc and the tests' emulator.
+// Shared by the launchers: tensors as pointers, the current stream, registration. nvcc and the tests' emulator compile it.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -24,19 +24,9 @@ namespace drafttrain {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-template <typename T>
-T* data(const Tensor& x) {
-    return static_cast<T*>(x.data_ptr());
-}
-
-template <typename T>
-T* data(const std::optional<Tensor>& x) {
-    return x ? static_cast<T*>(x->data_ptr()) : nullptr;
-}
-
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Launches for one operator call: on the device and the current stream of its first tensor.
+// Launches the kernels of one operator call, on the device and the current stream of its first tensor.
 class Launcher {
   public:
 #ifdef DRAFTTRAIN_EMULATE

@@ -14,7 +14,7 @@ struct Slices {
 };
 
 Slices slices(int64_t rows, int64_t packs_of_row, int per_pack, int k) {
-    int each = 16;  // four packs of float32: what a thread loads at once
+    int each = 16;  // elements that a thread loads at once: four packs of float32
     const auto count = [&] { return ceil_div(packs_of_row * per_pack, kSelectThreads * each); };
     while (each < kMostEach && (rows * count() > kEnoughBlocks || count() * k > kSelectThreads * each)) each *= 2;
     return {kSelectThreads * each / per_pack, int(count()), each};

@@ -1,8 +1,9 @@
-// The walks over verified trees on the device, one block for each tree; the shares of all nodes' rows come from law.cuh.
+// The walks over verified trees on the device, one block for each tree; the shares of all nodes' rows come from
+// distribution.cuh.
 #pragma once
 
 #include "accept.h"
-#include "law.cuh"
+#include "distribution.cuh"
 #include "lossless.h"
 #include "noise.h"
 
@@ -10,7 +11,7 @@ namespace drafttrain {
 
 constexpr int kFollowThreads = 256;
 
-// Dynamic shared memory as arrays, one behind the other.
+// Dynamic shared memory as arrays, one after the other.
 class Room {
   public:
     template <typename T>
@@ -24,12 +25,12 @@ class Room {
     unsigned char* next_ = dynamic_shared<unsigned char>();
 };
 
-// This block's tree, in shared memory; nodes behind the real ones are not there.
+// This block's tree, in shared memory, without its padding nodes.
 struct BlockTree {
     const int64_t *token, *parent;
     int64_t row, count;  // row: of the batch
 
-    // Copies the tree and clears its path. What follows must wait at a barrier.
+    // Copies the tree and clears its path. Wait at a barrier before reading them.
     __device__ BlockTree(const Trees& trees, Room& room) : row(blockIdx.x), count(trees.count[blockIdx.x]) {
         int64_t *tokens = room.take<int64_t>(trees.nodes), *parents = room.take<int64_t>(trees.nodes);
         for (int64_t i = threadIdx.x; i < trees.nodes; i += blockDim.x) {
@@ -44,7 +45,7 @@ struct BlockTree {
 
 inline size_t follow_room(int64_t nodes) { return 3 * nodes * sizeof(int64_t); }
 
-// The walk along the argmax of each node's row, from its splits' shares, or along `choice` [B, N] where that is given.
+// The walk along the argmax of each node's row, from its splits' shares, or along `choice` [B, N] if given.
 __global__ void __launch_bounds__(kFollowThreads)
     follow_rows(Trees trees, const uint64_t* best, int splits, const int64_t* choice) {
     Room room;
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kFollowThreads)
         greedy_walk(tree.token, tree.parent, tree.count, trees.nodes, chooses, trees.path + first, trees.bonus + tree.row);
 }
 
-// The rows of a tree's nodes as the walks use them.
+// The logit rows of a tree's nodes, with their shares.
 template <typename T>
 struct BlockRows {
     const T* logits;
@@ -95,13 +96,13 @@ struct BlockRows {
         return double(e) * double(weight(top, total[node].top, inverse));
     }
 
-    __device__ BlockLaw<T> law(int64_t node, double* sums, Finder& finder) const {
+    __device__ BlockDistribution<T> dist(int64_t node, double* sums, Finder& finder) const {
         const int64_t row = first + node;
         return {logits + row * vocab, shares + row * splits, vocab, inverse, total[node], sums, finder};
     }
 };
 
-// What Lossless asks of a row, answered by a block. All threads ask alike.
+// The `Row` of Lossless, computed by a block. All threads make the same calls.
 template <typename T, bool packed>
 struct BlockRow {
     const BlockTree& tree;
@@ -119,19 +120,19 @@ struct BlockRow {
     __device__ bool twin(int64_t i) const { return twins[i]; }
     __device__ float q(int64_t i) const { return q_at[i]; }
     __device__ double draw(int64_t i) const { return draws[i]; }
-    __device__ BlockLaw<T> law() const { return rows.law(at, sums, finder); }
+    __device__ BlockDistribution<T> dist() const { return rows.dist(at, sums, finder); }
 
-    // The law's probability of a logit; one over its mass is `unit`.
+    // The probability of a logit. unit: 1 / mass of the row.
     __device__ float p_of(float x, float unit) const { return drafttrain::weight(x, rows.total[at].top, rows.inverse) * unit; }
 
-    // A warp sums up a split.
+    // One warp sums one split.
     __device__ Excess excess(const Residual& residual, float take, bool more) {
         constexpr int kWide = kPiece<T, packed>;
         const auto add = [](double a, double b) { return a + b; };
         const T* x = rows.logits + (rows.first + at) * rows.vocab;
         const float *q = q_rows + at * rows.vocab, unit = float(1.0 / rows.total[at].mass);
         Excess all = {0.0, 0.0};
-        __syncthreads();  // the last step of the residual, and earlier sums, have been read
+        __syncthreads();  // every thread has read the residual's last step and the earlier sums
         for (int64_t split = threadIdx.x / kWarp; split < rows.splits; split += blockDim.x / kWarp) {
             const int64_t end = (split + 1) * kSplit < rows.vocab ? (split + 1) * kSplit : rows.vocab;
             double here = 0.0;
@@ -158,7 +159,7 @@ struct BlockRow {
     }
 
     __device__ void fill(bool struck) {
-        law().fill();
+        dist().fill();
         if (!struck) return;
         for (int64_t i = at + 1; threadIdx.x == 0 && i < tree.count; i++) {
             if (tree.parent[i] != at || twins[i]) continue;
@@ -176,7 +177,7 @@ struct BlockRow {
                     finder.weight[tree.token[i] - start] = 0.0f;
             __syncthreads();
         };
-        const BlockLaw<T> mine = law();
+        const BlockDistribution<T> mine = dist();
         const float *q = q_rows + at * rows.vocab, unit = float(1.0 / mine.row.mass);
         if (residual.steps == 0) {
             const auto of = [&](int64_t v, float top) { return drafttrain::weight(to_float(mine.x[v]), top, mine.inverse); };
@@ -219,17 +220,17 @@ __global__ void __launch_bounds__(kDrawThreads, 1)
     const float* q_rows = q == nullptr ? nullptr : q + first * trees.vocab;
     BlockRow<T, packed> row = {tree, rows, q_rows, weights, draws, q_at, twins, room.take<double>(rows.splits), finder, 0};
     const bool* drawn = sampled == nullptr ? nullptr : sampled + first;
-    Lossless<BlockRow<T, packed>> law(tree.parent, tree.count, drawn, {take, give}, row);
+    Lossless<BlockRow<T, packed>> sampler(tree.parent, tree.count, drawn, {take, give}, row);
     int64_t accepted = 1;
-    law.enter(0);
+    sampler.enter(0);
     walk(
-        tree.parent, tree.count, [&](int64_t i) { return law.takes(i); },
+        tree.parent, tree.count, [&](int64_t i) { return sampler.takes(i); },
         [&](int64_t i, int64_t depth) {
             if (threadIdx.x == 0) trees.path[first + depth] = i;
             accepted = depth + 1;
-            law.enter(i);
+            sampler.enter(i);
         });
-    const int64_t bonus = law.bonus(number(row.at, 1, kTargetLane, 0));
+    const int64_t bonus = sampler.bonus(number(row.at, 1, kTargetLane, 0));
     if (threadIdx.x == 0) trees.accepted[tree.row] = accepted, trees.bonus[tree.row] = bonus;
 }
 
@@ -237,7 +238,7 @@ inline size_t likely_room(int64_t nodes, int64_t splits) {
     return nodes * (2 * sizeof(int64_t) + sizeof(Share) + 2 * sizeof(double) + sizeof(Likely)) + splits * sizeof(double);
 }
 
-// The deepest path of nodes likelier than min(epsilon, delta * exp(-entropy)) of their parents' laws.
+// The deepest path on which every node is likelier than min(epsilon, delta * exp(-entropy)) after its parent.
 template <typename T>
 __global__ void __launch_bounds__(kDrawThreads, 1)
     likely_rows(Trees trees, const T* logits, const Share* shares, double epsilon, double delta) {
@@ -264,11 +265,11 @@ __global__ void __launch_bounds__(kDrawThreads, 1)
     __syncthreads();
     const int64_t position = trees.position[rows.first + last] + 1;
     const double number = uniform(*trees.seed, trees.key[tree.row], position, kTargetLane, 0);
-    const int64_t bonus = rows.law(last, room.take<double>(rows.splits), finder).draw(number);
+    const int64_t bonus = rows.dist(last, room.take<double>(rows.splits), finder).draw(number);
     if (threadIdx.x == 0) trees.bonus[tree.row] = bonus;
 }
 
-// A token of each row's law. A block for each row.
+// Samples a token of each row's distribution. One block per row.
 template <typename T>
 __global__ void __launch_bounds__(kDrawThreads, 1)
     sample_rows(const T* logits, const Share* shares, const float* temperature, const int64_t* key, const int64_t* position,
@@ -278,8 +279,8 @@ __global__ void __launch_bounds__(kDrawThreads, 1)
     const float inverse = inverse_of(temperature[row]);
     const Share total = warp_join(shares + row * splits, int(splits), inverse);
     double* sums = dynamic_shared<double>();
-    const BlockLaw<T> law = {logits + row * vocab, shares + row * splits, vocab, inverse, total, sums, finder};
-    const int64_t found = law.draw(uniform(*seed, key[row], position[row], lane, draw));
+    const BlockDistribution<T> dist = {logits + row * vocab, shares + row * splits, vocab, inverse, total, sums, finder};
+    const int64_t found = dist.draw(uniform(*seed, key[row], position[row], lane, draw));
     if (threadIdx.x == 0) token[row] = found;
 }
 

@@ -1,4 +1,4 @@
-// The walks that choose which path of a verified tree becomes text. Nodes stand in index order, parents before children.
+// The accept walks over a verified tree. Nodes are in index order, parents before children.
 #pragma once
 
 #include <cmath>
@@ -8,24 +8,25 @@
 
 namespace drafttrain {
 
-// A batch of verified trees, what their noise is keyed by, and where the verdicts go. What a walk does not use is null.
+// A batch of verified trees, the keys of their noise, and the outputs. Pointers that a walk does not use are null.
 struct Trees {
     int64_t nodes, vocab;
     const int64_t *token, *parent, *count;  // [B, N], [B, N], [B]: real nodes
     const int64_t *position, *key, *seed;   // [B, N], [B], [1]
     const float* temperature;               // [B]
-    int64_t *path, *accepted, *bonus;       // [B, N] zeros behind the accepted nodes, [B], [B]
+    int64_t *path, *accepted, *bonus;       // [B, N] zeros after the accepted nodes, [B], [B]
 };
 
-// Whether an earlier child of node i's parent has the same token. All earlier ones are refused when i is tried.
+// Whether an earlier child of node i's parent has the same token. All earlier children are rejected when i is tried.
 DRAFTTRAIN_BOTH bool is_twin(const int64_t* token, const int64_t* parent, int64_t i) {
     for (int64_t j = parent[i] + 1; j < i; j++)
         if (parent[j] == parent[i] && token[j] == token[i]) return true;
     return false;
 }
 
-// From the root to the first child that is taken, and on from there. takes(i): whether node i, whose parent was taken last,
-// is taken; asked once for each such node, in index order. Every taken node but the root is given to enter(i, depth) at once.
+// Walks from the root to the first accepted child, and on from there. takes(i): whether node i, whose parent was accepted
+// last, is accepted; called once for each such node, in index order. enter(i, depth) is called for every accepted node except
+// the root.
 template <typename Takes, typename Enter>
 DRAFTTRAIN_BOTH void walk(const int64_t* parent, int64_t count, Takes takes, Enter enter) {
     int64_t at = 0, depth = 0;
@@ -36,8 +37,8 @@ DRAFTTRAIN_BOTH void walk(const int64_t* parent, int64_t count, Takes takes, Ent
     }
 }
 
-// The walk along choice(i), the token that the target has after node i. Writes the accepted nodes to path[0..return), zeros
-// behind them, and the token that follows the last of them; of several children with one token the first counts.
+// The walk along choice(i), the target's token after node i. Writes the accepted nodes to path[0..return), zeros after them,
+// and the token that follows the last of them. Among children with the same token the first counts.
 template <typename Choice>
 DRAFTTRAIN_BOTH int64_t greedy_walk(const int64_t* token, const int64_t* parent, int64_t count, int64_t nodes, Choice choice,
                                     int64_t* path, int64_t* bonus) {
@@ -54,15 +55,15 @@ DRAFTTRAIN_BOTH int64_t greedy_walk(const int64_t* token, const int64_t* parent,
     return accepted;
 }
 
-// A node as the likely walk sees it: nodes of its path (0: not all of them are likely enough), sum of their log p.
+// A node in the likely walk: the length of its path (0: some node is not likely enough) and the sum of log p along it.
 struct Likely {
     int64_t depth;
     double likelihood;
 };
 
-// The deepest node whose whole path is likely enough, among several the one of the highest product of p, then the first.
-// p(i) is node i's probability, asked only where its parent's path is alive; floor(i) is what the children of i must exceed.
-// Writes the path as greedy_walk does; returns the accepted nodes.
+// Finds the deepest node whose whole path is likely enough; among several the one with the highest product of p, then the
+// first. p(i): node i's probability, called only where its parent's path is likely enough. floor(i): the bound that the
+// children of i must exceed. Writes the path as greedy_walk does; returns the number of accepted nodes.
 template <typename P, typename Floor>
 DRAFTTRAIN_BOTH int64_t likely_walk(const int64_t* parent, int64_t count, int64_t nodes, P p, Floor floor, Likely* found,
                                     int64_t* path) {

@@ -1,5 +1,5 @@
-// What comes between a layer's projection and its attention, for each head's vector: q/k norm, rotary embedding, keys and
-// values to their pages, queries to a tensor of their own. As `turn` and `append` of attend.h do it on a CPU.
+// The part of a layer between its projection and its attention, for each head's vector: q/k norm, rotary embedding, keys and
+// values into their pages, queries into a tensor. On a CPU `turn` and `append` of attend.h do the same.
 #pragma once
 
 #include "device.cuh"
@@ -20,7 +20,7 @@ struct Append {
     T *keys, *values;                          // [all pages, page, kv_heads, D]
     T* query;                                  // [B, N, heads, D]
 
-    // Where a vector goes; null for a node that the table has no page for.
+    // The destination of a vector; null for a node for which the table has no page.
     __device__ T* destination(int node, int head) const {
         if (head < heads) return query + (int64_t(node) * heads + head) * width;
         const int row = node / nodes, at = int(length[row]) + node % nodes;
@@ -31,7 +31,7 @@ struct Append {
     }
 };
 
-// kStep elements of a vector's first half and those that the rotation pairs them with.
+// kStep elements of a vector's first half, with their partners in the rotation.
 template <typename T, int kStep>
 struct Halves {
     struct alignas(kStep * sizeof(T)) Piece {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kAppendThreads) append_vectors(Append<T> a, in
     const T* weight = !turned ? nullptr : head < a.heads ? a.q_weight : a.k_weight;
     const auto at = [=](int p) { return (p * lanes + lane) * kStep; };
 
-    // what depends on nothing is asked for first: then memory is waited for twice, not four times
+    // loads without dependencies come first, so that the thread waits for memory twice and not four times
     Halves<T, kStep> x[kPieces], cos[kPieces], sin[kPieces], by[kPieces];
     const int64_t angle = turned ? a.position[node] * a.width : 0;
     for (int p = 0; p < kPieces; p++) {

@@ -1,9 +1,9 @@
 // Attention of a few new positions over a paged KV cache on a CPU: q/k norm, rotary embedding, KV append and
 // attention under the tree's ancestor mask, for one KV head of one sequence at a time.
 //
-// A page holds `page` positions, each [kv_heads, D]. Position p of a sequence lies in page table[p / page]. Node i of the
-// tree is written at position length + i, whatever its depth, and sees the `length` positions before the tree and its
-// ancestors (itself included), within `window` rotary positions where one is given.
+// A page holds `page` positions, each [kv_heads, D]. Position p of a sequence is in page table[p / page]. Node i of the
+// tree is written at position length + i, at any depth. It sees the `length` positions before the tree and its ancestors
+// (itself included), within `window` rotary positions if a window is given.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ struct Attend {
     bool sees(int64_t b, int64_t n, int64_t i) const { return ancestor ? ancestor[(b * nodes + n) * nodes + i] : i <= n; }
 };
 
-// One head's vector, normed and turned to its position; rounded to T where transformers rounds.
+// Norms one head's vector and rotates it to its position; rounds to T where transformers does.
 template <typename T>
 void turn(const Attend<T>& a, const T* x, const T* weight, int64_t position, float* y) {
     float plain[256];
@@ -61,7 +61,7 @@ void turn(const Attend<T>& a, const T* x, const T* weight, int64_t position, flo
     }
 }
 
-// Write the new positions' keys and values of one KV head.
+// Writes the new positions' keys and values of one KV head.
 template <typename T>
 void append(const Attend<T>& a, int64_t b, int64_t head) {
     const int64_t row = (a.heads + 2 * a.kv_heads) * a.width;
@@ -95,7 +95,7 @@ inline void score(const float* q, int64_t stride, int64_t width, const float* kt
         for (int j = 0; j < kParts; j++) store(s + r * span + j * kLanes, acc[r][j]);
 }
 
-// Online softmax (Milakov & Gimelshein 2018) of one row's next `count` scores, in place; returns the factor for what was mixed.
+// Online softmax (Milakov & Gimelshein 2018) of one row's next `count` scores, in place; returns the factor for earlier sums.
 inline float soften(float* s, int64_t count, float* top, float* mass) {
     Floats best = all(*top), total{};
     for (int64_t i = 0; i < count; i += kLanes) best = max(best, load(s + i));
@@ -129,7 +129,7 @@ inline void mix(const float* p, int64_t span, const float* keep, int64_t count, 
         for (int j = 0; j < Parts; j++) store(out + (r * Parts + j) * kLanes, acc[r][j]);
 }
 
-// What node n may not see among `count` positions from `start`: 0 or minus infinity, also behind them up to whole blocks.
+// The mask of node n for `count` positions from `start`: 0 or minus infinity, padded to whole blocks.
 template <typename T>
 void hide(const Attend<T>& a, int64_t b, int64_t n, int64_t start, int64_t count, int64_t padded, float* bias) {
     const int64_t prefix = std::clamp<int64_t>(a.length[b] - start, 0, count), node = start + prefix - a.length[b];
@@ -142,7 +142,7 @@ void hide(const Attend<T>& a, int64_t b, int64_t n, int64_t start, int64_t count
         if (at[n] - (i < prefix ? start + i : at[node + i - prefix]) >= a.window) bias[i] = -INFINITY;
 }
 
-// Attend from nodes [first, last) with all query heads of one KV head. Parts * kLanes >= D.
+// Attention of nodes [first, last) with all query heads of one KV head. Parts * kLanes >= D.
 template <int Parts, typename T>
 void attend_head(const Attend<T>& a, int64_t b, int64_t head, int64_t first, int64_t last) {
     constexpr int kRows = Parts <= 2 ? 4 : Parts <= 8 ? 2 : 1;
@@ -150,8 +150,8 @@ void attend_head(const Attend<T>& a, int64_t b, int64_t head, int64_t first, int
     const int64_t nodes = last - first, groups = a.heads / a.kv_heads, rows = nodes * groups, whole = a.length[b] + a.nodes;
     const int64_t padded = (rows + kRows - 1) / kRows * kRows,
                   span = std::min<int64_t>(kSpan, (whole + kKeys - 1) / kKeys * kKeys);
-    const bool in_place = sizeof(T) == sizeof(float) && a.width == kWide;  // values are read where they lie
-    // every array starts at a cache line: a vector across two of them is read at half speed
+    const bool in_place = sizeof(T) == sizeof(float) && a.width == kWide;  // values are read without a copy
+    // every array starts at a cache line, because a vector that crosses a line is read at half speed
     static thread_local std::vector<float> room;
     static thread_local std::vector<const float*> values;
     const int64_t sizes[] = {padded * kWide, padded * kWide, kKeys * a.width, in_place ? 0 : span * kWide, padded * span, span,
@@ -186,7 +186,7 @@ void attend_head(const Attend<T>& a, int64_t b, int64_t head, int64_t first, int
     const int64_t apart = a.kv_heads * a.width;
     for (int64_t start = from; start < whole; start += span) {
         const int64_t count = std::min(span, whole - start), filled = (count + kKeys - 1) / kKeys * kKeys;
-        const int64_t used = (count + kLanes - 1) / kLanes * kLanes;  // in whole vectors
+        const int64_t used = (count + kLanes - 1) / kLanes * kLanes;  // rounded up to whole vectors
         const T *key = nullptr, *value = nullptr;
         int64_t page_ends = 0;
         for (int64_t block = 0; block < filled; block += kKeys) {
@@ -214,7 +214,7 @@ void attend_head(const Attend<T>& a, int64_t b, int64_t head, int64_t first, int
             for (int64_t r = 0; r < padded; r += kRows)
                 score<kRows>(q + r * kWide, kWide, a.width, kt, s + r * span + block, span);
         }
-        // the columns from `open` on are not seen by all
+        // some nodes do not see the columns from `open` on
         const int64_t open = a.window > 0 ? 0 : std::clamp<int64_t>((a.length[b] - start) / kLanes * kLanes, 0, used);
         for (int64_t n = 0; n < nodes; n++) {
             hide(a, b, first + n, start + open, count - open, used - open, bias);

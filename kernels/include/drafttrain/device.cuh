@@ -1,5 +1,5 @@
-// What every kernel file includes: CUDA, or the emulator that runs the same sources on a CPU in tests (DRAFTTRAIN_EMULATE).
-// Also the launch, the dynamic shared memory and the reductions that kernels have in common.
+// Included by every kernel file: CUDA, or the emulator that runs the same sources on a CPU in tests (DRAFTTRAIN_EMULATE).
+// Also the launch, dynamic shared memory and reductions, which kernels share.
 #pragma once
 
 #ifdef DRAFTTRAIN_EMULATE
@@ -15,7 +15,7 @@ namespace drafttrain {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Sixteen bytes of consecutive elements, the widest load there is. Addresses must be multiples of 16.
+// Sixteen bytes of consecutive elements, the widest load. Addresses must be multiples of 16.
 template <typename T>
 struct alignas(16) Pack {
     static constexpr int kCount = 16 / sizeof(T);
@@ -34,7 +34,7 @@ void launch(void* stream, void (*kernel)(P...), dim3 grid, dim3 block, size_t sh
     kernel<<<grid, block, shared, static_cast<cudaStream_t>(stream)>>>(P(arguments)...);
 }
 
-// nullptr, or what the last launch complained of.
+// The error message of the last launch; nullptr without one.
 inline const char* launch_error() {
     const cudaError_t error = cudaGetLastError();
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -53,14 +53,14 @@ void launch(void*, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A
 inline const char* launch_error() { return nullptr; }
 #endif
 
-// f over the warp's values; every lane gets the result.
+// Reduces the warp's values with f; every lane gets the result.
 template <typename T, typename F>
 __device__ inline T warp_reduce(T value, F f) {
     for (int offset = kWarp / 2; offset > 0; offset /= 2) value = f(value, __shfl_xor_sync(kAllLanes, value, offset));
     return value;
 }
 
-// f over the block's values; every thread gets the result. room: shared, one T for each warp. All threads must call.
+// Reduces the block's values with f; every thread gets the result. room: shared, one T per warp. All threads must call it.
 template <typename T, typename F>
 __device__ inline T block_reduce(T value, F f, T* room) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = (blockDim.x + kWarp - 1) / kWarp;

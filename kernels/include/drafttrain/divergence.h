@@ -1,4 +1,4 @@
-// A row of the drafter's logits against a row of the target's, on a CPU: the loss, its slope, and what acceptance makes of it.
+// The divergence of a row of the drafter's logits from the target's on a CPU: loss, gradient, top-1 agreement and overlap.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "law_simd.h"
+#include "distribution_simd.h"
 #include "rows.h"
 
 namespace drafttrain {
@@ -20,7 +20,7 @@ struct Agreement {
 
 constexpr int64_t kBlock = 1024;  // values whose sums are float32; blocks are summed in double
 
-// f(i, left): in steps of kLanes, `left` values before the row's end; f returns the lanes' part of a sum.
+// Sums f(i, left) over a row in steps of kLanes; left: values until the row's end. f returns the lanes' part of the sum.
 template <typename F>
 double summed(int64_t width, F f) {
     double whole = 0.0;
@@ -32,7 +32,7 @@ double summed(int64_t width, F f) {
     return whole;
 }
 
-// A row's greatest value; NaN where any value is.
+// A row's greatest value; NaN if any value is NaN.
 inline float greatest_of(const float* x, int64_t width) {
     Floats top = all(-INFINITY), odd{};
     for (int64_t i = 0; i < width; i += kLanes) {
@@ -50,7 +50,7 @@ inline bool holds(const float* x, int64_t count, float value) {
     return found;
 }
 
-// The lowest index of a value that the row holds.
+// The lowest index of a value that the row contains.
 inline int64_t place_of(const float* x, int64_t width, float value) {
     int64_t i = 0;
     while (i + 4 * kLanes < width && !holds(x + i, 4 * kLanes, value)) i += 4 * kLanes;
@@ -58,10 +58,10 @@ inline int64_t place_of(const float* x, int64_t width, float value) {
     return i;
 }
 
-// x: the drafter's logits, y: the target's, which may be -inf. slope: d loss / d x, or null; it may be x itself.
+// x: the drafter's logits. y: the target's logits, which may be -inf. slope: receives d loss / d x; null, or x itself.
 inline Agreement diverge_row(const float* x, const float* y, int64_t width, int64_t label, Divergence name, float* slope) {
     const float x_top = greatest_of(x, width), y_top = greatest_of(y, width);
-    if (!std::isfinite(x_top) || !std::isfinite(y_top)) {  // as a softmax of such a row
+    if (!std::isfinite(x_top) || !std::isfinite(y_top)) {  // NaN, as the softmax of such a row
         const float nothing = std::numeric_limits<float>::quiet_NaN();
         if (slope != nullptr) std::fill(slope, slope + width, nothing);
         return {nothing, nothing, false};
@@ -69,22 +69,22 @@ inline Agreement diverge_row(const float* x, const float* y, int64_t width, int6
     const int64_t best = place_of(y, width, y_top);
     const bool hit = x[best] == x_top && !holds(x, best, x_top);
     const auto own = [&](int64_t i, int64_t left) { return load_masked(x + i, left) - x_top; };
-    const auto law = [&](int64_t i, int64_t left) { return load_masked(y + i, left) - y_top; };
+    const auto target = [&](int64_t i, int64_t left) { return load_masked(y + i, left) - y_top; };
     const double x_sum = summed(width, [&](int64_t i, int64_t left) { return weights(own(i, left), 0.0f, 1.0f); });
     double apart = 0.0;
-    const double y_sum = summed(width, [&](int64_t i, int64_t left) { return weights(law(i, left), 0.0f, 1.0f); });
+    const double y_sum = summed(width, [&](int64_t i, int64_t left) { return weights(target(i, left), 0.0f, 1.0f); });
     const float x_scale = float(1.0 / x_sum), y_scale = float(1.0 / y_sum);
     const auto q = [&](int64_t i, int64_t left) { return weights(own(i, left), 0.0f, 1.0f) * x_scale; };
-    const auto p = [&](int64_t i, int64_t left) { return weights(law(i, left), 0.0f, 1.0f) * y_scale; };
+    const auto p = [&](int64_t i, int64_t left) { return weights(target(i, left), 0.0f, 1.0f) * y_scale; };
     const auto put = [&](int64_t i, Floats v) {
         width - i < kLanes ? store_some(slope + i, v, width - i) : store(slope + i, v);
     };
 
-    const float label_logit = label >= 0 ? x[label] : 0.0f;  // read before the slope may take its place
+    const float label_logit = label >= 0 ? x[label] : 0.0f;  // read before the slope may overwrite it
     if (name == Divergence::kKl)
         apart = summed(width, [&](int64_t i, int64_t left) {
             const Floats at = p(i, left);
-            return at > Floats{} ? at * (law(i, left) - own(i, left)) : Floats{};
+            return at > Floats{} ? at * (target(i, left) - own(i, left)) : Floats{};
         });
     const bool at_once = slope != nullptr && name != Divergence::kTvd;
     const double mass = summed(width, [&](int64_t i, int64_t left) {

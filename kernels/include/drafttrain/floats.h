@@ -47,7 +47,7 @@ DRAFTTRAIN_BOTH float float_of(uint32_t bits) {
     return x;
 }
 
-// The product moves the exponent's offset from 15 to 127, subnormal numbers included; infinity and NaN get theirs after it.
+// The product changes the exponent's offset from 15 to 127, subnormal numbers included. Infinity and NaN are set after it.
 DRAFTTRAIN_BOTH float to_float(Float16 x) {
 #ifdef __CUDA_ARCH__
     float y;  // from 32-bit registers: with those of 16 bits ptxas spills
@@ -60,7 +60,7 @@ DRAFTTRAIN_BOTH float to_float(Float16 x) {
 #endif
 }
 
-// Three ranges: normal numbers; subnormal ones, which adding 0.5 rounds to multiples of 2^-24; what is too large.
+// Three ranges: normal numbers; subnormal numbers, which adding 0.5 rounds to multiples of 2^-24; numbers that are too large.
 DRAFTTRAIN_BOTH void from_float(float x, Float16* to) {
 #ifdef __CUDA_ARCH__
     uint32_t wide;
@@ -75,7 +75,7 @@ DRAFTTRAIN_BOTH void from_float(float x, Float16* to) {
 #endif
 }
 
-// The value that T holds of a float.
+// A float rounded to T.
 template <typename T>
 DRAFTTRAIN_BOTH float rounded(float x) {
     T narrow;

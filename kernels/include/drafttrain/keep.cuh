@@ -1,4 +1,4 @@
-// Move an accepted path behind the committed prefix, in the keys and values of all layers at once.
+// Moves an accepted path to the end of the committed prefix, in the keys and values of all layers at once.
 #pragma once
 
 #include "device.cuh"
@@ -20,7 +20,7 @@ struct Keep {
     }
 };
 
-// The first entry of a row's path that is not its own number; all after it differ too, for a path ascends.
+// The first entry of a row's path that differs from its index; all later ones differ too, because a path ascends.
 __device__ inline int first_moved(const int64_t* path, int count) {
     const int lane = threadIdx.x % kWarp;
     for (int start = 0; start < count; start += kWarp) {
@@ -31,8 +31,8 @@ __device__ inline int first_moved(const int64_t* path, int count) {
     return count;
 }
 
-// Block y: a row of the batch. A thread owns one unit of every position of one layer and walks the path in its order: what
-// it reads lies at or behind all it has written, so nobody waits for anybody. A warp's lanes look up a place each.
+// Block y: a row of the batch. A thread owns one unit of every position of one layer and follows the path in its order. It
+// never reads a position before the last one that it wrote, so threads need no barrier. A warp's lanes look up one place each.
 template <typename Unit>
 __global__ void __launch_bounds__(kKeepThreads) keep_path(Unit* store, Keep k) {
     const int row = blockIdx.y, lane = threadIdx.x % kWarp, count = int(k.count[row]);

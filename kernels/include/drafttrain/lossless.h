@@ -1,24 +1,24 @@
-// Speculative sampling over a tree: which children are taken, and what the refused ones leave for the token that follows.
+// Speculative sampling over a tree: the accepted children, and the residual that the rejected ones leave for the next token.
 //
-// Where a node's children were drawn from q, child x is taken with min(1, p(x) / q(x)), and a refusal leaves max(p - q, 0)
-// (Leviathan et al., arXiv 2211.17192, section 2.3); of several, drawn without replacement, q loses x and both are
-// renormalised. Where they are given, x is taken with p(x), and a refusal removes x from p. One source for CPU and CUDA,
-// where all threads of a block run it alike and only `Row` knows of the others.
+// Where a node's children were sampled from q, child x is accepted with min(1, p(x) / q(x)), and a rejection leaves
+// max(p - q, 0) (Leviathan et al., arXiv 2211.17192, section 2.3). For several, sampled without replacement, x is removed from
+// q, and both are renormalised. Where the children are deterministic, x is accepted with p(x), and a rejection removes x from
+// p. CPU and CUDA share this source. On CUDA all threads of a block run it alike; only `Row` coordinates them.
 #pragma once
 
 #include <cstdint>
 
-#include "law.h"
+#include "distribution.h"
 
 namespace drafttrain {
 
-// Row reads the logits for the walk. It has, of the node entered last:
-//   double enter(node)          the mass of its law
-//   double weight(i)            what child i's token has of that mass
-//   bool twin(i)                whether an earlier child, refused by then, had the same token
-//   float q(i), double draw(i)  the law that i was drawn from, at its token; the number that decides on it
+// Row reads the logits for the walk. Its methods are about the node that was entered last:
+//   double enter(node)          the mass of its distribution
+//   double weight(i)            the part of that mass that child i's token has
+//   bool twin(i)                whether an earlier, rejected child has the same token
+//   float q(i), double draw(i)  the distribution that i was drawn from, at its token; the number that decides on it
 //   Excess excess(residual, take, more)  sums over the vocabulary: of max(residual - take q, 0), and where `more` of q;
-//                               writes the step down behind those of residual
+//                               appends the step to those of residual
 //   void fill(struck)           (re)makes the splits' sums from p; struck: without the tokens of all children
 //   int64_t pick(at, residual, struck)  the token at which the cumulative sum passes `at`, -1 where nothing is left: over the
 //                               sums of the last `excess` where residual has steps, else over those of `fill`
@@ -37,7 +37,7 @@ class Lossless {
         mass_ = left_ = row_.enter(node);
     }
 
-    // Whether child i of the node entered last is taken. Children are tried in index order, each once.
+    // Whether child i of the node entered last is accepted. Children are tried in index order, each once.
     DRAFTTRAIN_BOTH bool takes(int64_t i) {
         const bool gone = row_.twin(i);
         const double weight = gone ? 0.0 : row_.weight(i);
@@ -47,8 +47,8 @@ class Lossless {
         return false;
     }
 
-    // The token after the last accepted node, whose children are all refused, drawn from what they left of its law. Rounding
-    // can let refusals leave nothing: then the draw is from less processed laws, which hold what may come.
+    // The token after the last accepted node, whose children are all rejected: a sample of the residual that they left. Where
+    // rounding left nothing, it is sampled from an earlier residual, which still holds every possible token.
     DRAFTTRAIN_BOTH int64_t bonus(double number) {
         const bool drawn = residual_.steps > 0;
         const Residual none = {nullptr, nullptr};
@@ -87,8 +87,8 @@ class Lossless {
     Residual residual_;
     Row& row_;
     int64_t at_ = 0;
-    float take_ = 1.0f;     // one over the mass of q without the refused; at first 1: q is taken as it is given
-    double q_left_ = -1.0;  // mass of q without the refused; negative before the first refusal
+    float take_ = 1.0f;     // one over the mass of q without rejected tokens; at first 1: q is used as given
+    double q_left_ = -1.0;  // mass of q without rejected tokens; negative before the first rejection
     double mass_ = 0.0, left_ = 0.0;
 };
 

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kRowThreads) rms_norm_packed(const Pack<T>* x,
     Pack<T> held[kHeld], added[kHeld], by[kHeld];
     for (int h = 0; h < kHeld; h++) {
         if (at(h) >= packs) continue;
-        held[h] = x[row + at(h)], by[h] = weight[at(h)];  // the weight too before the wait for the sum
+        held[h] = x[row + at(h)], by[h] = weight[at(h)];  // load the weight too before waiting for the sum
         if (delta != nullptr) added[h] = delta[row + at(h)];
     }
     float squares = 0.0f;
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kRowThreads) rms_norm_packed(const Pack<T>* x,
     }
 }
 
-// The same element by element, for rows of any width that start anywhere.
+// The same element by element, for rows of any width and alignment.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads)
     rms_norm_any(const T* x, const T* delta, const T* weight, int width, float eps, T* summed, T* out) {

@@ -8,7 +8,7 @@
 
 namespace drafttrain {
 
-// The first `count` of kLanes values, zeros behind them.
+// The first `count` of kLanes values, then zeros.
 template <typename T>
 Floats load_some(const T* p, int64_t count) {
     Floats v{};
@@ -21,7 +21,7 @@ void store_some(T* p, Floats v, int64_t count) {
     for (int64_t i = 0; i < count; i++) from_float(v[i], &p[i]);
 }
 
-// f(i, whole): over a row in steps of kLanes; the last step may be partial.
+// Calls f(i, whole) over a row in steps of kLanes; the last step may be partial.
 template <typename F>
 void steps(int64_t width, F f) {
     int64_t i = 0;

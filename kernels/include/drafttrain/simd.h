@@ -21,7 +21,7 @@ inline Floats load(const float* p) {
 
 inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof(v)); }
 
-// Keep a value in its register: compilers would rather load it anew for each product, and loads are the bottleneck.
+// Keeps a value in its register. Compilers would load it again for each product, and loads are the bottleneck.
 inline void pin([[maybe_unused]] Floats& v) {
 #ifdef __AVX512F__
     asm("" : "+v"(v));
@@ -34,7 +34,7 @@ inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
 inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
 
-// Halves combined until one is left: the lanes' order is the same everywhere.
+// Combines halves until one value is left, so that the order of the lanes is the same on every processor.
 template <typename F>
 float fold(Floats v, F f) {
     float lane[kLanes];
@@ -52,7 +52,7 @@ inline float greatest(Floats v) {
     return fold(v, [](float a, float b) { return a > b ? a : b; });
 }
 
-// e^x to about 2 ulp within [-87, 88], at whose ends it stays: e^-87 is nothing beside the 1 of a softmax's greatest.
+// e^x to about 2 ulp within [-87, 88], clamped outside: e^-87 is negligible against the 1 of a softmax's greatest value.
 inline Floats exp(Floats x) {
     x = min(max(x, all(-87.0f)), all(88.0f));
     const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
@@ -81,7 +81,7 @@ void store(T* p, Floats v) {
     for (int i = 0; i < kLanes; i++) from_float(v[i], &p[i]);
 }
 
-// The value that T holds of each float.
+// Each float rounded to T.
 template <typename T>
 Floats rounded(Floats v) {
     if constexpr (sizeof(T) == sizeof(float)) return v;

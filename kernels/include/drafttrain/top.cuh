@@ -1,4 +1,4 @@
-// The k greatest of long rows: of slices first, then of the slices' winners.
+// The k greatest values of long rows: first of slices, then of the slices' winners.
 #pragma once
 
 #include "select.cuh"
@@ -16,7 +16,7 @@ struct Slice {
     __device__ bool whole(int p) const { return p < last && p * kCount >= lead && (p + 1) * kCount - lead <= width; }
     __device__ Pack<T> load(int p) const { return *reinterpret_cast<const Pack<T>*>(row + (p * kCount - lead)); }
 
-    // NaN where nothing is.
+    // NaN outside the row.
     __device__ Pack<T> load_some(int p) const {
         const int start = p * kCount - lead;
         Pack<T> pack;
@@ -41,7 +41,7 @@ struct Slice {
         const int apart = int(blockDim.x);
         for (int p = first + int(threadIdx.x); p < last; p += kHeld * apart) {
             Pack<T> held[kHeld];
-            if (whole(p) && whole(p + (kHeld - 1) * apart))  // nothing between the loads: all are under way at once
+            if (whole(p) && whole(p + (kHeld - 1) * apart))  // no branch between the loads, so that all are in flight at once
                 for (int h = 0; h < kHeld; h++) held[h] = load(p + h * apart);
             else
                 for (int h = 0; h < kHeld; h++) held[h] = load_some(p + h * apart);
@@ -51,7 +51,7 @@ struct Slice {
                         best = to_float(held[h].at[j]), at = (p + h * apart) * kCount - lead + j;
         }
         if (at >= 0) return top_key(best, uint32_t(at));
-        uint64_t top = 0;  // nothing but NaN and minus infinity, or nothing at all
+        uint64_t top = 0;  // only NaN and minus infinity, or no values
         each([&](uint64_t key) { top = key > top ? key : top; });
         return top;
     }

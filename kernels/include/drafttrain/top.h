@@ -1,4 +1,4 @@
-// One number for a value and its place, in the order of a choice: the greater value first, the lower index among equals.
+// One integer for a value and its index, in the order of top-k: the greater value first, the lower index among equals.
 #pragma once
 
 #include "floats.h"
@@ -7,7 +7,7 @@ namespace drafttrain {
 
 constexpr int kMostTop = 64;
 
-// Greater than the key of all that comes later; 0 is no key. NaN counts as least; both zeros are equal.
+// Greater than the keys of all later values; 0 is no key. NaN is the smallest; both zeros are equal.
 DRAFTTRAIN_BOTH uint64_t top_key(float x, uint32_t index) {
     uint32_t bits = 0;
     if (x == x) {

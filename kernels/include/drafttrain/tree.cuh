@@ -1,4 +1,4 @@
-// Draft trees on the device: what follows from their parents, and the choice of the best candidates. A block per row.
+// Draft trees on the device: depth and links from the parents, and the best candidates. One block per row.
 #pragma once
 
 #include "select.cuh"

@@ -1,5 +1,5 @@
-// What follows from the parents of a tree of at most 64 nodes, node by node, for host and device: a node needs no other's
-// result. Node 0 is the root, parent[0] = -1, every parent precedes its children.
+// Depth, ancestors and links of a tree of at most 64 nodes, from its parents, for host and device. No node needs another's
+// result. Node 0 is the root, parent[0] = -1, and every parent precedes its children.
 //
 // The example of tree.py, parent (-1, 0, 0, 1): depth (0, 1, 1, 2), bits (1, 3, 5, 11), child (1, 3, -1, -1),
 // sibling (-1, 2, -1, -1).
@@ -23,7 +23,7 @@ DRAFTTRAIN_BOTH Links links_of(const int64_t* parent, int node) {
     Links links = {0, 1};
     while (node > 0) {
         links.depth++, links.bits |= int64_t(uint64_t(1) << node);
-        node = parent[node] < node ? int(parent[node]) : 0;  // no parent behind its child, whatever stands there: walks end
+        node = parent[node] < node ? int(parent[node]) : 0;  // an invalid parent after its child is ignored, so that walks end
     }
     return links;
 }
@@ -35,30 +35,30 @@ DRAFTTRAIN_BOTH int64_t next_child(const int64_t* parent, int start, int nodes, 
     return -1;
 }
 
-// A candidate's key in the choice of the best: the root, candidate 0, before all others.
+// A candidate's key in the order of the best: the root, candidate 0, comes first.
 DRAFTTRAIN_BOTH uint64_t candidate_key(const float* score, int i) {
     return i == 0 ? ~uint64_t(0) : top_key(score[i], uint32_t(i));
 }
 
-// How many of the chosen candidates come before this one or are it, less one: the place of a chosen one in the new tree.
+// The number of chosen candidates with a lower index: the place of a chosen candidate in the new tree.
 DRAFTTRAIN_BOTH int64_t place_of(const int64_t* chosen, int nodes, int64_t candidate) {
     int64_t place = -1;
     for (int i = 0; i < nodes; i++) place += chosen[i] <= candidate;
     return place;
 }
 
-// What is written of one row of a new tree: [nodes] each.
+// The outputs for one row of a new tree: [nodes] each.
 struct BuiltRow {
     int64_t *kept, *parent, *depth, *bits, *child, *sibling;
 
-    // Move on to a row of the batch.
+    // The same for another row of the batch.
     DRAFTTRAIN_BOTH BuiltRow at(int64_t row, int nodes) const {
         const int64_t i = row * nodes;
         return {kept + i, parent + i, depth + i, bits + i, child + i, sibling + i};
     }
 
-    // Candidates `chosen` in any order; entry i of it becomes a node. old: the candidates' parents. new_parent: all nodes',
-    // for `link`, which may follow once every entry is placed.
+    // Makes entry i of the candidates `chosen`, in any order, a node. old: the candidates' parents. new_parent: receives the
+    // nodes' parents for `link`, which may run once every entry is placed.
     DRAFTTRAIN_BOTH void place(const int64_t* chosen, int nodes, int i, const int64_t* old, int64_t* new_parent) const {
         const int64_t candidate = chosen[i], at = place_of(chosen, nodes, candidate);
         const int64_t above = candidate == 0 ? -1 : place_of(chosen, nodes, old[candidate]);

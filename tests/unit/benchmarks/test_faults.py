@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.faults import attack, campaign, data, files, hostile_templates, kill, material
-from benchmarks.faults.campaign import ACCEPTED, FAILURE, REFUSED, UNCHANGED, Outcome, failed
+from benchmarks.faults.campaign import ACCEPTED, FAILURE, REFUSED, UNCHANGED, TryResult, failed
 from benchmarks.faults.child import forked
 from drafttrain.core.files import atomic_write_text, remove_abandoned
 from drafttrain.data import forms, templates
@@ -151,7 +151,7 @@ def test_malformed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     draw = random.Random(1)
     contents = [("line.jsonl", data.mutated_line(draw) + b"\n") for _ in range(40)]
 
-    def outcomes() -> list[Outcome]:
+    def outcomes() -> list[TryResult]:
         folder = tmp_path / f"try-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         return kind._all("lines", contents, folder)
@@ -209,11 +209,11 @@ class Dice:
 
     def prepare(self, folder: Path) -> None: ...
 
-    def attempt(self, draw: random.Random, folder: Path) -> list[Outcome]:
+    def attempt(self, draw: random.Random, folder: Path) -> list[TryResult]:
         number = draw.randrange(10**9)
         if number % 3 == 0:
             raise ValueError(f"a bug of the campaign: {number}")
-        return [failed("dice", "even", str(number)) if number % 2 else Outcome("dice", UNCHANGED, got=str(number), count=5)]
+        return [failed("dice", "even", str(number)) if number % 2 else TryResult("dice", UNCHANGED, got=str(number), count=5)]
 
 
 def test_a_try_is_made_again_by_its_seed(tmp_path: Path) -> None:

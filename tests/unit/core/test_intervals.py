@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from drafttrain.core.intervals import accepted_length, added_by, jackknife, said, t_quantile, tau_interval
+from drafttrain.core.intervals import accepted_length, added_by, jackknife, t_quantile, tau_interval, with_interval
 from drafttrain.core.tree import expected_nodes, tuned_paths
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Options
 from drafttrain.drafters.medusa import Medusa, MedusaOptions
@@ -111,7 +111,7 @@ def test_the_gap_is_paired_by_text() -> None:
 
 
 def test_intervals_in_words() -> None:
-    assert said(1.52, (1.38, 1.66)) == "1.52 (1.38 to 1.66)" and said(1.52, None) == "1.52"
+    assert with_interval(1.52, (1.38, 1.66)) == "1.52 (1.38 to 1.66)" and with_interval(1.52, None) == "1.52"
     assert cells.expected({"expected_tau": 1.5, "expected_tau_interval": [1.25, 1.75]}) == "1.50 (1.25 to 1.75)"
     assert cells.expected({"expected_tau": 1.5}) == "1.50" and cells.expected({"expected_tau": None}) == "-"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from drafttrain.core.sampling import Lane, Sampling, choose, law, per_node, pick, shaped, uniform
+from drafttrain.core.sampling import Lane, Sampling, choose, distribution, per_node, pick, shaped, uniform
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_law_equals_transformers(temperature: float, top_k: int, top_p: float, m
         warped = TopPLogitsWarper(top_p)(None, warped)
     if min_p:
         warped = MinPLogitsWarper(min_p)(None, warped)
-    torch.testing.assert_close(law(logits, Sampling(temperature, top_k, top_p, min_p=min_p)), warped.softmax(-1))
+    torch.testing.assert_close(distribution(logits, Sampling(temperature, top_k, top_p, min_p=min_p)), warped.softmax(-1))
 
 
 SETTINGS = [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}]
@@ -34,16 +34,18 @@ def test_the_law_is_the_softmax_of_shaped_logits(settings: dict[str, float], dty
     kept = shaped(logits, sampling)
     assert kept.dtype == dtype and bool((kept == logits)[kept > -torch.inf].all()) and (kept is logits) == (not settings)
     wide = kept if dtype == torch.float64 else kept.float()
-    torch.testing.assert_close(law(logits, sampling), (wide / 0.8).softmax(-1))
-    assert bool(((law(logits, sampling) > 0) == (kept > -torch.inf)).all())
+    torch.testing.assert_close(distribution(logits, sampling), (wide / 0.8).softmax(-1))
+    assert bool(((distribution(logits, sampling) > 0) == (kept > -torch.inf)).all())
 
 
 def test_rows_have_their_own_temperature_and_each_node_its_rows() -> None:
     logits, temperature = torch.randn(2, 3, 30), torch.tensor([0.5, 1.7])
-    own = law(logits, Sampling(1.0, top_p=0.7, temperature_B=temperature))
+    own = distribution(logits, Sampling(1.0, top_p=0.7, temperature_B=temperature))
     for row in range(2):
-        torch.testing.assert_close(own[row], law(logits[row], Sampling(float(temperature[row]), top_p=0.7)))
-    assert torch.equal(law(logits.flatten(0, 1), Sampling(1.0, top_p=0.7, temperature_B=temperature)), own.flatten(0, 1))
+        torch.testing.assert_close(own[row], distribution(logits[row], Sampling(float(temperature[row]), top_p=0.7)))
+    assert torch.equal(
+        distribution(logits.flatten(0, 1), Sampling(1.0, top_p=0.7, temperature_B=temperature)), own.flatten(0, 1)
+    )
     assert per_node(temperature, 4).tolist() == pytest.approx([0.5, 0.5, 1.7, 1.7])
     drafting = Sampling(1.0, draft_temperature=0.3, temperature_B=temperature).drafting
     assert drafting.temperature == 0.3 and drafting.temperature_B is None
@@ -65,7 +67,7 @@ def test_settings_on_the_device_replace_those_of_the_host() -> None:
 
 def test_greedy_law_is_a_one_hot() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
-    assert law(logits, Sampling()).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+    assert distribution(logits, Sampling()).tolist() == [[0.0, 1.0, 0.0, 0.0]]
     assert choose(logits, Sampling(), torch.tensor([0])).tolist() == [1]
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.core.sampling import Lane, Sampling, law
+from drafttrain.core.sampling import Lane, Sampling, distribution
 from drafttrain.core.tree import DraftTree, TreeShape, ancestors
 from drafttrain.decoding.acceptance import POLICIES, AcceptedPath, coupled, greedy, lossless, policy_for
 from drafttrain.ops import lossless_accept as lossless_op
@@ -99,7 +99,7 @@ def target_law(logits_of: Callable[[tuple[int, ...]], Tensor], sampling: Samplin
     """Plain sampling: the law of `length` tokens."""
     laws: Law = {(): 1.0}
     for _ in range(length):
-        laws = {(*s, t): p * q for s, p in laws.items() for t, q in enumerate(law(logits_of(s), sampling).tolist())}
+        laws = {(*s, t): p * q for s, p in laws.items() for t, q in enumerate(distribution(logits_of(s), sampling).tolist())}
     return laws
 
 
@@ -163,7 +163,7 @@ def test_coupled_choices_leave_the_targets_law(
     token = [0] + [(int(shape.rank_N[i]) * 2 + int(shape.parent_N[i])) % V for i in range(1, len(shape.parent_N))]
     tree = DraftTree.static(torch.tensor([token]), shape)
     logits = tree_logits(tree, logits_of)
-    mask, laws, script = ancestors(tree.parent_BN), law(logits, sampling)[0], {}
+    mask, laws, script = ancestors(tree.parent_BN), distribution(logits, sampling)[0], {}
     monkeypatch.setattr(sample_op, "pick", lambda p, u: torch.tensor([script.get(i, 0) for i in range(len(p))]))
     outcome: Law = defaultdict(float)
 
@@ -186,7 +186,9 @@ def test_coupled_choices_leave_the_targets_law(
 def proposals(draft: Callable[[tuple[int, ...]], Tensor], sampling: Sampling) -> Iterator[tuple[float, DraftTree]]:
     """All chains of two drafts sampled from q, with their probabilities."""
     for first, second in product(range(V), repeat=2):
-        laws = torch.stack([law(draft(()), sampling), law(draft((first,)), sampling), torch.zeros(V, dtype=torch.float64)])
+        laws = torch.stack(
+            [distribution(draft(()), sampling), distribution(draft((first,)), sampling), torch.zeros(V, dtype=torch.float64)]
+        )
         yield float(laws[0, first] * laws[1, second]), DraftTree.chain(torch.tensor([[0, first, second]]), q_BNV=laws[None])
 
 
@@ -206,7 +208,7 @@ def test_sampled_chains_leave_the_targets_law(sampling: Sampling, monkeypatch: p
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_siblings_drawn_without_replacement_leave_the_targets_law(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, logits_of, draft = Recorder(monkeypatch), model(4), model(5)
-    q = law(draft(()), sampling)
+    q = distribution(draft(()), sampling)
     whole: Law = defaultdict(float)
     for probability, tokens in without_replacement(q):
         tree = DraftTree(
@@ -238,7 +240,7 @@ def without_replacement(q: Tensor) -> Iterator[tuple[float, tuple[int, ...]]]:
 def test_the_enumeration_sees_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Argmax drafts verified as if sampled from q: the field's known mistake must not pass."""
     recorder, logits_of, draft, sampling = Recorder(monkeypatch), model(2), model(3), Sampling(1.0)
-    q = law(draft(()), sampling)
+    q = distribution(draft(()), sampling)
     token = int(q.argmax())
     tree = DraftTree.chain(torch.tensor([[0, token]]), q_BNV=torch.stack([q, q])[None])
     outcome = given_tree(tree, tree_logits(tree, logits_of), sampling, recorder)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.core.sampling import Sampling, law
+from drafttrain.core.sampling import Sampling, distribution
 from drafttrain.core.tree import DraftTree, ancestors
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request, Result, StopText
@@ -376,7 +376,7 @@ def test_sampled_siblings_follow_the_targets_law_through_the_whole_loop(policy: 
     with torch.no_grad():
         for _ in range(4):
             texts = list(expected)
-            laws = law(HF.model(torch.tensor([prompt + list(t) for t in texts])).logits[:, -1].double(), sampling)
+            laws = distribution(HF.model(torch.tensor([prompt + list(t) for t in texts])).logits[:, -1].double(), sampling)
             grown: dict[tuple[int, ...], float] = Counter()
             for text, p in zip(texts, laws, strict=True):
                 for token in p.nonzero()[:, 0].tolist():

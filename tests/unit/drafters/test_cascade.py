@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from drafttrain.cli.config import register
 from drafttrain.core.errors import UserError
-from drafttrain.core.sampling import Sampling, law
+from drafttrain.core.sampling import Sampling, distribution
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request
 from drafttrain.decoding.scheduler import Session
@@ -149,7 +149,7 @@ def test_the_law_of_each_draft_is_the_middles(inner: dict[str, Any]) -> None:
     for row, prompt in enumerate(asked):
         text = torch.tensor([prompt + tree.token_BN[row].tolist()])
         with torch.no_grad():
-            wanted = law(middle.lm.model(text).logits[0, len(prompt) :], sampling)
+            wanted = distribution(middle.lm.model(text).logits[0, len(prompt) :], sampling)
         torch.testing.assert_close(tree.q_BNV[row, :-1], wanted[:-1], atol=1e-5, rtol=1e-3)
         assert bool((tree.q_BNV[row, :-1].gather(1, tree.token_BN[row, 1:, None]) > 0).all())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.sampling import Sampling, law
+from drafttrain.core.sampling import Sampling, distribution
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters.dspark import DSpark, DSparkOptions
 from drafttrain.features.online import Online
@@ -67,7 +67,7 @@ def test_drafts_know_the_token_before_and_how_sure_they_are(slots: str, temperat
         if tree.q_BNV is None:
             assert tokens[k + 1] == int(logits_V.argmax())
         else:
-            torch.testing.assert_close(tree.q_BNV[0, k], law(logits_V, sampling), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(tree.q_BNV[0, k], distribution(logits_V, sampling), rtol=1e-4, atol=1e-5)
             assert float(tree.q_BNV[0, k, tokens[k + 1]]) > 0
         line = (0.5 + (not sampling.greedy)) * confidence + 0.25 * k
         torch.testing.assert_close(tree.confidence_BN[0, k + 1], line.sigmoid(), rtol=1e-4, atol=1e-5)

@@ -11,8 +11,8 @@ import pytest
 
 from drafttrain.core.errors import UserError
 from drafttrain.engines import http as endpoint_file
-from drafttrain.engines.answers import About
-from drafttrain.engines.http import Where, counters, endpoint, prometheus
+from drafttrain.engines.answers import EngineInfo
+from drafttrain.engines.http import EndpointOptions, counters, endpoint, prometheus
 from drafttrain.measure.enginetext import section
 from tests.served import SMALL, Fake, untrained
 from tests.unit.engines.test_measurement import report_in
@@ -55,13 +55,13 @@ def test_a_server_and_what_it_counts(
     counts: str | None, others: int, told: tuple[Any, ...], serve: Callable[..., Fake]
 ) -> None:
     fake = serve(counts, others)
-    with endpoint(Where(fake.url, "engine_url"), [[1, 2], [3]], 8, 2) as side:
+    with endpoint(EndpointOptions(fake.url, "engine_url"), [[1, 2], [3]], 8, 2) as side:
         side.answer([0])
         answer = side.answer([1, 0])
     assert (answer.verifications, answer.drafted, answer.accepted) == told
-    assert [(text.count, text.said) for text in answer.texts] == [(4, "one two three")] * 2
+    assert [(text.count, text.output) for text in answer.texts] == [(4, "one two three")] * 2
     assert all(0 < text.first <= text.ended for text in answer.texts)
-    assert side.about == About({"fake": "7"}, ids=False)
+    assert side.about == EngineInfo({"fake": "7"}, ids=False)
     assert sorted(body["prompt"] for body in fake.bodies) == [[1, 2], [1, 2], [3]]
     wanted = {"model": "tiny", "max_tokens": 8, "temperature": 0, "stream": True, "path": "/v1/completions"}
     assert all(body.items() >= wanted.items() for body in fake.bodies)
@@ -69,14 +69,14 @@ def test_a_server_and_what_it_counts(
 
 def test_a_server_that_is_asked_in_messages(serve: Callable[..., Fake]) -> None:
     fake, message = serve(), [{"role": "user", "content": "hello"}]
-    with endpoint(Where(fake.url, "engine_url", api="chat"), [message], 8, 1) as side:
-        assert side.answer([0]).texts[0].said == "one two three"
+    with endpoint(EndpointOptions(fake.url, "engine_url", api="chat"), [message], 8, 1) as side:
+        assert side.answer([0]).texts[0].output == "one two three"
     assert fake.bodies[0]["messages"] == message and fake.bodies[0]["path"] == "/v1/chat/completions"
 
 
 def test_what_servers_refuse(serve: Callable[..., Fake]) -> None:
     fake = serve(None, 0, 401)
-    where = Where(fake.url, "engine_url", key=KEY)
+    where = EndpointOptions(fake.url, "engine_url", key=KEY)
     with (
         endpoint(where, [[1]], 8, 1) as side,
         pytest.raises(UserError, match=r"refuses completions with status 401.*so it is") as caught,
@@ -85,7 +85,7 @@ def test_what_servers_refuse(serve: Callable[..., Fake]) -> None:
     assert KEY not in str(caught.value) + repr(where)
     with (
         pytest.raises(UserError, match=r"no answer .ConnectError.; start the server, and check engine_url"),
-        endpoint(Where("http://127.0.0.1:9", "engine_url"), [[1]], 8, 1),
+        endpoint(EndpointOptions("http://127.0.0.1:9", "engine_url"), [[1]], 8, 1),
     ):
         pass
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.engines.process import ENGINES, Outcome
+from drafttrain.engines.process import ENGINES, EngineResult
 from drafttrain.engines.scripts import llamacpp
 
 # Its answer to a prompt [n, ...] is n's text; of each verification it says in its log what was accepted.
@@ -74,7 +74,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, texts: Any = TEXTS, b
 
 
 def test_what_belongs_to_the_texts_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = Outcome.of(llamacpp.decoded(install(tmp_path, monkeypatch)))
+    outcome = EngineResult.of(llamacpp.decoded(install(tmp_path, monkeypatch)))
     assert outcome.outputs == [[1, 2, 3, 4, 5], [1, 2, 9], [9]]  # five tokens at most
     assert [(one.accepted, one.drafted) for one in outcome.prompts or []] == [(2, 6), (3, 3), (0, 0)]
     assert (outcome.accepted, outcome.drafted, outcome.accepted_by_position) == (5, 9, [2, 2, 1])
@@ -83,8 +83,8 @@ def test_what_belongs_to_the_texts_is_counted(tmp_path: Path, monkeypatch: pytes
 
 def test_a_log_that_tells_otherwise_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = install(tmp_path, monkeypatch)
-    monkeypatch.setattr(llamacpp, "rounds_of", lambda log: iter([(1, 3), (0, 3), (2, 3)]))
-    with pytest.raises(ValueError, match="the server's log does not tell what its answers count"):
+    monkeypatch.setattr(llamacpp, "steps_of", lambda log: iter([(1, 3), (0, 3), (2, 3)]))
+    with pytest.raises(ValueError, match="the server's log does not agree with its answers' counts"):
         llamacpp.decoded(job)
 
 

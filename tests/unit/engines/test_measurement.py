@@ -13,9 +13,9 @@ import pytest
 from drafttrain.commands import engines as command_file
 from drafttrain.core.errors import UserError
 from drafttrain.engines import process as engine
-from drafttrain.engines.answers import About, Answer, Text
-from drafttrain.engines.measurement import SPECULATIVE, Here, Terms, measured
-from drafttrain.engines.process import ENGINES, Engine, Job
+from drafttrain.engines.answers import Answer, EngineInfo, TimedText
+from drafttrain.engines.measurement import SPECULATIVE, OwnDecoding, TimingOptions, measured
+from drafttrain.engines.process import ENGINES, Engine, EngineJob
 from drafttrain.engines.timed_process import serving
 from drafttrain.measure.bench import BASELINE
 from drafttrain.runs.options import RunOptions
@@ -68,21 +68,21 @@ class Spoken:
         self, name: str, pace: float, calls: list[tuple[str, list[int]]], said: Sequence[Any] = (), **counts: int
     ) -> None:
         self.name, self.pace, self.calls, self.said, self.counts = name, pace, calls, said, counts
-        self.about = About({"spoken": "1"})
+        self.about = EngineInfo({"spoken": "1"})
 
     def answer(self, wave: Sequence[int]) -> Answer:
         self.calls.append((self.name, list(wave)))
-        texts = [Text(5, self.said[i] if self.said else (i, 1, 2, 3, 4), 1.0, 1.0 + 4 * self.pace) for i in wave]
+        texts = [TimedText(5, self.said[i] if self.said else (i, 1, 2, 3, 4), 1.0, 1.0 + 4 * self.pace) for i in wave]
         return Answer(texts, **{key: value * len(wave) for key, value in self.counts.items()})
 
 
-def terms(**more: Any) -> Terms:
+def terms(**more: Any) -> TimingOptions:
     asked = {"label": "Spoken", "prompts": 3, "sizes": [1], "repeats": 2, "seconds": 1e9, "draft_length": 3}
-    return Terms(**asked | {"stop_ids": frozenset({4}), "watch": lambda *_: None} | more)
+    return TimingOptions(**asked | {"stop_ids": frozenset({4}), "watch": lambda *_: None} | more)
 
 
-def here(begins: str) -> Here:
-    return Here([[i, 1, 2, 3, 4] for i in range(3)], ["text"] * 3, [4, 4, 4], [2, 2, 2])
+def here(begins: str) -> OwnDecoding:
+    return OwnDecoding([[i, 1, 2, 3, 4] for i in range(3)], ["text"] * 3, [4, 4, 4], [2, 2, 2])
 
 
 def test_sides_take_turns_after_a_warm_up() -> None:
@@ -113,8 +113,8 @@ def test_sides_take_turns_after_a_warm_up() -> None:
             [],
             "counts tau 1.00, 50% below our 2.00 of the same chains: 24 ver",
         ),
-        ({"verifications": 400, "drafted": 400, "accepted": 1}, [], "it drafted 1.0 tokens a verification, not 3"),
-        ({"verifications": 400, "drafted": 1200, "accepted": 1}, [], "drafttrain verify holds the accepted drafts"),
+        ({"verifications": 400, "drafted": 400, "accepted": 1}, [], "it drafted 1.0 tokens per verification, not 3"),
+        ({"verifications": 400, "drafted": 1200, "accepted": 1}, [], "drafttrain verify compares the accepted drafts"),
         (
             {"verifications": 2, "drafted": 6, "accepted": 2},
             [(9,)] * 3,
@@ -159,7 +159,7 @@ def opened(job):
         ("raise ValueError('no room')", "pass", "Spoken: ValueError: no room"),
         ("pass", "raise ValueError('too long')", "Spoken: ValueError: too long"),
         ("pass", "print('a bad day', file=sys.stderr); os._exit(3)", "Spoken ended with 3 and no result"),
-        ("pass", "return {}", "Spoken: its answer is not of the form that is asked for"),
+        ("pass", "return {}", "Spoken: its answer does not have the required form"),
     ],
 )
 def test_a_process_that_stays(
@@ -168,16 +168,16 @@ def test_a_process_that_stays(
     monkeypatch.setattr(engine, "SCRIPTS", tmp_path)
     monkeypatch.setitem(ENGINES, "spoken", Engine("Spoken", "json", (), ()))
     (tmp_path / "spoken.py").write_text(SCRIPT.replace("{before}", before).replace("{during}", during))
-    job = Job("target", "drafter", "eagle", "vllm", 3, 8, [0], [[5, 6], [7]], timed={"speculative": True})
+    job = EngineJob("target", "drafter", "eagle", "vllm", 3, 8, [0], [[5, 6], [7]], timed={"speculative": True})
 
     def asked() -> Answer:
         with serving("spoken", Path(sys.executable), job, tmp_path / "side") as ready:
-            assert ready.about == About({"spoken": "1"})
-            assert [text.said for text in ready.answer([1]).texts] == [(7,)]
+            assert ready.about == EngineInfo({"spoken": "1"})
+            assert [text.output for text in ready.answer([1]).texts] == [(7,)]
             return ready.answer([0, 1])
 
     if line is None:
-        assert asked() == Answer([Text(2, (5, 6), 0.5, 1.0), Text(1, (7,), 0.5, 1.0)], 3, 2, 1)
+        assert asked() == Answer([TimedText(2, (5, 6), 0.5, 1.0), TimedText(1, (7,), 0.5, 1.0)], 3, 2, 1)
         return
     with pytest.raises(UserError) as caught:
         asked()

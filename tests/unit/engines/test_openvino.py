@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.engines.process import Outcome
+from drafttrain.engines.process import EngineResult
 from drafttrain.engines.scripts import openvino
 
 
@@ -58,7 +58,7 @@ def job(folder: Path, family: str = "eagle3") -> dict[str, Any]:
 
 
 def test_layers_are_named_by_their_outputs_and_no_code_of_a_target_runs(told: dict[str, Any], tmp_path: Path) -> None:
-    outcome = Outcome.of(openvino.decoded(job(tmp_path)))
+    outcome = EngineResult.of(openvino.decoded(job(tmp_path)))
     assert told["layers"] == [0, 1, 2]
     assert told["converted"] == [("target", False), ("drafter", True)]
     assert told["draft"] == {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
@@ -74,6 +74,6 @@ def test_an_exported_directory_with_code_is_not_converted(told: dict[str, Any], 
     asked = job(tmp_path)
     (tmp_path / "drafter" / "deep").mkdir()
     (tmp_path / "drafter" / "deep" / "modeling.py").write_text("raise SystemExit")
-    with pytest.raises(ValueError, match=r"holds code, modeling\.py, which is not run"):
+    with pytest.raises(ValueError, match=r"has code in it \(modeling\.py\), which is not run"):
         openvino.decoded(asked)
     assert told["converted"] == []

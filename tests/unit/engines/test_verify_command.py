@@ -16,9 +16,9 @@ from drafttrain.core.errors import ParityError, UserError
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, save_drafter
 from drafttrain.engines import process as engine
-from drafttrain.engines.process import ENGINES, Engine, Job, Outcome, python_of, run
-from drafttrain.export.chain import Ending, Rounds
-from drafttrain.export.verification import Verification, first_difference, verified
+from drafttrain.engines.process import ENGINES, Engine, EngineJob, EngineResult, python_of, run
+from drafttrain.export.chain import DecodedSequence, Ending
+from drafttrain.export.engine_check import EngineCheck, engine_check, first_difference
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 from tests.exports import record_of
@@ -154,8 +154,8 @@ ANSWER = """result = {"engine": "spoken", "versions": {"spoken": "1"}, "outputs"
         (ANSWER, None),
         ("raise ValueError('no room')", "Spoken: ValueError: no room"),
         ("print('first'); sys.exit('a bad day')", "Spoken ended with 1 and no result: first | a bad day"),
-        (ANSWER + "; result['ends'] = 'soon'", "Spoken: its result is not of the form that is asked for"),
-        ("result = {'engine': 'spoken'}", "Spoken: its result is not of the form that is asked for"),
+        (ANSWER + "; result['ends'] = 'soon'", "Spoken: its result does not have the required form"),
+        ("result = {'engine': 'spoken'}", "Spoken: its result does not have the required form"),
     ],
 )
 def test_what_a_script_says(body: str, line: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_what_a_script_says(body: str, line: str | None, monkeypatch: pytest.Mon
     monkeypatch.setitem(ENGINES, "spoken", Engine("Spoken", "json", (), (), environment={"ONLY_HERE": "1"}))
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     (tmp_path / "spoken.py").write_text(SCRIPT.replace("{body}", body))
-    job = Job("target", "drafter", "eagle", "vllm", 3, 8, [0], [[5, 6]])
+    job = EngineJob("target", "drafter", "eagle", "vllm", 3, 8, [0], [[5, 6]])
     if line is None:
         outcome = run("spoken", python_of("spoken", None), job)
         assert outcome.outputs == [[5, 6]] and outcome.prompts is not None and outcome.prompts[0].drafted == 2
@@ -173,13 +173,13 @@ def test_what_a_script_says(body: str, line: str | None, monkeypatch: pytest.Mon
     assert line in str(caught.value)
 
 
-def found(**more: Any) -> Verification:
+def found(**more: Any) -> EngineCheck:
     """Two texts of five tokens; two drafts accepted of the first, none of the second."""
     told = {"outputs": [[9, 8, 7, 6, 5], [4, 4, 4, 4]], "accepted": 2, "drafted": 9, "accepted_by_position": [1, 1, 0]}
     told |= {"prompts": [{"accepted": 2, "drafted": 6}, {"accepted": 0, "drafted": 12}], "begins": "plain", "ends": "cut"}
-    rounds = [Rounds([9, 8, 7, 6, 5, 3], [2, 0, 0], 1), Rounds([4, 4, 4, 4, 1, 4, 4], [0, 0, 0, 0, 0], 1)]
-    outcome = Outcome.of({"engine": "spoken", "versions": {}} | told | more)
-    return verified(outcome, ["a", "b"], [[9, 8, 7, 6, 5], [4, 4, 4, 4, 1]], rounds, ENDING, 3)
+    sequences = [DecodedSequence([9, 8, 7, 6, 5, 3], [2, 0, 0], 1), DecodedSequence([4, 4, 4, 4, 1, 4, 4], [0, 0, 0, 0, 0], 1)]
+    outcome = EngineResult.of({"engine": "spoken", "versions": {}} | told | more)
+    return engine_check(outcome, ["a", "b"], [[9, 8, 7, 6, 5], [4, 4, 4, 4, 1]], sequences, ENDING, 3)
 
 
 def test_what_holds_and_what_does_not() -> None:

@@ -97,7 +97,7 @@ def test_what_peft_saved_drafts_as_peft_does(tmp_path: Path) -> None:
     golden = made(found, TEXTS)
     assert found.meta.options["lora_rank"] == 2 and found.meta.options["lora_alpha"] == 8
     assert choices(model, golden) == golden.draft_PK[0].tolist()
-    assert any("has no matrices for" in line and "fresh ones, which change nothing" in line for line in said)
+    assert any("has no matrices for" in line and "fresh ones are used, which change nothing" in line for line in said)
     written(found, golden, "vllm", tmp_path / "out")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert choices(merged, golden) == golden.draft_PK[0].tolist()
@@ -115,8 +115,8 @@ def no_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "harm", "says"),
     [
-        ({"use_rslora": True}, None, "use_rslora is True, and adapters here are plain LoRA; only False can be imported"),
-        ({"rank_pattern": {"q_proj": 4}}, None, "and adapters here have one rank and no other weights"),
+        ({"use_rslora": True}, None, "use_rslora is True, but adapters here are plain LoRA; only False can be imported"),
+        ({"rank_pattern": {"q_proj": 4}}, None, "but adapters here have one rank and no other weights"),
         ({"modules_to_save": ["norm"]}, None, r"has unexpected base_model.model.model.layers.0.input_layernorm.weight"),
         ({}, alien, r"has unexpected base_model.model.model.layers.7"),
         ({}, no_weights, r"has no safetensors weights"),
@@ -145,7 +145,7 @@ def test_the_reader_of_adapters_sees_what_is_wrong(tmp_path: Path) -> None:
         shutil.copytree(source, tmp_path / "wrong")
         (tmp_path / "wrong" / "adapter_config.json").write_text(json.dumps(config | changes))
         files = parity.Files({}, {}, tokenizer=True)
-        read = causal_lm.adapter(tmp_path / "wrong", parity.engine_of(found, files), parity.points_of(golden))
+        read = causal_lm.adapter(tmp_path / "wrong", parity.target_parts(found, files), parity.points_of(golden))
         return float(parity.gaps(torch.stack(read.logits), golden).max())
 
     assert reading() < 1.0
@@ -175,15 +175,15 @@ def test_the_adapter_of_a_target_that_was_trained_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "stack", "dtype", "says"),
     [
-        ("medusa", "vllm", "float32", "adapter=true, and nothing of this medusa drafter is a low-rank adapter; leave it out"),
-        ("draft_model", "transformers", "float32", "nothing of this draft_model drafter is a low-rank adapter"),
+        ("medusa", "vllm", "float32", "adapter=true, but this medusa drafter has no low-rank adapter; leave it out"),
+        ("draft_model", "transformers", "float32", "this draft_model drafter has no low-rank adapter"),
         (
             "draft_model-lora",
             "vllm",
             "float32",
-            "it takes no adapter as a drafter; leave adapter out, .*; transformers load it",
+            "it takes no adapter as a drafter; leave adapter out to .*; transformers load it",
         ),
-        ("draft_model-lora", "transformers", "bfloat16", "dtype is bfloat16, and an adapter is written in float32"),
+        ("draft_model-lora", "transformers", "bfloat16", "dtype is bfloat16, but adapters are written in float32"),
     ],
 )
 def test_where_there_is_no_adapter_to_write(case: str, stack: str, dtype: str, says: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, save_drafter
-from drafttrain.export.chain import GREEDY, Ending, Rounds, chain_drafter, decoded, plain
+from drafttrain.export.chain import GREEDY, DecodedSequence, Ending, chain_drafter, decoded, plain
 from drafttrain.export.opened import Opened
 from tests.contract.test_families import NAMES, SHAPES
 from tests.exports import TEXTS, drafter_of, loaded, opened, record_of
@@ -22,17 +22,17 @@ NEVER = Ending(frozenset(), 24)
 
 @pytest.mark.parametrize(("ends", "counts"), [("whole", [2, 3]), ("cut", [2, 1]), ("capped", [2, 0]), ("none", [2, 0])])
 def test_the_round_that_ends_a_text_counts_as_the_engine_counts_it(ends: str, counts: list[int]) -> None:
-    """One token of the prefill, rounds of 3 and 4 tokens, of which 3 and 1 are within five."""
-    rounds = Rounds(list(range(12)), [2, 3, 1], 1)
-    assert rounds.counted(Ending(frozenset(), 5), ends) == counts
+    """One token of the prefill, sequences of 3 and 4 tokens, of which 3 and 1 are within five."""
+    sequence = DecodedSequence(list(range(12)), [2, 3, 1], 1)
+    assert sequence.counted(Ending(frozenset(), 5), ends) == counts
 
 
 def test_a_stop_token_ends_a_text_as_its_length_does() -> None:
-    rounds = Rounds([9, 8, 7, 6, 5, 4, 3, 2, 1], [2, 3, 0], 1)
-    assert rounds.counted(Ending(frozenset({5}), 100), "cut") == [2, 1]
-    assert rounds.counted(Ending(frozenset({5}), 3), "cut") == [2]
-    assert rounds.counted(Ending(frozenset({9}), 100), "whole") == []
-    assert Rounds([9, 8, 7, 6], [2, 0], 0).counted(Ending(frozenset(), 3), "cut") == [2]
+    sequence = DecodedSequence([9, 8, 7, 6, 5, 4, 3, 2, 1], [2, 3, 0], 1)
+    assert sequence.counted(Ending(frozenset({5}), 100), "cut") == [2, 1]
+    assert sequence.counted(Ending(frozenset({5}), 3), "cut") == [2]
+    assert sequence.counted(Ending(frozenset({9}), 100), "whole") == []
+    assert DecodedSequence([9, 8, 7, 6], [2, 0], 0).counted(Ending(frozenset(), 3), "cut") == [2]
 
 
 @pytest.mark.slow
@@ -47,9 +47,9 @@ def test_counts_are_those_of_the_decoder(tmp_path: Path, case: str) -> None:
     for ending in (NEVER, Ending(stops, 24), Ending(stops, 5)):
         usual = Decoder(target, drafter, "greedy", GREEDY, ending.stop_ids, ending.max_new_tokens).run(TEXTS).results
         for prompt, result, text in zip(TEXTS, usual, plain(target, TEXTS, ending), strict=True):
-            rounds = decoded(target, drafter, prompt, ending, 3, "plain")
-            assert result.tokens == text == rounds.tokens[: ending.of(rounds.tokens)]
-            counts = rounds.counted(ending, "cut")
+            sequence = decoded(target, drafter, prompt, ending, 3, "plain")
+            assert result.tokens == text == sequence.tokens[: ending.of(sequence.tokens)]
+            counts = sequence.counted(ending, "cut")
             assert [sum(count > i for count in counts) for i in range(len(result.accepted))] == result.accepted
             assert len(counts) == result.verifications
 
@@ -63,13 +63,13 @@ def test_drafts_may_follow_the_prompt_itself(tmp_path: Path) -> None:
         behind = decoded(target, drafter, [*prompt, first], NEVER, 3, "drafted")
         assert behind.first == 0 and usual.tokens[1:20] == behind.tokens[:19]
         assert usual.accepted[:5] == behind.accepted[:5]
-    with pytest.raises(UserError, match="a prompt of one token is given, and this engine drafts behind the first one"):
+    with pytest.raises(UserError, match="a prompt has one token, and this engine drafts from the first token on"):
         decoded(target, drafter, [3], NEVER, 3, "drafted")
 
 
 def test_chains_no_longer_than_the_drafter_was_made_for(tmp_path: Path) -> None:
     found, _ = opened(tmp_path, "medusa")
-    with pytest.raises(UserError, match=r"decode\.draft_length is 4; this drafter drafts 3, set it within 1 and that"):
+    with pytest.raises(UserError, match=r"decode\.draft_length is 4; this drafter drafts 3, set it from 1 to that"):
         chain_drafter(found, 4, "float32")
     with pytest.raises(UserError, match="exceed the target's"):
         decoded(found.loaded.target, chain_drafter(found, 3, "float32"), TEXTS[0], Ending(frozenset(), 10**6), 3, "plain")
@@ -85,5 +85,5 @@ def test_every_familys_checkpoint_opens_and_its_chains_end_in_plain_decodings_te
     found, ending, prompt = Opened.of(tmp_path, target), Ending(frozenset(), 20), prompts(1, seed=8)[0]
     assert set(found.tensors) == set(drafter.state_dict())
     length = min(3, found.drafter.draft_length)
-    rounds = decoded(target.target, chain_drafter(found, length, "float32"), prompt, ending, length, "plain")
-    assert [rounds.tokens[:20]] == plain(target.target, [prompt], ending)
+    sequence = decoded(target.target, chain_drafter(found, length, "float32"), prompt, ending, length, "plain")
+    assert [sequence.tokens[:20]] == plain(target.target, [prompt], ending)

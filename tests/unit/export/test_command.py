@@ -11,7 +11,7 @@ import pytest
 
 from drafttrain.export import exporter
 from drafttrain.export.files import Files
-from drafttrain.export.golden import GOLDEN, made, store, texts_for
+from drafttrain.export.golden import GOLDEN, made, sequences_for, store
 from drafttrain.export.opened import Opened
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
@@ -46,14 +46,14 @@ def test_one_stack(command: Command, run: Path, capsys: pytest.CaptureFixture[st
 
 def test_all_stacks_with_golden_drafts_of_the_run(command: Command, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = load_target(TargetOptions())
-    store(run, made(Opened.of(run, target), texts_for(target)))
+    store(run, made(Opened.of(run, target), sequences_for(target)))
     try:
         assert command("export", f"checkpoint={run}", "format=all", "out=out") == 0
     finally:
         (run / GOLDEN).unlink()
     said = capsys.readouterr().out
     assert "golden drafts: none" not in said
-    for line in ("vllm: out/vllm (18", "sglang: no, no loader of this family", "how to serve it: out/vllm/README.md"):
+    for line in ("vllm: out/vllm (18", "sglang: no, it has no loader for this family", "how to serve it: out/vllm/README.md"):
         assert line in said
     record = json.loads(Path("out/drafttrain.json").read_text())
     assert record["written"] == ["vllm", "tgi", "official"] and len(record["refused"]) == 7
@@ -82,11 +82,14 @@ def test_a_failed_gate_is_exit_code_3(
         (["checkpoint={run}", "format=vllm"], "out is not set; name a directory with out=DIR"),
         (["checkpoint={run}", "out=x"], "format is not set; choose one of vllm, sglang"),
         (["checkpoint={run}", "out=x", "format=vlm"], "format is 'vlm'; choose one of vllm, sglang"),
-        (["checkpoint={run}", "out=x", "format=sglang"], "medusa cannot be exported to sglang: no loader of this family; vllm"),
+        (
+            ["checkpoint={run}", "out=x", "format=sglang"],
+            "medusa cannot be exported to sglang: it has no loader for this family; vllm",
+        ),
         (["checkpoint={run}", "out=x", "format=vllm", "dtype=int8"], "dtype is 'int8'; choose one of float32"),
         (["checkpoint={run}", "out=x", "format=vllm", "launcher.nproc=2"], "export runs in one process, 2 were asked for"),
         (["checkpoint={run}/..", "out=x", "format=vllm"], "expected a checkpoint, got no drafter.json there"),
-        (["checkpoint={lookup}", "out=x", "format=all"], "prompt_lookup cannot be exported: nothing is trained"),
+        (["checkpoint={lookup}", "out=x", "format=all"], "prompt_lookup cannot be exported: it has no trained weights"),
         (["checkpoint={cut}", "out=x", "format=vllm"], "drafter.safetensors: damaged or cut off"),
     ],
 )

@@ -28,7 +28,7 @@ from drafttrain.export.exporter import Wanted, check_wanted
 from drafttrain.export.golden import GOLDEN, TENSORS, store, stored
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import check_model
-from drafttrain.export.table import STACKS, TABLE, Layout, asked, loads
+from drafttrain.export.table import STACKS, TABLE, Layout, loads, stacks_for
 from drafttrain.model.target import LoraSpec
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
@@ -120,7 +120,7 @@ def test_a_target_that_was_trained_too_comes_merged(tmp_path: Path) -> None:
         out = tmp_path / stack
         written(found, golden, stack, out)
         assert f"vllm serve {out / 'target'} " in (out / folder / "README.md").read_text()
-        assert "Its output is not the original's" in (out / folder / "README.md").read_text()
+        assert "Its output differs from the original target's" in (out / folder / "README.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "vllm" / "target", dtype=torch.float32)
     row = int(golden.count_P[0])
     roots = [int(m(golden.text_PT[:1, :row]).logits[0, -1].argmax()) for m in (model, found.loaded.target.model)]
@@ -259,23 +259,23 @@ def test_weights_come_in_shards(tmp_path: Path) -> None:
         (
             "eagle3-normed",
             "openvino",
-            r"trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, speculators load it as",
+            r"trained with fc_norm, which openvino does not read; .*vllm, sglang, trtllm, speculators load it",
         ),
         (
             "eagle3-last",
             "sglang",
-            r"last block, and sglang .* train with drafter.taps below 3; vllm load it as it is",
+            r"last block, and sglang .* train with drafter.taps below 3; vllm load it unchanged",
         ),
-        ("eagle3-two", "openvino", "taps 2 blocks, and openvino takes exactly three"),
+        ("eagle3-two", "openvino", "taps 2 blocks, but openvino takes exactly three"),
         ("eagle3", "lmdeploy", "its taps are not the official ones"),
         (
             "eagle-bias",
             "vllm",
-            "fc has a trained bias, for which vllm has no place; train with drafter.bias=false; sglang load",
+            "fc has a trained bias, which vllm cannot load; train with drafter.bias=false; sglang load",
         ),
-        ("medusa-deep", "official", "its heads have 2 blocks each, and the authors' code repeats one"),
-        ("hydra-deep", "official", "its heads have 3 blocks each, .*; train with drafter.layers=2; no other stack loads it"),
-        ("hydra-deep", "all", "no stack loads this hydra drafter: official: its heads have 3 blocks each"),
+        ("medusa-deep", "official", "its heads have 2 blocks, but the authors' code repeats one"),
+        ("hydra-deep", "official", "its heads have 3 blocks, .*; train with drafter.layers=2; no other stack loads it"),
+        ("hydra-deep", "all", "no stack loads this hydra drafter: official: its heads have 3 blocks"),
         ("dflash-shifted", "vllm", "its slots are shifted"),
     ],
 )
@@ -288,15 +288,17 @@ def test_a_drafter_that_a_stack_cannot_load_is_refused(case: str, stack: str, sa
 
 def test_pairs_that_no_loader_serves_name_those_that_do() -> None:
     with pytest.raises(
-        UserError, match="medusa cannot be exported to sglang: no loader of this family; vllm, tgi, official load"
+        UserError, match="medusa cannot be exported to sglang: it has no loader for this family; vllm, tgi, official load"
     ):
-        asked("medusa", "sglang")
-    with pytest.raises(UserError, match="prompt_lookup cannot be exported: nothing is trained; turn on the stack's own n-gram"):
-        asked("prompt_lookup", "vllm")
-    with pytest.raises(UserError, match="cascade cannot be exported: no stack runs drafters together"):
-        asked("cascade", "all")
+        stacks_for("medusa", "sglang")
+    with pytest.raises(
+        UserError, match="prompt_lookup cannot be exported: it has no trained weights; turn on the stack's own n-gram"
+    ):
+        stacks_for("prompt_lookup", "vllm")
+    with pytest.raises(UserError, match="cascade cannot be exported: no stack combines drafters"):
+        stacks_for("cascade", "all")
     with pytest.raises(UserError, match="format is 'vlm'; choose one of vllm, sglang"):
-        asked("medusa", "vlm")
+        stacks_for("medusa", "vlm")
 
 
 def test_the_table_has_a_row_for_every_family_and_stack() -> None:
@@ -320,7 +322,7 @@ def test_lmdeploy_takes_official_taps_alone(tmp_path: Path) -> None:
     assert not load_file(tmp_path / "all" / "model.safetensors")["d2t"].any()  # it maps by it whether it is there or not
     other = LoadedTarget(target.target, target.tokenizer, "deep", target.description | {"architecture": "Qwen3ForCausalLM"})
     found, golden = opened(tmp_path / "other", "eagle3", other, taps=None)
-    with pytest.raises(UserError, match="lmdeploy gives out no states of Qwen3ForCausalLM targets for this family"):
+    with pytest.raises(UserError, match="lmdeploy captures no states of Qwen3ForCausalLM targets for this family"):
         written(found, golden, "lmdeploy", tmp_path / "none")
 
 
@@ -329,7 +331,7 @@ def test_lmdeploy_takes_blocks_for_qwen3_alone(tmp_path: Path) -> None:
     assert written(found, golden, "lmdeploy", tmp_path / "out").written["lmdeploy"].gap < 0.5
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dflash_config"]["block_size"] == 4
     for target, taps, says in (
-        ("llama", [0, 1, 2], "LMDeploy gives out no states of llama targets"),
+        ("llama", [0, 1, 2], "LMDeploy captures no states of llama targets"),
         ("qwen3", [1, 0, 2], "its taps do not ascend"),
     ):
         found, golden = opened(tmp_path / target / str(taps[0]), "dflash", loaded(target), taps=taps)
@@ -375,7 +377,7 @@ def test_what_is_there_stays_unless_an_export_may_be_replaced(tmp_path: Path) ->
     (out / "thesis.txt").touch()
     with pytest.raises(UserError, match="which exists; name another directory, or add overwrite=true"):
         check_wanted(wanted(out))
-    with pytest.raises(UserError, match=r"which no export has written \(no drafttrain.json there\), so it stays"):
+    with pytest.raises(UserError, match=r"which is no export \(it has no drafttrain.json\), so it is kept"):
         check_wanted(wanted(out, overwrite=True))
     (out / "thesis.txt").unlink()
     for dtype in ("float32", "bfloat16"):
@@ -427,7 +429,7 @@ def test_the_card_has_what_was_measured(tmp_path: Path) -> None:
     found, golden = opened(tmp_path / "checkpoints", "medusa")
     assert Measured.of(found.directory) == Measured()
     written(found, golden, "vllm", tmp_path / "before")
-    assert "not in a report of its run" in (tmp_path / "before" / "README.md").read_text()
+    assert "no: the training run has no report" in (tmp_path / "before" / "README.md").read_text()
     (tmp_path / "report.json").write_text(json.dumps(report))
     written(found, golden, "vllm", tmp_path / "out", "bfloat16")
     card = (tmp_path / "out" / "README.md").read_text()
@@ -443,6 +445,6 @@ def test_the_card_has_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_texts_of_any_tokenizer() -> None:
-    texts = material.texts_for(loaded())
+    texts = material.sequences_for(loaded())
     assert [len(text) for text in texts] == [24, 12] * 3
     assert all(0 <= token < 64 for text in texts for token in text)

@@ -206,7 +206,7 @@ def test_the_target_in_the_same_form_is_the_target(exported: Callable[[str], Mad
     files = layouts.target_files(source)
     text, model = torch.tensor(TEXTS[0]), found.loaded.target.model
     point = Point(text[:-1], text[-1], torch.zeros(1, dtype=torch.long))
-    reading = readers.language_model(right, "target.gguf", parity.engine_of(found, files), [point])
+    reading = readers.language_model(right, "target.gguf", parity.target_parts(found, files), [point])
     with torch.no_grad():
         torch.testing.assert_close(reading.logits[0][0], model(text[None]).logits[0, -1], atol=1e-4, rtol=1e-4)
     parity.check_gguf_target(right, files, source)
@@ -251,14 +251,14 @@ def test_scaled_positions_are_kept(rope: dict[str, Any], tmp_path: Path) -> None
     ("case", "changes", "says"),
     [
         ("eagle3-normed", {}, "with fc_norm, which llamacpp does not read; .*; vllm, sglang, trtllm, speculators load it"),
-        ("eagle3-last", {}, "taps the target's last block, and llamacpp is known .*; vllm load it as it is"),
-        ("eagle3-two", {}, "taps 2 blocks, and llamacpp takes exactly three; .*; vllm, sglang, trtllm, speculators load it"),
+        ("eagle3-last", {}, "taps the target's last block, and llamacpp is known .*; vllm load it unchanged"),
+        ("eagle3-two", {}, "taps 2 blocks, but llamacpp takes exactly three; .*; vllm, sglang, trtllm, speculators load it"),
         ("dflash-shifted", {}, "its slots are shifted"),
-        ("eagle3", {"name": "qwen2"}, "llama.cpp gives out no states of qwen2 targets; it does of llama, mistral, qwen3"),
+        ("eagle3", {"name": "qwen2"}, "llama.cpp captures no states of qwen2 targets, only of llama, mistral, qwen3"),
         ("draft_model", {"name": "gpt2"}, "its architecture is gpt2"),
         ("draft_model", {"name": "qwen3", "rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", **LLAMA3}}, "'llama3'"),
         ("draft_model", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}}, "is 'dynamic'"),
-        ("draft_model", {"sliding_window": 16}, "it slides a window over the context"),
+        ("draft_model", {"sliding_window": 16}, "it has sliding-window attention"),
     ],
 )
 def test_what_cannot_be_held_is_refused(case: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -270,8 +270,10 @@ def test_what_cannot_be_held_is_refused(case: str, changes: dict[str, Any], says
 
 def test_a_target_that_cannot_be_written_is_said_before(tmp_path: Path) -> None:
     found, golden = opened(tmp_path, "eagle3", target_of(sliding_window=16))
-    with pytest.raises(UserError, match=r"the target cannot be written as GGUF: it slides a window .*; leave out with_target"):
+    with pytest.raises(
+        UserError, match=r"the target cannot be written as GGUF: it has sliding-window attention.*; leave out with_target"
+    ):
         refusals(found, Wanted(["llamacpp"], tmp_path / "out", "float32", False, with_target=True))
     assert written(found, golden, "llamacpp", tmp_path / "out").written["llamacpp"].gap < 0.5
-    with pytest.raises(UserError, match=r"with_target=true writes the target as GGUF, which format=llamacpp alone reads"):
+    with pytest.raises(UserError, match=r"with_target=true writes the target as GGUF, which only format=llamacpp reads"):
         check_wanted(Wanted(["vllm"], tmp_path / "other", "float32", False, with_target=True))

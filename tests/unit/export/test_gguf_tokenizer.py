@@ -16,7 +16,7 @@ from drafttrain.data.prompts import load_prompts
 from drafttrain.export.layouts import gguf_tokenizer as layout
 from drafttrain.export.parity import TEXT
 from drafttrain.export.readers.gguf_tokenizer import check_tokenizer
-from drafttrain.export.readers.parts import Config, Engine, MismatchError
+from drafttrain.export.readers.parts import Config, MismatchError, TargetParts
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 
@@ -66,10 +66,10 @@ def trained(name: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>")
 
 
-def engine(tokenizer: Any, rows: int | None = None) -> Engine:
+def engine(tokenizer: Any, rows: int | None = None) -> TargetParts:
     made = [(text, list(tokenizer(text)["input_ids"])) for text in texts()]
     embed = torch.zeros(rows or len(tokenizer), 1)
-    return Engine(embed, embed, 1, tokenizer.get_vocab(), made)
+    return TargetParts(embed, embed, 1, tokenizer.get_vocab(), made)
 
 
 def fields(tokenizer: Any, rows: int | None = None) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def test_a_name_by_which_words_are_taken_whole_is_seen() -> None:
     content, ids = fields(tokenizer), tokenizer.get_vocab()
     word = next(piece for piece in sorted(ids) if len(piece) > 5 and piece.isalpha() and piece.isascii())
     merges = [merge for merge in content["tokenizer.ggml.merges"] if merge.replace(" ", "") != word]
-    apart = Engine(torch.zeros(len(tokenizer), 1), torch.zeros(1, 1), 1, ids, [(word, [0])])
+    apart = TargetParts(torch.zeros(len(tokenizer), 1), torch.zeros(1, 1), 1, ids, [(word, [0])])
     content |= {"tokenizer.ggml.merges": merges, "tokenizer.ggml.pre": "llama-bpe"}
     with pytest.raises(MismatchError, match=rf"is \[{ids[word]}\] there"):
         check_tokenizer(Config(content), apart)
@@ -157,12 +157,12 @@ def bpe(**options: Any) -> Any:
         (lambda: made(bpe(byte_fallback=True), WORDS), r"no byte-level BPE \(BPE, with byte fallback\)"),
         (lambda: made(models.BPE({"a": 0}, []), WORDS), r"no byte-level BPE \(BPE, no merges\)"),
         (lambda: made(bpe(), WORDS, normalizer=normalizers.Lowercase()), r"normalizes texts \(Lowercase\)"),
-        (lambda: made(bpe(), pre.Whitespace()), "cuts texts in a way that has no name here"),
-        (lambda: made(bpe(), pre.ByteLevel(add_prefix_space=True)), "cuts texts in a way that has no name here"),
-        (lambda: made(bpe(), split(r"\w+")), "cuts texts in a way that has no name here"),
-        (lambda: made(bpe(), None), "cuts texts in a way that has no name here"),
-        (lambda: made(bpe(ignore_merges=True), WORDS), "cuts texts in a way that has no name here"),
-        (lambda: made(bpe(), WORDS, eos_token=None), "has no end of text, for which llama.cpp would take token 11"),
+        (lambda: made(bpe(), pre.Whitespace()), "splits texts by a rule that is not known here"),
+        (lambda: made(bpe(), pre.ByteLevel(add_prefix_space=True)), "splits texts by a rule that is not known here"),
+        (lambda: made(bpe(), split(r"\w+")), "splits texts by a rule that is not known here"),
+        (lambda: made(bpe(), None), "splits texts by a rule that is not known here"),
+        (lambda: made(bpe(ignore_merges=True), WORDS), "splits texts by a rule that is not known here"),
+        (lambda: made(bpe(), WORDS, eos_token=None), "has no end token, and llama.cpp would use token 11"),
         (lambda: object(), "is no fast one"),
     ],
 )

@@ -182,7 +182,7 @@ def test_the_card_says_how_to_get_what_is_read_from_files(served: Hub, tmp_path:
     found, golden = opened(tmp_path / "one", "eagle3")
     written(found, golden, "llamacpp", tmp_path / "out", repository=Repository("me/mine", True))
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "`hf download me/mine --local-dir mine` makes one" in card and "-md mine/draft.gguf" in card
+    assert "Download them first: `hf download me/mine --local-dir mine`." in card and "-md mine/draft.gguf" in card
     assert "base_model: targets/tiny" in card
     found, golden = opened(tmp_path / "two", "medusa", spec=LoraSpec(rank=2))
     written(found, golden, "vllm", tmp_path / "adapted", repository=Repository("me/mine", True))

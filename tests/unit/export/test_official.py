@@ -107,7 +107,7 @@ def test_what_is_imported_drafts_as_its_files_do(layout: str, tmp_path: Path) ->
     folder = put(tmp_path / "hand", LAYOUTS[layout]())
     found, _ = imported(folder)
     golden = made(found, TEXTS)
-    reading = READERS[layout](folder, parity.engine_of(found, Files({}, {})), parity.points_of(golden))
+    reading = READERS[layout](folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
     assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
     options = found.meta.options | found.drafter.resolved_options()
     assert {key: options[key] for key in NETWORK.get(layout, {})} == NETWORK.get(layout, {})
@@ -141,7 +141,7 @@ def test_a_tied_head_may_come_once_or_twice(tmp_path: Path) -> None:
     assert drafters[0].meta.sha256 == drafters[1].meta.sha256
     model: Any = drafters[0].drafter.language_model()
     assert model.model.lm_head.weight.data_ptr() == model.model.model.embed_tokens.weight.data_ptr()
-    with pytest.raises(UserError, match=r"says tie_word_embeddings, and lm_head.weight is not the embedding"):
+    with pytest.raises(UserError, match=r"says tie_word_embeddings, but lm_head.weight is not the embedding"):
         imported(put(tmp_path / "bad", changed("draft_model", lambda config, _: config.update(tie_word_embeddings=True))))
 
 
@@ -206,7 +206,7 @@ def test_d2t_as_ids_is_kept_as_offsets(tmp_path: Path) -> None:
     for number, change in enumerate((absolute, lambda c, t: (absolute(c, t), t.pop("t2d")))):
         found, said = imported(put(tmp_path / str(number), changed("eagle3", change)))
         assert found.meta.sha256 == right.meta.sha256
-        assert sum("d2t holds the target's ids; they are kept as offsets" in line for line in said) == 1
+        assert sum("d2t holds the target's ids; they are stored as offsets" in line for line in said) == 1
 
 
 def test_t2d_is_made_where_it_is_missing(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_tensors_that_are_the_targets_are_not_kept(tmp_path: Path) -> None:
         found, _ = imported(put(tmp_path / str(number), made))
         assert "embed_tokens.weight" not in found.tensors
     other = changed("eagle3", lambda _, t: t.update({"embed_tokens.weight": embedding.flip(0)}))
-    with pytest.raises(UserError, match=r"embed_tokens.weight is not this target's embedding, and drafters here have none"):
+    with pytest.raises(UserError, match=r"embed_tokens.weight is not this target's embedding, which drafters here use"):
         imported(put(tmp_path / "other", other))
 
 
@@ -284,7 +284,7 @@ def test_pickles_are_read_once_and_kept_as_safetensors(
     found, said = imported(folder)
     right, _ = imported(put(tmp_path / "safe", LAYOUTS[name]()))
     assert found.meta.sha256 == right.meta.sha256
-    assert any(line.startswith(f"note: {file} is a pickle: its tensors alone were read, and are kept") for line in said)
+    assert any(line.startswith(f"note: {file} is a pickle; only its tensors were read, and they are kept") for line in said)
     assert sorted(path.name for path in folder.iterdir()) == sorted(["config.json", file])
     monkeypatch.setattr(convert, "taken", lambda *_: pytest.fail("converted again"))
     assert imported(folder)[0].meta == found.meta
@@ -310,7 +310,7 @@ def test_more_heads_than_the_configuration_says(tmp_path: Path) -> None:
     """As in the first published heads."""
     found, said = imported(put(tmp_path / "hand", changed("medusa", lambda config, _: config.update(medusa_num_heads=2))))
     assert found.meta.options["heads"] == 3
-    assert "note: config.json says medusa_num_heads 2, its weights have 3 heads: 3 it is" in said
+    assert "note: config.json says medusa_num_heads 2, its weights have 3 heads: 3 is used" in said
 
 
 def test_blocks_without_biases_have_zeros(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_stages_that_share_their_weights_may_come_once(tmp_path: Path) -> None:
 
     both = [imported(put(tmp_path / str(i), changed("mlp_speculator", c)))[0] for i, c in enumerate((tied, once))]
     assert both[0].meta.sha256 == both[1].meta.sha256 and both[0].meta.options["tie_weights"]
-    with pytest.raises(UserError, match=r"says tie_weights, and speculator.emb.1.weight is not that of stage 0"):
+    with pytest.raises(UserError, match=r"says tie_weights, but speculator.emb.1.weight is not that of stage 0"):
         imported(put(tmp_path / "bad", changed("mlp_speculator", lambda config, _: config.update(tie_weights=True))))
 
 
@@ -356,7 +356,7 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "unknown": (
         "eagle3",
         lambda c, t: t.pop("fc.weight"),
-        r"no drafter that is known here: architectures \['LlamaForC.*known: port",
+        r"no known kind of drafter: architectures \['LlamaForC.*known: port",
     ),
     "another hidden size": (
         "eagle3",
@@ -365,7 +365,7 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     ),
     "another vocabulary": ("medusa, vllm", lambda c, t: c.update(vocab_size=99), "its vocab_size is 99, this target's is 64"),
     "another depth": ("dflash", lambda c, t: c.update(num_target_layers=36), "its num_target_layers is 36, this target's is 4"),
-    "missing": ("eagle3", lambda c, t: t.pop("norm.weight"), "model.safetensors lacks norm.weight, by what config.json says"),
+    "missing": ("eagle3", lambda c, t: t.pop("norm.weight"), "model.safetensors lacks norm.weight, according to config.json"),
     "unexpected": ("eagle3", put_in("layers.1.x", torch.ones(1)), r"has unexpected layers\.1\.x"),
     "no place": (
         "medusa, vllm",
@@ -395,7 +395,7 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         put_in("d2t", torch.full((D,), 40)),
         "d2t gives the tokens that t2d marks neither as offsets nor as ids",
     ),
-    "no d2t": ("eagle3", lambda c, t: t.pop("d2t"), "drafts of 40 tokens, this target has 64, and no d2t says which"),
+    "no d2t": ("eagle3", lambda c, t: t.pop("d2t"), "it drafts 40 of this target's 64 tokens, but has no d2t"),
     "draft vocabulary": (
         "eagle3",
         lambda c, t: c.update(draft_vocab_size=41),
@@ -414,7 +414,7 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "two layers": (
         "eagle3",
         lambda c, t: c.update(num_hidden_layers=2),
-        "num_hidden_layers is 2, and drafters of this family have one",
+        "num_hidden_layers is 2, but drafters of this family have one",
     ),
     "yarn": (
         "eagle3",
@@ -424,7 +424,7 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "GELU": (
         "eagle",
         lambda c, t: c.update(hidden_act="gelu"),
-        "hidden_act is 'gelu', and layers of drafters are gated by SiLU",
+        "hidden_act is 'gelu', but drafter layers are gated by SiLU",
     ),
     "a window": ("dflash", lambda c, t: c.update(layer_types=["sliding_attention"] * 2), "attention is 'sliding'"),
     "no mask": (
@@ -433,11 +433,11 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         "config.json's dflash_config does not say mask_token_id",
     ),
     "another head": ("hydra", lambda c, t: c.update(hydra_head_arch="prefix-mlp"), "hydra_head_arch is 'prefix-mlp'"),
-    "a projection": ("redrafter", lambda c, t: c.update(exit_dim=16), "exit_dim is 16, behind a projection"),
+    "a projection": ("redrafter", lambda c, t: c.update(exit_dim=16), "exit_dim is 16, after a projection"),
     "a gated bias": (
         "dspark, speculators",
         lambda c, t: c.update(markov_head_type="gated"),
-        "markov_head_type is 'gated', and the token before gives a plain bias here",
+        "markov_head_type is 'gated', but here the token before gives a plain bias",
     ),
     "no confidence": (
         "dspark, speculators",

@@ -1,10 +1,10 @@
-// Laws on the device: shares of splits by one block each; a row's draw by one block, which scans one split only.
+// Distributions on the device: one block computes the share of each split; one block samples from a row and scans one split.
 #pragma once
 
 #include <climits>
 
 #include "device.cuh"
-#include "law.h"
+#include "distribution.h"
 #include "top.h"
 
 namespace drafttrain {
@@ -14,7 +14,7 @@ constexpr int kShareEach = kSplit / kShareThreads;  // values a thread
 constexpr int kDrawThreads = 512;                   // of 1024 each would have too few registers for the walk
 constexpr int kDrawEach = kSplit / kDrawThreads;
 
-// Count consecutive elements, as one or more loads of 16 bytes where that fits.
+// Count consecutive elements, in loads of 16 bytes where alignment allows.
 template <typename T, int count>
 struct alignas(count * sizeof(T) < 16 ? count * sizeof(T) : 16) Piece {
     T at[count];
@@ -23,8 +23,8 @@ struct alignas(count * sizeof(T) < 16 ? count * sizeof(T) : 16) Piece {
 template <typename T, bool packed>
 constexpr int kPiece = packed ? Pack<T>::kCount : 1;
 
-// This thread's values of a split, minus infinity behind the row's end. All loads are issued before the first is used.
-// index(j): where in the row value j stands.
+// This thread's values of a split, minus infinity after the row's end. All loads are issued before the first is used.
+// index(j): the index of value j in the row.
 template <typename T, bool packed>
 struct SplitValues {
     static constexpr int kWide = kPiece<T, packed>;
@@ -43,7 +43,7 @@ struct SplitValues {
     __device__ int64_t index(int j) const { return start + (j / kWide * kShareThreads + threadIdx.x) * kWide + j % kWide; }
 };
 
-// Whether a row of logits belongs to a node behind the last real one of its tree; count may be null: there are none.
+// Whether a row of logits belongs to a padding node. count may be null: then there is no padding.
 __device__ inline bool is_padding(const int64_t* count, int64_t nodes, int64_t row) {
     return count != nullptr && row % nodes >= count[row / nodes];
 }
@@ -73,10 +73,10 @@ __device__ inline int64_t warp_argmax(const uint64_t* best, int splits) {
     return index_of(warp_reduce(mine, [](uint64_t a, uint64_t b) { return a > b ? a : b; }));
 }
 
-// shares[row, split] of the laws at temperature[row / nodes]; dot only where `dots`. Grid (rows, splits).
+// shares[row, split] of the distributions at temperature[row / nodes]; dot only where `dots`. Grid (rows, splits).
 template <typename T, bool packed, bool dots>
 __global__ void __launch_bounds__(kShareThreads)
-    law_shares(const T* logits, const float* temperature, const int64_t* count, int64_t nodes, int64_t vocab, Share* shares) {
+    split_shares(const T* logits, const float* temperature, const int64_t* count, int64_t nodes, int64_t vocab, Share* shares) {
     __shared__ float tops[kWarp];
     __shared__ double sums[kWarp];
     const int64_t row = blockIdx.x, split = blockIdx.y;
@@ -110,15 +110,15 @@ __device__ inline Share warp_join(const Share* shares, int splits, float inverse
     return row;
 }
 
-// What a block needs to find a place in a split.
+// Shared memory for finding a place in a split.
 struct Finder {
     alignas(16) float weight[kSplit];
     double sum[kWarp];
     int index[kWarp];
 };
 
-// Where the cumulative sum of finder.weight passes `rest`; the last that weighs anything where rounding leads beyond all, -1
-// where none does. kDrawThreads threads, all of which get it; weights must be visible to all.
+// The index at which the cumulative sum of finder.weight exceeds `rest`; the last with a weight where rounding leads past the
+// end; -1 without any weight. All kDrawThreads threads get it; the weights must be visible to all of them.
 __device__ inline int block_find(Finder& finder, double rest) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, first = threadIdx.x * kDrawEach;
     const auto weight = *reinterpret_cast<const Piece<float, kDrawEach>*>(finder.weight + first);
@@ -144,9 +144,9 @@ __device__ inline int block_find(Finder& finder, double rest) {
     return block_reduce(last, [](int a, int b) { return a > b ? a : b; }, finder.index);
 }
 
-// A row of logits with its law, as a block draws from it. sums: shared, one for each split.
+// A row of logits with its distribution, from which a block samples. sums: shared, one for each split.
 template <typename T>
-struct BlockLaw {
+struct BlockDistribution {
     const T* x;
     const Share* shares;
     int64_t vocab;
@@ -157,15 +157,15 @@ struct BlockLaw {
 
     __device__ double factor(int64_t split) const { return weight(shares[split].top, row.top, inverse); }
 
-    // The splits' sums, ready for all.
+    // Computes the splits' sums for all threads.
     __device__ void fill() const {
         __syncthreads();
         for (int64_t s = threadIdx.x; s < splits_of(vocab); s += blockDim.x) sums[s] = shares[s].mass * factor(s);
         __syncthreads();
     }
 
-    // The token at which the cumulative sum passes `at`, by `sums` and, within a split, by of(v, top); scale(split): what
-    // turns the sums' unit into that of `of`; strike(start, end): takes tokens' weights away. -1 where nothing is left.
+    // The token at which the cumulative sum exceeds `at`: by `sums` to find the split, by of(v, top) within it. scale(split):
+    // converts from the unit of the sums to that of `of`. strike(start, end): removes tokens' weights. -1 if nothing is left.
     template <typename Of, typename Scale, typename Strike>
     __device__ int64_t find(double at, Of of, Scale scale, Strike strike) const {
         const Place place = locate(splits_of(vocab), at, [&](int64_t s) { return sums[s]; });
@@ -180,7 +180,7 @@ struct BlockLaw {
         return found < 0 ? -1 : start + found;
     }
 
-    // A token of the law at this number in [0, 1).
+    // The token of the distribution at this number in [0, 1).
     __device__ int64_t draw(double number) const {
         fill();
         const auto of = [&](int64_t v, float top) { return weight(to_float(x[v]), top, inverse); };

@@ -1,5 +1,5 @@
-// Laws of rows of logits, softmax(x / T), without their probabilities: what is kept of each split of a row, how shares of
-// splits join to a row's, and where a uniform number falls. For host and device.
+// Distributions of rows of logits, softmax(x / T), without storing probabilities: the share of each split of a row, the sum of
+// shares for a row, and the place of a uniform number in it. For host and device.
 #pragma once
 
 #include <cmath>
@@ -13,21 +13,20 @@ constexpr int64_t kSplit = 4096;  // tokens
 
 DRAFTTRAIN_BOTH int64_t splits_of(int64_t vocab) { return (vocab + kSplit - 1) / kSplit; }
 
-// What is kept of a split, or of a row. Sums are double: what is left of them once refused tokens are taken away again
-// still holds when little is left.
+// The sums of a split or of a row. They are double, so that little remains precise after rejected tokens are subtracted.
 struct Share {
     double mass;  // sum of e = exp((x - top) / T)
     double dot;   // sum of e (x - top) / T, for the entropy
     float top;    // the greatest x
 };
 
-// 1 / T; finite for T = 0, at which only the greatest are left.
+// 1 / T; finite for T = 0, where only the greatest logits keep a weight.
 DRAFTTRAIN_BOTH float inverse_of(float temperature) { return 1.0f / (temperature > 1e-20f ? temperature : 1e-20f); }
 
-// exp((x - top) / T) of one value; what is masked by minus infinity weighs nothing, in a row of nothing else too.
+// exp((x - top) / T) of one value; 0 for minus infinity, even in a row of nothing else.
 DRAFTTRAIN_BOTH float weight(float x, float top, float inverse) { return x == -INFINITY ? 0.0f : expf((x - top) * inverse); }
 
-// Count `share` into the sums of a row whose greatest is row->top.
+// Adds `share` to the sums of a row whose greatest value is row->top.
 DRAFTTRAIN_BOTH void join(const Share& share, float inverse, Share* row) {
     const double factor = weight(share.top, row->top, inverse);
     if (factor == 0.0) return;
@@ -37,8 +36,8 @@ DRAFTTRAIN_BOTH void join(const Share& share, float inverse, Share* row) {
 
 DRAFTTRAIN_BOTH double entropy(const Share& row) { return log(row.mass) - row.dot / row.mass; }
 
-// The split in which the splits' cumulative sum exceeds a number, and how far into it that is. The last split that holds
-// anything where rounding leads beyond all; -1 where none does.
+// The split in which the splits' cumulative sum exceeds a number, and the rest of the number there. The last split with mass
+// where rounding leads past the end; -1 without any mass.
 struct Place {
     int64_t split;
     double rest;
@@ -57,8 +56,8 @@ DRAFTTRAIN_BOTH Place locate(int64_t splits, double number, Mass mass) {
     return found;
 }
 
-// A law after refusals of draws from q: max(p - q, 0) renormalised for each, q without the refused in between. Step j takes
-// take[j] q(v) away and scales what is left by give[j]. Refused tokens have no p left, so q need not forget them.
+// A distribution p after rejected samples of q: for each, max(p - q, 0) renormalised, then the token removed from q. Step j
+// subtracts take[j] q(v) and scales the rest by give[j]. Rejected tokens have no p left, so q may keep them.
 struct Residual {
     float *take, *give;
     int64_t steps = 0;

@@ -1,7 +1,7 @@
-"""Does an engine draft with an export as our decoder does with its checkpoint?
+"""The engine check: does an engine draft with an export as our decoder does with its checkpoint?
 
-Its texts must be the target's own, and of every text as many drafts accepted as we accept. The texts alone say little:
-verification mends whatever a broken drafter drafts.
+The engine must give the target's own output, and accept as many drafts in every sequence as our decoder. The output alone
+tells little, because verification corrects a broken drafter's drafts.
 """
 
 from __future__ import annotations
@@ -12,64 +12,63 @@ from itertools import zip_longest
 from typing import Any
 
 from drafttrain.core.errors import ParityError
-from drafttrain.engines.process import Counts, Outcome
-from drafttrain.export.chain import Ending, Rounds
+from drafttrain.engines.process import Counts, EngineResult
+from drafttrain.export.chain import DecodedSequence, Ending
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One text. differs: the index of the first token that is not the target's own choice. ours: accepted drafts as we count
-    them. theirs: as the engine does, None where it tells sums alone.
-    """
+class SequenceCheck:
+    """One sequence."""
 
     prompt: str
-    tokens: int
-    differs: int | None
-    ours: int
-    theirs: int | None
+    tokens: int  # number of tokens of the target's own output
+    differs: int | None  # index of the engine's first token that differs from the target's own; None: equal
+    ours: int  # accepted drafts by our count
+    theirs: int | None  # accepted drafts by the engine's count; None if it counts only sums
 
     @property
     def holds(self) -> bool:
+        """Whether output and accepted drafts agree."""
         return self.differs is None and self.theirs in (None, self.ours)
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
-    """Sums over all texts, and each of them. ours_by_position: as many as the engine tells, else none. tau: tokens of a
-    verification in our decoder, those past the texts' ends too; None where nothing was verified.
-    """
+class EngineCheck:
+    """The sums over all sequences, and each of them."""
 
     engine: str
     versions: dict[str, str]
     draft_length: int
     ours: int
     theirs: int
-    tau: float | None
-    ours_by_position: list[int]
+    tau: float | None  # tokens per decode step in our decoder, past the sequences' ends too; None without steps
+    ours_by_position: list[int]  # accepted drafts by position; as many positions as the engine counts
     theirs_by_position: list[int]
-    lines: list[Line]
+    lines: list[SequenceCheck]
 
     @property
     def same_texts(self) -> int:
+        """The number of sequences with the target's own output."""
         return sum(line.differs is None for line in self.lines)
 
     @property
     def holds(self) -> bool:
+        """Whether everything agrees."""
         same = self.ours == self.theirs and self.ours_by_position == self.theirs_by_position
         return same and all(line.holds for line in self.lines)
 
     def check(self) -> None:
-        """Raise ParityError, with what differs, unless it holds."""
+        """Raise ParityError, naming the difference, unless the check holds."""
         if self.same_texts < len(self.lines):
             raise ParityError(
                 "output", f"{len(self.lines) - self.same_texts} of {len(self.lines)} texts are not the target's own"
             )
         if not self.holds:
-            said = f"{self.engine} accepts {self.theirs}, our decoder {self.ours} of the same chains"
-            raise ParityError("accepted drafts", said if self.ours != self.theirs else f"{said}, but {self._apart()}")
+            sums = f"{self.engine} accepts {self.theirs}, our decoder {self.ours} of the same chains"
+            raise ParityError("accepted drafts", sums if self.ours != self.theirs else f"{sums}, but {self._difference()}")
 
-    def _apart(self) -> str:
-        """Where equal sums are made of other parts."""
+    def _difference(self) -> str:
+        """The part that differs although the sums are equal."""
         other = [line for line in self.lines if not line.holds]
         if other:
             line = other[0]
@@ -77,28 +76,31 @@ class Verification:
         return f"not at the same positions: {self.theirs_by_position} there, {self.ours_by_position} here"
 
     def as_json(self) -> dict[str, Any]:
+        """The check as the content of verification.json."""
         return asdict(self) | {"holds": self.holds, "same_texts": self.same_texts}
 
 
-def verified(
-    outcome: Outcome,
+def engine_check(
+    outcome: EngineResult,
     names: Sequence[str],
     own: Sequence[Sequence[int]],
-    rounds: Sequence[Rounds],
+    sequences: Sequence[DecodedSequence],
     ending: Ending,
     draft_length: int,
-) -> Verification:
-    """names: of the prompts; own: the target's plain greedy texts; rounds: of our own decoder, begun as the engine begins."""
+) -> EngineCheck:
+    """Compare an engine's result with our own. names: of the prompts. own: the target's plain greedy output. sequences: our
+    decode steps, which begin as the engine's do.
+    """
     lines, counts, agreed = [], list[int](), list[int]()
-    told: Sequence[Counts | None] = outcome.prompts or [None] * len(names)
-    for name, text, output, ours, theirs in zip(names, own, outcome.outputs, rounds, told, strict=True):
+    counted_there: Sequence[Counts | None] = outcome.prompts or [None] * len(names)
+    for name, text, output, ours, theirs in zip(names, own, outcome.outputs, sequences, counted_there, strict=True):
         counted = ours.counted(ending, outcome.ends)
         counts += counted
         agreed += ours.counted(ending, "whole")
         differs = first_difference(text, output, ending.stop_ids)
-        lines.append(Line(name, len(text), differs, sum(counted), None if theirs is None else theirs.accepted))
+        lines.append(SequenceCheck(name, len(text), differs, sum(counted), None if theirs is None else theirs.accepted))
     by_position = outcome.accepted_by_position or []
-    return Verification(
+    return EngineCheck(
         outcome.engine,
         outcome.versions,
         draft_length,
@@ -112,6 +114,6 @@ def verified(
 
 
 def first_difference(text: Sequence[int], output: Sequence[int], stop_ids: frozenset[int]) -> int | None:
-    """Index of the first token that differs; None for the same text. The token that ended it may be left out."""
+    """Index of the first token that differs; None for the same output. The token that ended it may be left out."""
     ours, theirs = ([*tokens[:-1], *(t for t in tokens[-1:] if t not in stop_ids)] for tokens in (text, output))
     return next((i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)

@@ -1,4 +1,4 @@
-// Laws of rows of logits on a CPU: the shares of a row's splits, and the token at which a cumulative sum passes a number.
+// Distributions of rows of logits on a CPU: the shares of a row's splits, and sampling from their cumulative sum.
 #pragma once
 
 #include <algorithm>
@@ -6,14 +6,14 @@
 #include <cstdint>
 #include <vector>
 
-#include "law.h"
+#include "distribution.h"
 #include "simd.h"
 
 namespace drafttrain {
 
 typedef double Doubles __attribute__((vector_size(kLanes * sizeof(double)), aligned(8)));
 
-// The next kLanes of `count` values, minus infinity behind them.
+// The next kLanes of `count` values, then minus infinity.
 template <typename T>
 Floats load_masked(const T* x, int64_t count) {
     if (count >= kLanes) return load(x);
@@ -22,7 +22,7 @@ Floats load_masked(const T* x, int64_t count) {
     return v;
 }
 
-// `weight` of law.h for each lane. What lies too deep for `exp` weighs nothing, as what is masked does.
+// `weight` of distribution.h for each lane; 0 where `exp` would underflow, as for masked values.
 inline Floats weights(Floats x, float top, float inverse) {
     const Floats y = (x - top) * inverse;
     return y > all(-87.0f) ? exp(y) : Floats{};
@@ -44,15 +44,15 @@ Share share_of(const T* x, int64_t count, float inverse, bool dots) {
     return share;
 }
 
-// A row of logits with its law.
+// A row of logits with its distribution.
 template <typename T>
-struct RowLaw {
+struct RowDistribution {
     const T* x = nullptr;
     int64_t vocab = 0;
     float inverse = 1.0f;
     Share row = {};
     std::vector<Share> shares;
-    std::vector<double> sums;  // of the splits, as `find` reads them
+    std::vector<double> sums;  // of the splits, for `find`
 
     void read(const T* logits, int64_t width, float one_over_temperature, bool dots) {
         x = logits, vocab = width, inverse = one_over_temperature, row = {0.0, 0.0, -INFINITY};
@@ -84,9 +84,9 @@ struct RowLaw {
             store(out + i, weights(load_masked(x + split * kSplit + i, size_of(split) - i), shares[split].top, inverse));
     }
 
-    // The token at which the cumulative sum passes `at`, by `sums` and, within a split, by what of(split, out) lays out;
-    // scale(split) turns the sums' unit into that of `of`. The last that weighs anything where rounding leads beyond all, -1
-    // where none does.
+    // The token at which the cumulative sum exceeds `at`: by `sums` to find the split, by the values that of(split, out) writes
+    // within it. scale(split): converts from the unit of the sums to that of `of`. The last token with a weight where rounding
+    // leads past the end; -1 without any weight.
     template <typename Of, typename Scale>
     int64_t find(double at, Of of, Scale scale) const {
         const Place place = locate(splits_of(vocab), at, [&](int64_t s) { return sums[size_t(s)]; });
@@ -101,7 +101,7 @@ struct RowLaw {
         return found < 0 ? -1 : place.split * kSplit + found;
     }
 
-    // A token of the law at this number in [0, 1).
+    // The token of the distribution at this number in [0, 1).
     int64_t draw(double number) {
         fill();
         const auto of = [&](int64_t split, float* out) { lay(split, out); };
