@@ -134,7 +134,7 @@ def loss(drafter: LoadedDrafter, target: LoadedTarget, batch: TrainBatch, *, nam
     drafter.check_trainable()
     drafter.check(target)
     if drafter.module.adapts is not None:
-        raise UserError(f"{drafter.family} here also trains the target; use train_drafter")
+        raise UserError(f"{drafter.recipe or drafter.family} also trains the target; use train_drafter")
     options = LossOptions(name)
     options.check()
     if not (supervised := batch.supervised()):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -67,6 +69,41 @@ def test_a_loop_of_ones_own_trains(target: dt.LoadedTarget, conversations: list[
     assert dt.loss(again, target, batch).item() == dt.loss(drafter, target, batch).item()
     run = dt.train_drafter(again, conversations, steps=1, out=tmp_path, quiet=True)
     assert run.losses[0] < losses[0], "it goes on from the weights"
+
+
+def test_a_drafter_that_adapts_the_target_decodes_with_the_adapted_one(
+    target: dt.LoadedTarget, conversations: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    drafter = dt.build_drafter("medusa2", target, heads=2)
+    with pytest.raises(dt.UserError, match="medusa2 also trains the target; use train_drafter"):
+        dt.loss(drafter, target, next(dt.batches(drafter, conversations)))
+    run = dt.train_drafter(drafter, conversations, steps=1, batch=2, out=tmp_path, quiet=True)
+    loaded = dt.load_drafter(run.checkpoint, target)
+    assert loaded.base is target and loaded.target is not target
+    with pytest.raises(dt.UserError, match=r"train\.init"):
+        dt.load_drafter(run.checkpoint, target, trainable=True)
+    settings = {"decode": "sampling", "measure.batch_sizes": [1]}
+    asked: dict[str, Any] = {"prompts": ["def area(side):"], "max_new_tokens": 6, "minutes": 0.02, "settings": settings}
+    figures = dt.measure_drafter(target, loaded, out=tmp_path / "report", quiet=True, **asked)
+    assert figures.exact is None and figures.report["checkpoints"][0]["policy"] == "lossless"
+
+
+@pytest.mark.slow
+def test_two_processes_train_together(conversations: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The losses of one process, on both."""
+    (tmp_path / "rows.json").write_text(json.dumps(conversations), encoding="utf-8")
+    (tmp_path / "run.py").write_text(
+        "import json, os, sys, drafttrain as dt\n"
+        "drafter, rows = dt.build_drafter('medusa', dt.load_target(), heads=2), json.load(open('rows.json'))\n"
+        "run = dt.train_drafter(drafter, rows, steps=2, batch=4, out=sys.argv[1], quiet=True)\n"
+        "json.dump(run.losses, open(f'{sys.argv[1]}-{os.environ.get(\"RANK\", 0)}.json', 'w'))\n",
+        encoding="utf-8",
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "run.py", "two"]
+    for words in (torchrun, [sys.executable, "run.py", "one"]):
+        subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    one, first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one-0", "two-0", "two-1"))
+    assert first == second == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
