@@ -151,7 +151,11 @@ def forked(
     sys.stdout.flush()
     sys.stderr.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a child that is not ready would end in the campaign's code
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        raise
     if not pid:
         _become(work, folder, (child_out, child_err), memory, steps, die_at)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,6 +1,7 @@
 """A small module trained, saved and resumed by one process or by two at every ZeRO stage: what test_resharding.py compares.
 
-`python -m torch.distributed.run --nproc-per-node 2 -m tests.integration.resharding FOLDER` is its other half.
+`python -m tests.integration.resharding FOLDER` writes its states, unless they are there, and resumes all that are there. Two
+processes of `torch.distributed.run` do the same.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def steps(trained: Engine, first: int, count: int) -> list[float]:
 
 def save(trained: Engine, folder: Path) -> None:
     if trained.world.first:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
     trained.world.wait()
     save_weights(trained, folder / WEIGHTS)
     trained.save_state(folder)
@@ -99,6 +100,8 @@ def write(folder: Path, world: World) -> None:
     """`<folder>/<processes>-<optimizer>-<precision>-<stage>`: a state after BEFORE steps, the losses of the AFTER steps that
     follow, and the weights at their end.
     """
+    if source(folder, world.size, KINDS[0], 0).is_dir():
+        return
     for kind in KINDS:
         for stage in STAGES:
             trained, place = engine(stage, *kind, world), source(folder, world.size, kind, stage)
@@ -135,9 +138,9 @@ if __name__ == "__main__":
     quiet()
     torch.set_num_threads(1)
     place, both = Path(sys.argv[1]), join_world(torch.device("cpu"))
-    resumed = resume(place, 1, both)
     write(place, both)
-    resumed += resume(place, 2, both)
+    there = [processes for processes in (1, 2) if source(place, processes, KINDS[0], 0).is_dir()]
+    resumed = [case for processes in there for case in resume(place, processes, both)]
     if both.first:
         (place / "resumed.json").write_text(json.dumps(resumed))
     leave_world(both)

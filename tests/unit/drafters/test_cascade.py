@@ -22,6 +22,7 @@ from drafttrain.drafters.cascade import FAMILY, Cascade, CascadeOptions
 from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions
 from drafttrain.features.online import Online
 from drafttrain.model.drafter import Drafter
+from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.objective.losses import LossOptions, Objective
 from tests.helpers import prompts, tiny_target
 from tests.unit.objective.test_losses import one_document
@@ -95,7 +96,7 @@ class Counted:
 def passes(cascade: Cascade, prompt: list[int], tokens: int) -> tuple[list[list[int]], int]:
     """(the widths of the middle's passes in each proposal, verifications)."""
     counted = Counted(cascade.model)
-    cascade._model = [counted]
+    cascade._model = FrozenRef(counted)
     propose, each = cascade.propose, []
 
     def noted(*a: Any) -> Any:
