@@ -29,7 +29,7 @@ STEPS ?= 1200
 NODES ?= 18
 FLAGS ?=
 
-.PHONY: help install quickstart test test-all test-slow test-engines test-faults checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families export-matrix clean
+.PHONY: help install quickstart test test-all test-slow test-engines test-faults checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families export-matrix docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -82,6 +82,10 @@ families: install  ## all families with one budget, side by side: an hour on two
 
 export-matrix: install  ## renew the support matrix of docs/export.md
 	$(BIN)/python -m drafttrain.export.matrix docs/export.md
+
+docs: install  ## the site of docs/ into build/site: no broken link, no page outside the navigation
+	@$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 kernels: install  ## compile the operators now rather than at their first use
 	$(BIN)/python -m drafttrain.ops.build

@@ -1,3 +1,61 @@
-"""drafttrain: train drafters for speculative decoding, and measure what they are worth."""
+"""drafttrain: train drafters for speculative decoding, and measure them.
+
+The names below are the Python API (docs/python.md). Each is loaded when it is first used: importing the package loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from drafttrain.api.conversations import batches as batches
+    from drafttrain.api.decoding import Generation as Generation
+    from drafttrain.api.decoding import generate as generate
+    from drafttrain.api.drafter import LoadedDrafter as LoadedDrafter
+    from drafttrain.api.drafter import build_drafter as build_drafter
+    from drafttrain.api.drafter import load_drafter as load_drafter
+    from drafttrain.api.drafter import save_drafter as save_drafter
+    from drafttrain.api.exporting import export_drafter as export_drafter
+    from drafttrain.api.measuring import Measurement as Measurement
+    from drafttrain.api.measuring import measure_drafter as measure_drafter
+    from drafttrain.api.target import load_target as load_target
+    from drafttrain.api.training import TrainingRun as TrainingRun
+    from drafttrain.api.training import loss as loss
+    from drafttrain.api.training import train_drafter as train_drafter
+    from drafttrain.core.errors import UserError as UserError
+    from drafttrain.targets.load import LoadedTarget as LoadedTarget
+
+HOMES = {
+    "Generation": "api.decoding",
+    "LoadedDrafter": "api.drafter",
+    "LoadedTarget": "targets.load",
+    "Measurement": "api.measuring",
+    "TrainingRun": "api.training",
+    "UserError": "core.errors",
+    "batches": "api.conversations",
+    "build_drafter": "api.drafter",
+    "export_drafter": "api.exporting",
+    "generate": "api.decoding",
+    "load_drafter": "api.drafter",
+    "load_target": "api.target",
+    "loss": "api.training",
+    "measure_drafter": "api.measuring",
+    "save_drafter": "api.drafter",
+    "train_drafter": "api.training",
+}
+__all__ = [*HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES})

@@ -5,14 +5,16 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.cli.overview import recipe_files
@@ -54,14 +56,47 @@ def to_run(composed: DictConfig) -> Run:
     Raises UserError for a key that no schema has (Hydra's `+key=value` lets one in) and omegaconf's errors for what cannot be
     resolved.
     """
-    with_choice = OmegaConf.merge(composed, {"recipe": HydraConfig.get().runtime.choices.get("recipe")})
+    running = HydraConfig.get()
+    return _run(composed, running.runtime.choices.get("recipe"), list(running.overrides.task))
+
+
+def compose_run(recipe: str | None, overrides: Sequence[str]) -> Run:
+    """The configuration of `drafttrain COMMAND recipe=RECIPE OVERRIDES`, without a command line and without a job of Hydra.
+
+    Raises what Hydra raises for an unknown recipe, key or value.
+    """
+    register()
+    words = [*([] if recipe is None else [f"recipe={recipe}"]), *overrides]
+    with initialize_config_module("drafttrain.conf", version_base="1.3"):
+        return _run(compose("config", words), recipe, words)
+
+
+def override(key: str, value: Any) -> str:
+    """`key=value` as it would be typed, with text quoted. Worked example: `drafter.heads`, 4 gives `drafter.heads=4`."""
+    return f"{key}={_typed(value)}"
+
+
+def _typed(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_typed(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_typed, value))}]"
+    return QuotedString(str(value), Quote.single).with_quotes().replace("${", "\\${")  # no interpolation in a text
+
+
+def _run(composed: DictConfig, recipe: str | None, overrides: list[str]) -> Run:
+    with_choice = OmegaConf.merge(composed, {"recipe": recipe})
     options = OmegaConf.to_object(with_choice)
     assert isinstance(options, RunOptions)
     if strays := list(_strays(options)):
         raise UserError(f"unknown key {strays[0]!r}; + adds keys to deepspeed.extra only")
     resolved = OmegaConf.to_container(with_choice, resolve=True, throw_on_missing=True)
     assert isinstance(resolved, dict)
-    return Run(options, {str(key): value for key, value in resolved.items()}, list(HydraConfig.get().overrides.task))
+    return Run(options, {str(key): value for key, value in resolved.items()}, overrides)
 
 
 def known_keys() -> list[str]:

@@ -18,12 +18,12 @@ from drafttrain.export.table import STACKS, stacks_for
 from drafttrain.runs.given_checkpoint import Given, say_plainly
 from drafttrain.runs.lock_step import together
 from drafttrain.runs.options import RunOptions
-from drafttrain.targets.load import load_target
+from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.train.logger import log_export
 
 
-def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
-    """Write what `format` asks for and return the directory.
+def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget | None = None) -> Path:
+    """Write what `format` asks for and return the directory. loaded: the target, where it is in memory already.
 
     Raises UserError for what is missing, damaged, of another target, or loaded by no such stack; ParityError where the written
     files do not draft as the checkpoint does. Nothing is left in either case, but where only the upload failed.
@@ -53,7 +53,7 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
     )
     check_wanted(wanted)
     with together(options, "export"):
-        loaded = load_target(given.target(options.target))
+        loaded = loaded or load_target(given.target(options.target))
         directory = given.checkpoint(loaded, say_plainly(console))
         opened = Opened.of(directory, loaded)
         refusals(opened, wanted)  # before anything is computed

@@ -33,6 +33,7 @@ from drafttrain.runs.given_checkpoint import Given, check_start
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.placement import Place, built, check_placement, load_placed, measurable, place
 from drafttrain.runs.provenance import origin_of
+from drafttrain.runs.ready import Ready
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.devices import device_of
 from drafttrain.targets.estimate import format_bytes
@@ -54,25 +55,25 @@ CHECKPOINT = 16  # bytes of a trained parameter: weights, master weights and two
 SEARCHED = 20_000  # conversations of a source in which evaluation prompts are searched for before training: seconds
 
 
-def fit(options: RunOptions, resolved: dict[str, Any]) -> Path:
+def fit(options: RunOptions, resolved: dict[str, Any], ready: Ready | None = None) -> Path:
     """Train and measure; returns the run directory. Raises UserError before anything is written when the input is bad, and
-    Interrupted when a signal has ended the run, which then goes on with `resume=auto`.
+    Interrupted when a signal has ended the run, which then goes on with `resume=auto`. ready: what is in memory already.
     """
     check_placement(options)
     try:
         with Interrupt() as interrupt:
-            return _fit(options, resolved, interrupt)
+            return _fit(options, resolved, interrupt, ready)
     except Interrupted as stopped:
         raise Interrupted(f"{stopped}; resume=auto goes on", stopped.together) from stopped
 
 
-def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt) -> Path:
+def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, ready: Ready | None) -> Path:
     world = join_world(device_of(options.target.device), options.train.hang_timeout)
-    console = Console(RichConsole() if world.first else None)
+    console = Console(RichConsole() if world.first and not (ready and ready.quiet) else None)
     options = replace(options, train=_divided(options.train, world, console))
     _check(options)
-    where = place(options, world, console.say)
-    job = _with_features(_prepare(options, world, where, console), options, world, console)
+    where = ready.place if ready else place(options, world, console.say)
+    job = _with_features(_prepare(options, world, where, console, ready), options, world, console)
     run = RunDirectory.open(options, resolved, world, console.say)
     console.say(f"run: {run.path}" + (f" (resumed at step {run.resumed_step})" if run.resumed_step else ""))
     logger = Logger(options.logger, run.path, resolved, run.resumed_step) if world.first else None
@@ -92,7 +93,7 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt) ->
             if measured is not None:
                 if options.measure.enabled or not where.shared:  # else it is still in pieces
                     _keep_golden(list_checkpoints(run.path / "checkpoints"), measured, console.rich or RichConsole())
-                _finish(options, measured, run, progress, data, logger, console.rich or RichConsole())
+                _finish(options, measured, run, progress, data, logger, console.rich or RichConsole(), ready is None)
     finally:
         if logger is not None:
             logger.close()
@@ -128,13 +129,13 @@ def _check(options: RunOptions) -> None:
         load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
 
 
-def _prepare(options: RunOptions, world: World, where: Place, console: Console) -> Job:
+def _prepare(options: RunOptions, world: World, where: Place, console: Console, ready: Ready | None) -> Job:
     """Load everything; what can be wrong with it comes before anything is written."""
     torch.manual_seed(options.train.seed)
-    loaded = load_placed(options, where)
-    drafter = built(options, loaded.target)
+    loaded = ready.loaded if ready else load_placed(options, where)
+    drafter = ready.drafter if ready else built(options, loaded.target)
     adapter = _adapter(options, loaded, drafter)
-    start = _start(options, loaded, drafter, adapter, console)
+    start = (ready.start if ready else None) or _start(options, loaded, drafter, adapter, console)
     look = _look(options, loaded, drafter, adapter, where) if options.measure.every else None
     check_on_policy(drafter, options.train, options.deepspeed)
     check_sequence_parallel(options.train, options.loss, loaded.target, drafter, adapter)
@@ -160,7 +161,7 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console) 
     operators = library.state_on(loaded.target.device)
     if not operators.loaded:
         console.say(f"operators: {operators.text}")
-    begun = f", from {options.train.init}" if start else ""
+    begun = f", from {options.train.init}" if start and options.train.init else ""
     console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters{begun}")
     if adapter is not None:
         console.say(f"adapter of the target: rank {adapter.spec.rank}, {trainable(adapter):,} trainable parameters")
@@ -168,9 +169,10 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console) 
         console.say(drafter.remark)
     data = Dataset([], [], {})
     if drafter.trained:
-        data = training_data(options.data, loaded, world, console.say)
+        records = ready.records if ready else None
+        data = training_data(options.data, loaded, world, console.say, records)
         say_vocabulary(data, loaded.target.shape.vocab_size, getattr(options.drafter, "draft_vocab", None), console.say)
-        if world.first:
+        if world.first and records is None:
             data = _with_origin(data, options, loaded, where, console)
     return Job(
         loaded,
@@ -284,8 +286,10 @@ def _finish(
     data: Dataset,
     logger: Logger | None,
     console: RichConsole,
+    advise: bool,
 ) -> None:
-    """Measure the kept checkpoints, log, mark the run finished, and say what comes next. logger: on the first process."""
+    """Measure the kept checkpoints, log, mark the run finished, and say what comes next if `advise`. logger: on the first
+    process."""
     training: dict[str, Any] | None = None
     if data.train:
         training = {
@@ -306,7 +310,8 @@ def _finish(
             logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)
     if logger is not None:
         run.finish()
-    _next_steps(run.path / "checkpoints" / best, options, console)
+    if advise:
+        _next_steps(run.path / "checkpoints" / best, options, console)
 
 
 def _keep_golden(checkpoints: list[Path], loaded: LoadedTarget, console: RichConsole) -> None:

@@ -22,6 +22,7 @@ from drafttrain.data.order import Mixture, Order, SingleRows, generator
 from drafttrain.data.packing import pack
 from drafttrain.data.pool import Conversations, Rows, Workers
 from drafttrain.data.progress import bar
+from drafttrain.data.records import Records
 from drafttrain.data.sources import Source, cache_folder, open_sources
 from drafttrain.data.summary import summarise
 from drafttrain.data.templates import TemplateOptions, read_template
@@ -81,15 +82,21 @@ class Dataset:
 
 
 def load_dataset(
-    options: DataOptions, tokenizer: PreTrainedTokenizerBase, progress: bool = True, leads: bool = True
+    options: DataOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: bool = True,
+    leads: bool = True,
+    records: Records | None = None,
 ) -> Dataset:
     """Read, tokenise and split the data. Raises UserError for unusable records, and when too few are left to train on.
 
     Of large data it waits only for the beginning of the first epoch. The rest is prepared while training runs, until `close`.
     Packing needs all of it. leads: this process prepares the data, and the others of its machine read it.
+    records: conversations in memory, used instead of those that the options name.
     """
     _check_options(options)
-    encoder, sources = encoder_of(options, tokenizer), open_sources(options)
+    sources = open_sources(options) if records is None else [Source(options.path, records, options.form, None)]
+    encoder = encoder_of(options, tokenizer)
     conversations = Conversations(sources, encoder, _workers(options, sources, leads), options.bad_records)
     try:
         return _dataset(options, conversations, progress)

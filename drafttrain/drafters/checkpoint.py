@@ -323,6 +323,12 @@ def _read_weights(directory: Path, meta: CheckpointMeta) -> dict[str, Tensor]:
 
 def build(directory: Path, meta: CheckpointMeta, target: Target) -> Drafter:
     """A fresh drafter with the family and options of the checkpoint. Raises UserError for an unknown family or option."""
+    options = options_of(directory, meta)
+    return families()[meta.family].build(options, target)
+
+
+def options_of(directory: Path, meta: CheckpointMeta) -> Any:
+    """The family's options object of a checkpoint. Raises UserError for an unknown family or option."""
     if meta.family not in families():
         near = difflib.get_close_matches(meta.family, families(), n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(families())}"
@@ -336,7 +342,7 @@ def build(directory: Path, meta: CheckpointMeta, target: Target) -> Drafter:
         )
     # JSON has no tuples
     values = {name: tuple(v) if isinstance(known[name].default, tuple) else v for name, v in meta.options.items()}
-    return family.build(family.options(**values), target)
+    return family.options(**values)
 
 
 def _check_state(directory: Path, expected: Mapping[str, Tensor], got: Mapping[str, Tensor], way_out: str = ANOTHER) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from drafttrain.core.files import atomic_write_text
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import Dataset, load_dataset, token_counts
+from drafttrain.data.records import Records
 from drafttrain.data.vocabulary import Coverage, coverage
 from drafttrain.targets.devices import first_of_machine
 from drafttrain.targets.load import LoadedTarget
@@ -18,10 +19,14 @@ from drafttrain.train.engine import World
 Say = Callable[[str], None]
 
 
-def training_data(options: DataOptions, loaded: LoadedTarget, world: World, say: Say) -> Dataset:
-    """Conversations no longer than the target's context."""
+def training_data(
+    options: DataOptions, loaded: LoadedTarget, world: World, say: Say, records: Records | None = None
+) -> Dataset:
+    """Conversations no longer than the target's context. records: those in memory, instead of those that the options name."""
     limited = replace(options, max_length=min(options.max_length, loaded.target.shape.max_positions))
-    data = load_dataset(limited, loaded.tokenizer, progress=world.first, leads=world.first or first_of_machine())
+    data = load_dataset(
+        limited, loaded.tokenizer, progress=world.first, leads=world.first or first_of_machine(), records=records
+    )
     say_counts(data.summary, options, say)
     if packing := data.summary.get("packing"):
         full = f"{packing['efficiency']:.1%} of {limited.max_length:,} tokens each"

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "drafttrain"
 # A folder imports only from itself and from folders before it.
 ORDER = (
     *("core", "ops", "model", "decoding", "targets", "features", "data", "drafters", "objective"),
-    *("measure", "train", "engines", "export", "runs", "commands", "cli"),
+    *("measure", "train", "engines", "export", "runs", "commands", "cli", "api"),
 )
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 FAMILY_HOMES = ("drafters", "export", "engines")

@@ -1,0 +1,1 @@
+"""The Python API. `import drafttrain` offers these names and loads them when they are first used."""

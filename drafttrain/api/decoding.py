@@ -1,0 +1,95 @@
+"""Decode with a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from drafttrain.api.drafter import LoadedDrafter
+from drafttrain.api.settings import with_options
+from drafttrain.core.errors import UserError
+from drafttrain.data.prompts import encode_messages, encode_prompt
+from drafttrain.decoding.request import Result
+from drafttrain.measure import DecodeOptions
+from drafttrain.measure.decoding import decoder_of
+from drafttrain.targets.load import LoadedTarget
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The text that follows one prompt."""
+
+    text: str  # without special tokens
+    tokens: list[int]  # new token ids, the stop token included
+    accepted: list[int]  # accepted draft tokens of each decode step; empty without a drafter
+    tau: float  # tokens per decode step, the bonus token included; NaN without a decode step
+    ended_by: str  # stop: a stop token. text: a stop string. length: max_new_tokens
+
+
+def generate(
+    target: LoadedTarget,
+    drafter: LoadedDrafter | None,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    batch_size: int = 1,
+    temperature: float = 0.0,
+    policy: str | None = None,
+    chat: bool = True,
+    **options: Any,
+) -> list[Generation]:
+    """Decode prompts, `batch_size` together. A finished text makes room for the next prompt.
+
+    Args:
+        target: The target.
+        drafter: The drafter, or None for plain decoding.
+        prompts: Of each text: a string, a list of messages that ends with a user's, or token ids.
+        max_new_tokens: Of each text.
+        batch_size: Texts that are decoded together.
+        temperature: 0 is greedy decoding.
+        policy: How drafts are accepted: `greedy`, `lossless`, `coupled`, `typical` or `threshold` (docs/decoder.md). None:
+            `greedy` at temperature 0, else `lossless`. These two leave the target's output as it is.
+        chat: Apply the tokenizer's chat template, if it has one, to strings. False continues them.
+        **options: More of the `decode` group: `top_p`, `top_k`, `seed`, `draft_length`, `stop`, ...
+
+    Returns:
+        One result per prompt, in their order.
+
+    Raises:
+        UserError: A prompt is empty or too long, an option is unknown or out of range, or the drafter is of another target.
+    """
+    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature, **options}
+    decode = with_options(DecodeOptions(policy=policy or ("lossless" if temperature else "greedy")), asked, "generate")
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; set it to 1 or more")
+    if drafter is not None:
+        drafter.check(target)
+    loaded = target if drafter is None else drafter.target
+    decoder = decoder_of(loaded, decode, None if drafter is None else drafter.for_decoding())
+    try:
+        results = decoder.run([_tokens(loaded.tokenizer, prompt, chat) for prompt in prompts], batch_size).results
+    except ValueError as error:  # an empty prompt, or one that leaves no room
+        raise UserError(str(error)) from error
+    return [_generation(loaded, result, drafter is not None) for result in results]
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -> list[int]:
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise UserError("a prompt is empty; give text")
+        chats = chat and bool(tokenizer.chat_template)
+        return encode_prompt(tokenizer, [prompt]) if chats else list(tokenizer(prompt, verbose=False)["input_ids"])
+    if prompt and isinstance(prompt[0], Mapping):
+        return encode_messages(tokenizer, [dict(message) for message in cast(Sequence[Mapping[str, str]], prompt)])
+    return list(cast(Sequence[int], prompt))
+
+
+def _generation(loaded: LoadedTarget, result: Result, drafts: bool) -> Generation:
+    kept = [token for token in result.tokens if token not in loaded.target.stop_ids]
+    text = str(loaded.tokenizer.decode(kept, skip_special_tokens=True))
+    return Generation(text, result.tokens, result.runs if drafts else [], result.tau, result.ended_by or "length")

@@ -1,0 +1,54 @@
+"""Keys of the configuration as Python values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any, TypeVar
+
+from drafttrain.cli.complaints import nearest
+from drafttrain.cli.config import Run, compose_run, override
+from drafttrain.cli.main import explained
+from drafttrain.core.errors import UserError
+from drafttrain.targets import TargetOptions
+from drafttrain.targets.load import LoadedTarget
+
+Options = TypeVar("Options")
+RECORDED = ("name", "path", "revision", "dtype", "weights")  # of a target, in its description
+
+
+def composed(recipe: str | None, settings: Mapping[str, Any]) -> Run:
+    """The configuration of a recipe with these settings.
+
+    settings: by key of the configuration (`train.lr`), or by group (`logger`). Raises UserError for an unknown recipe, key or
+    value, with the nearest name.
+    """
+    with explained():
+        return compose_run(recipe, [override(key, value) for key, value in settings.items()])
+
+
+def given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those settings that are not None."""
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def with_options(options: Options, changes: Mapping[str, Any], group: str) -> Options:
+    """An options object with other values. Raises UserError for a field that it does not have. group: its name in messages."""
+    known = [field.name for field in fields(options)]  # type: ignore[arg-type]
+    for name in changes:
+        if name not in known:
+            raise UserError(f"unknown option {name!r} of {group}; {nearest(name, known)}")
+    changed: Options = replace(options, **changes)  # type: ignore[type-var]
+    return changed
+
+
+def target_options(loaded: LoadedTarget) -> TargetOptions:
+    """The options of a target that is loaded."""
+    return TargetOptions(**{name: loaded.description[name] for name in RECORDED}, device=str(loaded.target.device))
+
+
+def for_drafter(run: Run, loaded: LoadedTarget, drafter: Any) -> Run:
+    """The same configuration with a loaded target and a family's own options object in it."""
+    target = target_options(loaded)
+    options = replace(run.options, target=target, drafter=drafter)
+    return Run(options, run.resolved | {"target": asdict(target), "drafter": asdict(drafter)}, run.overrides)

@@ -1,0 +1,144 @@
+"""Train a drafter: the whole training, or the loss of one batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from drafttrain.api.conversations import Conversation, listed
+from drafttrain.api.drafter import LoadedDrafter
+from drafttrain.api.settings import composed, for_drafter, given
+from drafttrain.cli.main import explained
+from drafttrain.cli.quiet import quiet as quieten
+from drafttrain.core.errors import Interrupted, UserError
+from drafttrain.data.records import Listed
+from drafttrain.drafters.checkpoint import list_checkpoints
+from drafttrain.features.online import Online
+from drafttrain.model.batch import TrainBatch
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.runs.placement import built
+from drafttrain.runs.ready import Ready
+from drafttrain.targets.load import LoadedTarget
+
+HELD_OUT, SHARE = 64, 8  # conversations that are held out: one of SHARE, HELD_OUT at most
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """What `train_drafter` leaves on disk."""
+
+    path: Path  # the run's directory: configuration, environment, metrics.jsonl, checkpoints
+    checkpoint: Path  # the kept checkpoint of the highest expected tau on the held-out conversations
+    checkpoints: list[Path]  # all kept checkpoints, by step
+    losses: list[float]  # the mean loss per supervised token of each optimiser step
+    expected_tau: float | None  # of `checkpoint`; None for families that train nothing
+
+
+def train_drafter(
+    drafter: LoadedDrafter,
+    conversations: Sequence[Conversation] | str | Path,
+    *,
+    steps: int | None = None,
+    batch: int | None = None,
+    lr: float | None = None,
+    max_length: int | None = None,
+    out: str | Path = "outputs",
+    settings: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+) -> TrainingRun:
+    """Train a drafter as `drafttrain fit` does, on a target and conversations that are in memory.
+
+    The drafter given stays as it is: load the trained one from the checkpoint. Torch's random seed is set to `train.seed`.
+    DeepSpeed is needed here alone. Several GPUs: start the script with torchrun; each process then holds the whole target.
+
+    Args:
+        drafter: From `build_drafter`, or from `load_drafter(..., trainable=True)`, which training goes on from.
+        conversations: Dictionaries `{"messages": [{"role": ..., "content": ...}, ...]}`, or a path as in `data.path`. A drafter
+            learns best from replies that its target wrote (`drafttrain prepare`).
+        steps: Optimiser steps (`train.steps`).
+        batch: Conversations of one step, over all processes (`train.global_batch`).
+        lr: The highest learning rate (`train.lr`).
+        max_length: Tokens of a conversation (`data.max_length`).
+        out: Runs land in `<out>/<recipe>/<time>/`.
+        settings: Any other key of the configuration, such as `{"loss.name": "lk", "train.precision": "bfloat16"}`. Groups too:
+            `{"logger": "wandb", "deepspeed": "zero1"}`. What is set nowhere is as in the recipe. Of a list of conversations one
+            of eight is held out, 64 at most, unless `data.held_out` is set.
+        quiet: Print nothing.
+
+    Returns:
+        The run. Ctrl-C saves a checkpoint first and then raises KeyboardInterrupt.
+
+    Raises:
+        UserError: The drafter, the conversations or a setting cannot be used. Nothing is written then.
+    """
+    quieten()
+    if drafter.checkpoint is not None:
+        drafter.check_trainable()
+    records = None if isinstance(conversations, str | Path) else listed(conversations)
+    asked = {"train.steps": steps, "train.global_batch": batch, "train.lr": lr, "data.max_length": max_length}
+    named = _named(records, conversations) | {"logger": "none", "measure": "off", "output": str(out)}
+    run = composed(drafter.recipe, {**drafter.settings, **named, **given(asked), **(settings or {})})
+    run = for_drafter(run, drafter.base, drafter.options)
+    module, state = built(run.options, drafter.base.target), drafter.module.state_dict()
+    if not drafter.prepared:
+        module.load_state_dict(state)
+    start = {name: tensor.clone() for name, tensor in state.items()} if drafter.prepared else None
+    return _trained(run.options, run.resolved, Ready(drafter.base, module, start, records, quiet))
+
+
+def _named(records: Listed | None, conversations: Any) -> dict[str, Any]:
+    """Settings of the data. Its name has its content, so that another list never continues this one's run."""
+    if records is None:
+        return {"data.path": str(conversations)}
+    return {"data.path": f"memory:{records.digest[:12]}", "data.held_out": min(HELD_OUT, max(1, len(records) // SHARE))}
+
+
+def _trained(options: Any, resolved: dict[str, Any], ready: Ready) -> TrainingRun:
+    from drafttrain.commands.fit import fit  # DeepSpeed is needed from here on
+    from drafttrain.train.keeper import Progress, best_checkpoint
+
+    try:
+        with explained():
+            path = fit(options, resolved, ready)
+    except Interrupted as stopped:
+        raise KeyboardInterrupt(str(stopped)) from stopped
+    folder, metrics = path / "checkpoints", path / "metrics.jsonl"
+    best = best_checkpoint(folder)
+    lines = metrics.read_text(encoding="utf-8").splitlines() if ready.drafter.trained else []
+    losses = [float(json.loads(line)["loss"]) for line in lines]
+    return TrainingRun(path, best, list_checkpoints(folder), losses, Progress.of(best).expected_tau)
+
+
+def loss(drafter: LoadedDrafter, target: LoadedTarget, batch: TrainBatch, *, name: str = "kl") -> Tensor:
+    """The training loss of one batch, for a training loop of your own.
+
+    Args:
+        drafter: The drafter to train. Give `drafter.module.parameters()` to your optimiser.
+        target: The target that the drafter was built for. It runs over the batch without gradients.
+        batch: From `batches`.
+        name: The divergence between draft and target distribution: `kl`, `ce`, `rkl`, `jsd`, `tvd`, `lk` or `e2e_tv`.
+
+    Returns:
+        A scalar in float32 with gradients to the drafter's parameters: the weighted losses of all draft depths, summed, divided
+        by the number of supervised tokens. It is what `fit` logs as `loss`.
+
+    Raises:
+        UserError: The batch has no supervised token, the loss has no such name, the target is another one, or the drafter
+            cannot be trained so.
+    """
+    drafter.check_trainable()
+    drafter.check(target)
+    if drafter.module.adapts is not None:
+        raise UserError(f"{drafter.recipe or drafter.family} also trains the target; use train_drafter")
+    options = LossOptions(name)
+    options.check()
+    if not (supervised := batch.supervised()):
+        raise UserError("the batch has no supervised token; give longer conversations, or raise max_length")
+    filled = batch if batch.hidden else Online(target.target, drafter.module.taps).fill(batch)
+    total: Tensor = Objective(drafter.module, target.target, options)(filled)[0]
+    return total / supervised

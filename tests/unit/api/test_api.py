@@ -1,0 +1,168 @@
+"""What the Python API promises beyond the examples."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import drafttrain as dt
+from drafttrain.data.files import ASSETS
+
+
+@pytest.fixture(scope="module")
+def target() -> dt.LoadedTarget:
+    return dt.load_target()
+
+
+@pytest.fixture(scope="module")
+def conversations() -> list[dict[str, Any]]:
+    with gzip.open(ASSETS / "train.jsonl.gz", "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in islice(file, 24)]
+
+
+def test_training_is_that_of_the_command(
+    target: dt.LoadedTarget, conversations: list[dict[str, Any]], command: Callable[..., int], tmp_path: Path
+) -> None:
+    """The same losses and weights, bit by bit."""
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in conversations), encoding="utf-8")
+    shared = ("train.steps=3", "data.held_out=3", "logger=none", "measure=off", "decode.tree_nodes=6")
+    assert command("fit", "recipe=medusa", "drafter.heads=2", f"data.path={file}", "output=typed", *shared) == 0
+    drafter = dt.build_drafter("medusa", target, heads=2)
+    before = {name: tensor.clone() for name, tensor in drafter.module.state_dict().items()}
+    run = dt.train_drafter(drafter, conversations, steps=3, out="called", quiet=True, settings={"decode.tree_nodes": 6})
+    (typed,) = (tmp_path / "typed").glob("medusa/*")
+    lines = (typed / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert run.losses == [json.loads(line)["loss"] for line in lines] and len(run.losses) == 3
+    ours, theirs = (dt.load_drafter(path, target).module for path in (run.checkpoint, typed / "checkpoints/step-00003"))
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.module.state_dict().items())
+    assert run.expected_tau is not None and run.checkpoint in run.checkpoints
+
+
+def test_a_loop_of_ones_own_trains(target: dt.LoadedTarget, conversations: list[dict[str, Any]], tmp_path: Path) -> None:
+    drafter = dt.build_drafter("eagle3", target, draft_vocab=256, steps=2)
+    optimizer, losses = torch.optim.AdamW(drafter.module.parameters(), lr=3e-3), []
+    for batch in dt.batches(drafter, conversations, batch_size=8, epochs=3):
+        value = dt.loss(drafter, target, batch)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    assert len(losses) == 9 and losses[-1] < losses[0]
+    path = dt.save_drafter(drafter, tmp_path / "own", step=9)
+    with pytest.raises(dt.UserError, match="exists"):
+        dt.save_drafter(drafter, path)
+    loaded = dt.load_drafter(path, target)
+    with pytest.raises(dt.UserError, match="trainable=True"):
+        dt.loss(loaded, target, batch)
+    again = dt.load_drafter(path, target, trainable=True)
+    assert dt.loss(again, target, batch).item() == dt.loss(drafter, target, batch).item()
+    run = dt.train_drafter(again, conversations, steps=1, out=tmp_path, quiet=True)
+    assert run.losses[0] < losses[0], "it goes on from the weights"
+
+
+def test_a_drafter_that_adapts_the_target_decodes_with_the_adapted_one(
+    target: dt.LoadedTarget, conversations: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    drafter = dt.build_drafter("medusa2", target, heads=2)
+    with pytest.raises(dt.UserError, match="medusa2 also trains the target; use train_drafter"):
+        dt.loss(drafter, target, next(dt.batches(drafter, conversations)))
+    run = dt.train_drafter(drafter, conversations, steps=1, batch=2, out=tmp_path, quiet=True)
+    loaded = dt.load_drafter(run.checkpoint, target)
+    assert loaded.base is target and loaded.target is not target
+    with pytest.raises(dt.UserError, match=r"train\.init"):
+        dt.load_drafter(run.checkpoint, target, trainable=True)
+    settings = {"decode": "sampling", "measure.batch_sizes": [1]}
+    asked: dict[str, Any] = {"prompts": ["def area(side):"], "max_new_tokens": 6, "minutes": 0.02, "settings": settings}
+    figures = dt.measure_drafter(target, loaded, out=tmp_path / "report", quiet=True, **asked)
+    assert figures.exact is None and figures.report["checkpoints"][0]["policy"] == "lossless"
+
+
+@pytest.mark.slow
+def test_two_processes_train_together(conversations: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The losses of one process, on both."""
+    (tmp_path / "rows.json").write_text(json.dumps(conversations), encoding="utf-8")
+    (tmp_path / "run.py").write_text(
+        "import json, os, sys, drafttrain as dt\n"
+        "drafter, rows = dt.build_drafter('medusa', dt.load_target(), heads=2), json.load(open('rows.json'))\n"
+        "run = dt.train_drafter(drafter, rows, steps=2, batch=4, out=sys.argv[1], quiet=True)\n"
+        "json.dump(run.losses, open(f'{sys.argv[1]}-{os.environ.get(\"RANK\", 0)}.json', 'w'))\n",
+        encoding="utf-8",
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "run.py", "two"]
+    for words in (torchrun, [sys.executable, "run.py", "one"]):
+        subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    one, first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one-0", "two-0", "two-1"))
+    assert first == second == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generation_is_the_targets(target: dt.LoadedTarget, temperature: float) -> None:
+    drafter = dt.build_drafter("prompt_lookup", target)
+    asked: dict[str, Any] = {"max_new_tokens": 24, "temperature": temperature, "policy": "coupled" if temperature else None}
+    prompts = ["def area(side):", [{"role": "user", "content": "def area(side):"}], [300, 301, 302]]
+    ours = dt.generate(target, drafter, prompts, batch_size=2, **asked)
+    plain = dt.generate(target, None, prompts, **asked)
+    assert [text.tokens for text in ours] == [text.tokens for text in plain]
+    assert ours[0].tokens == ours[1].tokens or temperature
+    assert all(sum(text.accepted) + len(text.accepted) >= len(text.tokens) - 1 for text in ours)
+    assert not plain[0].accepted and plain[0].ended_by in ("length", "stop")
+
+
+def test_what_trains_nothing_is_written_and_measured(
+    target: dt.LoadedTarget, conversations: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    drafter = dt.build_drafter("suffix", target)
+    run = dt.train_drafter(drafter, conversations, out=tmp_path, quiet=True)
+    assert run.losses == [] and run.expected_tau is None and run.checkpoint.name == "step-00000"
+    figures = dt.measure_drafter(
+        target, drafter, prompts=["def area(side):"], max_new_tokens=8, minutes=0.02, out=tmp_path / "report", quiet=True
+    )
+    assert figures.exact and figures.prompts == figures.exact_matches == 1
+    assert figures.report["measure"]["prompts"] == str(tmp_path / "report" / "prompts.jsonl")
+    with pytest.raises(dt.UserError, match="trains nothing"):
+        next(dt.batches(drafter, conversations))
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda target: dt.load_target("no/such/directory/here"), "does not exist"),
+        (lambda target: dt.build_drafter("medusaa", target), "did you mean medusa"),
+        (lambda target: dt.build_drafter("medusa", target, head=2), "unknown key 'drafter.head'; did you mean drafter.heads"),
+        (lambda target: dt.build_drafter("medusa", target, heads="many"), "drafter.heads"),
+        (lambda target: dt.train_drafter(dt.build_drafter("medusa", target), []), "no conversations"),
+        (lambda target: dt.train_drafter(dt.build_drafter("medusa", target), ["hello"]), "conversation 1 is a str"),  # type: ignore[list-item]
+        (
+            lambda target: dt.train_drafter(dt.build_drafter("medusa", target), [{"no": 1}], settings={"train.step": 1}),
+            "did you mean train.steps",
+        ),
+        (lambda target: dt.generate(target, None, [""]), "a prompt is empty"),
+        (lambda target: dt.generate(target, None, ["a"], top_q=1), "unknown option 'top_q' of generate; did you mean top_p"),
+        (lambda target: dt.generate(target, None, ["a"], max_new_tokens=10**6), "exceed the target's"),
+        (lambda target: dt.load_drafter("no/such/directory/here", target), "expected a checkpoint"),
+        (lambda target: dt.export_drafter("no/such/directory/here", "vllm", "out", target=target), "expected a checkpoint"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    target: dt.LoadedTarget,
+    call: Callable[[dt.LoadedTarget], object],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(dt.UserError) as caught:
+        call(target)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,121 @@
+"""README and the pages for newcomers: every command composes, every file and make target that they name exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from drafttrain.cli.config import compose_run
+from drafttrain.cli.overview import COMMANDS, recipe_files
+from drafttrain.export import serve
+from drafttrain.export.files import Source
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/index.md", "docs/quickstart.md", "docs/python.md", "docs/glossary.md")
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+PLACEHOLDERS = {"recipe=NAME": "recipe=medusa", "<time>": "2026-11-24"}
+
+
+def spans(text: str) -> list[str]:
+    """What is set as code within the lines."""
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+
+
+def shell(text: str) -> list[str]:
+    """Lines of the shell, without comments."""
+    blocks = "\n".join(body for kind, body in FENCE.findall(text) if kind == "bash").replace("\\\n", " ")
+    return [line.partition(" #")[0].strip() for line in blocks.splitlines()]
+
+
+def commands() -> list[str]:
+    found: dict[str, None] = {}
+    for text in TEXTS.values():
+        for line in [*shell(text), *spans(text)]:
+            name, _, rest = line.removeprefix("drafttrain ").partition(" ")
+            if line.startswith("drafttrain ") and not name.startswith("-"):
+                assert name in COMMANDS, line
+                if rest and "..." not in rest:
+                    found[line] = None
+    return list(found)
+
+
+def test_there_are_commands() -> None:
+    assert len(commands()) > 25
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_composes(line: str, command: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "my" / "recipes").mkdir(parents=True)
+    (tmp_path / "my" / "recipes" / "wide.yaml").write_text("name: wide\n")
+    for shown, given in PLACEHOLDERS.items():
+        line = line.replace(shown, given)
+    words = shlex.split(line)[1:]
+    if "-m" in words:  # of a sweep the first job
+        words = [word.partition(",")[0] for word in words if word != "-m"]
+    shows = [] if "--cfg" in words else ["--cfg", "job"]
+    assert command(*words, *shows) == 0, capsys.readouterr().err
+
+
+def test_every_make_target_exists() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for page, text in TEXTS.items():
+        for line in [*shell(text), *spans(text)]:
+            if line.startswith("make "):
+                assert line.split()[1] in targets, f"{page}: {line}"
+
+
+def test_every_file_exists() -> None:
+    """Those that are linked, and those whose path is set as code."""
+    for page, text in TEXTS.items():
+        links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+        paths = [ROOT / span for span in spans(text) if re.fullmatch(r"(drafttrain|conf|recipes|docs|scripts)/[\w./-]*", span)]
+        for path in [*((ROOT / page).parent / link for link in links if link), *paths]:
+            assert path.exists(), f"{page}: {path}"
+
+
+def test_every_recipe_exists() -> None:
+    recipes = set(recipe_files(None)) | {"wide"}
+    for text in TEXTS.values():
+        named = set(re.findall(r"recipe=(\w+)", text)) - {"NAME"}
+        assert named <= recipes
+    assert set(re.findall(r"`(\w+_(?:llama|qwen)\d\w*)`", TEXTS["README.md"])) == {
+        name for name in recipes if re.search(r"_(llama|qwen)\d", name)
+    }
+
+
+def test_the_readme_is_short() -> None:
+    lines = TEXTS["README.md"].splitlines()
+    assert len(lines) <= 150
+
+
+@pytest.mark.parametrize("stack", ["vllm", "sglang"])
+def test_the_serving_lines_are_those_of_the_export(stack: str) -> None:
+    """With the draft length of the recipe that README trains."""
+    options = compose_run("eagle3_llama31_8b", ["data.path=x"]).options
+    drafter = SimpleNamespace(draft_length=options.drafter.draft_length)
+    opened = SimpleNamespace(meta=SimpleNamespace(family=options.drafter.family))
+    source: Any = SimpleNamespace(opened=opened, drafter=drafter, stack=stack, target_name=options.target.path)
+    assert serve.command(cast(Source, source), f"exported/{stack}") in shell(TEXTS["README.md"])
+
+
+def test_the_steps_and_figures_of_the_readme_are_the_recipes() -> None:
+    """Time in README: the recipe's tokens by the projection's hours for 10⁹ tokens."""
+    options, text = compose_run("eagle3_llama31_8b", ["data.path=x"]).options, TEXTS["README.md"]
+    assert (
+        f"{options.train.steps:,} steps of {options.train.global_batch} conversations of {options.data.max_length:,} tokens"
+        in text
+    )
+    tokens = options.train.steps * options.train.global_batch * options.data.max_length
+    scaling = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+    memory, hours = re.findall(r"^\| 8B \| 2,048 \| 8 \| `replicated` \| ([\d.]+) GB .* ([\d.]+) \|$", scaling, re.MULTILINE)[0]
+    spent = tokens / 1e9 * float(hours)
+    assert f"{tokens / 1e9:.2f}·10⁹ tokens" in text and f"{hours} hours for 10⁹ tokens" in text
+    assert f"| fit | {spent:.1f} hours, {8 * spent:.0f} GPU hours, at most | {memory} GB |" in text
+    assert f"and {options.measure.minutes:g} at the end of `fit`" in text
