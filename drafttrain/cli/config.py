@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain.cli.overview import recipe_files
+from drafttrain.cli.help import recipe_files
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.runs.options import RunOptions

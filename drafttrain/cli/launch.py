@@ -94,13 +94,13 @@ def _forwarding(note: Path) -> Iterator[None]:
 
     They ignore Ctrl-C, which a terminal sends them too, and get SIGTERM for it from here.
     """
-    keyed = False
+    ctrl_c_seen = False
 
     def forward(number: int, frame: object) -> None:
-        nonlocal keyed
+        nonlocal ctrl_c_seen
         note.touch()
-        again, keyed = keyed and number == signal.SIGINT, keyed or number == signal.SIGINT
-        if keyed and not again:
+        again, ctrl_c_seen = ctrl_c_seen and number == signal.SIGINT, ctrl_c_seen or number == signal.SIGINT
+        if ctrl_c_seen and not again:
             os.write(2, SAVING)
         for child in multiprocessing.active_children():
             with suppress(ProcessLookupError):

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from drafttrain import __version__
-from drafttrain.cli.complaints import explain, nearest
-from drafttrain.cli.overview import COMMANDS, command_help, general_help
+from drafttrain.cli.error_messages import explain, nearest
+from drafttrain.cli.help import COMMANDS, command_help, general_help
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.errors import Interrupted, OutputError, ParityError, UserError, WorkerError, one_line
 
@@ -188,7 +188,7 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
 
     def task(composed: DictConfig) -> None:
         try:
-            with explained():
+            with user_errors():
                 _execute(command, to_run(composed), config_dir)
         except UserError as error:
             raise Stop(str(error)) from error
@@ -217,12 +217,12 @@ def _execute(command: str, run: Run, config_dir: Path | None) -> None:
 
 def _run_explained(function: Callable[[Any, dict[str, Any]], object], options: Any, resolved: dict[str, Any]) -> None:
     """What each process of a launch runs: only it still has the error that is to be explained."""
-    with explained():
+    with user_errors():
         function(options, resolved)
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """What is the user's to mend leaves as a UserError; a bug leaves as it is."""
     try:
         yield

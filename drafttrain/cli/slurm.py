@@ -20,7 +20,7 @@ from drafttrain.runs.options import LauncherOptions
 COMMANDS = ("fit", "measure")
 
 
-class Job:
+class SlurmJob:
     """What Slurm runs on each node. arguments: the command and its overrides, without the launcher's."""
 
     def __init__(self, arguments: Sequence[str], nproc: int, restarts: int, port: int) -> None:
@@ -53,8 +53,8 @@ class Job:
         finished = ended is not None and (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0)
         return DelayedSubmission(str, "done") if finished else DelayedSubmission(self._again())
 
-    def _again(self) -> Job:
-        return Job(self.arguments, self.nproc, self.restarts, self.port)
+    def _again(self) -> SlurmJob:
+        return SlurmJob(self.arguments, self.nproc, self.restarts, self.port)
 
 
 def submit(command: str, overrides: Sequence[str], launcher: LauncherOptions) -> str:
@@ -89,7 +89,7 @@ def submit(command: str, overrides: Sequence[str], launcher: LauncherOptions) ->
     try:
         executor = SlurmExecutor(Path(asked.folder), max_num_timeout=asked.requeues)
         executor.update_parameters(**{name: value for name, value in wanted.items() if value is not None})
-        job = executor.submit(Job([command, *own], launcher.nproc, launcher.restarts, asked.port))
+        job = executor.submit(SlurmJob([command, *own], launcher.nproc, launcher.restarts, asked.port))
     except (RuntimeError, FailedJobError) as error:  # no Slurm here, or it refuses the job
         reason = " ".join(str(error).split())
         raise UserError(

@@ -14,10 +14,10 @@ from drafttrain.measure.compare.files import write_comparison
 from drafttrain.measure.compare.ranking import check_options, ranked
 from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import find_runs
-from drafttrain.measure.compare.saved import check_place, save
 from drafttrain.measure.compare.table import console_table
+from drafttrain.measure.compare.wandb_report import check_place, save
 from drafttrain.runs.options import RunOptions
-from drafttrain.train.lineage import noted
+from drafttrain.train.lineage import recorded_run
 
 
 def compare(options: RunOptions, resolved: dict[str, Any]) -> Path | None:
@@ -51,7 +51,7 @@ def _at_wandb(where: str) -> str | None:
     """A run's entity/project/id, if W&B may know it."""
     if not Path(where).exists():
         return where
-    run = noted(Path(where)) or {}
+    run = recorded_run(Path(where)) or {}
     parts = [str(run.get(key) or "") for key in ("entity", "project", "id")]
     return "/".join(parts) if all(parts) else None
 

@@ -15,8 +15,8 @@ from drafttrain.export.exporter import export as export_to
 from drafttrain.export.hub import Repository, push
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import STACKS, asked
-from drafttrain.runs.given_checkpoint import Given, say_plainly
-from drafttrain.runs.lock_step import together
+from drafttrain.runs.checkpoint_source import CheckpointSource, plain_printer
+from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import load_target
 from drafttrain.train.logger import log_export
@@ -36,9 +36,9 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
         raise UserError(
             f"target.tensor_parallel is {options.target.tensor_parallel}, an export reads the whole target; leave it out"
         )
-    given, console = Given.of(name), Console()
-    stacks = asked(given.family, stack)
-    dtype = options.dtype or ("float32" if options.adapter else given.dtype)
+    source, console = CheckpointSource.of(name), Console()
+    stacks = asked(source.family, stack)
+    dtype = options.dtype or ("float32" if options.adapter else source.dtype)
     repository = None if options.push_to_hub is None else Repository(options.push_to_hub, options.push_private)
     wanted = Wanted(
         stacks,
@@ -52,9 +52,9 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
         options.adapter,
     )
     check_wanted(wanted)
-    with together(options, "export"):
-        loaded = load_target(given.target(options.target))
-        directory = given.checkpoint(loaded, say_plainly(console))
+    with shared_target(options, "export"):
+        loaded = load_target(source.target(options.target))
+        directory = source.checkpoint(loaded, plain_printer(console))
         opened = Opened.of(directory, loaded)
         refusals(opened, wanted)  # before anything is computed
         material = golden.stored(directory)
@@ -66,7 +66,7 @@ def export(options: RunOptions, resolved: dict[str, Any]) -> Path:
         places = {stack: out / stack if wanted.several else out for stack in exported.written}
         log_export(options.logger, resolved, directory, places)
         if repository is not None:
-            address = push(out, repository, f"{given.family} drafter for {stack}, drafttrain {__version__}")
+            address = push(out, repository, f"{source.family} drafter for {stack}, drafttrain {__version__}")
             console.print(f"uploaded: {address}", soft_wrap=True, highlight=False)
     return out
 

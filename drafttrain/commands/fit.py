@@ -23,15 +23,15 @@ from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
 from drafttrain.measure.cases import encode_cases
 from drafttrain.measure.decoding import decoder_of
-from drafttrain.measure.glance import glance
+from drafttrain.measure.quick_measurement import quick_measurement
 from drafttrain.measure.runner import CheckpointRef, check_measurement
 from drafttrain.model.drafter import Drafter, trainable
 from drafttrain.ops import library
-from drafttrain.runs.data import data_report, say_counts, say_vocabulary, training_data, write_rejected
+from drafttrain.runs.checkpoint_source import CheckpointSource, check_start
+from drafttrain.runs.data import data_report, print_counts, print_vocabulary, training_data, write_rejected
 from drafttrain.runs.directory import RunDirectory
-from drafttrain.runs.given_checkpoint import Given, check_start
 from drafttrain.runs.options import RunOptions
-from drafttrain.runs.placement import Place, built, check_placement, load_placed, measurable, place
+from drafttrain.runs.placement import Placement, built, check_placement, load_for_training, place, target_to_measure
 from drafttrain.runs.provenance import origin_of
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.devices import device_of
@@ -39,15 +39,15 @@ from drafttrain.targets.estimate import said
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.caching import Caching, check_features
+from drafttrain.train.checkpoint_manager import Progress
 from drafttrain.train.engine import World, divided, join_world, settings
 from drafttrain.train.interrupt import Interrupt
-from drafttrain.train.keeper import Progress
 from drafttrain.train.logger import Logger, check_logger
 from drafttrain.train.onpolicy import check_on_policy
 from drafttrain.train.profile import window
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
-from drafttrain.train.trainer import Job, Trainer, without_training
+from drafttrain.train.trainer import Trainer, TrainingJob, without_training
 from drafttrain.train.ulysses import check_sequence_parallel
 
 CHECKPOINT = 16  # bytes of a trained parameter: weights, master weights and two moments
@@ -79,7 +79,7 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt) ->
     try:
         if job.drafter.trained:
             trainer = Trainer(job, world, run.path, run.resumed)
-            with interrupt.held():
+            with interrupt.deferred():
                 progress = trainer.train(logger, console, interrupt)
             del trainer
         else:
@@ -87,7 +87,7 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt) ->
         loaded, data = job.loaded, job.data
         data.close()  # nothing beside the measurement
         del job  # with the drafter and its engine, before a target is loaded for the measurement
-        with measurable(options, where, loaded, world) as measured:
+        with target_to_measure(options, where, loaded, world) as measured:
             interrupt.check()
             if measured is not None:
                 if options.measure.enabled or not where.shared:  # else it is still in pieces
@@ -128,14 +128,14 @@ def _check(options: RunOptions) -> None:
         load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
 
 
-def _prepare(options: RunOptions, world: World, where: Place, console: Console) -> Job:
+def _prepare(options: RunOptions, world: World, where: Placement, console: Console) -> TrainingJob:
     """Load everything; what can be wrong with it comes before anything is written."""
     torch.manual_seed(options.train.seed)
-    loaded = load_placed(options, where)
+    loaded = load_for_training(options, where)
     drafter = built(options, loaded.target)
     adapter = _adapter(options, loaded, drafter)
     start = _start(options, loaded, drafter, adapter, console)
-    look = _look(options, loaded, drafter, adapter, where) if options.measure.every else None
+    quick_measure = _quick_measure(options, loaded, drafter, adapter, where) if options.measure.every else None
     check_on_policy(drafter, options.train, options.deepspeed)
     check_sequence_parallel(options.train, options.loss, loaded.target, drafter, adapter)
     if options.data.pack and options.train.on_policy:
@@ -169,10 +169,10 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console) 
     data = Dataset([], [], {})
     if drafter.trained:
         data = training_data(options.data, loaded, world, console.say)
-        say_vocabulary(data, loaded.target.shape.vocab_size, getattr(options.drafter, "draft_vocab", None), console.say)
+        print_vocabulary(data, loaded.target.shape.vocab_size, getattr(options.drafter, "draft_vocab", None), console.say)
         if world.first:
             data = _with_origin(data, options, loaded, where, console)
-    return Job(
+    return TrainingJob(
         loaded,
         drafter,
         options.drafter.family,
@@ -185,8 +185,8 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console) 
         adapter,
         start,
         options.target.prefetch,
-        look=look,
-        look_every=options.measure.every,
+        quick_measure=quick_measure,
+        quick_measure_every=options.measure.every,
     )
 
 
@@ -207,8 +207,8 @@ def _check_end(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> N
         )
 
 
-def _look(
-    options: RunOptions, loaded: LoadedTarget, drafter: Drafter, adapter: Adapter | None, where: Place
+def _quick_measure(
+    options: RunOptions, loaded: LoadedTarget, drafter: Drafter, adapter: Adapter | None, where: Placement
 ) -> Callable[[Drafter], dict[str, float]]:
     """The small measurement of `measure.every`. Raises UserError where there is no whole, unchanged target to decode with."""
     if adapter is not None:
@@ -219,10 +219,10 @@ def _look(
             "pieces; leave measure.every out"
         )
     decoder_of(loaded, options.decode, drafter)
-    return glance(loaded, options.decode, options.measure, options.prompts)
+    return quick_measurement(loaded, options.decode, options.measure, options.prompts)
 
 
-def _with_origin(data: Dataset, options: RunOptions, loaded: LoadedTarget, where: Place, console: Console) -> Dataset:
+def _with_origin(data: Dataset, options: RunOptions, loaded: LoadedTarget, where: Placement, console: Console) -> Dataset:
     """Say whose words the data is, and which evaluation prompts it holds, and note it for the report."""
     origin = origin_of(options, loaded, data, where.shared)
     for line in origin.lines(options):
@@ -238,7 +238,7 @@ def _with_origin(data: Dataset, options: RunOptions, loaded: LoadedTarget, where
     return replace(data, summary=data.summary | noted)
 
 
-def _with_features(job: Job, options: RunOptions, world: World, console: Console) -> Job:
+def _with_features(job: TrainingJob, options: RunOptions, world: World, console: Console) -> TrainingJob:
     """The target's states on disk, where they are to be read from there."""
     if options.features.name == "online":
         return job
@@ -255,13 +255,13 @@ def _start(
         return None
     if not drafter.trained:
         raise UserError(f"train.init is {init!r}; {options.drafter.family} trains nothing, leave it out")
-    given = Given.of(init)
-    if given.family != options.drafter.family:
+    source = CheckpointSource.of(init)
+    if source.family != options.drafter.family:
         raise UserError(
-            f"train.init {init} is of the family {given.family}, this drafter of {options.drafter.family}; "
+            f"train.init {init} is of the family {source.family}, this drafter of {options.drafter.family}; "
             f"give one of {options.drafter.family}"
         )
-    directory = given.checkpoint(loaded, console.say)
+    directory = source.checkpoint(loaded, console.say)
     check_start(init, read_meta(directory), asdict(options.drafter), drafter.settled())
     return start_weights(directory, drafter, adapter)
 
@@ -328,7 +328,7 @@ def _data_report(
     """What was trained on; said again where training had begun before it was known."""
     report = data_report(data, loaded.target.shape.vocab_size)
     if report["prepared"] > data.summary["prepared"]:
-        say_counts(report, options.data, lambda text: console.print(text, highlight=False, soft_wrap=True))
+        print_counts(report, options.data, lambda text: console.print(text, highlight=False, soft_wrap=True))
     write_rejected(data, run.path)
     return report
 

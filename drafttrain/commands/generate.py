@@ -18,8 +18,8 @@ from drafttrain.decoding.request import Chunk, Result
 from drafttrain.decoding.scheduler import Session
 from drafttrain.drafters.checkpoint import load_checkpoint
 from drafttrain.measure.decoding import decoder_of, idle_guards
-from drafttrain.runs.given_checkpoint import Given
-from drafttrain.runs.lock_step import together
+from drafttrain.runs.checkpoint_source import CheckpointSource
+from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.parallel import Part
@@ -35,16 +35,16 @@ def generate(options: RunOptions, resolved: dict[str, Any]) -> None:
     """
     if options.target.tensor_parallel > 1 and options.prompt is None:
         raise UserError("the processes of target.tensor_parallel share no terminal or standard input; give prompt=TEXT")
-    with together(options, "generate") as part:
+    with shared_target(options, "generate") as part:
         _generate(options, part)
 
 
 def _generate(options: RunOptions, part: Part) -> None:
-    given = None if options.checkpoint is None else Given.of(options.checkpoint)
-    loaded = load_target(options.target if given is None else given.target(options.target), part)
+    source = None if options.checkpoint is None else CheckpointSource.of(options.checkpoint)
+    loaded = load_target(options.target if source is None else source.target(options.target), part)
     drafter = None
-    if given is not None:
-        restored = load_checkpoint(given.checkpoint(loaded, lambda text: note(Console(stderr=True), text)), loaded)
+    if source is not None:
+        restored = load_checkpoint(source.checkpoint(loaded, lambda text: note(Console(stderr=True), text)), loaded)
         loaded, drafter = restored.loaded, restored.drafter.requires_grad_(False)
     writer = Writer(loaded, decoder_of(loaded, options.decode, drafter), Console(), chat=options.chat)
     if drafter is not None and drafter.adapts is not None:

@@ -37,7 +37,7 @@ WIDE = 40  # characters of the longest bar
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Inspection:
     """All that terminal and page show."""
 
     rows: list[tuple[str, str]]
@@ -53,13 +53,13 @@ def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
 
     Raises UserError for bad options, and for data, prompts or a tokenizer that cannot be read.
     """
-    page, asked = _checked(options), options.inspect
+    page, settings = _checked(options), options.inspect
     prompt_file = options.prompts or options.measure.prompts
     prompts = load_prompts(prompt_file)
     prompt_file = named_prompts(prompt_file)
     tokenizer = load_tokenizer(options.target)
     conversations = read_conversations(options.data)
-    look, samples = _looked(conversations, tokenizer, options)
+    look, samples = _encoded(conversations, tokenizer, options)
     if not any(look.supervised):
         raise UserError(f"{options.data.named}: none of {len(conversations)} conversations has a supervised token")
     source = "embedded" if options.target.name == "embedded" else path_of(options.target)
@@ -69,21 +69,21 @@ def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
         *template_rows(tokenizer, source, read_template(options.data.template)),
         ("replies by", ", ".join(dict.fromkeys(map(_writer, options.data.paths)))),
     ]
-    copied = copies(prompts, conversations, asked.ngram, asked.overlap)
-    found = Found(rows, look.histogram(), copied, len(prompts), prompt_file, samples)
+    copied = copies(prompts, conversations, settings.ngram, settings.overlap)
+    found = Inspection(rows, look.histogram(), copied, len(prompts), prompt_file, samples)
     console = Console()
-    _print(console, found, asked)
-    atomic_write_text(page, _page(found, asked))
+    _print(console, found, settings)
+    atomic_write_text(page, _page(found, settings))
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
     return page
 
 
 def _checked(options: RunOptions) -> Path:
-    asked = options.inspect
-    if asked.samples < 0 or asked.page_samples < 0 or asked.ngram < 1 or not 0.0 < asked.overlap <= 1.0:
+    settings = options.inspect
+    if settings.samples < 0 or settings.page_samples < 0 or settings.ngram < 1 or not 0.0 < settings.overlap <= 1.0:
         raise UserError(
-            f"inspect.samples is {asked.samples}, page_samples {asked.page_samples}, ngram {asked.ngram}, overlap "
-            f"{asked.overlap:g}; set samples to 0 or more, ngram to 1 or more, overlap above 0 and at most 1"
+            f"inspect.samples is {settings.samples}, page_samples {settings.page_samples}, ngram {settings.ngram}, overlap "
+            f"{settings.overlap:g}; set samples to 0 or more, ngram to 1 or more, overlap above 0 and at most 1"
         )
     if options.data.max_length < 2:
         raise UserError(f"data.max_length must be at least 2, got {options.data.max_length}; raise it")
@@ -95,7 +95,7 @@ def _checked(options: RunOptions) -> Path:
     return page
 
 
-def _looked(
+def _encoded(
     conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, options: RunOptions
 ) -> tuple[Look, list[Sample]]:
     look, most = Look(), max(options.inspect.page_samples, options.inspect.samples)
@@ -118,8 +118,8 @@ def _writer(data: str) -> str:
     return "unknown: there is no provenance.json" if found is None else str(found["target"]["path"] or found["target"]["name"])
 
 
-def _print(console: Console, found: Found, asked: InspectOptions) -> None:
-    for sample in found.samples[: asked.samples]:
+def _print(console: Console, found: Inspection, settings: InspectOptions) -> None:
+    for sample in found.samples[: settings.samples]:
         about = f"{sample.tokens:,} tokens, {sample.supervised:,} supervised" + (", truncated" if sample.truncated else "")
         console.rule(Text(printable(f"{sample.origin}: {about}")), align="left")
         console.print(_coloured(sample), soft_wrap=True)
@@ -136,7 +136,8 @@ def _print(console: Console, found: Found, asked: InspectOptions) -> None:
     console.rule("evaluation prompts in the data", align="left")
     of = f"{len(found.copies)} of {found.prompts} prompts ({found.prompt_file})"
     console.print(
-        f"{of} with {asked.overlap:.0%} or more of their {asked.ngram}-word sequences in one conversation", highlight=False
+        f"{of} with {settings.overlap:.0%} or more of their {settings.ngram}-word sequences in one conversation",
+        highlight=False,
     )
     for copy in found.copies[:10]:
         place = printable(copy.origin)
@@ -154,19 +155,19 @@ def _coloured(sample: Sample) -> Text:
     return Text.assemble(text[:SHOWN], f"\n... {len(text) - SHOWN:,} characters more")
 
 
-def _page(found: Found, asked: InspectOptions) -> str:
+def _page(found: Inspection, settings: InspectOptions) -> str:
     return render(
         "inspect.html",
         title=f"Training data: {found.rows[0][1]}",
         version=drafttrain.__version__,
         command=shlex.join(["drafttrain", "inspect", *sys.argv[1:]]),
         most=longest_bar(found.bins),
-        n=asked.ngram,
-        least=asked.overlap,
+        n=settings.ngram,
+        least=settings.overlap,
         rows=found.rows,
         bins=found.bins,
         copies=found.copies,
         prompts=found.prompts,
         prompt_file=found.prompt_file,
-        samples=found.samples[: asked.page_samples],
+        samples=found.samples[: settings.page_samples],
     )

@@ -9,25 +9,25 @@ from typing import Any
 
 from rich.console import Console
 
-from drafttrain.commands.engines import Asked, Exported, beside, exports
 from drafttrain.core.errors import OutputError, UserError
 from drafttrain.core.files import remove_abandoned
 from drafttrain.data.chat import Encoded
 from drafttrain.data.prompts import load_prompts, named_prompts
 from drafttrain.drafters.checkpoint import read_meta
-from drafttrain.measure.enginetext import engines_table
-from drafttrain.measure.flags import broken_promises
+from drafttrain.measure.engine_report import engines_table
+from drafttrain.measure.flags import broken_guarantees
 from drafttrain.measure.published import published_for, published_lines
 from drafttrain.measure.report import Report, report_of, write_report
 from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
 from drafttrain.measure.table import console_table
+from drafttrain.runs.checkpoint_source import CheckpointSource, plain_printer
 from drafttrain.runs.environment import environment
-from drafttrain.runs.given_checkpoint import Given, say_plainly
-from drafttrain.runs.lock_step import together
+from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
-from drafttrain.runs.progress import watching
+from drafttrain.runs.progress import progress_bars
+from drafttrain.runs.serving_engines import EngineChoice, EngineExport, exports, measure_engines
 from drafttrain.targets.load import LoadedTarget, load_target
-from drafttrain.train.keeper import PROGRESS, Progress
+from drafttrain.train.checkpoint_manager import PROGRESS, Progress
 
 
 def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
@@ -40,20 +40,20 @@ def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
         raise UserError(
             "checkpoint is not set; name a step-NNNNN directory of a run, or a published drafter, with checkpoint=DIR"
         )
-    given, console = Given.of(options.checkpoint), Console()
-    asked = Asked.of(options, given.family)
+    source, console = CheckpointSource.of(options.checkpoint), Console()
+    engines = EngineChoice.of(options, source.family)
     folder = Path(options.output) / "measure" / time.strftime("%Y-%m-%d_%H-%M-%S")
-    with together(options, "measure") as part:
-        loaded = load_target(given.target(options.target), part)
-        directory = given.checkpoint(loaded, say_plainly(console))
-        ref = CheckpointRef(given.directory.name, directory, given.step)
-        with exports(asked, directory, loaded) as ready:
+    with shared_target(options, "measure") as part:
+        loaded = load_target(source.target(options.target), part)
+        directory = source.checkpoint(loaded, plain_printer(console))
+        ref = CheckpointRef(source.directory.name, directory, source.step)
+        with exports(engines, directory, loaded) as ready:
             report = measure_run(loaded, [ref], options, folder, console)
-            if asked:
-                _add_engines(report, asked, ready, ref, loaded, options, folder, console)
+            if engines:
+                _add_engines(report, engines, ready, ref, loaded, options, folder, console)
     if failed := [entry["error"] for entry in report["engines"] if entry["error"] is not None]:
         raise UserError(f"{failed[0]}; the other figures are in {folder / 'report.json'}")
-    if broken := broken_promises(report):
+    if broken := broken_guarantees(report):
         raise OutputError(f"{broken[0]}; {folder / 'report.json'} names the prompts")
     return folder
 
@@ -74,7 +74,7 @@ def measure_run(
     for the perplexity of targets that were trained too.
     """
     prompts = load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
-    with watching(console) as watch:
+    with progress_bars(console) as watch:
         body = measure_checkpoints(loaded, checkpoints, prompts, options.decode, options.measure, watch, held_out)
     record = read_meta(checkpoints[-1].path)
     drafter = {"family": record.family, "parameters": body["checkpoints"][-1]["parameters"], "options": record.options}
@@ -96,15 +96,15 @@ def measure_run(
 
 
 def _add_engines(
-    report: Report, asked: Asked, ready: dict[str, Exported], ref: CheckpointRef, loaded: LoadedTarget, options: RunOptions,
-    folder: Path, console: Console,
+    report: Report, engines: EngineChoice, ready: dict[str, EngineExport], ref: CheckpointRef, loaded: LoadedTarget,
+    options: RunOptions, folder: Path, console: Console,
 ) -> None:  # fmt: skip
     """Write the report again, with them in it."""
-    report["engines"] = beside(asked, ready, report, ref.path, loaded, options, console)
-    report["measure"]["notes"] += asked.notes
+    report["engines"] = measure_engines(engines, ready, report, ref.path, loaded, options, console)
+    report["measure"]["notes"] += engines.notes
     write_report(folder, report)
     console.print(engines_table(report))
-    for note in (*asked.notes, *(note for entry in report["engines"] for note in entry["notes"])):
+    for note in (*engines.notes, *(note for entry in report["engines"] for note in entry["notes"])):
         console.print(f"note: {note}", style="yellow", soft_wrap=True)
 
 

@@ -23,10 +23,10 @@ from drafttrain.data.provenance import FORMAT
 from drafttrain.data.publish import FORMATS, check_out, publish
 from drafttrain.data.rules import check_rules
 from drafttrain.data.sources import read_conversations
-from drafttrain.runs.answerers import own_engine, sampling_at, served
-from drafttrain.runs.lock_step import together
+from drafttrain.runs.answerers import decoder_answerer, sampling_at, server_answerer
+from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
-from drafttrain.runs.progress import watching
+from drafttrain.runs.progress import progress_bars
 from drafttrain.targets.parallel import Part, end_at_exit
 from drafttrain.train.interrupt import Interrupt
 
@@ -52,10 +52,10 @@ def prepare(options: RunOptions, resolved: dict[str, Any]) -> Path:
     try:
         with Interrupt():
             if options.target.tensor_parallel > 1:
-                with together(options, "prepare") as part:
+                with shared_target(options, "prepare") as part:
                     _prepare(options, asks, out, Share(0, 1), part)
             else:
-                with _apart() as share:
+                with _own_share() as share:
                     _prepare(options, asks, out, share, None)
     except Interrupted as stopped:
         raise Interrupted(f"{stopped}; the same command goes on", stopped.together) from stopped
@@ -66,7 +66,7 @@ def _prepare(options: RunOptions, asks: Asks, out: Path, share: Share, part: Par
     """part: of a target that is shared; its processes decode everything in lock step, and the first of them writes."""
     first = share.rank == 0 and (part is None or part.first)
     console, folder = Console(quiet=not first), out.with_name(f"{out.name}.journal")
-    answerer, about = served(options) if options.prepare.server else own_engine(options, part)
+    answerer, about = server_answerer(options) if options.prepare.server else decoder_answerer(options, part)
     check_settings(folder, about, write=first)
     jobs, paths = list(jobs_of(asks.asks, options.prepare)), ", ".join(options.data.paths)
     found = look(folder)
@@ -77,7 +77,7 @@ def _prepare(options: RunOptions, asks: Asks, out: Path, share: Share, part: Par
     _say(console, f"prompts: {len(asks.asks):,}, texts: {len(jobs):,}{known} ({paths})")
     if found.damaged:
         _say(console, f"{len(found.damaged):,} damaged lines are left out, their texts are asked again: {found.damaged[0]}")
-    with watching(console) as watch, _writing(folder, share.rank, first or part is None) as write:
+    with progress_bars(console) as watch, _writing(folder, share.rank, first or part is None) as write:
         progress = _Progress(write, options.prepare.failures, len(own), len(own) - len(left), watch)
         try:
             answerer.answer(left, progress.finished, progress.tick)
@@ -141,7 +141,7 @@ def _check_mixture(asked: PrepareOptions) -> None:
 
 
 @contextmanager
-def _apart() -> Iterator[Share]:
+def _own_share() -> Iterator[Share]:
     """This process's share among those of a launch or of torchrun, each with a whole target."""
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size == 1:

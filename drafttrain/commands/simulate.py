@@ -14,8 +14,8 @@ from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import find_runs
 from drafttrain.measure.report import rounded
 from drafttrain.measure.simulate.measured import Measured
-from drafttrain.measure.simulate.outcome import simulated
 from drafttrain.measure.simulate.plot import simulation_plot
+from drafttrain.measure.simulate.simulation import run_simulation
 from drafttrain.measure.simulate.tables import assumptions, chain_table, findings, shape_table
 from drafttrain.runs.options import RunOptions
 
@@ -26,17 +26,17 @@ def simulate(options: RunOptions, resolved: dict[str, Any]) -> Path:
     Raises UserError for bad options, and for reports that cannot be read or have no times.
     """
     picture, asked = _picture(options), options.simulate
-    outcome = simulated(asked, _measured(options))
+    simulation = run_simulation(asked, _measured(options))
     console = Console(highlight=False)
-    for line in assumptions(outcome):
+    for line in assumptions(simulation):
         console.print(line, soft_wrap=True)
-    console.print(chain_table(outcome, asked.alphas, outcome.scenario.costs.draft))
-    console.print(shape_table(outcome))
-    for line in findings(outcome):
+    console.print(chain_table(simulation, asked.alphas, simulation.scenario.costs.draft))
+    console.print(shape_table(simulation))
+    for line in findings(simulation):
         console.print(line, soft_wrap=True)
     picture.parent.mkdir(parents=True, exist_ok=True)
-    simulation_plot(outcome, asked.alphas, picture)
-    atomic_write_json(picture.with_suffix(".json"), rounded(outcome.plain()))
+    simulation_plot(simulation, asked.alphas, picture)
+    atomic_write_json(picture.with_suffix(".json"), rounded(simulation.plain()))
     console.print(f"picture: {picture}", soft_wrap=True)
     return picture
 

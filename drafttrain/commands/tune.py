@@ -33,11 +33,11 @@ from drafttrain.measure.report import rounded
 from drafttrain.measure.speed import Contender, race, throughput, tpot
 from drafttrain.measure.tuning import OBJECTIVES, Predicted, Shape, shapes_of, surface, temperatures
 from drafttrain.model.drafter import Drafter
+from drafttrain.runs.checkpoint_source import CheckpointSource, plain_printer
 from drafttrain.runs.environment import environment
-from drafttrain.runs.given_checkpoint import Given, say_plainly
-from drafttrain.runs.lock_step import together
+from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
-from drafttrain.runs.progress import watching
+from drafttrain.runs.progress import progress_bars
 from drafttrain.targets.load import load_target
 
 DEFAULT = "as trained"
@@ -101,33 +101,33 @@ def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
     Raises UserError for bad options, and as `measure` does.
     """
     _check(options)
-    given, console = Given.of(str(options.checkpoint)), Console()
+    source, console = CheckpointSource.of(str(options.checkpoint)), Console()
     folder = Path(options.output) / "tune" / time.strftime("%Y-%m-%d_%H-%M-%S")
     prompts = load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
-    with together(options, "tune") as part:
-        loaded = load_target(given.target(options.target), part)
-        directory = given.checkpoint(loaded, say_plainly(console))
+    with shared_target(options, "tune") as part:
+        loaded = load_target(source.target(options.target), part)
+        directory = source.checkpoint(loaded, plain_printer(console))
         record, restored = read_meta(directory), load_checkpoint(directory, loaded)
         room = loaded.target.shape.max_positions - options.decode.max_new_tokens
         cases, _ = encode_cases(prompts, loaded.tokenizer, room)
         _check_prompts(len(cases), options.tune.batch_size)
-        with watching(console) as watch:
+        with progress_bars(console) as watch:
             measure = MeasureOptions(minutes=options.tune.minutes, repeats=options.tune.repeats)
             bench = Bench(restored.loaded, options.decode, measure, Budget(60 * options.tune.minutes), watch)
-            found = _found(Tuner(bench, restored.drafter.requires_grad_(False), options.tune, record.decode), cases)
+            found = _search(Tuner(bench, restored.drafter.requires_grad_(False), options.tune, record.decode), cases)
         found |= {"checkpoint": str(directory), "prompts": len(cases), "environment": environment(loaded.target.device)}
         found |= {"batch_size": options.tune.batch_size, "objective": options.tune.objective, "decode": asdict(options.decode)}
         if part.first:
             folder.mkdir(parents=True, exist_ok=True)
             tuning_plot(found["surface"], found["chosen"], folder / "surface.png")
             atomic_write_json(folder / "tune.json", rounded(found))
-            _say(found, console)
-            _keep(directory, found, options.tune.write, console)
+            _print_finalists(found, console)
+            _write_choice(directory, found, options.tune.write, console)
             console.print(f"surface: {folder / 'surface.png'}", highlight=False, soft_wrap=True)
     return folder
 
 
-def _found(tuner: Tuner, cases: list[Case]) -> dict[str, Any]:
+def _search(tuner: Tuner, cases: list[Case]) -> dict[str, Any]:
     """The default, the finalists and the choice, with what each was predicted and measured."""
     choosing, deciding = cases[0::2], cases[1::2]
     tuner.use({})
@@ -193,7 +193,7 @@ def _forecast(label: str, predicted: Sequence[Predicted]) -> dict[str, float | N
     return {"expected_tau": None if own is None else own.tau, "predicted_speedup": None if own is None else own.speedup}
 
 
-def _say(found: dict[str, Any], console: Console) -> None:
+def _print_finalists(found: dict[str, Any], console: Console) -> None:
     title = f"batch {found['batch_size']}, {found['objective']}: speed over {DEFAULT}, on the prompts that choose"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("proposal", "expected tau", "predicted speedup over plain", "raced"):
@@ -206,7 +206,7 @@ def _say(found: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _keep(directory: Path, found: dict[str, Any], write: bool, console: Console) -> None:
+def _write_choice(directory: Path, found: dict[str, Any], write: bool, console: Console) -> None:
     """Say what was decided, and write it."""
     chosen = found["chosen"]
     said = chosen["name"]

@@ -18,12 +18,13 @@ from drafttrain.data.prompts import encode_prompt, load_prompts
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.engines.process import ENGINES, Job, Outcome, python_of, run
 from drafttrain.export.chain import Ending, Rounds, chain_drafter, decoded, plain
-from drafttrain.export.exporter import RECORD, TARGET
+from drafttrain.export.exporter import RECORD
 from drafttrain.export.opened import Opened
 from drafttrain.export.verification import Verification, verified
-from drafttrain.runs.given_checkpoint import Given
-from drafttrain.runs.lock_step import together
+from drafttrain.runs.checkpoint_source import CheckpointSource
+from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
+from drafttrain.runs.serving_engines import target_place
 from drafttrain.targets.load import LoadedTarget, load_target
 
 NOTED = ("family", "stack", "layout", "dtype", "checkpoint")  # by `export`, of a directory
@@ -31,7 +32,7 @@ SHOWN = 12  # texts of a table at most, those that differ first
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ExportUnderTest:
     """What an exported directory says of itself, and who is to run it."""
 
     out: Path
@@ -47,31 +48,31 @@ def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
     Raises UserError for what is missing or does not belong together, ParityError where the engine's texts or its accepted
     drafts are not ours.
     """
-    asked, console = asked_of(options), Console()
-    meta = read_meta(asked.checkpoint)
-    with together(options, "verify"):
-        target = replace(Given(asked.checkpoint, meta).target(options.target), dtype="float32")
-        opened = Opened.of(asked.checkpoint, load_target(target))
+    export, console = checked_options(options), Console()
+    meta = read_meta(export.checkpoint)
+    with shared_target(options, "verify"):
+        target = replace(CheckpointSource(export.checkpoint, meta).target(options.target), dtype="float32")
+        opened = Opened.of(export.checkpoint, load_target(target))
         ids, names = prompts_of(options, opened.loaded)
         ending = Ending(opened.loaded.target.stop_ids, options.decode.max_new_tokens)
         length = options.decode.draft_length or opened.drafter.draft_length
-        drafter = chain_drafter(opened, length, asked.record["dtype"])
-        with console.status(f"{ENGINES[asked.engine].label}: {len(ids)} prompts, chains of {length}"):
-            outcome = run(asked.engine, asked.python, job_of(asked, opened, ids, ending, length))
+        drafter = chain_drafter(opened, length, export.record["dtype"])
+        with console.status(f"{ENGINES[export.engine].label}: {len(ids)} prompts, chains of {length}"):
+            outcome = run(export.engine, export.python, job_of(export, opened, ids, ending, length))
         own = opened.loaded.target
         with console.status("our own decoder"):
             rounds: list[Rounds] = [decoded(own, drafter, prompt, ending, length, outcome.begins) for prompt in ids]
             found = verified(outcome, names, plain(own, ids, ending), rounds, ending, length)
     folder = Path(options.output) / "verify" / time.strftime("%Y-%m-%d_%H-%M-%S")
     folder.mkdir(parents=True, exist_ok=True)
-    about = {key: asked.record[key] for key in NOTED}
+    about = {key: export.record[key] for key in NOTED}
     atomic_write_json(folder / "verification.json", about | found.as_json())
-    say(console, found, outcome, folder)
+    print_verification(console, found, outcome, folder)
     found.check()
     return folder
 
 
-def asked_of(options: RunOptions) -> Asked:
+def checked_options(options: RunOptions) -> ExportUnderTest:
     """Raises UserError for what is not set, not there, or not of this engine and checkpoint."""
     if not isinstance(options.engine, str) or options.engine not in ENGINES:
         raise UserError(f"engine is {options.engine!r}; choose one of {', '.join(ENGINES)}")
@@ -86,7 +87,7 @@ def asked_of(options: RunOptions) -> Asked:
         )
     if record["checkpoint"] != read_meta(checkpoint).sha256:
         raise UserError(f"{out} was exported from another checkpoint than {checkpoint}; name that one with checkpoint=DIR")
-    return Asked(out, checkpoint, options.engine, python_of(options.engine, options.engine_python), record)
+    return ExportUnderTest(out, checkpoint, options.engine, python_of(options.engine, options.engine_python), record)
 
 
 def record_of(out: Path) -> dict[str, Any]:
@@ -114,12 +115,12 @@ def prompts_of(options: RunOptions, loaded: LoadedTarget) -> tuple[list[list[int
     return ids, [str(prompt.question_id) for prompt in prompts]
 
 
-def job_of(asked: Asked, opened: Opened, prompts: list[list[int]], ending: Ending, length: int) -> Job:
+def job_of(export: ExportUnderTest, opened: Opened, prompts: list[list[int]], ending: Ending, length: int) -> Job:
     return Job(
-        target=target_place(asked.out, opened),
-        drafter=str(asked.out),
-        family=asked.record["family"],
-        layout=asked.record["stack"],
+        target=target_place(export.out, opened),
+        drafter=str(export.out),
+        family=export.record["family"],
+        layout=export.record["stack"],
         draft_length=length,
         max_new_tokens=ending.max_new_tokens,
         stop_ids=sorted(ending.stop_ids),
@@ -128,20 +129,7 @@ def job_of(asked: Asked, opened: Opened, prompts: list[list[int]], ending: Endin
     )
 
 
-def target_place(out: Path, opened: Opened) -> str:
-    """The target that the engine serves: where it was trained too, the merged one beside the export."""
-    if opened.meta.adapter is None:
-        path = Path(opened.loaded.path).expanduser()
-        return str(path.absolute()) if path.exists() else opened.loaded.path
-    places = [folder / TARGET for folder in (out, out.parent)]
-    found = next((place for place in places if (place / "config.json").is_file()), None)
-    if found is None:
-        raise UserError(f"the target was trained with this drafter, and {out} has no {TARGET} beside it; export it again")
-    check_listed(found, "export again")
-    return str(found)
-
-
-def say(console: Console, found: Verification, outcome: Outcome, folder: Path) -> None:
+def print_verification(console: Console, found: Verification, outcome: Outcome, folder: Path) -> None:
     table = Table(box=None, header_style="bold")
     for heading in ("prompt", "tokens", "text", "accepted here", f"by {found.engine}"):
         table.add_column(heading, justify="left" if heading in ("prompt", "text") else "right")

@@ -10,7 +10,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoded, Decoder
 from drafttrain.decoding.request import Result
 from drafttrain.measure import DecodeOptions, MeasureOptions, distribution
-from drafttrain.measure.cases import Case, in_turn, waves
+from drafttrain.measure.cases import Case, interleaved_turns, waves
 from drafttrain.measure.decoding import decoder_of, guard_of, sampling_of, stop_text_of
 from drafttrain.measure.exactness import Match, compare, first_difference
 from drafttrain.measure.plan import Budget, plan
@@ -90,7 +90,7 @@ class Bench:
 
     def races(self, drafters: dict[str, Drafter], cases: Sequence[Case], others: int = 0) -> dict[int, Race]:
         """Timings by batch size. others: races that follow, each with an equal share of the budget."""
-        sizes, timed, order = self.options.batch_sizes, self.options.timed_prompts, in_turn(cases)
+        sizes, timed, order = self.options.batch_sizes, self.options.timed_prompts, interleaved_turns(cases)
         return {
             size: self.race(
                 drafters,
@@ -126,8 +126,8 @@ class Bench:
             contenders[REFERENCE] = lambda wave: self._generate([cases[i] for i in wave])
             contenders[REFERENCE](wanted[0])
         spent = monotonic() - began
-        round_seconds = every_time + (spent - every_time) / repeats
-        chosen = self.part.share(plan(round_seconds, max(0.0, seconds - spent), len(wanted), repeats))
+        seconds_per_wave = every_time + (spent - every_time) / repeats
+        chosen = self.part.share(plan(seconds_per_wave, max(0.0, seconds - spent), len(wanted), repeats))
         self._say_if_cut(label, chosen.waves, len(wanted), chosen.repeats)
         total = chosen.waves * (chosen.repeats * len(decoders) + len(once))
         done = 0

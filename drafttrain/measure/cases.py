@@ -44,7 +44,7 @@ def encode_cases(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, 
             f"none of the {len(every)} prompts fits: the shortest has {shortest} tokens, the target leaves room for "
             f"{max(room, 0)} beside decode.max_new_tokens; give shorter prompts or lower decode.max_new_tokens"
         )
-    return spread(kept), len(every) - len(kept)
+    return alternate_categories(kept), len(every) - len(kept)
 
 
 def _case(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Case:
@@ -72,7 +72,7 @@ def follow_ups(
     return fitting, len(found) - len(fitting)
 
 
-def in_turn(cases: Sequence[Case]) -> list[int]:
+def interleaved_turns(cases: Sequence[Case]) -> list[int]:
     """Their numbers, first and later turns alternating, so that a beginning has its share of each."""
     piles: dict[int, list[int]] = {}
     for number, case in enumerate(cases):
@@ -81,7 +81,7 @@ def in_turn(cases: Sequence[Case]) -> list[int]:
     return [pile[i] for i in range(longest) for pile in piles.values() if i < len(pile)]
 
 
-def spread(cases: Sequence[Case]) -> list[Case]:
+def alternate_categories(cases: Sequence[Case]) -> list[Case]:
     """Round robin over the categories, in order of first appearance; the order within a category stays."""
     piles: dict[str, list[Case]] = {}
     for case in cases:

@@ -52,7 +52,7 @@ def flags(entry: dict[str, Any]) -> list[str]:
     return found
 
 
-def broken_promises(report: dict[str, Any]) -> list[str]:
+def broken_guarantees(report: dict[str, Any]) -> list[str]:
     """Where a policy that is said to be lossless was found not to be, in a sentence each."""
     found = []
     for entry in report["checkpoints"]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from drafttrain.measure import cells
 from drafttrain.measure.cells import rows
-from drafttrain.measure.data import data_section
-from drafttrain.measure.enginetext import flags, section
+from drafttrain.measure.data_report import data_section
+from drafttrain.measure.engine_report import flags, section
 from drafttrain.measure.guards import guards_section, monitors_section
 from drafttrain.measure.published import published_section
 

@@ -8,7 +8,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 import drafttrain
-from drafttrain.measure import cells, enginetext
+from drafttrain.measure import cells, engine_report
 from drafttrain.measure.curves import CURVES, read_curves
 from drafttrain.measure.html import render, script_json
 from drafttrain.measure.markdown import headline, markdown
@@ -59,7 +59,7 @@ def page(report: dict[str, Any], metrics: Path | None) -> str:
         title=title,
         said=f"{said.replace('**', '')} drafttrain {drafttrain.__version__}.",
         cards=_cards(next(entry for entry in report["checkpoints"] if entry["name"] == report["best"])),
-        notes=[*flags, *enginetext.flags(report), *report["measure"]["notes"]],
+        notes=[*flags, *engine_report.flags(report), *report["measure"]["notes"]],
         charts=CHARTS,
         tables=_tables(report),
         data=script_json(_data(report, metrics)),
@@ -97,5 +97,5 @@ def _data(report: dict[str, Any], metrics: Path | None) -> dict[str, Any]:
         name: [{"name": label, "points": points} for label, points in series.items()]
         for name, series in read_curves(metrics).items()
     }
-    engines = [{key: entry[key] for key in ENGINE} for entry in enginetext.engines_of(report)]
+    engines = [{key: entry[key] for key in ENGINE} for entry in engine_report.engines_of(report)]
     return {"best": report["best"], "checkpoints": entries, "curves": curves, "engines": engines}

@@ -38,12 +38,12 @@ class Plan:
     repeats: int
 
 
-def plan(round_seconds: float, seconds: float, waves: int, repeats: int) -> Plan:
+def plan(seconds_per_wave: float, seconds: float, waves: int, repeats: int) -> Plan:
     """As many of the wanted waves and repeats as fit; waves go first, then repeats, never below one of each.
 
     round_seconds: all contenders once over one wave.
     """
-    rounds = max(1, int(seconds / round_seconds)) if round_seconds > 0 else waves * repeats
+    rounds = max(1, int(seconds / seconds_per_wave)) if seconds_per_wave > 0 else waves * repeats
     if rounds >= waves * repeats:
         return Plan(waves, repeats)
     return Plan(max(1, min(waves, rounds // repeats)), min(repeats, rounds))

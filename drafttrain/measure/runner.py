@@ -18,7 +18,6 @@ from drafttrain.drafters.checkpoint import check_target, load_checkpoint, read_m
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench, Watch
 from drafttrain.measure.cases import Case, encode_cases, follow_ups
-from drafttrain.measure.change import Original
 from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
 from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, whole
 from drafttrain.measure.expected import confidence_error, counted_paths, forced_hits
@@ -31,6 +30,7 @@ from drafttrain.measure.samples import samples
 from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import at_temperature, conditions, other_slices
 from drafttrain.measure.speed import Race
+from drafttrain.measure.target_change import Original
 from drafttrain.model.drafter import Drafter, trainable
 from drafttrain.objective.losses import Hits
 from drafttrain.targets.adapt import check_whole
@@ -211,7 +211,7 @@ def _evidence(
     tokens = [r.tokens for r in ours]
     sampled = not bench.sampling.greedy and drafter.samples
     identical = POLICIES[bench.decode.policy].repeats_plain(bench.sampling)
-    hits = _hits(bench, drafter, cases, plain) if drafter.trained and _foretold(bench, sampled) else None
+    hits = _hits(bench, drafter, cases, plain) if drafter.trained and _agreement_predicts(bench, sampled) else None
     return Evidence(
         cases=cases,
         plain=plain,
@@ -226,7 +226,7 @@ def _evidence(
     )
 
 
-def _foretold(bench: Bench, sampled: bool) -> bool:
+def _agreement_predicts(bench: Bench, sampled: bool) -> bool:
     """Whether agreement foretells acceptance: not where a policy accepts by another rule, nor where not every step drafts."""
     return POLICIES[bench.decode.policy].agreement_is_acceptance(sampled) and not bench.decode.fallback
 

@@ -29,7 +29,7 @@ def sampling_at(asked: PrepareOptions, temperature: float) -> Sampling:
     return Sampling(temperature, asked.top_k, asked.top_p, asked.seed)
 
 
-def own_engine(options: RunOptions, part: Part | None) -> tuple[Answerer, dict[str, Any]]:
+def decoder_answerer(options: RunOptions, part: Part | None) -> tuple[Answerer, dict[str, Any]]:
     """Our own decoder, and what decides its texts."""
     loaded = load_target(options.target) if part is None else load_target(options.target, part)
     if options.data.template is not None:
@@ -54,7 +54,7 @@ def _decoder(loaded: LoadedTarget, asked: PrepareOptions, temperature: float) ->
     return Decoder(loaded.target, None, policy, sampling, loaded.target.stop_ids, asked.max_new_tokens)
 
 
-def served(options: RunOptions) -> tuple[Answerer, dict[str, Any]]:
+def server_answerer(options: RunOptions) -> tuple[Answerer, dict[str, Any]]:
     """The server, and what decides its texts as far as it is known: its weights and its template are its own affair."""
     asked, target = options.prepare, options.target
     assert asked.server is not None

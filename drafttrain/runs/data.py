@@ -22,14 +22,14 @@ def training_data(options: DataOptions, loaded: LoadedTarget, world: World, say:
     """Conversations no longer than the target's context."""
     limited = replace(options, max_length=min(options.max_length, loaded.target.shape.max_positions))
     data = load_dataset(limited, loaded.tokenizer, progress=world.first, leads=world.first or first_of_machine())
-    say_counts(data.summary, options, say)
+    print_counts(data.summary, options, say)
     if packing := data.summary.get("packing"):
         full = f"{packing['efficiency']:.1%} of {limited.max_length:,} tokens each"
         say(f"packing: {packing['rows']:,} rows, on average {full}")
     return data
 
 
-def say_counts(summary: dict[str, Any], options: DataOptions, say: Say) -> None:
+def print_counts(summary: dict[str, Any], options: DataOptions, say: Say) -> None:
     """One line, and for data of the user's own what was recognised in each source."""
     sources = summary["sources"]
     names = sources[0]["path"] if len(sources) == 1 else f"{len(sources)} sources"
@@ -62,7 +62,7 @@ def draft_vocabulary(data: Dataset, vocab_size: int) -> Coverage | None:
     return coverage(token_counts(data.train, vocab_size))
 
 
-def say_vocabulary(data: Dataset, vocab_size: int, chosen: int | None, say: Say) -> None:
+def print_vocabulary(data: Dataset, vocab_size: int, chosen: int | None, say: Say) -> None:
     """What a vocabulary of `chosen` tokens covers, for a drafter with one of its own. Waits for all of the data."""
     found = draft_vocabulary(data, vocab_size) if chosen is not None else None
     if chosen is None or found is None:

@@ -19,8 +19,8 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, atomic_write_json, atomic_write_text, remove_abandoned
 from drafttrain.runs.environment import environment
 from drafttrain.runs.options import RunOptions
+from drafttrain.train.checkpoint_checksums import newest_valid
 from drafttrain.train.engine import World
-from drafttrain.train.sealed import newest_valid
 
 NOT_HASHED = (
     *("output", "resume", "measure", "logger", "launcher", "checkpoint", "prompts", "recipe", "out", "prepare", "inspect"),

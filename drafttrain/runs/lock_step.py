@@ -14,7 +14,7 @@ from drafttrain.targets.parallel import Part, join, leave
 
 
 @contextmanager
-def together(options: RunOptions, command: str) -> Iterator[Part]:
+def shared_target(options: RunOptions, command: str) -> Iterator[Part]:
     """This process's part of `target.tensor_parallel` processes; all but the first are silent meanwhile.
 
     Raises UserError when the processes that were started are not those that share the target, and for settings that they
@@ -32,13 +32,13 @@ def together(options: RunOptions, command: str) -> Iterator[Part]:
             "set target.device=auto or cpu"
         )
     part = join(size, device_of(options.target.device))
-    with first_speaks(part):
+    with only_first_prints(part):
         yield part
     leave(part)
 
 
 @contextmanager
-def first_speaks(part: Part) -> Iterator[None]:
+def only_first_prints(part: Part) -> Iterator[None]:
     """All processes but the first are silent."""
     with ExitStack() as silence:
         if not part.first:

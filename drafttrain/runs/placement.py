@@ -15,7 +15,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.model.drafter import Drafter, trainable
 from drafttrain.model.target import Target, TargetShape
-from drafttrain.runs.lock_step import first_speaks
+from drafttrain.runs.lock_step import only_first_prints
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.devices import device_of
 from drafttrain.targets.estimate import PLACEMENTS, Need, activation_bytes, choose, free_bytes, need_of, outline, said
@@ -28,7 +28,7 @@ from drafttrain.train.sharding import ZeroShards
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """placement: replicated, zero3 or tensor_parallel. sharing: processes that hold a target together. weights: bytes of the
     drafter's. shape: the target's."""
 
@@ -65,7 +65,7 @@ def check_placement(options: RunOptions) -> None:
         )
 
 
-def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Place:
+def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Placement:
     """Choose, where the user has not, by what is free, and say so.
 
     Raises UserError for what a target in pieces cannot do, and for one that fits in no way.
@@ -85,7 +85,7 @@ def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Plac
         whole = alone or drafter.adapts is not None or target.weights is not None
         chosen = choose(needed, free, 1 if whole else world.size)
     held = {"replicated": 1, "zero3": world.size, "tensor_parallel": _sharing(options)}[chosen]
-    found = Place(chosen, held, needed, 4 * trainable(drafter), bare.shape)
+    found = Placement(chosen, held, needed, 4 * trainable(drafter), bare.shape)
     if found.shared:
         _check_shared(options, found, drafter, free)
     say(f"placement: {chosen}, about {_figures(found)}, of {said(free)} free in each process")
@@ -102,7 +102,7 @@ def built(options: RunOptions, target: Target) -> Drafter:
         raise UserError(str(error)) from error
 
 
-def load_placed(options: RunOptions, found: Place) -> LoadedTarget:
+def load_for_training(options: RunOptions, found: Placement) -> LoadedTarget:
     """The target for training. Raises UserError as `load_target` does."""
     if found.placement == "zero3":
         return load_target(options.target, shards=ZeroShards(DTYPES[options.target.dtype]))
@@ -112,7 +112,9 @@ def load_placed(options: RunOptions, found: Place) -> LoadedTarget:
 
 
 @contextmanager
-def measurable(options: RunOptions, found: Place, loaded: LoadedTarget, world: World) -> Iterator[LoadedTarget | None]:
+def target_to_measure(
+    options: RunOptions, found: Placement, loaded: LoadedTarget, world: World
+) -> Iterator[LoadedTarget | None]:
     """After training: the target as it is measured; None on processes that have nothing left to do.
 
     A whole target is there already; one that was shared is given up and loaded again, whole on the first process where it
@@ -134,19 +136,19 @@ def measurable(options: RunOptions, found: Place, loaded: LoadedTarget, world: W
 
 
 @contextmanager
-def _in_lock_step(options: RunOptions, found: Place, world: World) -> Iterator[LoadedTarget | None]:
+def _in_lock_step(options: RunOptions, found: Placement, world: World) -> Iterator[LoadedTarget | None]:
     size = _measuring(options, found.shape)
     group = distributed.new_group(list(range(size)))
     if world.rank >= size:
         yield None
         return
     part = Part(world.rank, size, group)
-    with first_speaks(part):
+    with only_first_prints(part):
         yield load_target(replace(options.target, tensor_parallel=size), part)
     leave(part)
 
 
-def _check_shared(options: RunOptions, found: Place, drafter: Drafter, free: int) -> None:
+def _check_shared(options: RunOptions, found: Placement, drafter: Drafter, free: int) -> None:
     """Raise UserError for what a target in pieces cannot do."""
     check_options(options.target, shared=True)
     way_out = "set target.placement=replicated"
@@ -198,7 +200,7 @@ def _neighbours() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def _figures(found: Place) -> str:
+def _figures(found: Placement) -> str:
     own, parts = found.need.of_target(found.placement, found.sharing), found.need
     sizes = {"target": own, "drafter and optimizer": parts.drafter, "activations": parts.activations}
     each = ", ".join(f"{name} {said(size)}" for name, size in sizes.items())

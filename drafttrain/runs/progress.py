@@ -13,7 +13,7 @@ from drafttrain.measure.bench import Watch
 
 
 @contextmanager
-def watching(console: Console) -> Iterator[Watch]:
+def progress_bars(console: Console) -> Iterator[Watch]:
     """A `Watch` that draws. A console that is no terminal gets each stage's last state as a line."""
     columns = (
         TextColumn("{task.description}"),

@@ -22,8 +22,8 @@ from drafttrain.targets.devices import bind, number_by_gpu
 from drafttrain.targets.parallel import end_at_exit
 from drafttrain.train import DeepSpeedOptions, TrainOptions, shards
 from drafttrain.train.muon import Matrix
-from drafttrain.train.optimizer import OPTIMIZERS, Together, make_optimizer
-from drafttrain.train.shards import Share
+from drafttrain.train.optimizer import OPTIMIZERS, MuonWithAdamW, make_optimizer
+from drafttrain.train.shards import ParameterShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def hushed() -> Iterator[None]:
         yield
 
 
-class Engine:
+class TrainingEngine:
     """One optimised module. `backward` per micro-batch, then `step` once per global batch.
 
     objective: forward(batch) gives (sum of losses, counts). Gradients are averaged over processes and accumulation
@@ -137,13 +137,13 @@ class Engine:
         options: TrainOptions,
         deepspeed: DeepSpeedOptions,
         world: World,
-        apart: nn.Module | None = None,
+        rescaled: nn.Module | None = None,
     ) -> None:
         """apart: a part of the objective whose learning rate is another one."""
         self.world, self.stage = world, deepspeed.zero_stage
         self.accumulation = accumulation(options, world)
         names = {p: name for name, p in objective.named_parameters() if p.requires_grad}
-        self._optimizer = make_optimizer(objective, options, apart)
+        self._optimizer = make_optimizer(objective, options, rescaled)
         self._groups = [[(names[p], p) for p in group["params"]] for group in self._optimizer.param_groups]
         library = load_deepspeed()
         with hushed():
@@ -154,7 +154,7 @@ class Engine:
                 config=settings(options, deepspeed, self.accumulation),
             )
         self._gathered = library.zero.GatheredParameters
-        if isinstance(self._optimizer, Together):
+        if isinstance(self._optimizer, MuonWithAdamW):
             self._optimizer.muon.spread(self._matrices(), world.rank, self.engine.device)
 
     def backward(self, loss: Tensor, divisor: float) -> None:
@@ -193,7 +193,7 @@ class Engine:
     def save_state(self, directory: Path) -> Path:
         """This process's share of the optimiser: master weights and moments. Gives the file."""
         file = directory / f"optimizer-{self.world.rank:05d}.safetensors"
-        shards.write(self._shares(), self._base.state, file)
+        shards.write(self._shards(), self._base.state, file)
         return file
 
     def load_state(self, directory: Path, weights: dict[str, Tensor]) -> None:
@@ -202,7 +202,7 @@ class Engine:
         for name in sorted(weights):  # in one order on every process
             with self._whole_tensor(tensors[name], modifier_rank=0), torch.no_grad():
                 tensors[name].copy_(weights[name])
-        shards.read(self._shares(), self._base.state, directory)
+        shards.read(self._shards(), self._base.state, directory)
         if any(group.get("fused") or group.get("capturable") for group in self._base.param_groups):
             for owner, kept in self._base.state.items():  # these count on the device
                 kept |= {key: value.to(owner.device) for key, value in kept.items() if torch.is_tensor(value)}
@@ -221,59 +221,59 @@ class Engine:
         """The torch optimiser inside whatever DeepSpeed wrapped around it."""
         return getattr(self._wrapped, "optimizer", self._wrapped)
 
-    def _shares(self) -> list[Share]:
+    def _shards(self) -> list[ParameterShard]:
         """What this process optimises of each trained parameter, from DeepSpeed's maps of its flat partitions."""
-        shares = []
+        parts = []
         for g, group in enumerate(self._groups):
             for i, (name, parameter) in enumerate(group):
                 if hasattr(parameter, "ds_id"):
-                    shares.append(self._sharded(name, parameter))
+                    parts.append(self._sharded(name, parameter))
                 elif not hasattr(parameter, "_hp_mapping"):  # stage 0: every process has all of it, and saves an equal part
                     size = parameter.numel()
                     edges = [size * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1)]
-                    shares.append(Share(name, 0, size, self._base.param_groups[g]["params"][i], 0, range(*edges)))
+                    parts.append(ParameterShard(name, 0, size, self._base.param_groups[g]["params"][i], 0, range(*edges)))
                 elif (mapped := parameter._hp_mapping) is not None:  # stages 1, 2: None where another process has it
                     flat, lp, hp = (
                         self._base.param_groups[g]["params"][0],
                         mapped.lp_fragment_address,
                         mapped.hp_fragment_address,
                     )
-                    shares.append(Share(name, lp.start, lp.numel, flat, hp.start, range(lp.numel)))
-        return shares
+                    parts.append(ParameterShard(name, lp.start, lp.numel, flat, hp.start, range(lp.numel)))
+        return parts
 
     def _matrices(self) -> list[Matrix]:
         """What Muon optimises, and which process has which elements of it."""
-        shares = {share.name: share for share in self._shares()}
-        spread = self.world.gather({name: (share.start, share.start + share.length) for name, share in shares.items()})
+        own = {shard.name: shard for shard in self._shards()}
+        spread = self.world.gather({name: (shard.start, shard.start + shard.length) for name, shard in own.items()})
         matrices = []
         for group, named in zip(self._base.param_groups, self._groups, strict=True):
             for name, parameter in named if group["muon"] else []:
-                owner, offset = (shares[name].owner, shares[name].offset) if name in shares else (group["params"][0], 0)
+                owner, offset = (own[name].owner, own[name].offset) if name in own else (group["params"][0], 0)
                 parts = tuple(range(*found.get(name, (0, 0))) for found in spread)
                 matrices.append(Matrix(tuple(getattr(parameter, "ds_shape", parameter.shape)), owner, offset, parts))
         return matrices
 
-    def _sharded(self, name: str, parameter: Any) -> Share:
+    def _sharded(self, name: str, parameter: Any) -> ParameterShard:
         """ZeRO-3 cuts each parameter into equal parts, the last ones padded."""
         group, offset, padded = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
         start = min(self.world.rank * padded, parameter.ds_numel)
         length = min(padded, parameter.ds_numel - start)
-        return Share(name, start, length, self._wrapped.fp32_partitioned_groups_flat[group], offset, range(length))
+        return ParameterShard(name, start, length, self._wrapped.fp32_partitioned_groups_flat[group], offset, range(length))
 
 
 def divided(options: TrainOptions, world: World) -> TrainOptions:
     """With the largest micro-batch, no larger than asked for, into which a process's share of the batch divides. Raises
     UserError for a batch that does not divide among the processes, or for these not among those that hold a sequence.
     """
-    together = options.sequence_parallel
-    if together < 1 or world.size % together:
+    per_sequence = options.sequence_parallel
+    if per_sequence < 1 or world.size % per_sequence:
         raise UserError(
-            f"train.sequence_parallel is {together}; set it to a divisor of the number of processes, {world.size}, by "
+            f"train.sequence_parallel is {per_sequence}; set it to a divisor of the number of processes, {world.size}, by "
             "launcher.nproc or torchrun's --nproc-per-node"
         )
-    share, over = divmod(options.global_batch, world.size // together)
+    share, over = divmod(options.global_batch, world.size // per_sequence)
     if options.micro_batch < 1 or share < 1 or over:
-        processes = f"{world.size}" if together == 1 else f"{world.size} / train.sequence_parallel={together}"
+        processes = f"{world.size}" if per_sequence == 1 else f"{world.size} / train.sequence_parallel={per_sequence}"
         raise UserError(
             f"train.global_batch is {options.global_batch}, train.micro_batch {options.micro_batch}; set the one to a multiple "
             f"of the number of processes, {processes}, the other to 1 or more"

@@ -160,10 +160,10 @@ def checkpoint_artifact(run_id: str, checkpoint: Path) -> str:
 
 def run_of(checkpoint: Path) -> dict[str, Any] | None:
     """What the run that made a checkpoint is called at W&B; None where it was not logged there."""
-    return noted(checkpoint.absolute().parent.parent)
+    return recorded_run(checkpoint.absolute().parent.parent)
 
 
-def noted(run_dir: Path) -> dict[str, Any] | None:
+def recorded_run(run_dir: Path) -> dict[str, Any] | None:
     """What `Lineage.note` has left in a run directory; None where there is nothing."""
     try:
         found = json.loads((run_dir / RUN).read_text(encoding="utf-8"))

@@ -15,9 +15,9 @@ OPTIMIZERS = ("adamw", "muon")
 Group = dict[str, Any]
 
 
-def make_optimizer(objective: Objective, options: TrainOptions, apart: nn.Module | None = None) -> torch.optim.Optimizer:
+def make_optimizer(objective: Objective, options: TrainOptions, rescaled: nn.Module | None = None) -> torch.optim.Optimizer:
     """apart: a part of the objective whose learning rate is another one; its group says `apart`."""
-    other = set() if apart is None else set(apart.parameters())
+    other = set() if rescaled is None else set(rescaled.parameters())
     matrices = hidden_matrices(objective) - other if options.optimizer == "muon" else set()
     groups: list[Group] = [{"params": [], "apart": n == 1, "muon": n == 2} for n in range(3)]
     for parameter in objective.parameters():
@@ -27,7 +27,7 @@ def make_optimizer(objective: Objective, options: TrainOptions, apart: nn.Module
     if not hidden["params"]:
         return _adamw([group for group in plain if group["params"]], options)
     muon, rest = Muon([hidden], options.lr, options.weight_decay), [group for group in plain if group["params"]]
-    return Together(muon, _adamw(rest, options) if rest else None)
+    return MuonWithAdamW(muon, _adamw(rest, options) if rest else None)
 
 
 def hidden_matrices(objective: Objective) -> set[nn.Parameter]:
@@ -45,7 +45,7 @@ def _adamw(groups: list[Group], options: TrainOptions) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=options.lr, betas=betas, weight_decay=options.weight_decay, fused=fused)
 
 
-class Together(torch.optim.Optimizer):
+class MuonWithAdamW(torch.optim.Optimizer):
     """Optimisers of different parameters as one: their groups side by side, their state in one place."""
 
     def __init__(self, muon: Muon, adamw: torch.optim.Optimizer | None) -> None:

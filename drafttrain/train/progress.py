@@ -30,14 +30,14 @@ class Bar:
             return
         self.tokens += tokens
         rate = self.tokens / max(monotonic() - self.began, 1e-6)
-        parts = spent(values) if self.progress.console.width >= WIDE else ""
+        parts = shares(values) if self.progress.console.width >= WIDE else ""
         self.progress.update(self.task, completed=step, rate=f"{rate:,.0f} tokens/s  loss {values['loss']:.3f}{parts}")
         if line:
             agreement = " ".join(f"{a:.2f}" for a in values["agreement"])
             loss, tau = (f"{values[name]:.{d}f}{_mean(values, name, d)}" for name, d in (("loss", 3), ("expected_tau", 2)))
             self.progress.console.print(
                 f"step {step:>{len(str(self.total))}}/{self.total}  loss {loss}  agreement {agreement}  "
-                f"expected tau {tau}  {rate:,.0f} tokens/s  lr {values['lr']:.1e}{spent(values)}",
+                f"expected tau {tau}  {rate:,.0f} tokens/s  lr {values['lr']:.1e}{shares(values)}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -54,7 +54,7 @@ def _mean(values: Mapping[str, Any], name: str, digits: int) -> str:
     return "" if mean is None else f" (mean {mean:.{digits}f})"
 
 
-class Running:
+class RunningMeans:
     """Means of a batch's figures over the last `WINDOW` steps that this process saw. A resumed run begins anew.
 
     A batch holds few tokens, and its figures jump: expected tau 1.34, 3.81 and 2.28 within 30 steps.
@@ -69,7 +69,7 @@ class Running:
         return {f"{name}_mean{WINDOW}": sum(v[name] for v in self._last) / len(self._last) for name in AVERAGED}
 
 
-def spent(values: Mapping[str, Any]) -> str:
+def shares(values: Mapping[str, Any]) -> str:
     """Of the step: the share of the device's peak, and those of the target and of waiting for data."""
     shares = {"mfu": values["mfu"], "target": values["target_share"], "data": values["data_share"]}
     return "".join(f"  {name} {share:.0%}" for name, share in shares.items() if share is not None)

@@ -18,7 +18,7 @@ from drafttrain.train.peaks import peak_of
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class StepCost:
     """Of one step in one process. Shares are of its seconds; a target that is trained too has no forward of its own.
     mfu: of the device's dense bfloat16 peak; None where that is not known. peak_memory: bytes, since the process began.
     flops: of this process, as `Flops` counts them.
@@ -78,7 +78,7 @@ class Meter:
             yield
         self._work += self.flops.of(batch)
 
-    def step(self) -> Cost:
+    def step(self) -> StepCost:
         """What the step took that ends here; the next one begins."""
         target = self._target
         while self._events and self._events[0][1].query():
@@ -87,7 +87,7 @@ class Meter:
         seconds = perf_counter() - self._began
         data, target = min(self._data / seconds, 1.0), min(target / seconds, 1.0)
         mfu = None if self.peak is None else self._work / seconds / self.peak
-        cost = Cost(seconds, target, data, max(0.0, 1.0 - data - target), mfu, peak_memory(self.device), self._work)
+        cost = StepCost(seconds, target, data, max(0.0, 1.0 - data - target), mfu, peak_memory(self.device), self._work)
         self._begin()
         return cost
 

@@ -28,21 +28,21 @@ from drafttrain.objective.losses import LossOptions, Objective, StepCounts, teac
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
-from drafttrain.train.engine import Engine, World
+from drafttrain.train.checkpoint_manager import CheckpointManager, Progress, save_settings
+from drafttrain.train.engine import TrainingEngine, World
 from drafttrain.train.interrupt import Interrupt
-from drafttrain.train.keeper import Keeper, Progress, save_settings
 from drafttrain.train.logger import Logger
 from drafttrain.train.onpolicy import OnPolicy
 from drafttrain.train.profile import Profile, window
-from drafttrain.train.progress import Console, Running
+from drafttrain.train.progress import Console, RunningMeans
 from drafttrain.train.schedule import learning_rate
-from drafttrain.train.telemetry import Cost, Meter
+from drafttrain.train.telemetry import Meter, StepCost
 from drafttrain.train.ulysses import sequence_group
 from drafttrain.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingJob:
     """What is trained on what. options: the family's own, for the checkpoint. nodes: a tree's budget; None: as many as pay.
     adapter: of a target that is trained too. start: weights to begin with instead of the family's own.
     features: where the target's states come from; None: from the target, in every step. look: a small measurement of the
@@ -62,12 +62,12 @@ class Job:
     start: dict[str, Tensor] | None = None
     prefetch: bool = False
     features: Online | Cached | None = None
-    look: Callable[[Drafter], dict[str, float]] | None = None
-    look_every: int = 0
+    quick_measure: Callable[[Drafter], dict[str, float]] | None = None
+    quick_measure_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepBatches:
     """One step's batches of this process, or its parts of them, and the number of tokens that all processes read in it."""
 
     micro: list[TrainBatch]
@@ -81,7 +81,7 @@ FOLDS = 4  # of held-out texts
 class Trainer:
     """Trains `job` in `run_dir`; the checkpoints lie in its `checkpoints` folder."""
 
-    def __init__(self, job: Job, world: World, run_dir: Path, resumed: Path | None = None) -> None:
+    def __init__(self, job: TrainingJob, world: World, run_dir: Path, resumed: Path | None = None) -> None:
         """resumed: the checkpoint to go on from."""
         self.job, self.world, self.run_dir = job, world, run_dir
         self.device = job.loaded.target.device
@@ -93,20 +93,22 @@ class Trainer:
             job.drafter.load_state_dict(job.start)
         self.features = job.features or Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
         self.prefetch = Prefetch(self._states, self.device)
-        self._next: tuple[int, Work] | None = None
+        self._next: tuple[int, StepBatches] | None = None
         self._tuned: int | None = None  # the step whose proposal has been fitted
-        self.engine = Engine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
+        self.engine = TrainingEngine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
         self.group = sequence_group(job.train, world)
         self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
-        self.keeper = Keeper(run_dir / "checkpoints", world, self.engine, tensor_names(job), job.train.keep_last)
+        self.checkpoints = CheckpointManager(
+            run_dir / "checkpoints", world, self.engine, tensor_names(job), job.train.keep_last
+        )
         self.meter = Meter(self.device)
-        self.progress = self.keeper.resume(resumed) if resumed else Progress()
+        self.progress = self.checkpoints.resume(resumed) if resumed else Progress()
 
     def train(self, logger: Logger | None, console: Console, interrupt: Interrupt | None = None) -> Progress:
         """All steps that are left. logger: on rank 0 alone. Raises Interrupted, after a checkpoint, when that is asked for."""
         options, progress, say = self.job.train, self.progress, console.say
         first = progress.step
-        if self.job.drafter.starts_usable and first == 0 and not (self.keeper.folder / checkpoint_name(0)).exists():
+        if self.job.drafter.starts_usable and first == 0 and not (self.checkpoints.folder / checkpoint_name(0)).exists():
             self._checkpoint(say)  # what distillation is to be compared with
         with ExitStack() as stack:
             if isinstance(self.features, Cached):
@@ -115,12 +117,12 @@ class Trainer:
             trace = stack.enter_context(Profile(window(options.profile, first, options.steps), self._trace_file(), say))
             bar = stack.enter_context(console.bar(options.steps, first))
             self.meter.pause()
-            running = Running()
+            running = RunningMeans()
             for step in range(first, options.steps):
                 with trace.step(step + 1):
-                    values, tokens, stop = self._step(step, interrupt is not None and interrupt.asked)
+                    values, tokens, stop = self._step(step, interrupt is not None and interrupt.requested)
                 progress.step, progress.loss, progress.tokens = step + 1, values["loss"], progress.tokens + tokens
-                values |= running.step(values) | self._cost(tokens) | self._look(step + 1)
+                values |= running.step(values) | self._cost(tokens) | self._quick_measure(step + 1)
                 if logger is not None:
                     logger.step(step + 1, values)
                 bar.step(step + 1, tokens, values, line=(step + 1) % options.log_every == 0)
@@ -128,22 +130,26 @@ class Trainer:
                 watchdog.alive()
         return progress
 
-    def _look(self, step: int) -> dict[str, float]:
+    def _quick_measure(self, step: int) -> dict[str, float]:
         """What a small measurement says of the drafter now, where one is due."""
-        options, look = self.job.train, self.job.look
+        options, quick_measure = self.job.train, self.job.quick_measure
         self.progress.measured_tau = None
-        due = step % options.checkpoint_every == 0 or step == options.steps or step % (self.job.look_every or step + 1) == 0
-        if look is None or not due:
+        due = (
+            step % options.checkpoint_every == 0
+            or step == options.steps
+            or step % (self.job.quick_measure_every or step + 1) == 0
+        )
+        if quick_measure is None or not due:
             return {}
-        weights = self.engine.whole_state(self.keeper.names.values())
+        weights = self.engine.whole_state(self.checkpoints.names.values())
         found: dict[str, float] = {}
         self._tune()
         if self.world.first:
-            state = {name: weights[inner] for name, inner in self.keeper.names.items()}
+            state = {name: weights[inner] for name, inner in self.checkpoints.names.items()}
             with torch.random.fork_rng(
                 [self.device] if self.device.type == "cuda" else []
             ):  # training goes on as if nobody had looked
-                found = look(filled(self.run_dir, meta_of(self.job, step), self.job.loaded.target, state))
+                found = quick_measure(filled(self.run_dir, meta_of(self.job, step), self.job.loaded.target, state))
         found = dict(self.world.share(found))
         self.progress.measured_tau = found["measured_tau"]
         self.meter.pause()
@@ -160,7 +166,7 @@ class Trainer:
             raise Interrupted(f"after step {step} of {options.steps}" + (", which is saved" if saved else ""), together=True)
         if not saved and step == options.steps:
             raise UserError(
-                f"disk full while saving the last checkpoint to {self.keeper.folder}; free some of it and repeat with "
+                f"disk full while saving the last checkpoint to {self.checkpoints.folder}; free some of it and repeat with "
                 "resume=auto, which goes on from the one before"
             )
 
@@ -173,7 +179,7 @@ class Trainer:
             values |= {f"{name}_by_rank": [c[name] for c in costs] for name in costs[0]}
         return values
 
-    def _spend(self, cost: Cost) -> None:
+    def _spend(self, cost: StepCost) -> None:
         """Add a step to what training has cost; processes work alike, so one's operations stand for each. On a CPU our compiled
         blocks do part of the work, whose operations nobody counts.
         """
@@ -188,40 +194,40 @@ class Trainer:
         own = self.world.first or self.job.train.per_rank
         return self.run_dir / f"trace-rank{self.world.rank}.json.gz" if own else None
 
-    def _step(self, step: int, asked: bool = False) -> tuple[dict[str, Any], int, bool]:
+    def _step(self, step: int, stop_requested: bool = False) -> tuple[dict[str, Any], int, bool]:
         """One optimiser step; its figures over all processes, the number of tokens it read, and whether any process was asked
         to stop."""
         options, progress = self.job.train, (step + 1) / self.job.train.steps
-        work = self._work(step)
-        own = torch.tensor([sum(b.supervised() for b in work.micro)], device=self.device)
+        batches = self._step_batches(step)
+        own = torch.tensor([sum(b.supervised() for b in batches.micro)], device=self.device)
         supervised = int(self.world.sum(own))
         check_supervised(supervised, step + 1)
         total, counted = torch.zeros(1, dtype=torch.float64, device=self.device), None
-        for i, batch in enumerate(work.micro):
+        for i, batch in enumerate(batches.micro):
             with self.meter.micro_batch(batch):
                 filled = batch.to(self.device) if self.job.adapter else self.prefetch.fill(batch)  # its states need gradients
-                self._begin_next(work.micro[i + 1 :], step)
+                self._begin_next(batches.micro[i + 1 :], step)
                 loss, counts = self.engine.forward(filled, progress)
                 self.engine.backward(loss, supervised)
             total += loss.detach().double()
             counted = counts.packed() if counted is None else counted + counts.packed()
-            if i + 1 < len(work.micro):
+            if i + 1 < len(batches.micro):
                 self.engine.micro_done()
         rate = learning_rate(options, step)
         adapter = self.job.adapter
         norm = self.engine.step(rate, rate_scale(adapter.spec, progress, options.warmup) if adapter else 1.0)
         assert counted is not None
-        loss_sum, stop = self.world.sum(torch.cat([total, torch.full_like(total, asked)])).tolist()
+        loss_sum, stop = self.world.sum(torch.cat([total, torch.full_like(total, stop_requested)])).tolist()
         values = {"loss": loss_sum / supervised} | figures(StepCounts.unpacked(self.world.sum(counted)))
         values |= {"lr": rate, "grad_norm": norm, "supervised_tokens": supervised}
-        return values, work.tokens, stop > 0
+        return values, batches.tokens, stop > 0
 
     def _states(self, batch: TrainBatch) -> TrainBatch:
         """With the frozen target's: computed, or read from disk."""
         with self.meter.target() if isinstance(self.features, Online) else self.meter.data():
             return self.features.fill(batch)
 
-    def _work(self, step: int) -> Work:
+    def _step_batches(self, step: int) -> StepBatches:
         """A step's batches, built once."""
         if self._next is not None and self._next[0] == step:
             return self._next[1]
@@ -229,12 +235,17 @@ class Trainer:
             rows = self.job.data.global_batch(step, self.job.train.global_batch)
         rows = self.on_policy.rows(rows, step)
         with self.meter.data():
-            together = self.job.train.sequence_parallel
-            own = shard(rows, self.world.rank // together, self.world.size // together, self.job.train.micro_batch)
+            per_sequence = self.job.train.sequence_parallel
+            own = shard(
+                rows,
+                self.world.rank // per_sequence,
+                self.world.size // per_sequence,
+                self.job.train.micro_batch,
+            )
             micro = [self._batch(part) for part in own]
             if self.group is not None:
                 micro = [batch.part(self.group, self.job.drafter.ahead) for batch in micro]
-            return Work(micro, sum(len(row.token_ids) for row in rows))
+            return StepBatches(micro, sum(len(row.token_ids) for row in rows))
 
     def _begin_next(self, left: list[TrainBatch], step: int) -> None:
         """Begin with the next batch's states, if they are to be: cached ones always. left: batches of this step. Replies of the
@@ -246,7 +257,7 @@ class Trainer:
         if left:
             begin(left[0])
         elif step + 1 < job.train.steps:
-            self._next = step + 1, self._work(step + 1)
+            self._next = step + 1, self._step_batches(step + 1)
             begin(self._next[1].micro[0])
 
     def _batch(self, rows: Any) -> TrainBatch:
@@ -291,7 +302,7 @@ class Trainer:
         if not passing:
             self._tune()
         self.progress.passing = passing
-        saved = self.keeper.save(self.progress, meta_of(self.job, self.progress.step))
+        saved = self.checkpoints.save(self.progress, meta_of(self.job, self.progress.step))
         if not passing and (tau := self.progress.expected_tau) is not None:
             interval = self.progress.expected_interval
             figure = said(tau, None if interval is None else (interval[0], interval[1]))
@@ -299,7 +310,7 @@ class Trainer:
         if not saved:
             say(
                 f"disk full: no checkpoint of step {self.progress.step}, the ones before are kept; "
-                f"free space under {self.keeper.folder}"
+                f"free space under {self.checkpoints.folder}"
             )
         self.meter.pause()
         return saved
@@ -321,19 +332,19 @@ def tuned_sums(drafter: Drafter, texts: list[Tensor], nodes: int) -> Tensor:
     return sum_C2 if folds > 1 else step_sums([arrivals(text, drafter.paths()) for text in texts])
 
 
-def tensor_names(job: Job) -> dict[str, str]:
+def tensor_names(job: TrainingJob) -> dict[str, str]:
     """What a checkpoint calls its tensors, and what the engine's module does."""
     drafter = {name: f"drafter.{name}" for name in job.drafter.state_dict()}
     return drafter | {name: name for name in adapter_state(job.adapter)}
 
 
-def objective_of(job: Job) -> Objective:
+def objective_of(job: TrainingJob) -> Objective:
     if job.adapter is not None:
         return AdaptedObjective(job.drafter, job.loaded.target, job.loss, job.adapter)
     return Objective(job.drafter, job.loaded.target, job.loss)
 
 
-def without_training(job: Job, world: World, run_dir: Path) -> Progress:
+def without_training(job: TrainingJob, world: World, run_dir: Path) -> Progress:
     """The one checkpoint, of step 0, of a drafter that learns nothing: its settings. No engine is started."""
     progress = Progress()
     if world.first:
@@ -343,7 +354,7 @@ def without_training(job: Job, world: World, run_dir: Path) -> Progress:
     return progress
 
 
-def meta_of(job: Job, step: int) -> CheckpointMeta:
+def meta_of(job: TrainingJob, step: int) -> CheckpointMeta:
     adapter = None if job.adapter is None else asdict(job.adapter.spec)
     return CheckpointMeta(job.family, job.options, job.drafter.decode_settings(), TargetRecord.of(job.loaded), step, adapter)
 

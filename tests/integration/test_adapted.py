@@ -23,7 +23,7 @@ from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import join_world
 from drafttrain.train.progress import Console
-from drafttrain.train.trainer import Job, Trainer
+from drafttrain.train.trainer import Trainer, TrainingJob
 from tests.helpers import tiny_target
 from tests.integration.test_training import arguments, digest, fit, kill_after, losses
 
@@ -34,7 +34,7 @@ class NoWords:
     pad_token_id = 0
 
 
-def job(stage: int = 0, spec: LoraSpec = SPEC, **more: str) -> Job:
+def job(stage: int = 0, spec: LoraSpec = SPEC, **more: str) -> TrainingJob:
     generator = np.random.default_rng(0)
     rows = [Encoded(generator.integers(0, 64, 12 + i % 5).astype(np.int32), np.arange(12 + i % 5) > i % 4) for i in range(20)]
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def job(stage: int = 0, spec: LoraSpec = SPEC, **more: str) -> Job:
     train = TrainOptions(
         steps=6, global_batch=4, micro_batch=2, lr=5e-3, checkpoint_every=3, keep_last=5, weight_decay=0.1, **more
     )
-    return Job(
+    return TrainingJob(
         LoadedTarget(target, NoWords(), "nowhere", about),  # type: ignore[arg-type]
         Medusa(options, target),
         "medusa",
@@ -57,7 +57,7 @@ def job(stage: int = 0, spec: LoraSpec = SPEC, **more: str) -> Job:
     )
 
 
-def trained(folder: Path, work: Job) -> dict[str, torch.Tensor]:
+def trained(folder: Path, work: TrainingJob) -> dict[str, torch.Tensor]:
     Trainer(work, join_world(torch.device("cpu")), folder).train(None, Console(None))
     return read_weights(list_checkpoints(folder / "checkpoints")[-1])
 

@@ -31,7 +31,7 @@ from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.caching import Caching, check_features
 from drafttrain.train.engine import World, join_world
 from drafttrain.train.progress import Console
-from drafttrain.train.trainer import Job, Trainer
+from drafttrain.train.trainer import Trainer, TrainingJob
 from tests.contract.test_families import SHAPES, build
 from tests.integration.test_training import arguments, by_adamw, fit, last_weights, losses
 
@@ -66,7 +66,7 @@ def cached(name: str, loaded: LoadedTarget, data: Dataset, world: World, root: P
 def train(name: str, loaded: LoadedTarget, data: Dataset, world: World, folder: Path, features: Cached | None) -> Path:
     torch.manual_seed(0)
     shape = asdict(families()[name].options(**SHAPES[name]))
-    job = Job(loaded, build(name, loaded.target), name, shape, data, OPTIONS, DeepSpeedOptions(), LossOptions(), 4)
+    job = TrainingJob(loaded, build(name, loaded.target), name, shape, data, OPTIONS, DeepSpeedOptions(), LossOptions(), 4)
     trainer = Trainer(replace(job, features=features), world, folder)
     folder.mkdir()
     (folder / "loss").write_text(str(trainer.train(None, Console(None)).loss))
@@ -114,9 +114,11 @@ def test_no_thread_outlives_a_training_that_is_interrupted(
 ) -> None:
     features, _ = cached("medusa", loaded, data, world, tmp_path)
     shape = asdict(families()["medusa"].options(**SHAPES["medusa"]))
-    job = Job(loaded, build("medusa", loaded.target), "medusa", shape, data, OPTIONS, DeepSpeedOptions(), LossOptions(), 4)
+    job = TrainingJob(
+        loaded, build("medusa", loaded.target), "medusa", shape, data, OPTIONS, DeepSpeedOptions(), LossOptions(), 4
+    )
     trainer = Trainer(replace(job, features=features), world, tmp_path / "run")
-    asked: Any = SimpleNamespace(asked=True)
+    asked: Any = SimpleNamespace(requested=True)
     with pytest.raises(Interrupted):
         trainer.train(None, Console(None), asked)
     assert not [t for t in threading.enumerate() if t.name.startswith("features")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from drafttrain.core.files import atomic_write_json
-from drafttrain.train.keeper import PROGRESS, Progress, best_checkpoint
+from drafttrain.train.checkpoint_manager import PROGRESS, Progress, best_checkpoint
 from tests.integration.test_training import digest, fit, losses
 
 STEPS = ("recipe=medusa", "train.steps=6", "train.checkpoint_every=4", "decode.max_new_tokens=12")

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from drafttrain.core.errors import Interrupted
 from drafttrain.train import shards
+from drafttrain.train.checkpoint_checksums import SUMS
 from drafttrain.train.logger import Logger
-from drafttrain.train.sealed import SUMS
 from tests.integration.test_training import arguments, digest, fit, last_weights, losses
 
 STEPS = ("recipe=medusa", "train.steps=12", "train.checkpoint_every=4")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from drafttrain.measure import cells, enginetext
+from drafttrain.measure import cells, engine_report
 from drafttrain.measure.compare.ranking import Comparison
 from drafttrain.measure.compare.rows import FLOPS, HOURS, TOKENS
 
@@ -37,11 +37,11 @@ def cell_rows(comparison: Comparison) -> list[list[str]]:
 def engines_of(comparison: Comparison, i: int) -> list[dict[str, Any]]:
     """Of the run's best checkpoint, which they were measured with."""
     report, name = comparison.rows[i].found.report, comparison.rows[i].entry["name"]
-    return enginetext.engines_of(report) if name == report["best"] else []
+    return engine_report.engines_of(report) if name == report["best"] else []
 
 
 def engines_text(comparison: Comparison, i: int) -> str:
-    return "; ".join(enginetext.short(entry) for entry in engines_of(comparison, i))
+    return "; ".join(engine_report.short(entry) for entry in engines_of(comparison, i))
 
 
 def _with_engines(comparison: Comparison) -> bool:

@@ -77,10 +77,10 @@ def check_options(options: CompareOptions) -> None:
 def frontier(points: Sequence[tuple[int, float, float]]) -> frozenset[int]:
     """Of (row, cost, speed): the rows that none dominates, being at least as fast and as cheap, and better in one of both."""
 
-    def dominated(cost: float, speed: float) -> bool:
+    def is_dominated(cost: float, speed: float) -> bool:
         return any(c <= cost and s >= speed and (c < cost or s > speed) for _, c, s in points)
 
-    return frozenset(i for i, cost, speed in points if not dominated(cost, speed))
+    return frozenset(i for i, cost, speed in points if not is_dominated(cost, speed))
 
 
 def _untested(rows: Sequence[Row], pairs: Sequence[Pair]) -> list[str]:

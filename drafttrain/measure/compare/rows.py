@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drafttrain.measure.compare.runs import Found
+from drafttrain.measure.compare.runs import RunReport
 
 FLOPS, HOURS, TOKENS = "flops", "hours", "tokens"
 UNVARIED = ("output", "name", "recipe", "resume", "logger", "launcher", "measure", "out", "runs")  # no drafter's difference
@@ -23,7 +23,7 @@ class Row:
     """
 
     label: str
-    found: Found
+    found: RunReport
     entry: dict[str, Any]
     varied: dict[str, Any]
 
@@ -65,7 +65,7 @@ class Row:
         return {f"{p['question_id']} {p['prompt']}": np.array([float(p[key]) for key in keys]) for p in whole} or None
 
 
-def rows_of(runs: Sequence[Found], checkpoints: str) -> list[Row]:
+def rows_of(runs: Sequence[RunReport], checkpoints: str) -> list[Row]:
     """A row per run, or per checkpoint, with labels that tell them apart."""
     varied = _varied([run.config for run in runs if run.config])
     pairs = [(run, entry) for run in runs for entry in _chosen(run, checkpoints)]
@@ -76,14 +76,14 @@ def rows_of(runs: Sequence[Found], checkpoints: str) -> list[Row]:
     ]
 
 
-def _chosen(run: Found, checkpoints: str) -> list[dict[str, Any]]:
+def _chosen(run: RunReport, checkpoints: str) -> list[dict[str, Any]]:
     entries = run.report["checkpoints"]
     if run.checkpoint is not None:
         return [e for e in entries if e["name"].split()[0] == run.checkpoint]
     return [e for e in entries if checkpoints == "all" or e["name"] == run.report["best"]]
 
 
-def _labels(pairs: Sequence[tuple[Found, dict[str, Any]]]) -> list[str]:
+def _labels(pairs: Sequence[tuple[RunReport, dict[str, Any]]]) -> list[str]:
     """The shortest ends of the paths that differ, and the checkpoint where a run has several rows."""
     paths = list(dict.fromkeys(run.where for run, _ in pairs))
     parts = {where: Path(where).parts for where in paths}

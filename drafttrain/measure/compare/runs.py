@@ -20,7 +20,7 @@ WANDB = re.compile(r"(?:https?://[^/]+/)?([\w.-]+)/([\w.-]+)/(?:runs/)?([\w-]+)"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RunReport:
     """One report. where: as a person would name it; config: the run's settings by dotted key; checkpoint: the one asked for."""
 
     where: str
@@ -29,11 +29,11 @@ class Found:
     checkpoint: str | None = None
 
 
-def find_runs(words: Sequence[str]) -> tuple[list[Found], list[str]]:
+def find_runs(words: Sequence[str]) -> tuple[list[RunReport], list[str]]:
     """Every report that the words name, each once, and notes on runs without one. Raises UserError for a word that has none."""
     if not words:
         raise UserError("no run is named; give run directories, as in drafttrain compare RUN RUN")
-    found: dict[tuple[str, str | None], Found] = {}
+    found: dict[tuple[str, str | None], RunReport] = {}
     notes: list[str] = []
     for word in words:
         reports, without = _of_word(word)
@@ -42,7 +42,7 @@ def find_runs(words: Sequence[str]) -> tuple[list[Found], list[str]]:
     return list(found.values()), list(dict.fromkeys(notes))
 
 
-def _of_word(word: str) -> tuple[list[Found], list[str]]:
+def _of_word(word: str) -> tuple[list[RunReport], list[str]]:
     path = Path(word).expanduser()
     if path.exists():
         return _of_path(path)
@@ -58,7 +58,7 @@ def _of_word(word: str) -> tuple[list[Found], list[str]]:
     raise UserError(f"no run {word!r}: neither a path nor a glob, nor a W&B run as entity/project/run; name a run directory")
 
 
-def _of_path(path: Path) -> tuple[list[Found], list[str]]:
+def _of_path(path: Path) -> tuple[list[RunReport], list[str]]:
     if path.is_file():
         return [_local(path)], []
     if (path / META).exists():
@@ -83,16 +83,16 @@ def _unmeasured(folders: Sequence[Path]) -> list[str]:
     return [f"left out, for want of a {FILE}: {', '.join(left)}"] if left else []
 
 
-def _local(file: Path) -> Found:
-    return Found(str(file.parent if file.name == FILE else file), read_report(file), _settings(file.parent / "config.yaml"))
+def _local(file: Path) -> RunReport:
+    return RunReport(str(file.parent if file.name == FILE else file), read_report(file), _settings(file.parent / "config.yaml"))
 
 
-def _of_checkpoint(directory: Path) -> Found:
+def _of_checkpoint(directory: Path) -> RunReport:
     run = directory.absolute().parent.parent
     if (run / FILE).exists():
         found = _local(run / FILE)
         if any(_checkpoint_name(entry["name"]) == directory.name for entry in found.report["checkpoints"]):
-            return Found(str(directory.parent.parent), found.report, found.config, directory.name)
+            return RunReport(str(directory.parent.parent), found.report, found.config, directory.name)
     raise UserError(f"{directory} was not measured by its run; measure it: drafttrain measure checkpoint={directory}")
 
 
@@ -101,7 +101,7 @@ def _checkpoint_name(entry: str) -> str:
     return entry.split()[0]
 
 
-def _at_wandb(path: str) -> Found:
+def _at_wandb(path: str) -> RunReport:
     """The report that a run has left at W&B, from its newest artifact of that type."""
     import wandb
 
@@ -116,7 +116,7 @@ def _at_wandb(path: str) -> Found:
     except (wandb.Error, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"cannot read W&B run {path}: {reason}; check the name, and wandb login") from error
-    return Found(path, report, flat(dict(run.config)))
+    return RunReport(path, report, flat(dict(run.config)))
 
 
 def _settings(file: Path) -> dict[str, Any]:

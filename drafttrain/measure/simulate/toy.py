@@ -58,18 +58,18 @@ def tree_trial(policy: str, ranks: Ranks, paths: Sequence[Path], trials: int, se
     """A deterministic tree whose children are tokens 0, 1, ... in order of rank, each true with its rank's probability."""
     generator, shape = torch.Generator().manual_seed(seed), TreeShape.of(paths)
     width, N = shape.max_rank + 1, len(shape.paths) + 1
-    law_NV = torch.zeros(N, width + 1)
+    p_NV = torch.zeros(N, width + 1)
     for node, depth in enumerate(shape.depth_N.tolist()):
         row = list(ranks[min(depth, len(ranks) - 1)])[:width]
-        law_NV[node, : len(row)] = torch.tensor(row)
-    law_NV[:, width] = (1.0 - law_NV.sum(-1)).clamp_min(0.0)
+        p_NV[node, : len(row)] = torch.tensor(row)
+    p_NV[:, width] = (1.0 - p_NV.sum(-1)).clamp_min(0.0)
 
     def propose(B: int) -> tuple[DraftTree, Tensor]:
         token_BN = shape.rank_N.expand(B, N).contiguous()
         tree = DraftTree.static(token_BN, shape)
         if policy != "greedy":
-            return tree, law_NV.log().expand(B, N, -1)
-        best_BN = torch.multinomial(law_NV, B, replacement=True, generator=generator).T
+            return tree, p_NV.log().expand(B, N, -1)
+        best_BN = torch.multinomial(p_NV, B, replacement=True, generator=generator).T
         return tree, torch.nn.functional.one_hot(best_BN, width + 1).float()
 
     sampling = Sampling(0.0 if policy == "greedy" else 1.0, seed=seed)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from drafttrain.commands import engines as command_file
 from drafttrain.core.errors import UserError
 from drafttrain.engines import process as engine
 from drafttrain.engines.answers import About, Answer, Text
@@ -18,6 +17,7 @@ from drafttrain.engines.measurement import SPECULATIVE, Here, Terms, measured
 from drafttrain.engines.process import ENGINES, Engine, Job
 from drafttrain.engines.timed_process import serving
 from drafttrain.measure.bench import BASELINE
+from drafttrain.runs import serving_engines as command_file
 from drafttrain.runs.options import RunOptions
 from tests.served import SMALL, untrained
 from tests.unit.measure.test_runner import SCHEMA, check
@@ -218,7 +218,7 @@ def test_all_leaves_out_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         command_file, "python_of", lambda name, given: absent(name, given) if name != "vllm" else Path("python")
     )
-    asked = command_file.Asked.of(RunOptions(engine="all"), "medusa")
+    asked = command_file.EngineChoice.of(RunOptions(engine="all"), "medusa")
     assert list(asked.pythons) == ["vllm"] and not asked.endpoints
     assert [note.partition(":")[0] for note in asked.notes] == [
         "OpenVINO GenAI was left out",

@@ -39,7 +39,7 @@ from drafttrain.export.readers import (
     redrafter,
 )
 from drafttrain.model.layers import LayerOptions
-from drafttrain.runs.given_checkpoint import check_start
+from drafttrain.runs.checkpoint_source import check_start
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import LINEAR, TEXTS, deep, loaded
 from tests.official import IDS, LAYOUTS, LLAMA, D, H, Made, V, put

@@ -23,7 +23,7 @@ from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.columns import cell_rows, figure_rows, header
 from drafttrain.measure.compare.ranking import frontier, ranked
 from drafttrain.measure.compare.rows import rows_of
-from drafttrain.measure.compare.runs import Found
+from drafttrain.measure.compare.runs import RunReport
 from drafttrain.measure.compare.significance import Pair, holm, interval, permutation_p, speedup, tau
 from tests.reports import engine_of
 from tests.runs import report, version_1, write
@@ -33,7 +33,7 @@ FAST = CompareOptions(samples=500)
 
 
 def compared(*reports: dict[str, Any], **options: Any) -> Any:
-    rows = rows_of([Found(f"runs/{i}", made) for i, made in enumerate(reports)], "best")
+    rows = rows_of([RunReport(f"runs/{i}", made) for i, made in enumerate(reports)], "best")
     return ranked(rows, CompareOptions(**({"samples": 500} | options)))
 
 
@@ -79,7 +79,7 @@ def test_holm_corrects_for_the_number_of_pairs_and_keeps_the_order() -> None:
 def test_the_interval_covers_the_mean_it_was_drawn_around() -> None:
     inside = 0
     for seed in range(60):
-        (row,) = rows_of([Found("x", report(tau=2.2, count=40, seed=seed))], "best")
+        (row,) = rows_of([RunReport("x", report(tau=2.2, count=40, seed=seed))], "best")
         found = interval(row, tau, 500, seed)
         assert found is not None and found.low < row.entry["tau"] < found.high
         inside += found.low <= 2.2 <= found.high
@@ -160,7 +160,7 @@ def test_older_reports_compare_without_tests() -> None:
 
 def test_costs_are_of_the_checkpoint_or_of_its_whole_run() -> None:
     made = report()
-    rows = rows_of([Found("a", made), Found("b", version_1(made) | {"training": {"tokens": 7}})], "best")
+    rows = rows_of([RunReport("a", made), RunReport("b", version_1(made) | {"training": {"tokens": 7}})], "best")
     assert rows[0].cost("hours") == pytest.approx(120 / 3600)
     assert [row.cost("flops") for row in rows] == [None, None]
     assert [row.cost("tokens") for row in rows] == [50_000, 7]

@@ -14,7 +14,7 @@ from drafttrain.commands.measure import measure_run
 from drafttrain.data.prompts import encode_prompt
 from drafttrain.drafters import families
 from drafttrain.measure import DecodeOptions, GuardOptions, MeasureOptions, published
-from drafttrain.measure.cases import Case, follow_ups, in_turn
+from drafttrain.measure.cases import Case, follow_ups, interleaved_turns
 from drafttrain.measure.decoding import decoder_of, idle_guards
 from drafttrain.measure.flags import flags
 from drafttrain.measure.monitors import valid_json
@@ -104,7 +104,7 @@ def test_every_turn_of_a_dialogue_follows_the_targets_own_replies(loaded: Loaded
 
 def test_timed_cases_alternate_between_turns() -> None:
     cases = [Case(str(i), "a", [1], replies=replies) for i, replies in enumerate([(), (), (), ("a",), ("b",)])]
-    assert in_turn(cases) == [0, 3, 1, 4, 2] and in_turn(cases[:3]) == [0, 1, 2]
+    assert interleaved_turns(cases) == [0, 3, 1, 4, 2] and interleaved_turns(cases[:3]) == [0, 1, 2]
 
 
 def test_published_figures_stand_beside_those_of_the_same_set_and_family(loaded: LoadedTarget, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.measure.flags import broken_promises, flags
+from drafttrain.measure.flags import broken_guarantees, flags
 from drafttrain.measure.page import page
 from drafttrain.measure.samples import samples
 from tests.reports import engine_of, evidence_of, report_of_figures
@@ -91,8 +91,8 @@ def test_a_gap_of_expected_tau_is_explained() -> None:
 def test_a_lossless_policy_is_held_to_its_word(figures: dict[str, Any], said: list[str]) -> None:
     report = report_of_figures()
     report["checkpoints"] = [report["checkpoints"][1] | figures]
-    assert [any(part in line for line in broken_promises(report)) for part in said] == [True] * len(said)
-    assert len(broken_promises(report)) == len(said)
+    assert [any(part in line for line in broken_guarantees(report)) for part in said] == [True] * len(said)
+    assert len(broken_guarantees(report)) == len(said)
 
 
 def test_engines_are_drawn_listed_and_flagged() -> None:

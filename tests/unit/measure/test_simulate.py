@@ -26,8 +26,8 @@ from drafttrain.measure.simulate.formulas import (
     tree_tokens,
 )
 from drafttrain.measure.simulate.measured import Measured, token_cost
-from drafttrain.measure.simulate.outcome import alpha_of, simulated
 from drafttrain.measure.simulate.scenario import MOST_BATCH, Scenario, StepCosts
+from drafttrain.measure.simulate.simulation import alpha_of, run_simulation
 from drafttrain.measure.simulate.toy import sampled_chain, tree_trial
 from tests.runs import report, version_1, write
 
@@ -133,19 +133,19 @@ def test_a_report_s_figures_come_back_at_its_own_settings() -> None:
     tau, speed = found.expected()
     assert tau == pytest.approx(1 + 0.7 + 0.42) and speed == pytest.approx(2.12 / (0.2 + 1.5 + 0.3 / 4.0))
     assert found.token == pytest.approx((6.0 - 4.0) / (3 - 1) / 4.0)
-    outcome = simulated(SimulateOptions(alpha="+0.05", trials=1000), found)
-    assert outcome.asked_K == pytest.approx((0.75, 0.65)) and outcome.scenario.alpha_K == pytest.approx((0.75, 0.65))
+    outcome = run_simulation(SimulateOptions(alpha="+0.05", trials=1000), found)
+    assert outcome.requested_alpha_K == pytest.approx((0.75, 0.65)) and outcome.scenario.alpha_K == pytest.approx((0.75, 0.65))
     assert outcome.scenario.costs == StepCosts(0.1, found.token, pytest.approx(0.075))
     assert outcome.scenario.ranks[0] == pytest.approx([0.65, 0.2, 0.1])
     assert outcome.plain()["what_if"]["then"]["tau"] == pytest.approx(1 + 0.75 + 0.75 * 0.65)
-    fixed = simulated(SimulateOptions(alpha="0.9", draft_cost=0.0, trials=1000), found)
-    assert fixed.asked_K == (0.9, 0.9) and fixed.change is None and fixed.scenario.costs.draft == 0.0
+    fixed = run_simulation(SimulateOptions(alpha="0.9", draft_cost=0.0, trials=1000), found)
+    assert fixed.requested_alpha_K == (0.9, 0.9) and fixed.change is None and fixed.scenario.costs.draft == 0.0
 
 
 def test_a_chain_is_not_credited_with_a_tree_s_branches() -> None:
     tree = measured(entry__verify_nodes=7.0)
     assert tree.chain_K == (0.6, 0.5) and measured().chain_K == (0.7, 0.6)
-    assert simulated(SimulateOptions(trials=1000), tree).chains[1].tokens == pytest.approx(1 + 0.6 + 0.3)
+    assert run_simulation(SimulateOptions(trials=1000), tree).chains[1].tokens == pytest.approx(1 + 0.6 + 0.3)
     old = Measured.of("old", version_1(report(entry__verify_nodes=7.0))["checkpoints"][0])
     assert old.alpha_K == (0.7, 0.6) == old.chain_K and old.ranks is None
 

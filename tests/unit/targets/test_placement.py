@@ -266,7 +266,7 @@ class Two(World):
         return [value] * self.size
 
 
-def placed(monkeypatch: pytest.MonkeyPatch, free: int, *more: str) -> tuple[placing.Place, str]:
+def placed(monkeypatch: pytest.MonkeyPatch, free: int, *more: str) -> tuple[placing.Placement, str]:
     """What is chosen for heads on the embedded target over two processes, and the line that says so."""
     register()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

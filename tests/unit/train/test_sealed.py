@@ -12,8 +12,8 @@ import pytest
 from drafttrain.commands.measure import spent
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import CHECKSUM, write_sealed_json
-from drafttrain.train.keeper import PROGRESS, Progress
-from drafttrain.train.sealed import SUMS, damage, file_sums, newest_valid, seal
+from drafttrain.train.checkpoint_checksums import SUMS, damage, file_sums, newest_valid, seal
+from drafttrain.train.checkpoint_manager import PROGRESS, Progress
 from tests.damage import refused
 
 FILES = ("drafter.safetensors", "optimizer-00000.safetensors", "trainer.json")

@@ -24,8 +24,8 @@ from drafttrain.drafters.checkpoint import (
     read_weights,
     save_drafter,
 )
-from drafttrain.train.engine import Engine, World
-from drafttrain.train.sealed import file_sums, seal
+from drafttrain.train.checkpoint_checksums import file_sums, seal
+from drafttrain.train.engine import TrainingEngine, World
 
 PROGRESS = "trainer.json"
 Result = TypeVar("Result")
@@ -64,13 +64,13 @@ class NoSpaceError(Exception):
     """Some process found its disk full; raised in all of them."""
 
 
-class Keeper:
+class CheckpointManager:
     """Saves to and prunes `folder`, which all processes see. Its methods are called by all of them together.
 
     names: the tensors of a checkpoint by what they are called in the engine's module.
     """
 
-    def __init__(self, folder: Path, world: World, engine: Engine, names: Mapping[str, str], keep_last: int) -> None:
+    def __init__(self, folder: Path, world: World, engine: TrainingEngine, names: Mapping[str, str], keep_last: int) -> None:
         self.folder, self.world, self.engine, self.names, self.keep_last = folder, world, engine, names, keep_last
 
     def save(self, progress: Progress, meta: CheckpointMeta) -> bool:

@@ -21,7 +21,7 @@ RECORDED = ("name", "path", "revision", "dtype", "weights")  # of the target
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CheckpointSource:
     """meta: of one of ours; foreign: what else there is."""
 
     directory: Path
@@ -29,16 +29,16 @@ class Given:
     foreign: Foreign | None = None
 
     @staticmethod
-    def of(name: str) -> Given:
+    def of(name: str) -> CheckpointSource:
         """Raises UserError for a path or hub id without a drafter, and for a damaged one."""
         directory = Path(name).expanduser()
         if not directory.exists() and _hub_id(name):
             directory = fetched(name)
         if not directory.is_dir() or (directory / META).is_file() or _of_a_run(directory):
-            return Given(directory, read_meta(directory))
+            return CheckpointSource(directory, read_meta(directory))
         found = Foreign(directory, name)
         recognised(found)
-        return Given(directory, None, found)
+        return CheckpointSource(directory, None, found)
 
     @property
     def family(self) -> str:
@@ -76,7 +76,7 @@ class Given:
         return self.directory if self.foreign is None else converted(self.foreign, loaded, say)
 
 
-def say_plainly(console: Console) -> Callable[[str], None]:
+def plain_printer(console: Console) -> Callable[[str], None]:
     """Lines as they are, paths in them included."""
     return partial(console.print, soft_wrap=True, highlight=False, markup=False)
 

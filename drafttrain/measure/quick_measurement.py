@@ -17,7 +17,7 @@ from drafttrain.targets.load import LoadedTarget
 NOW, HOURS = "now", 1e9
 
 
-def glance(
+def quick_measurement(
     loaded: LoadedTarget, decode: DecodeOptions, options: MeasureOptions, prompts: str | None = None
 ) -> Callable[[Drafter], dict[str, float]]:
     """Of a drafter: `measured_tau` and `measured_speedup` at the first batch size, over `every_prompts` prompts.
@@ -29,9 +29,9 @@ def glance(
     cases, size = cases[: options.every_prompts], options.batch_sizes[0]
     once = replace(options, repeats=1, transformers=False)
 
-    def look(drafter: Drafter) -> dict[str, float]:
+    def quick_measure(drafter: Drafter) -> dict[str, float]:
         bench = Bench(loaded, decode, once, Budget(HOURS), lambda *_: None)
         keys = race_keys(bench.race({NOW: drafter.requires_grad_(False)}, cases, size, HOURS, "glance"), NOW)
         return {"measured_tau": keys["tau"] or 1.0, "measured_speedup": keys["speedup"] or 1.0}
 
-    return look
+    return quick_measure

@@ -19,14 +19,14 @@ WIDE = 10  # ranks of a tree's level where a report does not say
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Simulation:
     """trees: the best chain, W-ary and static tree. batches: the best chain at each batch size. asked: what `simulate.alpha`
     says; change: the same where it is a change.
     """
 
     scenario: Scenario
     measured: Measured | None
-    asked: float | None
+    requested_alpha: float | None
     change: float | None
     chains: list[Shape]
     trees: list[Shape]
@@ -38,12 +38,12 @@ class Outcome:
     trials: list[Trial]
 
     @property
-    def asked_K(self) -> tuple[float, ...]:
+    def requested_alpha_K(self) -> tuple[float, ...]:
         """The measured proposal's acceptance by position with what was asked for instead, or with the change."""
-        if self.measured is None or self.asked is None:
+        if self.measured is None or self.requested_alpha is None:
             return self.measured.alpha_K if self.measured else self.scenario.alpha_K
         if self.change is None:
-            return (self.asked,) * len(self.measured.alpha_K)
+            return (self.requested_alpha,) * len(self.measured.alpha_K)
         return tuple(shifted(self.measured.alpha_K, self.change))
 
     def plain(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Outcome:
         kept = {name: getattr(self, f"break_even_{name}") for name in ("draft_cost", "alpha", "batch")}
         what_if = None
         if self.measured is not None:
-            now, then = self.measured.expected(), self.measured.expected(self.asked_K)
+            now, then = self.measured.expected(), self.measured.expected(self.requested_alpha_K)
             what_if = {"now": dict(zip(("tau", "speedup"), now, strict=True))}
             what_if |= {"then": dict(zip(("tau", "speedup"), then, strict=True))}
         return {
@@ -68,7 +68,7 @@ class Outcome:
         }
 
 
-def simulated(options: SimulateOptions, measured: Measured | None = None) -> Outcome:
+def run_simulation(options: SimulateOptions, measured: Measured | None = None) -> Simulation:
     """Raises UserError for options out of range."""
     check(options)
     scenario, change = scenario_of(options, measured)
@@ -77,10 +77,10 @@ def simulated(options: SimulateOptions, measured: Measured | None = None) -> Out
         trees.append(full)
     static = scenario.static_trees(options.nodes)
     trees += [max(static, key=lambda shape: shape.speedup)] if static else []
-    return Outcome(
+    return Simulation(
         scenario=scenario,
         measured=measured,
-        asked=alpha_of(options.alpha)[0],
+        requested_alpha=alpha_of(options.alpha)[0],
         change=change,
         chains=[scenario.chain(K) for K in options.lengths],
         trees=trees,

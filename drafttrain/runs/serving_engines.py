@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from drafttrain.commands.verify import target_place
+from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import Prompt, encode_prompt, load_prompts
 from drafttrain.data.server import base_of
@@ -25,17 +25,17 @@ from drafttrain.engines.process import ENGINES, Job, python_of
 from drafttrain.engines.timed_process import serving
 from drafttrain.export import golden
 from drafttrain.export.chain import Ending, chain_drafter, decoded
-from drafttrain.export.exporter import GGUF, Wanted, refusals
+from drafttrain.export.exporter import GGUF, TARGET, Wanted, refusals
 from drafttrain.export.exporter import export as export_to
 from drafttrain.export.opened import Opened
-from drafttrain.export.table import asked as stacks_asked
+from drafttrain.export.table import asked as stacks_for
 from drafttrain.export.table import loads
 from drafttrain.measure.bench import BASELINE, Watch
 from drafttrain.measure.cases import encode_cases
 from drafttrain.measure.entry import prompt_digest
 from drafttrain.measure.report import Report
 from drafttrain.runs.options import RunOptions
-from drafttrain.runs.progress import watching
+from drafttrain.runs.progress import progress_bars
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import weights_of
 
@@ -46,7 +46,7 @@ AS_DECODED = {"policy": "greedy", "temperature": 0.0, "repetition_penalty": 1.0,
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EngineChoice:
     """pythons: of engines that run here; endpoints: of those asked over the network. every: whoever cannot is left out,
     and notes say so.
     """
@@ -57,23 +57,23 @@ class Asked:
     every: bool = False
 
     @staticmethod
-    def of(options: RunOptions, family: str) -> Asked:
+    def of(options: RunOptions, family: str) -> EngineChoice:
         """Raises UserError for an engine that is not known, not installed, or loads no such drafter, and for settings that it
         cannot follow; with engine=all such engines are left out."""
         names = _names(options)
-        asked = Asked(every=options.engine == ALL)
+        choice = EngineChoice(every=options.engine == ALL)
         if names:
             _check(options, names)
         for name in names:
             if name in ENDPOINTS:
-                asked.endpoints[name] = _places(options, name)
+                choice.endpoints[name] = _places(options, name)
                 continue
             try:
                 _loaded_by(name, family)
-                asked.pythons[name] = python_of(name, options.engine_python)
+                choice.pythons[name] = python_of(name, options.engine_python)
             except UserError as error:
-                asked.leave_out(name, error)
-        return asked
+                choice.leave_out(name, error)
+        return choice
 
     def leave_out(self, name: str, error: UserError) -> None:
         """Raises the error where the engine was named."""
@@ -86,7 +86,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class EngineExport:
     """A directory that an engine loads, for the time of the measurement."""
 
     out: Path
@@ -95,7 +95,7 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class EngineInputs:
     """What all engines are given: the prompts that our decoder was timed on."""
 
     options: RunOptions
@@ -116,10 +116,10 @@ class Beside:
 
 
 @contextmanager
-def exports(asked: Asked, directory: Path, loaded: LoadedTarget) -> Iterator[dict[str, Exported]]:
+def exports(choice: EngineChoice, directory: Path, loaded: LoadedTarget) -> Iterator[dict[str, EngineExport]]:
     """The checkpoint as each engine loads it, through the gate. Raises UserError and ParityError as `export` does."""
     with tempfile.TemporaryDirectory(prefix="drafttrain-engines-") as folder:
-        if not asked.pythons:
+        if not choice.pythons:
             yield {}
             return
         if (width := weights_of(loaded.target.fingerprint)) != "whole":
@@ -127,43 +127,56 @@ def exports(asked: Asked, directory: Path, loaded: LoadedTarget) -> Iterator[dic
         opened = Opened.of(directory, loaded)
         material = golden.stored(directory) or golden.made(opened, golden.texts_for(loaded))
         dtype, done = str(loaded.target.dtype).removeprefix("torch."), {}
-        for name in asked.pythons:
+        for name in choice.pythons:
             try:
                 wanted = _wanted(opened, name, Path(folder) / name, dtype)
             except UserError as error:
-                asked.leave_out(name, error)
+                choice.leave_out(name, error)
                 continue
             export_to(opened, material, wanted)
-            done[name] = Exported(wanted.out, wanted.stacks[0], dtype)
+            done[name] = EngineExport(wanted.out, wanted.stacks[0], dtype)
         del opened, material
         yield done
 
 
-def beside(
-    asked: Asked, ready: dict[str, Exported], report: Report, directory: Path, loaded: LoadedTarget, options: RunOptions,
-    console: Console,
+def measure_engines(
+    choice: EngineChoice, ready: dict[str, EngineExport], report: Report, directory: Path, loaded: LoadedTarget,
+    options: RunOptions, console: Console,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The report's `engines`. What fails has the reason in `error`, and no figures."""
     entries = []
-    with watching(console) as watch:
+    with progress_bars(console) as watch:
         watch("our chains", 0, 1, 0)
-        given = _given(report, directory, loaded, options)
-        given.here("plain")
+        inputs = _inputs(report, directory, loaded, options)
+        inputs.here("plain")
         watch("our chains", 1, 1, 0)
-        for name in (*ready, *asked.endpoints):
+        for name in (*ready, *choice.endpoints):
             label = ENDPOINTS[name] if name in ENDPOINTS else ENGINES[name].label
             entry: dict[str, Any] = {"engine": name, "label": label}
             entry |= dict.fromkeys(("stack", "url", "dtype", "threads", "error"))
             entry |= dict.fromkeys(FIGURES)
             try:
                 if name in ENDPOINTS:
-                    entry |= _over_network(given, label, asked.endpoints[name], watch)
+                    entry |= _over_network(inputs, label, choice.endpoints[name], watch)
                 else:
-                    entry |= _in_process(given, name, asked.pythons[name], ready[name], watch)
+                    entry |= _in_process(inputs, name, choice.pythons[name], ready[name], watch)
             except UserError as error:
                 entry |= {"error": str(error), "flags": [], "notes": [], "slices": [], "versions": {}}
             entries.append(entry)
     return entries
+
+
+def target_place(out: Path, opened: Opened) -> str:
+    """The target that the engine serves: where it was trained too, the merged one beside the export."""
+    if opened.meta.adapter is None:
+        path = Path(opened.loaded.path).expanduser()
+        return str(path.absolute()) if path.exists() else opened.loaded.path
+    places = [folder / TARGET for folder in (out, out.parent)]
+    found = next((place for place in places if (place / "config.json").is_file()), None)
+    if found is None:
+        raise UserError(f"the target was trained with this drafter, and {out} has no {TARGET} beside it; export it again")
+    check_listed(found, "export again")
+    return str(found)
 
 
 def _names(options: RunOptions) -> list[str]:
@@ -213,7 +226,7 @@ def _places(options: RunOptions, name: str) -> dict[str, Where]:
 def _loaded_by(name: str, family: str) -> list[str]:
     """Stacks by which the engine can load such a drafter. Raises UserError where there is none."""
     able = [stack for stack in ENGINES[name].loads if stack in loads(family)]
-    return able or stacks_asked(family, ENGINES[name].loads[0])
+    return able or stacks_for(family, ENGINES[name].loads[0])
 
 
 def _wanted(opened: Opened, name: str, out: Path, dtype: str) -> Wanted:
@@ -229,7 +242,7 @@ def _wanted(opened: Opened, name: str, out: Path, dtype: str) -> Wanted:
     raise errors[0]
 
 
-def _given(report: Report, directory: Path, loaded: LoadedTarget, options: RunOptions) -> Beside:
+def _inputs(report: Report, directory: Path, loaded: LoadedTarget, options: RunOptions) -> EngineInputs:
     """The prompts that our decoder was timed on, and what it does with chains of them."""
     opened = Opened.of(directory, loaded)
     length, room = options.decode.draft_length or opened.drafter.draft_length, loaded.target.shape.max_positions
@@ -244,7 +257,7 @@ def _given(report: Report, directory: Path, loaded: LoadedTarget, options: RunOp
     ending = Ending(loaded.target.stop_ids, options.decode.max_new_tokens)
     dtype = str(loaded.target.dtype).removeprefix("torch.")
     chosen = [by_digest[prompt_digest(tokens)] for tokens in ids]
-    return Beside(options, opened, chosen, ids, ending, length, dtype, _here(opened, ids, ending, length, dtype))
+    return EngineInputs(options, opened, chosen, ids, ending, length, dtype, _here(opened, ids, ending, length, dtype))
 
 
 def _here(opened: Opened, ids: list[list[int]], ending: Ending, length: int, dtype: str) -> Callable[[str], Here]:
@@ -261,9 +274,9 @@ def _here(opened: Opened, ids: list[list[int]], ending: Ending, length: int, dty
     return decode
 
 
-def _in_process(given: Beside, name: str, python: Path, export: Exported, watch: Watch) -> dict[str, Any]:
-    engine, threads, opened = ENGINES[name], torch.get_num_threads(), given.opened
-    terms = given.terms(engine.label, engine.batches, watch)
+def _in_process(inputs: EngineInputs, name: str, python: Path, export: EngineExport, watch: Watch) -> dict[str, Any]:
+    engine, threads, opened = ENGINES[name], torch.get_num_threads(), inputs.opened
+    terms = inputs.terms(engine.label, engine.batches, watch)
     timed = {"dtype": export.dtype, "threads": threads, "device": opened.loaded.target.device.type, "batch": max(terms.sizes)}
 
     def job(speculative: bool) -> Job:
@@ -272,10 +285,10 @@ def _in_process(given: Beside, name: str, python: Path, export: Exported, watch:
             drafter=str(export.out),
             family=opened.meta.family,
             layout=export.stack,
-            draft_length=given.length,
-            max_new_tokens=given.ending.max_new_tokens,
-            stop_ids=sorted(given.ending.stop_ids),
-            prompts=given.ids,
+            draft_length=inputs.length,
+            max_new_tokens=inputs.ending.max_new_tokens,
+            stop_ids=sorted(inputs.ending.stop_ids),
+            prompts=inputs.ids,
             facts={"layer_inputs": [block + 1 for block in opened.drafter.taps.blocks]},
             timed=timed | {"speculative": speculative},
         )
@@ -287,20 +300,20 @@ def _in_process(given: Beside, name: str, python: Path, export: Exported, watch:
             started = serving(name, python, job(side == SPECULATIVE), Path(folder) / side)
             sides[side] = open_now.enter_context(started)
             watch(f"{engine.label}: ready", done, 2, 0)
-        found = measured(sides, given.here, terms)
+        found = measured(sides, inputs.here, terms)
     return {"stack": export.stack, "dtype": export.dtype, "threads": threads} | found
 
 
-def _over_network(given: Beside, label: str, places: dict[str, Where], watch: Watch) -> dict[str, Any]:
-    terms, first = given.terms(label, True, watch), next(iter(places.values()))
-    chats = [[{"role": "user", "content": prompt.turns[0]}] for prompt in given.prompts]
-    prompts: Any = chats if first.api == CHAT else given.ids
+def _over_network(inputs: EngineInputs, label: str, places: dict[str, Where], watch: Watch) -> dict[str, Any]:
+    terms, first = inputs.terms(label, True, watch), next(iter(places.values()))
+    chats = [[{"role": "user", "content": prompt.turns[0]}] for prompt in inputs.prompts]
+    prompts: Any = chats if first.api == CHAT else inputs.ids
     with ExitStack() as open_now:
         sides: dict[str, Side] = {
-            side: open_now.enter_context(endpoint(where, prompts, given.ending.max_new_tokens, max(terms.sizes)))
+            side: open_now.enter_context(endpoint(where, prompts, inputs.ending.max_new_tokens, max(terms.sizes)))
             for side, where in places.items()
         }
-        found = measured(sides, given.here, terms)
+        found = measured(sides, inputs.here, terms)
     if SPECULATIVE in places and found["tau"] is None:
         found["notes"].append(f"{label} does not say how many verifications there were, or served others too: no tau")
     return {"url": " ".join(where.url for where in places.values())} | found
