@@ -1,10 +1,9 @@
-"""`drafttrain inspect [target=...] [data.path=...]`: training data as the drafter will see it, and a page of it."""
+"""`drafttrain inspect [target=...] [data.path=...]`: shows the training data as the drafter sees it, and writes a page."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,19 @@ from drafttrain.data.provenance import find_provenance
 from drafttrain.data.sources import Conversation, read_conversations
 from drafttrain.data.templates import read_template
 from drafttrain.measure.html import render
+from drafttrain.runs.console import print_line
+from drafttrain.runs.directory import dated_path
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import load_tokenizer, path_of
 
 SUPERVISED, REST, BAR = "black on green", "dim", "green"
-SHOWN = 3000  # characters of a conversation on the terminal; the page has all
-WIDE = 40  # characters of the longest bar
+SHOWN = 3000  # characters of a conversation on the terminal; the page has the whole
+WIDE = 40  # length of the longest bar, in characters
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """All that terminal and page show."""
+    """The content of the terminal output and of the page."""
 
     rows: list[tuple[str, str]]
     bins: list[Bin]
@@ -49,9 +50,10 @@ class Inspection:
 
 
 def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
-    """Print, and write the page; returns its path, `out` or `<output>/inspect/<time>.html`. Only the tokenizer is loaded.
+    """Print the data and write the page; returns its path, `out` or `<output>/inspect/<time>.html`.
 
-    Raises UserError for bad options, and for data, prompts or a tokenizer that cannot be read.
+    Of the target, only the tokenizer is loaded. Raises UserError for bad options, and for data, prompts or a tokenizer that
+    cannot be read.
     """
     page, settings = _checked(options), options.inspect
     prompt_file = options.prompts or options.measure.prompts
@@ -74,7 +76,7 @@ def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
     console = Console()
     _print(console, found, settings)
     atomic_write_text(page, _page(found, settings))
-    console.print(f"page: {page}", highlight=False, soft_wrap=True)
+    print_line(console, f"page: {page}")
     return page
 
 
@@ -86,9 +88,9 @@ def _checked(options: RunOptions) -> Path:
             f"{settings.overlap:g}; set samples to 0 or more, ngram to 1 or more, overlap above 0 and at most 1"
         )
     if options.data.max_length < 2:
-        raise UserError(f"data.max_length must be at least 2, got {options.data.max_length}; raise it")
+        raise UserError(f"data.max_length is {options.data.max_length}; set it to 2 or more")
     if options.out is None:
-        return Path(options.output) / "inspect" / time.strftime("%Y-%m-%d_%H-%M-%S.html")
+        return dated_path(options.output, "inspect", ".html")
     page = Path(options.out).expanduser()
     if page.suffix != ".html" or page.is_dir():
         raise UserError(f"out is {options.out!r}; name the page with out=FILE.html")
@@ -115,7 +117,7 @@ def _writer(data: str) -> str:
     if data == "embedded":
         return "the embedded target"
     found = find_provenance(data)
-    return "unknown: there is no provenance.json" if found is None else str(found["target"]["path"] or found["target"]["name"])
+    return "unknown (there is no provenance.json)" if found is None else str(found["target"]["path"] or found["target"]["name"])
 
 
 def _print(console: Console, found: Inspection, settings: InspectOptions) -> None:

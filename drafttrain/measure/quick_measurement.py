@@ -1,11 +1,11 @@
-"""A small measurement while training goes on: some prompts, once, beside plain decoding."""
+"""A small measurement during training: a few prompts, decoded once with the drafter and once without."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from drafttrain.data.prompts import load_prompts
+from drafttrain.data.prompts import Prompt
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import encode_cases
@@ -18,14 +18,14 @@ NOW, HOURS = "now", 1e9
 
 
 def quick_measurement(
-    loaded: LoadedTarget, decode: DecodeOptions, options: MeasureOptions, prompts: str | None = None
+    loaded: LoadedTarget, decode: DecodeOptions, options: MeasureOptions, prompts: Sequence[Prompt]
 ) -> Callable[[Drafter], dict[str, float]]:
-    """Of a drafter: `measured_tau` and `measured_speedup` at the first batch size, over `every_prompts` prompts.
+    """A function that measures a drafter's `measured_tau` and `measured_speedup`.
 
-    prompts: a file instead of `options.prompts`. Raises UserError for prompts that cannot be read or are all too long.
+    It uses the first batch size and `every_prompts` of the prompts. Raises UserError if all prompts are too long.
     """
     room = loaded.target.shape.max_positions - decode.max_new_tokens
-    cases, _ = encode_cases(load_prompts(prompts or options.prompts, options.limit), loaded.tokenizer, room)
+    cases, _ = encode_cases(prompts, loaded.tokenizer, room)
     cases, size = cases[: options.every_prompts], options.batch_sizes[0]
     once = replace(options, repeats=1, transformers=False)
 

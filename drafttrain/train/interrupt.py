@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and the first Ctrl-C: a training step is finished and saved first, anything else is left where it is."""
+"""Handles SIGTERM, SIGUSR1 and Ctrl-C: a training step is finished and saved first; anything else is abandoned."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from typing import Any
 from drafttrain.core.errors import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-SAVING = b"\ndrafttrain: Ctrl-C: this step is finished and saved first; once more ends at once\n"
+SAVING = b"\ndrafttrain: Ctrl-C: finishing and saving this step first; press Ctrl-C again to end at once\n"
 RESEND_AFTER = 0.5  # seconds
 
 
 class Interrupt:
-    """While this context is open, a signal raises `Interrupted`; inside `held` it only sets `asked`, for the loop to look at.
+    """While this context is open, a signal raises `Interrupted`. Inside `deferred` it only sets `requested`; the loop reads it.
 
-    Python drops what is raised in a finaliser, where a signal may find it, so it is raised again until it is on its way out; so
-    is the second Ctrl-C.
-    What else fails once a signal was there fails because other processes heard it first, and leaves as `Interrupted` too.
-    A second Ctrl-C raises KeyboardInterrupt, whatever is held. Where Ctrl-C is ignored it stays so: processes leave it to their
-    launcher.
+    A second Ctrl-C raises KeyboardInterrupt, even inside `deferred`. An ignored Ctrl-C stays ignored: worker processes leave it
+    to their launcher.
+    A signal may arrive in a finaliser, and Python drops exceptions raised there. The signal is then sent again.
+    Any other exception after a signal leaves as `Interrupted` too: other processes received the signal first and are gone.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._ctrl_c_seen = False  # Ctrl-C was there
+        self._ctrl_c_seen = False
         self._resend_timer: threading.Timer | None = None
         self._deferred = False
         self._before: dict[signal.Signals, Any] = {}
@@ -55,6 +54,7 @@ class Interrupt:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
+        """Signals inside only set `requested`."""
         self._deferred = True
         try:
             yield
@@ -62,7 +62,7 @@ class Interrupt:
             self._deferred = False
 
     def check(self) -> None:
-        """Raise what a signal asked for when it was held and nothing has looked since."""
+        """Raise Interrupted if a deferred signal has not been acted on."""
         if self.requested:
             raise Interrupted("when training had ended")
 
@@ -78,7 +78,7 @@ class Interrupt:
             if self._ctrl_c_seen:
                 raise KeyboardInterrupt
             if self._deferred and not self._ctrl_c_seen:
-                os.write(2, SAVING)  # not by print, which this may have interrupted
+                os.write(2, SAVING)  # not print: the signal may have interrupted a print
             self._ctrl_c_seen = True
         if self._deferred or _is_interruption(sys.exception()):
             return
@@ -86,7 +86,7 @@ class Interrupt:
         raise Interrupted(f"by {signal.Signals(number).name}")
 
     def _resend_later(self, number: int) -> None:
-        """Send this process the signal again, a while later."""
+        """Send this process the signal again after `RESEND_AFTER`."""
         if self._resend_timer is not None:
             self._resend_timer.cancel()
         self._resend_timer = threading.Timer(RESEND_AFTER, signal.pthread_kill, (threading.main_thread().ident, number))
@@ -95,7 +95,7 @@ class Interrupt:
 
 
 def _is_interruption(error: BaseException | None) -> bool:
-    """Whether what is handled right now is an interruption, or follows from one."""
+    """Whether the exception is an `Interrupted`, or was raised while one was handled."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error is not None

@@ -1,8 +1,8 @@
-"""The optimiser's state on disk, in pieces that any number of processes at any ZeRO stage can read.
+"""Reads and writes the optimiser's state, in pieces that any number of processes at any ZeRO stage can read.
 
-`optimizer-<rank>.safetensors` holds what its process optimises of each parameter: 1-D tensors named
-`<parameter>:<key>:<first element>`, key being `weight` (the master copy) or the optimiser's own (`exp_avg`, ...). Keys without
-elements, such as Adam's count of steps, are 0-D and named `<parameter>:<key>:`.
+`optimizer-<rank>.safetensors` has the shards of one process: 1-D tensors named `<parameter>:<key>:<first element>`. The key is
+`weight` (the master copy) or a key of the optimiser (`exp_avg`, ...). Keys without elements, such as Adam's step count, are 0-D
+tensors named `<parameter>:<key>:`.
 
 >>> piece_name("drafter.head.weight", "exp_avg", 512)  # elements 512 to 512 + its length of the flattened parameter
 'drafter.head.weight:exp_avg:512'
@@ -30,20 +30,18 @@ MASTER = "weight"
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """Elements [start, start + length) of a flattened parameter, which lie at `offset` of `flat`, a tensor that the optimiser
-    steps (a view, flattened) and whose state is found under `owner`. written: those of them that this process saves, counted
-    from `start`; less than all where every process has the same.
-    """
+    """Elements [start, start + length) of a flattened parameter, in this process."""
 
-    name: str
+    name: str  # of the parameter
     start: int
     length: int
-    owner: Tensor
-    offset: int
-    written: range
+    owner: Tensor  # the tensor that the optimiser steps; the key of its state
+    offset: int  # of the elements in the flattened owner
+    written: range  # elements that this process saves, relative to `start`; a part only, where every process has all elements
 
     @property
     def flat(self) -> Tensor:
+        """The owner, flattened."""
         return self.owner.detach().view(-1)
 
 
@@ -52,7 +50,7 @@ def piece_name(parameter: str, key: str, start: int | None) -> str:
 
 
 def write(shards: Sequence[ParameterShard], state: dict[Tensor, dict[str, Any]], file: Path) -> None:
-    """This process's pieces; nothing is gathered from others."""
+    """Write this process's pieces. Nothing is gathered from other processes."""
     pieces: dict[str, Tensor] = {}
     for shard in shards:
         for key, value in {MASTER: shard.flat, **state.get(shard.owner, {})}.items():
@@ -67,9 +65,9 @@ def write(shards: Sequence[ParameterShard], state: dict[Tensor, dict[str, Any]],
 
 
 def read(shards: Sequence[ParameterShard], state: dict[Tensor, dict[str, Any]], directory: Path) -> None:
-    """Fill this process's tensors and state from the pieces that all processes of the saving run wrote.
+    """Fill this process's tensors and state from the pieces of all processes of the saving run.
 
-    A parameter that the optimiser had not touched has a master copy alone, and zeros beside others that have more.
+    A parameter that the optimiser had not stepped yet has only a master copy; its other state becomes zeros.
     Raises UserError where elements are missing.
     """
     with ExitStack() as stack, torch.no_grad():
@@ -87,7 +85,7 @@ def read(shards: Sequence[ParameterShard], state: dict[Tensor, dict[str, Any]], 
 
 
 class _Pieces:
-    """The pieces of all files, by parameter and key; only what is asked for is read."""
+    """The pieces of all files, by parameter and key. Tensors are read on demand."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory = directory
@@ -108,12 +106,15 @@ class _Pieces:
         return self._keys[parameter]
 
     def plain(self, parameter: str, key: str) -> Any | None:
-        """None: it has elements. Whole numbers as such, which is how DeepSpeed's CPU optimisers count; torch's are tensors."""
+        """The value of a key without elements; None if it has elements.
+
+        An integer is returned as int, for DeepSpeed's CPU optimisers; torch's optimisers keep tensors.
+        """
         value = self._plain.get((parameter, key))
         return value if value is None or value.is_floating_point() else int(value)
 
     def elements(self, shard: ParameterShard, key: str) -> Tensor:
-        """[length] the share's elements, from as many pieces as they lie in."""
+        """[length] the shard's elements, joined from the pieces that have them."""
         found, reached, end = [torch.empty(0)], shard.start, shard.start + shard.length
         for start, piece in sorted(self._parts[shard.name, key].items()):
             stop = min(start + piece.get_shape()[0], end)

@@ -1,4 +1,4 @@
-"""The loop: batch, frozen target, drafter, one optimiser step; then checkpoints that a killed run goes on from."""
+"""The training loop: batch, frozen target, drafter, optimiser step. It saves checkpoints from which a run can resume."""
 
 from __future__ import annotations
 
@@ -43,58 +43,54 @@ from drafttrain.train.watchdog import Watchdog
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """What is trained on what. options: the family's own, for the checkpoint. nodes: a tree's budget; None: as many as pay.
-    adapter: of a target that is trained too. start: weights to begin with instead of the family's own.
-    features: where the target's states come from; None: from the target, in every step. look: a small measurement of the
-    drafter as it is, on the first process, every `look_every` steps and at each checkpoint.
-    """
+    """The drafter, target, data and options of a training run."""
 
     loaded: LoadedTarget
     drafter: Drafter
     family: str
-    options: dict[str, Any]
+    options: dict[str, Any]  # the family's options, for the checkpoint
     data: Dataset
     train: TrainOptions
     deepspeed: DeepSpeedOptions
     loss: LossOptions
-    nodes: int | None
-    adapter: Adapter | None = None
-    start: dict[str, Tensor] | None = None
+    nodes: int | None  # node budget of a draft tree; None: the fastest on this machine
+    adapter: Adapter | None = None  # of a target that is trained too
+    start: dict[str, Tensor] | None = None  # initial weights, instead of the family's
     prefetch: bool = False
-    features: Online | Cached | None = None
-    quick_measure: Callable[[Drafter], dict[str, float]] | None = None
-    quick_measure_every: int = 0
+    features: Online | Cached | None = None  # source of the target's states; None: the target, in every step
+    quick_measure: Callable[[Drafter], dict[str, float]] | None = None  # small measurement, on rank 0
+    quick_measure_every: int = 0  # steps between small measurements; there is also one at each checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """One step's batches of this process, or its parts of them, and the number of tokens that all processes read in it."""
+    """The batches of one step."""
 
-    micro: list[TrainBatch]
-    tokens: int
+    micro: list[TrainBatch]  # of this process; with sequence parallelism, its parts of them
+    tokens: int  # that all processes read
 
 
-OUT_OF_REACH = 2**31
-FOLDS = 4  # of held-out texts
+OUT_OF_REACH = 2**31  # a rank that no path contains
+FOLDS = 4  # cross-validation folds of the held-out texts
 
 
 class Trainer:
-    """Trains `job` in `run_dir`; the checkpoints lie in its `checkpoints` folder."""
+    """Trains `job`. Checkpoints go to `<run_dir>/checkpoints`."""
 
     def __init__(self, job: TrainingJob, world: World, run_dir: Path, resumed: Path | None = None) -> None:
-        """resumed: the checkpoint to go on from."""
+        """resumed: the checkpoint to continue from."""
         self.job, self.world, self.run_dir = job, world, run_dir
         self.device = job.loaded.target.device
         job.drafter.to(self.device)
         if job.train.activation_checkpointing:
             job.drafter.recompute()
         job.drafter.prepare(lambda: token_counts(job.data.train, job.loaded.target.shape.vocab_size))
-        if job.start is not None:  # after the family has prepared itself from the data: the start has what it needs
+        if job.start is not None:  # after `prepare`, so that these weights win
             job.drafter.load_state_dict(job.start)
         self.features = job.features or Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
         self.prefetch = Prefetch(self._states, self.device)
         self._next: tuple[int, StepBatches] | None = None
-        self._tuned: int | None = None  # the step whose proposal has been fitted
+        self._tuned: int | None = None  # the last step at which the proposal was tuned
         self.engine = TrainingEngine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
         self.group = sequence_group(job.train, world)
         self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
@@ -105,11 +101,11 @@ class Trainer:
         self.progress = self.checkpoints.resume(resumed) if resumed else Progress()
 
     def train(self, logger: Logger | None, console: Console, interrupt: Interrupt | None = None) -> Progress:
-        """All steps that are left. logger: on rank 0 alone. Raises Interrupted, after a checkpoint, when that is asked for."""
+        """Run the remaining steps. logger: on rank 0 only. When interrupted, saves a checkpoint and raises Interrupted."""
         options, progress, say = self.job.train, self.progress, console.say
         first = progress.step
         if self.job.drafter.starts_usable and first == 0 and not (self.checkpoints.folder / checkpoint_name(0)).exists():
-            self._checkpoint(say)  # what distillation is to be compared with
+            self._checkpoint(say)  # the baseline that training is compared with
         with ExitStack() as stack:
             if isinstance(self.features, Cached):
                 stack.callback(self.features.close)
@@ -131,7 +127,7 @@ class Trainer:
         return progress
 
     def _quick_measure(self, step: int) -> dict[str, float]:
-        """What a small measurement says of the drafter now, where one is due."""
+        """The figures of a small measurement, if one is due."""
         options, quick_measure = self.job.train, self.job.quick_measure
         self.progress.measured_tau = None
         due = (
@@ -148,7 +144,7 @@ class Trainer:
             state = {name: weights[inner] for name, inner in self.checkpoints.names.items()}
             with torch.random.fork_rng(
                 [self.device] if self.device.type == "cuda" else []
-            ):  # training goes on as if nobody had looked
+            ):  # the measurement must not change training's random numbers
                 found = quick_measure(filled(self.run_dir, meta_of(self.job, step), self.job.loaded.target, state))
         found = dict(self.world.share(found))
         self.progress.measured_tau = found["measured_tau"]
@@ -156,7 +152,7 @@ class Trainer:
         return found
 
     def _keep(self, say: Callable[[str], None], stop: bool) -> None:
-        """A checkpoint where one is due, or the way out. Raises Interrupted there, and UserError where the last has no room."""
+        """Save a checkpoint if one is due. stop: save and raise Interrupted. Raises UserError if the last one does not fit."""
         step, options = self.progress.step, self.job.train
         due = step % options.checkpoint_every == 0 or step == options.steps
         if not due and not stop:
@@ -166,8 +162,8 @@ class Trainer:
             raise Interrupted(f"after step {step} of {options.steps}" + (", which is saved" if saved else ""), together=True)
         if not saved and step == options.steps:
             raise UserError(
-                f"disk full while saving the last checkpoint to {self.checkpoints.folder}; free some of it and repeat with "
-                "resume=auto, which goes on from the one before"
+                f"disk full while saving the last checkpoint to {self.checkpoints.folder}; free some space and repeat with "
+                "resume=auto, which continues from the checkpoint before"
             )
 
     def _cost(self, tokens: int) -> dict[str, Any]:
@@ -180,8 +176,9 @@ class Trainer:
         return values
 
     def _spend(self, cost: StepCost) -> None:
-        """Add a step to what training has cost; processes work alike, so one's operations stand for each. On a CPU our compiled
-        blocks do part of the work, whose operations nobody counts.
+        """Add a step's cost to the run's. Processes do equal work, so this process's operations count for each.
+
+        On a CPU, operations are not counted: compiled blocks hide part of them.
         """
         progress, size = self.progress, self.world.size
         progress.seconds += cost.seconds
@@ -190,13 +187,15 @@ class Trainer:
         progress.device = self.device.type
 
     def _trace_file(self) -> Path | None:
-        """Of the first process, or of each."""
+        """The trace file of this process; None if it records nothing."""
         own = self.world.first or self.job.train.per_rank
         return self.run_dir / f"trace-rank{self.world.rank}.json.gz" if own else None
 
     def _step(self, step: int, stop_requested: bool = False) -> tuple[dict[str, Any], int, bool]:
-        """One optimiser step; its figures over all processes, the number of tokens it read, and whether any process was asked
-        to stop."""
+        """Run one optimiser step.
+
+        Returns its figures over all processes, the number of tokens it read, and whether any process must stop.
+        """
         options, progress = self.job.train, (step + 1) / self.job.train.steps
         batches = self._step_batches(step)
         own = torch.tensor([sum(b.supervised() for b in batches.micro)], device=self.device)
@@ -223,12 +222,12 @@ class Trainer:
         return values, batches.tokens, stop > 0
 
     def _states(self, batch: TrainBatch) -> TrainBatch:
-        """With the frozen target's: computed, or read from disk."""
+        """The batch with the frozen target's states, computed or read from disk."""
         with self.meter.target() if isinstance(self.features, Online) else self.meter.data():
             return self.features.fill(batch)
 
     def _step_batches(self, step: int) -> StepBatches:
-        """A step's batches, built once."""
+        """The batches of a step; each step's are built once."""
         if self._next is not None and self._next[0] == step:
             return self._next[1]
         with self.meter.data():
@@ -248,8 +247,10 @@ class Trainer:
             return StepBatches(micro, sum(len(row.token_ids) for row in rows))
 
     def _begin_next(self, left: list[TrainBatch], step: int) -> None:
-        """Begin with the next batch's states, if they are to be: cached ones always. left: batches of this step. Replies of the
-        drafter's own model wait for its weights, and the last step has none behind it."""
+        """Start loading or computing the next batch's states, if they are cached or prefetched. left: batches of this step.
+
+        On-policy replies cannot be prefetched: they need the weights after this step.
+        """
         job, cached = self.job, self.features if isinstance(self.features, Cached) else None
         if not (job.prefetch or cached) or job.adapter is not None or job.train.on_policy:
             return
@@ -265,12 +266,12 @@ class Trainer:
         return collate(rows, 0 if pad is None else pad)
 
     def held_out(self) -> Iterator[TrainBatch]:
-        """The conversations set apart, with the target's states."""
+        """Batches of the held-out conversations, with the target's states."""
         for start in range(0, len(self.job.data.held_out), self.job.train.micro_batch):
             yield self.features.fill(self._batch(self.job.data.held_out[start : start + self.job.train.micro_batch]))
 
     def _tune(self) -> None:
-        """Fit the proposal's shape to held-out ranks; note the expected tau (greedy) it gives."""
+        """Tune the proposal on held-out ranks, and record its expected tau (greedy)."""
         if self._tuned == self.progress.step:
             return
         self._tuned = self.progress.step
@@ -290,7 +291,7 @@ class Trainer:
             self.progress.expected_interval = None if interval is None else list(interval)
 
     def _best_nodes(self, texts: list[Tensor]) -> int:
-        """As many as pay on the first process's device; its weights are whole, or `fit` has refused."""
+        """The fastest number of nodes on rank 0's device. Its weights are whole: `fit` refuses sharded weights before."""
         drafter = self.job.drafter
         drafter.eval()
         found = best_nodes(self.job.loaded.target, drafter, texts) if self.world.first else 0
@@ -298,7 +299,7 @@ class Trainer:
         return int(self.world.share(found))
 
     def _checkpoint(self, say: Callable[[str], None], passing: bool = False) -> bool:
-        """Whether there was room for one. passing: in haste, to be resumed from alone."""
+        """Save a checkpoint; False if the disk is full. passing: at an interruption, only for resuming, without tuning."""
         if not passing:
             self._tune()
         self.progress.passing = passing
@@ -309,7 +310,7 @@ class Trainer:
             say(f"step {self.progress.step}: expected tau {figure} on {len(self.job.data.held_out)} held-out conversations")
         if not saved:
             say(
-                f"disk full: no checkpoint of step {self.progress.step}, the ones before are kept; "
+                f"disk full: no checkpoint of step {self.progress.step}; the earlier ones are kept; "
                 f"free space under {self.checkpoints.folder}"
             )
         self.meter.pause()
@@ -317,10 +318,10 @@ class Trainer:
 
 
 def tuned_sums(drafter: Drafter, texts: list[Tensor], nodes: int) -> Tensor:
-    """[texts, 2] drafts accepted and verifications of each text; the drafter is tuned on all of them, where it can be.
+    """[texts, 2] accepted drafts and verifications of each text. A tunable drafter ends up tuned on all texts.
 
-    Each text is counted with the tree that the others gave: with a tree that it helped to choose, tau of a few texts comes
-    out up to a tenth too high.
+    Each text is counted with a tree tuned on the other texts (cross-validation). With a tree tuned on the text itself, tau of a
+    few texts would be up to a tenth too high.
     """
     folds = min(FOLDS, len(texts)) if drafter.tunable else 1
     sum_C2 = torch.zeros(len(texts), 2, dtype=torch.float64)
@@ -333,19 +334,20 @@ def tuned_sums(drafter: Drafter, texts: list[Tensor], nodes: int) -> Tensor:
 
 
 def tensor_names(job: TrainingJob) -> dict[str, str]:
-    """What a checkpoint calls its tensors, and what the engine's module does."""
+    """Names of the tensors in the engine's module, by their names in a checkpoint."""
     drafter = {name: f"drafter.{name}" for name in job.drafter.state_dict()}
     return drafter | {name: name for name in adapter_state(job.adapter)}
 
 
 def objective_of(job: TrainingJob) -> Objective:
+    """The training objective; with an adapter, it trains the target too."""
     if job.adapter is not None:
         return AdaptedObjective(job.drafter, job.loaded.target, job.loss, job.adapter)
     return Objective(job.drafter, job.loaded.target, job.loss)
 
 
 def without_training(job: TrainingJob, world: World, run_dir: Path) -> Progress:
-    """The one checkpoint, of step 0, of a drafter that learns nothing: its settings. No engine is started."""
+    """Write the only checkpoint of a drafter that is not trained: its settings, at step 0."""
     progress = Progress()
     if world.first:
         with atomic_directory(run_dir / "checkpoints" / checkpoint_name(progress.step)) as aside:
@@ -355,12 +357,13 @@ def without_training(job: TrainingJob, world: World, run_dir: Path) -> Progress:
 
 
 def meta_of(job: TrainingJob, step: int) -> CheckpointMeta:
+    """The metadata of a checkpoint."""
     adapter = None if job.adapter is None else asdict(job.adapter.spec)
     return CheckpointMeta(job.family, job.options, job.drafter.decode_settings(), TargetRecord.of(job.loaded), step, adapter)
 
 
 def figures(counts: StepCounts) -> dict[str, Any]:
-    """Logged figures: top-1 agreement and expected acceptance per position, and the chain's expected tau (greedy)."""
+    """The figures to log: top-1 agreement, expected acceptance and loss by position, and a chain's expected tau (greedy)."""
 
     def per(part_K: Tensor, whole_K: Tensor) -> Tensor:
         return part_K / whole_K.clamp_min(1.0)

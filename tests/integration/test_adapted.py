@@ -118,20 +118,20 @@ def test_the_commands_load_target_and_drafter_together(
     (material / "two.jsonl").write_text('{"question_id": 1, "turns": ["abc"]}\n{"question_id": 2, "turns": ["hello"]}\n')
     ask = f"prompts={material / 'two.jsonl'}"
     assert command("fit", *small, ask, "deepspeed=zero3") == 2
-    assert "deepspeed.zero_stage is 3, which an adapter" in capsys.readouterr().err
+    assert "deepspeed.zero_stage is 3, but an adapter" in capsys.readouterr().err
     assert not list(Path("outputs").glob("*/*/checkpoints"))
     assert command("fit", *small, ask) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "adapter of the target: rank 32" in said and "NOT the original's" in said
+    assert "adapter of the target: rank 32" in said and "NOT of the original" in said
     (run,) = [path.parent for path in Path("outputs").glob("medusa2/*/report.json")]
     entries = json.loads((run / "report.json").read_text())["checkpoints"]
     assert [e["name"] for e in entries] == ["step-00001", "step-00002"]
     assert all(e["exact_matches"] == 2 and e["target_change"]["perplexity"]["adapted"] for e in entries)
     checkpoint = f"checkpoint={run / 'checkpoints' / 'step-00002'}"
     assert command("measure", checkpoint, *short, ask) == 0
-    assert "NOT the original's" in " ".join(capsys.readouterr().out.split())
+    assert "NOT of the original" in " ".join(capsys.readouterr().out.split())
     assert command("generate", checkpoint, "prompt=abc", "decode.max_new_tokens=5") == 0
-    assert "the adapted target's, not the original's" in capsys.readouterr().err
+    assert "the output is that of the adapted target, not of the original" in capsys.readouterr().err
 
 
 @pytest.mark.slow

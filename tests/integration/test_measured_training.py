@@ -49,7 +49,7 @@ def test_the_best_checkpoint_is_the_one_that_measured_best(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("asked", "line"),
     [
-        (("recipe=medusa2", "measure.every=2"), "this family changes it"),
+        (("recipe=medusa2", "measure.every=2"), "this family adapts it"),
         (("measure.every=-1",), "measure.every is -1"),
         (("measure.every=2", "prompts=none.jsonl"), "none.jsonl"),
     ],

@@ -1,4 +1,4 @@
-"""The four pictures of a simulation in one PNG file."""
+"""Draws a simulation: four plots in one PNG file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN_LENGTHS = (1, 3, 5, 8)
 
 
 def simulation_plot(simulation: Simulation, alphas: Sequence[float], path: Path) -> Path:
-    """Speedup over draft length, batch size, draft cost and tree size."""
+    """Draw speedup by draft length, batch size, draft cost and tree size."""
     figure, every = panels(4, 10.0, columns=2, height=7.6)
     _by_length(every[0], simulation, alphas)
     _by_batch(every[1], simulation)
@@ -84,7 +84,7 @@ def _by_nodes(axes: Axes, simulation: Simulation) -> None:
     full = [s for s in simulation.trees if s.name.endswith("-ary tree")]
     axes.plot([s.nodes for s in full], [s.speedup for s in full], "s", color=colour(2), label=full[0].name if full else None)
     axes.set_title("Trees", loc="left", fontweight="bold")
-    axes.set_xlabel("nodes verified, the root not counted")
+    axes.set_xlabel("drafted nodes")
 
 
 def _own(simulation: Simulation) -> str:

@@ -1,36 +1,35 @@
-"""A simulation on the console."""
+"""The console output of a simulation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.table import Table
 
+from drafttrain.measure.cells import console_table
 from drafttrain.measure.simulate.formulas import operations
 from drafttrain.measure.simulate.scenario import MOST_BATCH
 from drafttrain.measure.simulate.simulation import Simulation
 
 
 def assumptions(simulation: Simulation) -> list[str]:
-    """What the figures rest on, a sentence each."""
+    """The assumptions, one sentence each."""
     scenario, costs = simulation.scenario, simulation.scenario.costs
     alphas = " ".join(f"{alpha:.2f}" for alpha in scenario.alpha_K)
-    where = "at every position" if len(scenario.alpha_K) == 1 else "by position, the last one for all behind"
-    passes = "one pass gives all drafts" if costs.parallel else "a pass for each draft"
+    where = "at every position" if len(scenario.alpha_K) == 1 else "by position, the last one for all later positions"
+    passes = "one pass gives all drafts" if costs.parallel else "one pass per draft"
     own = "assumed" if simulation.measured is None else f"from {simulation.measured.name} unless set"
     return [
         f"acceptance {alphas} {where}",
-        f"a draft pass costs {costs.draft:.3g} plain steps ({passes}), a token more in the target's pass {costs.token:.3g}, "
-        f"anything else {costs.other:.3g} per step ({own})",
+        f"costs in plain steps: {costs.draft:.3g} for a draft pass ({passes}), {costs.token:.3g} for each further token in the "
+        f"target's pass, {costs.other:.3g} for the rest of a step ({own})",
     ]
 
 
 def chain_table(simulation: Simulation, alphas: Sequence[float], draft_operations: float) -> Table:
-    """By length: expected tokens, cost, speedup and arithmetic, and the speedup at other acceptances; the best in bold."""
-    table = Table(title="chains at batch 1", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("K", "tokens", "c_v", "speedup", "operations", *(f"at {alpha:g}" for alpha in alphas)):
-        table.add_column(column, justify="right")
+    """Chains by length: expected tokens, cost, speedup and arithmetic, and the speedup at other acceptances; best in bold."""
+    columns = ("K", "tokens", "c_v", "speedup", "operations", *(f"at {alpha:g}" for alpha in alphas))
+    table = console_table("chains at batch 1", columns, left=())
     scenario = simulation.scenario
     best = {alpha: scenario.at(alpha).best_chain().depth for alpha in alphas}
     own = scenario.best_chain().depth
@@ -45,9 +44,8 @@ def chain_table(simulation: Simulation, alphas: Sequence[float], draft_operation
 
 def shape_table(simulation: Simulation) -> Table:
     """The best chain and trees, and the best chain by batch size."""
-    table = Table(title="best of each shape", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
-    for column in ("shape", "batch", "nodes", "depth", "tokens", "speedup"):
-        table.add_column(column, justify="left" if column == "shape" else "right")
+    columns = ("shape", "batch", "nodes", "depth", "tokens", "speedup")
+    table = console_table("best of each shape", columns, left=("shape",), space=2)
     rows = [(1, shape) for shape in simulation.trees] + [
         (size, shape) for size, shape in simulation.batches.items() if size > 1
     ]
@@ -58,16 +56,22 @@ def shape_table(simulation: Simulation) -> Table:
 
 
 def findings(simulation: Simulation) -> Iterator[str]:
-    """Break-even points, the simulation beside the formulas, and what a change of alpha is worth."""
+    """Break-even points, the simulated trials compared with the formulas, and the effect of the requested acceptance."""
     draft, batch, alpha = simulation.break_even_draft_cost, simulation.break_even_batch, simulation.break_even_alpha
     yield (
-        "no gain whatever drafts cost" if draft is None else f"no gain where a draft pass costs {draft:.3f} plain steps or more"
+        "no speedup at any draft cost"
+        if draft is None
+        else f"no speedup where a draft pass costs {draft:.3f} plain steps or more"
     )
-    yield "no gain at any acceptance" if alpha is None else f"no gain where acceptance is below {alpha:.3f} at every position"
+    yield (
+        "no speedup at any acceptance"
+        if alpha is None
+        else f"no speedup where acceptance is below {alpha:.3f} at every position"
+    )
     if batch is None:
-        yield f"a gain at every batch size up to {MOST_BATCH}"
+        yield f"a speedup at every batch size up to {MOST_BATCH}"
     else:
-        yield "no gain at any batch size" if batch == 1 else f"no gain from batch size {batch} on"
+        yield "no speedup at any batch size" if batch == 1 else f"no speedup from batch size {batch} on"
     for trial in simulation.trials:
         verdict = "agrees" if trial.agrees else "DIFFERS"
         yield (
@@ -83,7 +87,7 @@ def _what_if(simulation: Simulation) -> Iterator[str]:
         return
     tau, speed = measured.expected()
     if measured.chain_K != measured.alpha_K:
-        yield "measured with a tree: chains above are of its first choices, given that the path above is among its first ten"
+        yield "measured with a tree: the chains above take its first choices, given that the path above is among its first ten"
     yield f"{measured.name}: measured tau {measured.tau:.2f}, {measured.speedup:.2f}x; by formula {tau:.2f}, {speed:.2f}x"
     if simulation.requested_alpha is not None:
         then, faster = measured.expected(simulation.requested_alpha_K)

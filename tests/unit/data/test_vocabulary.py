@@ -58,7 +58,10 @@ def test_what_a_run_says_of_its_data(tmp_path: Path) -> None:
     ]
     said.clear()
     print_vocabulary(data, len(WORDS), 2, said.append)
-    assert said == ["draft vocabulary: the 2 commonest of 44 tokens are 42.2% of those supervised; 44 cover 100.0%"]
+    assert said == [
+        "draft vocabulary: the 2 most frequent of 44 tokens cover 42.2% of the supervised tokens; "
+        "the recommended 44 cover 100.0%"
+    ]
     print_vocabulary(data, len(WORDS), None, said.append)
     assert len(said) == 1
     report = data_report(data, len(WORDS))

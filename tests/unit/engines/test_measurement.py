@@ -54,7 +54,7 @@ def test_transformers_counts_as_we_do(command: Command, checkpoint: Path, tmp_pa
     assert entry["speedup_min"] <= entry["speedup"] <= entry["speedup_max"]
     assert min(entry["ttft_ms"], entry["baseline_tpot_ms"], entry["tokens_per_s"]) > 0
     said = capsys.readouterr().out
-    assert "engines beside it" in said and "transformers" in said
+    assert "serving engines, on the same prompts" in said and "transformers" in said
     (page,) = tmp_path.glob("outputs/measure/*/report.md")
     assert "## Engines" in page.read_text(encoding="utf-8") and "format=transformers, float32" in page.read_text(
         encoding="utf-8"
@@ -190,10 +190,10 @@ def test_a_process_that_stays(
         (["engine=speculators"], "engine is 'speculators'; measure takes vllm, openvino, transformers, llamacpp, http, sglang"),
         (["engine=[transformers,nothing]"], "engine is 'nothing'; measure takes"),
         (["engine=vllm"], "vLLM is not in "),
-        (["engine=http"], "name its servers with engine_url=URL (with speculation) and engine_plain_url=URL"),
+        (["engine=http"], "needs a server; name one or both with engine_url=URL (with speculation) and engine_plain_url=URL"),
         (["engine=http", "engine_url=ftp://x"], "engine_url must be http://HOST:PORT/v1"),
         (["engine=http", "engine_url=http://u:p@x/v1"], "a key goes into engine_key_env"),
-        (["engine=transformers", "decode=sampling"], "engines are measured greedily"),
+        (["engine=transformers", "decode=sampling"], "engines are measured with greedy decoding"),
         (["engine=[openvino,vllm]", "engine_python=/x"], "engine_python names the Python of one engine"),
         (["engine=http", "engine_url=http://x", "engine_api=text"], "engine_api is 'text'; choose tokens or chat"),
     ],

@@ -174,7 +174,7 @@ def test_the_command(command: Command, tmp_path: Path, capsys: Any) -> None:
     assert command("simulate", "report=run=1/report.json", *asked) == 0
     said = capsys.readouterr().out
     assert "with alpha +0.05, all else as measured" in said and said.count("agrees") == 4
-    assert "no gain where a draft pass costs" in said and "no gain from batch size" in said
+    assert "no speedup where a draft pass costs" in said and "no speedup from batch size" in said
     assert (tmp_path / "a/b.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "a/b.json").read_text(encoding="utf-8"))
     assert found["what_if"]["then"]["tau"] > found["what_if"]["now"]["tau"]
@@ -187,7 +187,10 @@ def test_the_command(command: Command, tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["simulate.alpha=+0.05"], "simulate.alpha is +0.05, a change, of no report; name one with report=FILE"),
+        (
+            ["simulate.alpha=+0.05"],
+            "simulate.alpha is +0.05, a change, but there is no report to change; name one with report=FILE",
+        ),
         (["simulate.alpha=high"], "simulate.alpha is 'high'; set an acceptance as 0.8"),
         (["simulate.alpha=1.5"], "simulate.alpha is '1.5'"),
         (["simulate.draft_cost=-1"], "simulate.draft_cost, token_cost and other_cost are in plain steps"),
@@ -196,8 +199,8 @@ def test_the_command(command: Command, tmp_path: Path, capsys: Any) -> None:
         (["simulate.nodes=0"], "simulate.nodes is 0; set it to 1 or more"),
         (["simulate.trials=5"], "simulate.trials is 5; set it to 100 or more"),
         (["simulate.alphas=[2]"], "simulate.alphas is [2.0]; give shares"),
-        (["simulate.ranks=[[0.9,0.2]]"], "simulate.ranks is [[0.9, 0.2]]; give for each depth"),
-        (["simulate.ranks=3"], "simulate.ranks is 3; give for each depth"),
+        (["simulate.ranks=[[0.9,0.2]]"], "simulate.ranks is [[0.9, 0.2]]; give the shares of the ranks"),
+        (["simulate.ranks=3"], "simulate.ranks is 3; give the shares of the ranks"),
         (["out=x.pdf"], "out is 'x.pdf'; name the picture with out=FILE.png"),
         (["report=nowhere"], "no run 'nowhere'"),
         (["report=runs"], "runs holds 2 reports; name one of them, such as report=runs/a"),

@@ -136,4 +136,4 @@ def test_fit_notes_it_in_its_report(
         assert origin["own"] is known and origin["replies"] == 4 and origin["log_likelihood"] < 0
         assert contaminated == {"copies": [], "prompts": 2, "searched": 12, "records": 12, "ngram": 8, "overlap": 0.5}
         section = report.with_suffix(".md").read_text().split("## Data")[1]
-        assert "nats/token" in section and "0 of 2 evaluation prompts stand in the training data" in section
+        assert "nats/token" in section and "0 of 2 evaluation prompts also occur in the training data" in section

@@ -88,7 +88,7 @@ def test_the_first_ctrl_c_lets_a_step_end_and_says_so(capfd: pytest.CaptureFixtu
         hear(signal.SIGINT)
         assert interrupt.requested
         said = capfd.readouterr().err
-        assert said.count("\n") == 2 and "saved first; once more ends at once" in said
+        assert said.count("\n") == 2 and "saving this step first; press Ctrl-C again to end at once" in said
         hear(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
