@@ -121,7 +121,7 @@ def test_what_does_not_belong_together(
     assert "which has exports for several stacks; name one of vllm, tgi in it" in capsys.readouterr().err
     (other / "drafttrain.json").write_text(json.dumps({"stack": "transformers", "family": "draft_model"}))
     assert command(*asked(other, checkpoint)) == 2
-    assert "holds nothing on layout, dtype, checkpoint; export again" in capsys.readouterr().err
+    assert "has no layout, dtype, checkpoint; export again" in capsys.readouterr().err
     assert command(*asked(exported, checkpoint, "engine_python=/nowhere/python")) == 2
     assert "engine_python is '/nowhere/python', which is no file" in capsys.readouterr().err
 

@@ -30,7 +30,7 @@ def test_one_stack(command: Command, run: Path, capsys: pytest.CaptureFixture[st
     assert command("export", f"checkpoint={run}", "format=vllm", "out=a=b c", "dtype=bfloat16") == 0
     said = capsys.readouterr().out
     assert "golden drafts: the checkpoint has none; they are made now from the target" in said
-    assert "vllm: a=b c (18 golden drafts reproduced; bfloat16 makes" in said
+    assert "vllm: a=b c (18 golden drafts reproduced; bfloat16 changes" in said
     assert sorted(p.name for p in Path("a=b c").iterdir()) == [
         "README.md",
         "config.json",
@@ -53,7 +53,7 @@ def test_all_stacks_with_golden_drafts_of_the_run(command: Command, run: Path, c
         (run / GOLDEN).unlink()
     said = capsys.readouterr().out
     assert "golden drafts: the checkpoint has none" not in said
-    for line in ("vllm: out/vllm (18", "sglang: no, no loader of this family", "how to serve it: out/vllm/README.md"):
+    for line in ("vllm: out/vllm (18", "sglang: not exported, no loader of this family", "how to serve it: out/vllm/README.md"):
         assert line in said
     record = json.loads(Path("out/drafttrain.json").read_text())
     assert record["written"] == ["vllm", "tgi", "official"] and len(record["refused"]) == 7

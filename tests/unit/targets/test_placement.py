@@ -298,7 +298,7 @@ def test_a_placement_is_chosen_from_what_is_free_and_said(monkeypatch: pytest.Mo
     ("more", "line"),
     [
         (("target.placement=nowhere",), "choose auto, replicated, zero3, tensor_parallel"),
-        (("target.placement=zero3", "target.tensor_parallel=2"), "leave one of them out"),
+        (("target.placement=zero3", "target.tensor_parallel=2"), "leave one out"),
         (("target.tensor_parallel=3",), "this machine runs 2 of the processes"),
         (("target.placement=zero3", "target.runner=fast"), "needs whole weights"),
         (("target.placement=zero3", "target.weights=int8"), "needs the whole target in every process"),
