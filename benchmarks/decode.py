@@ -34,7 +34,7 @@ from drafttrain.decoding.tree_size import best_nodes
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import load_drafter
 from drafttrain.measure import DecodeOptions
-from drafttrain.measure.cases import encode_cases, spread
+from drafttrain.measure.cases import alternate_categories, encode_cases
 from drafttrain.measure.expected import forced_hits
 from drafttrain.measure.transformers_baseline import generate
 from drafttrain.model.drafter import Drafter
@@ -53,7 +53,7 @@ class Bench:
         self.loaded = load_target(TargetOptions(name="embedded"))
         self.target, self.repeats = self.loaded.target, repeats
         cases, _ = encode_cases(load_prompts("embedded", None), self.loaded.tokenizer, 512)
-        self.prompts = [case.tokens for case in spread(cases)]
+        self.prompts = [case.tokens for case in alternate_categories(cases)]
         self.trained: Drafter | None = None
         if checkpoint is not None:
             self.trained = load_drafter(checkpoint, self.target)[0].requires_grad_(False)

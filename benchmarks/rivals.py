@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from benchmarks.common import DiffersError
 from benchmarks.quality import ROWS, rows_of
 from drafttrain.cli import main as cli
-from drafttrain.cli.overview import recipe_files
+from drafttrain.cli.help import recipe_files
 from drafttrain.commands import fit
 from drafttrain.core.errors import UserError
 from drafttrain.core.intervals import accepted_length

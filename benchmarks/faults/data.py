@@ -237,7 +237,7 @@ def reader(target: Path) -> Callable[[Path], int]:
 
 def one(read: Callable[[Path], int], path: Path, content: bytes) -> tuple[str, str]:
     """How reading this file ends: (result, details)."""
-    from drafttrain.cli.complaints import explain
+    from drafttrain.cli.error_messages import explain
     from drafttrain.core.errors import UserError
 
     path.write_bytes(content)

@@ -130,7 +130,7 @@ def zero(place: Place) -> None:
     """Steps of DeepSpeed's engine at every ZeRO stage, in a group of one. The losses of all stages agree, and they fall."""
     from benchmarks.gpu.throughput import random_batch
     from drafttrain.train import DeepSpeedOptions, TrainOptions
-    from drafttrain.train.engine import Engine, join_world
+    from drafttrain.train.engine import TrainingEngine, join_world
 
     world, found = join_world(place.device), {}
     target = load_target(TargetOptions(dtype="float32", device=str(place.device))).target
@@ -140,7 +140,7 @@ def zero(place: Place) -> None:
         family = families()["medusa"]
         drafter = family.build(family.options(), target).to(place.device).train()
         objective, options = Objective(drafter, target, LossOptions()), TrainOptions(global_batch=2, micro_batch=2)
-        engine, losses = Engine(objective, options, DeepSpeedOptions(zero_stage=stage), world), []
+        engine, losses = TrainingEngine(objective, options, DeepSpeedOptions(zero_stage=stage), world), []
         for _ in range(STEPS):
             loss, _ = engine.forward(filled(batch, target, drafter), 1.0)
             engine.backward(loss, 48.0)

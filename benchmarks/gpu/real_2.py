@@ -77,7 +77,7 @@ def last_line(asked: Asked) -> str:
     return f"{path}: {said[-1][:200] if said else 'nothing'}"
 
 
-def asked_of(recipe: str, folder: Folder, scale: Scale, machine: Machine) -> Asked:
+def checked_options(recipe: str, folder: Folder, scale: Scale, machine: Machine) -> Asked:
     target = TargetOptions("hf", str(folder.target.path), dtype="bfloat16", device="cpu" if machine.rehearsal else "auto")
     given = ["target=hf", f"target.path={target.path}", f"target.dtype={target.dtype}", f"target.device={target.device}"]
     given += [f"data.path={folder.conversations}", f"measure.prompts={folder.prompts}", "measure.transformers=false"]
@@ -90,7 +90,7 @@ def asked_of(recipe: str, folder: Folder, scale: Scale, machine: Machine) -> Ask
 def jobs(folder: Folder, machine: Machine, worker: Worker) -> list[Job]:
     found = []
     for name in RECIPES:
-        asked, row = asked_of(name, folder, scale_of(machine), machine), folder.row(name)
+        asked, row = checked_options(name, folder, scale_of(machine), machine), folder.row(name)
         needs, run = check.needed(OPERATORS, machine, texts=[name]), partial(kept, row, asked, worker)
         made, able = partial(there, row), partial(ready, folder)
         least = 0.0 if machine.rehearsal else LEAST

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.api.settings import composed, given
-from drafttrain.cli.main import explained
+from drafttrain.cli.main import user_errors
 from drafttrain.targets.load import LoadedTarget
 
 
@@ -51,5 +51,5 @@ def export_drafter(
     with ExitStack() as stack_of_contexts:
         if quiet:
             stack_of_contexts.enter_context(redirect_stdout(StringIO()))
-        stack_of_contexts.enter_context(explained())
+        stack_of_contexts.enter_context(user_errors())
         return export(run.options, run.resolved, target)

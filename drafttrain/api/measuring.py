@@ -13,7 +13,7 @@ from rich.console import Console
 
 from drafttrain.api.drafter import LoadedDrafter, for_recipe, save_drafter
 from drafttrain.api.settings import given
-from drafttrain.cli.main import explained
+from drafttrain.cli.main import user_errors
 from drafttrain.core.files import atomic_write_text
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.targets.load import LoadedTarget
@@ -78,7 +78,7 @@ def measure_drafter(
     options = for_recipe(drafter.recipe, {**drafter.settings, **asked, **(settings or {})}, target).options
     options.prompts = _file(prompts, folder)
     path = drafter.checkpoint or save_drafter(drafter, folder / "drafter")
-    with explained():
+    with user_errors():
         report = measure_run(target, [CheckpointRef(path.name, path, None)], options, folder, Console(quiet=quiet))
     entry = report["checkpoints"][0]
     return Measurement(

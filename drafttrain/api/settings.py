@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from drafttrain.cli.complaints import nearest
 from drafttrain.cli.config import Run, compose_run, override
-from drafttrain.cli.main import explained
+from drafttrain.cli.main import user_errors
 from drafttrain.core.errors import UserError
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget
@@ -23,7 +23,7 @@ def composed(recipe: str | None, settings: Mapping[str, Any]) -> Run:
     settings: by key of the configuration (`train.lr`), or by group (`logger`). Raises UserError for an unknown recipe, key or
     value, with the nearest name.
     """
-    with explained():
+    with user_errors():
         return compose_run(recipe, [override(key, value) for key, value in settings.items()])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from drafttrain.api.conversations import Conversation, listed
 from drafttrain.api.drafter import LoadedDrafter
 from drafttrain.api.settings import composed, for_drafter, given
-from drafttrain.cli.main import explained
+from drafttrain.cli.main import user_errors
 from drafttrain.cli.quiet import quiet as quieten
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.data.records import Listed
@@ -103,7 +103,7 @@ def _trained(options: Any, resolved: dict[str, Any], ready: Ready) -> TrainingRu
     from drafttrain.train.keeper import Progress, best_checkpoint
 
     try:
-        with explained():
+        with user_errors():
             path = fit(options, resolved, ready)
     except Interrupted as stopped:
         raise KeyboardInterrupt(str(stopped)) from stopped

@@ -1,5 +1,5 @@
 "use strict";
-// Charts as SVG at the width of their box. A mark tells its figures to the pointer, the keyboard and a screen reader.
+// Charts as SVG at the width of their box. Each mark has a tooltip for pointer, keyboard and screen readers.
 const Charts = (() => {
   const NAMESPACE = "http://www.w3.org/2000/svg";
   const COLOURS = ["var(--c0)", "var(--c1)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)"];
@@ -16,7 +16,7 @@ const Charts = (() => {
     return node;
   }
 
-  function tells(node, lines) {
+  function withTip(node, lines) {
     const show = () => {
       tip.replaceChildren(...lines.map((line, i) => {
         const row = document.createElement(i ? "div" : "b");
@@ -48,7 +48,7 @@ const Charts = (() => {
     return found;
   }
 
-  // A plot area with a vertical axis. y: {low, high, label, format}; columns: places of a band each, or a domain of numbers.
+  // A plot area with a vertical axis. y: {low, high, label, format}
   function frame(box, height, y, left = 58, bottom = 40) {
     const width = Math.max(240, box.clientWidth);
     const inside = {left, right: width - 8, top: 12, bottom: height - bottom};
@@ -95,7 +95,7 @@ const Charts = (() => {
       for (const p of s.points) {
         spread(at, across(p.x) + shift, p.low, p.high);
         const mark = element("circle", {cx: across(p.x) + shift, cy: at.place(p.y), r: s.small ? 2 : 4.5, fill: colour(s.colour ?? i)});
-        at.svg.append(tells(mark, p.lines));
+        at.svg.append(withTip(mark, p.lines));
       }
     });
     below(at, x.label);
@@ -108,15 +108,15 @@ const Charts = (() => {
     groups.forEach((name, g) => {
       const middle = at.inside.left + wide * (g + 0.5);
       const most = Math.max(3, Math.floor((wide - 8) / 7));
-      const said = name.length > most ? `${name.slice(0, most - 1)}…` : name;
-      at.svg.append(element("text", {class: "tick", x: middle, y: at.inside.bottom + 16, "text-anchor": "middle"}, said));
+      const label = name.length > most ? `${name.slice(0, most - 1)}…` : name;
+      at.svg.append(element("text", {class: "tick", x: middle, y: at.inside.bottom + 16, "text-anchor": "middle"}, label));
       series.forEach((s, i) => {
         const value = s.values[g];
         if (!value) return;
         const left = middle + (i - series.length / 2) * bar, top = at.place(value.y);
         const mark = element("rect", {x: left + 1, y: top, width: bar - 2, height: Math.max(0, at.place(y.low) - top),
           fill: colour(s.colour ?? i), rx: 1.5});
-        at.svg.append(tells(mark, value.lines));
+        at.svg.append(withTip(mark, value.lines));
         spread(at, left + bar / 2, value.low, value.high);
       });
     });
@@ -124,7 +124,7 @@ const Charts = (() => {
     below(at, x.label);
   }
 
-  // rows: [{name, parts: [{name, value, colour, lines}]}], in one unit from zero
+  // rows: [{name, parts: [{name, value, colour, lines}]}], all in one unit, starting at zero
   function stacks(box, rows, unit) {
     const width = Math.max(240, box.clientWidth), tall = 46, height = rows.length * tall + 34;
     const svg = element("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "group"});
@@ -140,7 +140,7 @@ const Charts = (() => {
       for (const part of row.parts) {
         const mark = element("rect", {x: across(from), y: i * tall + 19, width: Math.max(1, across(from + part.value) - across(from) - 1),
           height: 21, fill: part.colour, rx: 1.5});
-        svg.append(tells(mark, part.lines));
+        svg.append(withTip(mark, part.lines));
         from += part.value;
       }
     });
@@ -148,7 +148,7 @@ const Charts = (() => {
     box.replaceChildren(svg);
   }
 
-  // steps: [{name, value, lines, whole}]; a bar goes from the value before it to its own, a whole one from zero
+  // steps: [{name, value, lines, whole}]; a bar goes from the previous value to its value; if whole, from zero
   function waterfall(box, steps, y, line) {
     const at = frame(box, 290, y), wide = (at.inside.right - at.inside.left) / steps.length;
     steps.forEach((step, i) => {
@@ -156,7 +156,7 @@ const Charts = (() => {
       const left = at.inside.left + wide * i + wide * 0.12, top = at.place(high);
       const fill = step.whole ? "var(--c0)" : step.value < before ? "var(--c3)" : "var(--c2)";
       const mark = element("rect", {x: left, y: top, width: wide * 0.76, height: Math.max(1.5, at.place(low) - top), fill, rx: 1.5});
-      at.svg.append(tells(mark, step.lines));
+      at.svg.append(withTip(mark, step.lines));
       at.svg.append(element("text", {class: "tick value", x: left + wide * 0.38, y: top - 5, "text-anchor": "middle"},
         wide < 56 ? step.value.toFixed(2) : y.format(step.value)));
       step.name.split(" ").forEach((word, k) => at.svg.append(element("text",
@@ -175,5 +175,5 @@ const Charts = (() => {
     }));
   }
 
-  return {colour, lines, bars, stacks, waterfall, legend, tells};
+  return {colour, lines, bars, stacks, waterfall, legend, withTip};
 })();

@@ -7,10 +7,10 @@ const times = (value) => `${value.toFixed(2)}x`;
 const percent = (value) => `${Math.round(100 * value)}%`;
 let shown = Math.max(0, entries.findIndex((entry) => entry.name === report.best));
 
-function figure(id, there, draw, names = []) {
+function figure(id, visible, draw, names = []) {
   const whole = byName(id);
-  whole.hidden = !there;
-  if (!there) return;
+  whole.hidden = !visible;
+  if (!visible) return;
   Charts.legend(whole.querySelector(".legend"), names.length > 1 ? names : []);
   draw(whole.querySelector(".chart"));
 }
@@ -22,7 +22,7 @@ function acceptance() {
   const series = entries.filter((entry) => entry.alpha_by_position.length).slice(-6).map((entry) => ({
     name: `${entry.name} (tau ${two(entry.tau)})`,
     points: entry.alpha_by_position.map(([y, low, high], i) => ({x: i + 1, y, low, high, lines: [
-      `${entry.name}, position ${i + 1}`, `accepted ${(100 * y).toFixed(1)}% where all before it were`,
+      `${entry.name}, position ${i + 1}`, `accepted ${(100 * y).toFixed(1)}%, if all earlier drafts were`,
       `95% interval ${percent(low)} to ${percent(high)}`]})),
   }));
   const y = {low: 0, high: 1, label: "acceptance", format: percent};
@@ -31,14 +31,14 @@ function acceptance() {
 
 function categories() {
   const slices = entries[shown].slices.filter((slice) => slice.by === "category" && slice.tau !== null);
-  const foretold = slices.some((slice) => slice.expected_tau !== null);
+  const predicted = slices.some((slice) => slice.expected_tau !== null);
   const interval = (slice, key) => key === "expected_tau" && slice.expected_tau_interval
     ? [`95% interval ${slice.expected_tau_interval.map(two).join(" to ")}`] : [];
   const value = (slice, key, what) => slice[key] === null ? null : {y: slice[key], lines: [
     slice.value, `${what} tau ${two(slice[key])}`, ...interval(slice, key), `${slice.prompts} prompts`,
     ...(slice.speedup === null ? [] : [`speedup ${times(slice.speedup)}`])]};
   const series = [{name: "measured", values: slices.map((slice) => value(slice, "tau", "measured"))}];
-  if (foretold) series.push({name: "expected", colour: 5, values: slices.map((slice) => value(slice, "expected_tau", "expected"))});
+  if (predicted) series.push({name: "expected", colour: 5, values: slices.map((slice) => value(slice, "expected_tau", "expected"))});
   const most = Math.max(1, ...slices.map((slice) => Math.max(slice.tau, slice.expected_tau ?? 0)));
   const y = {low: 0, high: 1.1 * most, label: "tokens per verification", format: (v) => String(v)};
   figure("categories", slices.length > 1, (box) =>
@@ -50,11 +50,11 @@ function crossover(points) {
     const [a, b] = [points[i - 1], points[i]];
     if (a.y >= 1 && b.y < 1) {
       const share = (a.y - 1) / (a.y - b.y);
-      return `faster than plain decoding up to a batch of about ${Math.round(2 ** (Math.log2(a.x) + share * Math.log2(b.x / a.x)))}`;
+      return `faster than plain decoding up to a batch size of about ${Math.round(2 ** (Math.log2(a.x) + share * Math.log2(b.x / a.x)))}`;
     }
   }
-  if (points.every((point) => point.y >= 1)) return "faster than plain decoding at every batch size that was timed";
-  return points.every((point) => point.y < 1) ? "slower than plain decoding at every batch size that was timed" : "";
+  if (points.every((point) => point.y >= 1)) return "faster than plain decoding at every timed batch size";
+  return points.every((point) => point.y < 1) ? "slower than plain decoding at every timed batch size" : "";
 }
 
 const timed = (entry, by) => entry.slices.filter((slice) => slice.by === by && slice.speedup !== null);
@@ -67,7 +67,7 @@ function speedups(id, by, label) {
     return slice ? {y: slice.speedup, low: slice.speedup_min, high: slice.speedup_max, lines: [
       `${entry.name}, ${label} ${place.toLocaleString("en")}`,
       `${times(slice.speedup)} (${two(slice.speedup_min)} to ${two(slice.speedup_max)})`, `tau ${two(slice.tau)}`,
-      `${Math.round(slice.tokens_per_s)} against ${Math.round(slice.baseline_tokens_per_s)} tokens/s`]} : null;
+      `${Math.round(slice.tokens_per_s)} tokens/s, plain ${Math.round(slice.baseline_tokens_per_s)}`]} : null;
   })}));
   const tops = entries.flatMap((entry) => timed(entry, by).map((slice) => slice.speedup_max));
   const y = {low: 0, high: 1.15 * Math.max(1, ...tops), label: "speedup", format: times};
@@ -90,7 +90,7 @@ function engines() {
     `batch ${row.batch_size}, ${row.prompts} prompts`,
     ...(row.speedup === null ? [] : [`${times(row.speedup)} (${two(row.speedup_min)} to ${two(row.speedup_max)})`]),
     ...(row.tau === null ? [] : [`tau ${two(row.tau)}${row.tau_here === null ? "" : `, ours ${two(row.tau_here)}`}`]),
-    ...(row.exact_matches === null ? [] : [`${row.exact_matches} texts are its plain ones`])]};
+    ...(row.exact_matches === null ? [] : [`${row.exact_matches} outputs identical to its plain decoding`])]};
   const series = [{name: "speculative", values: rows.map((row) => rate(row, "tokens_per_s", "speculative"))},
     {name: "plain", colour: 5, values: rows.map((row) => rate(row, "baseline_tokens_per_s", "plain"))}];
   const most = Math.max(1, ...rows.flatMap((row) => [row.tokens_per_s ?? 0, row.baseline_tokens_per_s ?? 0]));
@@ -115,17 +115,17 @@ function step() {
   };
   figure("step", timed, draw, [...PARTS.map(([name, , i]) => ({name, fill: Charts.colour(i)})), {name: "plain", fill: Charts.colour(5)}]);
   byName("floor").textContent = !timed || entry.floor_fraction === null ? "" :
-    `Reading weights and cache once takes ${percent(entry.floor_fraction)} of the step: no step can be faster than that.`;
+    `Memory floor: reading weights and cache once takes ${percent(entry.floor_fraction)} of the step. No step can be faster.`;
 }
 
 const tauTimed = (entry) => (batches(entry).find((slice) => slice.value === entry.batch_size) ?? entry).tau;
 
 function waterfall() {
-  const entry = entries[shown], there = entry.plain_step_ms !== null && entry.speedup !== null;
+  const entry = entries[shown], visible = entry.plain_step_ms !== null && entry.speedup !== null;
   const draw = (box) => {
     const tau = tauTimed(entry);
     const steps = [{name: "ideal", value: tau, whole: true,
-      lines: ["ideal", `${two(tau)} tokens a step on the timed prompts`, "drafts for nothing, verified in a plain step's time"]}];
+      lines: ["ideal", `${two(tau)} tokens per step on the timed prompts`, "if drafting were free and verifying cost one plain step"]}];
     let cost = 0, before = tau;
     for (const [name, key] of [["verify", "verify_ms"], ["draft", "draft_ms"], ["commit", "commit_ms"], ["host", "host_ms"]]) {
       cost += entry[key] / entry.plain_step_ms;
@@ -134,23 +134,23 @@ function waterfall() {
         `${times(before)} becomes ${times(value)}`]});
       before = value;
     }
-    steps.push({name: "rest", value: entry.speedup, lines: ["rest", "what the step's parts do not tell",
+    steps.push({name: "rest", value: entry.speedup, lines: ["rest", "time outside the parts of a step",
       `${times(before)} becomes ${times(entry.speedup)}`]});
     steps.push({name: "measured", value: entry.speedup, whole: true, lines: ["measured", `${times(entry.speedup)}`,
-      `least ${two(entry.speedup_min)}, greatest ${two(entry.speedup_max)}`]});
+      `repeats ${two(entry.speedup_min)} to ${two(entry.speedup_max)}`]});
     const y = {low: 0, high: 1.12 * Math.max(...steps.map((s) => s.value)), label: "speedup", format: times};
     Charts.waterfall(box, steps, y, 1);
   };
-  figure("waterfall", there, draw, [{name: "tokens a step, or speedup", fill: Charts.colour(0)}, {name: "lost", fill: Charts.colour(3)}, PLAIN]);
+  figure("waterfall", visible, draw, [{name: "tokens per step, or speedup", fill: Charts.colour(0)}, {name: "lost", fill: Charts.colour(3)}, PLAIN]);
 }
 
-// At most so many points, each the mean of neighbours: single batches scatter more than training moves.
+// At most `most` points, each the mean of neighbours, because single batches scatter.
 function means(points, most = 80) {
   const size = Math.ceil(points.length / most), found = [];
   for (let i = 0; i < points.length; i += size) {
     const part = points.slice(i, i + size), mean = (k) => part.reduce((sum, point) => sum + point[k], 0) / part.length;
     const [first, last] = [part[0][0], part[part.length - 1][0]].map((step) => step.toLocaleString("en"));
-    found.push({x: mean(0), y: mean(1), said: first === last ? `step ${first}` : `steps ${first} to ${last}`});
+    found.push({x: mean(0), y: mean(1), label: first === last ? `step ${first}` : `steps ${first} to ${last}`});
   }
   return found;
 }
@@ -158,7 +158,7 @@ function means(points, most = 80) {
 function training() {
   for (const [id, label] of [["loss", "loss"], ["agreement", "agreement"], ["expected", "expected tau"]]) {
     const series = (report.curves[id] ?? []).map(({name, points}) => ({name, small: true,
-      points: means(points).map(({x, y, said}) => ({x, y, lines: [said, `${name} ${y.toPrecision(3)}`]}))}));
+      points: means(points).map((point) => ({x: point.x, y: point.y, lines: [point.label, `${name} ${point.y.toPrecision(3)}`]}))}));
     const values = series.flatMap((s) => s.points.map((p) => p.y));
     const y = id === "agreement" ? {low: 0, high: 1, label, format: percent} :
       {low: Math.min(...values, id === "expected" ? 1 : 0), high: 1.05 * Math.max(...values), label, format: (v) => String(v)};
@@ -171,19 +171,20 @@ function outputs() {
   byName("outputs").hidden = !samples.length;
   byName("texts").replaceChildren(...samples.map((sample, number) => {
     const whole = document.createElement("details"), head = document.createElement("summary"), text = document.createElement("pre");
-    const soft = document.createElement("span"), asked = document.createElement("span");
+    const soft = document.createElement("span"), prompt = document.createElement("span");
     whole.open = number < 2;
-    soft.className = asked.className = "soft";
+    soft.className = prompt.className = "soft";
     soft.textContent = ` ${sample.category}, tau ${sample.tau === null ? "-" : two(sample.tau)}`
-      + (sample.exact === "same" ? ", as plain decoding" : sample.exact ? `, differs from plain decoding (${sample.exact})` : "");
+      + (sample.exact === "same" ? ", identical to plain decoding"
+        : sample.exact ? `, differs from plain decoding (${sample.exact})` : "");
     head.append(`prompt ${sample.question_id}`, soft);
-    asked.textContent = sample.prompt;
-    text.append(asked, sample.first);
+    prompt.textContent = sample.prompt;
+    text.append(prompt, sample.first);
     for (const [drafted, accepted, own] of sample.runs) {
       if (accepted) {
         const run = document.createElement("mark");
         run.textContent = accepted;
-        text.append(Charts.tells(run, [`${drafted} ${drafted === 1 ? "draft" : "drafts"} accepted`]));
+        text.append(Charts.withTip(run, [`${drafted} ${drafted === 1 ? "draft" : "drafts"} accepted`]));
       }
       text.append(own);
     }

@@ -1,4 +1,4 @@
-"""What Hydra knows: the schema of a run, each family's own schema, and the recipes."""
+"""The Hydra configuration: the schema of a run, the schemas of the families, and the recipes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from drafttrain.cli.overview import recipe_files
+from drafttrain.cli.help import recipe_files
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.runs.options import RunOptions
@@ -25,20 +25,18 @@ from drafttrain.runs.options import RunOptions
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One composed configuration: as typed objects for the code, as plain data for the record, and the overrides that made it,
-    of a sweep's one job.
-    """
+    """A composed configuration."""
 
     options: RunOptions
-    resolved: dict[str, Any]
-    overrides: list[str]
+    resolved: dict[str, Any]  # the same as plain data, to be recorded
+    overrides: list[str]  # of this job, if it is one of a sweep
 
 
 def register(config_dir: Path | None = None) -> None:
-    """Make schemas and recipes known to Hydra.
+    """Register schemas and recipes with Hydra.
 
-    config_dir: the user's own folder; the YAML files of its `recipes/` become recipes.
-    Raises UserError when a recipe is no YAML mapping.
+    config_dir: the user's folder; the YAML files in its `recipes/` become recipes.
+    Raises UserError for a recipe that is not a YAML mapping.
     """
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunOptions)
@@ -51,10 +49,10 @@ def register(config_dir: Path | None = None) -> None:
 
 
 def to_run(composed: DictConfig) -> Run:
-    """Leave OmegaConf behind.
+    """Convert Hydra's configuration to our dataclasses.
 
-    Raises UserError for a key that no schema has (Hydra's `+key=value` lets one in) and omegaconf's errors for what cannot be
-    resolved.
+    Raises UserError for a key that no schema has (Hydra's `+key=value` lets one in), and omegaconf's errors for values that
+    cannot be resolved.
     """
     running = HydraConfig.get()
     return _run(composed, running.runtime.choices.get("recipe"), list(running.overrides.task))
@@ -100,7 +98,7 @@ def _run(composed: DictConfig, recipe: str | None, overrides: list[str]) -> Run:
 
 
 def known_keys() -> list[str]:
-    """Every key that an override may name, `train.lr` and the families' `drafter.*` included."""
+    """Every key that an override may name, such as `train.lr`, including the families' `drafter.*`."""
     schemas = [OmegaConf.create({"drafter": OmegaConf.structured(family.options)}) for family in families().values()]
     return sorted({key for node in [OmegaConf.structured(RunOptions), *schemas] for key in _flatten(node)})
 
@@ -130,19 +128,19 @@ def _read_recipe(name: str, text: str) -> dict[str, Any]:
         body = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise UserError(f"recipe {name}, line {line}: {error.problem}; mend the YAML") from error
+        raise UserError(f"recipe {name}, line {line}: {error.problem}; correct the YAML") from error
     if not isinstance(body, dict):
         raise UserError(f"recipe {name} is {type(body).__name__}, not a mapping; write key: value lines")
     return body
 
 
 def _required(key: str) -> str:
-    """The value of a key that has no default: asked for only where the user gave none."""
+    """The resolver of keys without a default. Hydra calls it only if the user has not set the key."""
     raise UserError(f"{key} is not set; add {key}=...")
 
 
 def _scratch() -> str:
-    """A folder for what Hydra writes about a sweep; every run keeps its own record in its run directory."""
+    """A temporary folder for Hydra's sweep files. Every run keeps a record in its run directory."""
     folder = tempfile.mkdtemp(prefix="drafttrain-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

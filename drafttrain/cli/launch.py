@@ -1,4 +1,4 @@
-"""Run a command in this process, or in `launcher.nproc` processes on each of `launcher.nodes` machines."""
+"""Runs a command in this process, or in `launcher.nproc` processes on each of `launcher.nodes` machines."""
 
 from __future__ import annotations
 
@@ -20,37 +20,36 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drafttrain.cli.worker import INTERRUPTED, NOTES, log_of, work_in_process
-from drafttrain.core.errors import Interrupted, UserError, WorkerError
+from drafttrain.core.errors import Interrupted, UserError, WorkerError, check_at_least
 from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.train.interrupt import SAVING, SIGNALS
 
 Work = Callable[[RunOptions, dict[str, Any]], object]
-LAST = 20  # lines of a failed process that are shown
+LAST = 20  # lines of a failed process's log to show
 
 
 def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
-    """Call `work(options, resolved)`, here or in every process of a new group with torchrun's environment variables.
+    """Call `work(options, resolved)` in this process, or in every process of a new group, with torchrun's environment.
 
-    work: a function of a module, since other processes import it by name.
-    Raises UserError for bad `launcher` options and for what a process raised it for, Interrupted when a signal has ended the
-    processes, and WorkerError when one fails otherwise; its last lines are on stderr then.
+    work: a module-level function, because other processes import it by name.
+    Raises UserError for bad `launcher` options and for a UserError of any process, Interrupted when a signal has ended the
+    processes, and WorkerError when a process fails for another reason; then the end of its log is printed to stderr.
     """
-    asked = options.launcher
-    for name, least in (("nproc", 1), ("nodes", 1), ("restarts", 0)):
-        if getattr(asked, name) < least:
-            raise UserError(f"launcher.{name} is {getattr(asked, name)}; set it to {least} or more")
-    if asked.nproc == asked.nodes == 1 and not asked.restarts:
+    launcher = options.launcher
+    check_at_least(1, "launcher", launcher, "nproc", "nodes")
+    check_at_least(0, "launcher", launcher, "restarts")
+    if launcher.nproc == launcher.nodes == 1 and not launcher.restarts:
         work(options, resolved)
         return
     if "RANK" in os.environ:
         raise UserError(
-            f"launcher.nproc={asked.nproc} under torchrun, which has started its processes; leave launcher.nproc, nodes and "
-            "restarts out"
+            f"launcher.nproc={launcher.nproc} under torchrun, which has already started the processes; leave out "
+            "launcher.nproc, nodes and restarts"
         )
-    if asked.nodes > 1 and (asked.rendezvous is None or ":" not in asked.rendezvous):
+    if launcher.nodes > 1 and (launcher.rendezvous is None or ":" not in launcher.rendezvous):
         raise UserError(
-            f"launcher.rendezvous is {asked.rendezvous!r} with launcher.nodes={asked.nodes}; set it to HOST:PORT, one of the "
-            "machines and a free port of it, the same on all of them"
+            f"launcher.rendezvous is {launcher.rendezvous!r} with launcher.nodes={launcher.nodes}; set it to HOST:PORT, a "
+            "machine and a free port on it, the same on all machines"
         )
     with tempfile.TemporaryDirectory(prefix="drafttrain-") as folder:
         _launch_here(work, options, resolved, Path(folder))
@@ -59,11 +58,11 @@ def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
 def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], folder: Path) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.launcher.nproc)))
     for library in ("torch.distributed", "torch.multiprocessing.spawn"):
-        logging.getLogger(library).setLevel(logging.CRITICAL)  # the processes report their own errors
+        logging.getLogger(library).setLevel(logging.CRITICAL)  # the processes report errors themselves
     try:
         with _forwarding(folder / INTERRUPTED):
             elastic_launch(_config(options.launcher, folder.name), work_in_process)(work, options, resolved, folder)
-    except SignalException as error:  # the launcher has caught Ctrl-C and ended the processes
+    except SignalException as error:  # torchelastic has caught Ctrl-C and ended the processes
         raise KeyboardInterrupt from error
     except ChildFailedError as error:
         _raise_interrupted(folder)
@@ -73,34 +72,34 @@ def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], fold
     _raise_interrupted(folder)
 
 
-def _config(asked: LauncherOptions, name: str) -> LaunchConfig:
-    here = asked.nodes == 1 or str(asked.rendezvous).split(":")[0] in ("localhost", "127.0.0.1")
+def _config(launcher: LauncherOptions, name: str) -> LaunchConfig:
+    here = launcher.nodes == 1 or str(launcher.rendezvous).split(":")[0] in ("localhost", "127.0.0.1")
     return LaunchConfig(
-        min_nodes=asked.nodes,
-        max_nodes=asked.nodes,
-        nproc_per_node=asked.nproc,
-        run_id=name if asked.nodes == 1 else "drafttrain",
+        min_nodes=launcher.nodes,
+        max_nodes=launcher.nodes,
+        nproc_per_node=launcher.nproc,
+        run_id=name if launcher.nodes == 1 else "drafttrain",
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0" if asked.nodes == 1 else str(asked.rendezvous),
-        max_restarts=asked.restarts,
+        rdzv_endpoint="localhost:0" if launcher.nodes == 1 else str(launcher.rendezvous),
+        max_restarts=launcher.restarts,
         local_addr="localhost" if here else None,
-        signals_to_handle="SIGHUP,SIGQUIT",  # it would give others half a minute, then SIGKILL
+        signals_to_handle="SIGHUP,SIGQUIT",  # other signals are ours: it would kill the processes after 30 seconds
     )
 
 
 @contextmanager
 def _forwarding(note: Path) -> Iterator[None]:
-    """What asks this process to stop asks its children, which save and end by themselves; a second Ctrl-C ends them at once.
+    """Forward signals to the child processes, which save and end. A second Ctrl-C kills them.
 
-    They ignore Ctrl-C, which a terminal sends them too, and get SIGTERM for it from here.
+    A terminal sends Ctrl-C to the children too. They ignore it, and get SIGTERM from here instead.
     """
-    keyed = False
+    ctrl_c_seen = False
 
     def forward(number: int, frame: object) -> None:
-        nonlocal keyed
+        nonlocal ctrl_c_seen
         note.touch()
-        again, keyed = keyed and number == signal.SIGINT, keyed or number == signal.SIGINT
-        if keyed and not again:
+        again, ctrl_c_seen = ctrl_c_seen and number == signal.SIGINT, ctrl_c_seen or number == signal.SIGINT
+        if ctrl_c_seen and not again:
             os.write(2, SAVING)
         for child in multiprocessing.active_children():
             with suppress(ProcessLookupError):
@@ -122,7 +121,7 @@ def _raise_interrupted(folder: Path) -> None:
 
 
 def _shown(error: ChildFailedError, options: RunOptions, folder: Path) -> WorkerError:
-    """Keep every process's output, and show how that of the first to fail ends."""
+    """Keep the logs of all processes, and print the end of the log of the first one that failed."""
     rank, failure = error.get_first_failure()
     kept = Path(options.output) / options.name / "logs" / time.strftime("%Y-%m-%d_%H-%M-%S")
     with suppress(OSError):  # a full disk must not hide what failed

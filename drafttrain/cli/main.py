@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from drafttrain import __version__
-from drafttrain.cli.complaints import explain, nearest
-from drafttrain.cli.overview import COMMANDS, command_help, general_help
+from drafttrain.cli.error_messages import explain, nearest
+from drafttrain.cli.help import COMMANDS, command_help, general_help
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.errors import Interrupted, OutputError, ParityError, UserError, WorkerError, one_line
 
@@ -46,15 +46,16 @@ PATH_KEYS = (
     "engine_plain_url",
     "resume",
     "report",
-    "simulate.alpha",  # whose plus sign says something
+    "simulate.alpha",  # its plus sign has a meaning
 )
 TEXT_KEYS = ("prompt",)
-POSITIONAL = {"compare": "runs"}  # by command: the key that takes its words without one
+POSITIONAL = {"compare": "runs"}  # by command: the key for arguments without a key
 
 
 class Stop(BaseException):
-    """A user's mistake, or a failed check, on its way out. No Exception: Hydra would print it, and a sweep would run its other
-    jobs first.
+    """Ends the command with a message and an exit code, after a user's mistake or a failed check.
+
+    It is not an Exception: Hydra would print that, and a sweep would run its remaining jobs first.
     """
 
     def __init__(self, line: str, code: int = 2) -> None:
@@ -63,20 +64,23 @@ class Stop(BaseException):
 
 
 def main() -> NoReturn:
-    """The `drafttrain` command: sys.argv in, exit code out (0 done, 1 bug, 2 user's mistake, 3 an export that
-    drafts otherwise than its checkpoint, here or in an engine, 4 output of a lossless policy that is not the target's, 75 to be
-    resumed, 130 Ctrl-C). A Ctrl-C while Python shuts down ends it by the signal, which shells show as 130 too."""
+    """The `drafttrain` command.
+
+    Exit codes: 0 done; 1 bug; 2 user's mistake; 3 an export drafts other tokens than its checkpoint, here or in an engine;
+    4 the output of a lossless policy is not that of the target; 75 interrupted, to be resumed; 130 Ctrl-C.
+    A Ctrl-C while Python shuts down ends the process by the signal, which shells also show as 130.
+    """
     try:
         code = run(sys.argv[1:])
-    except KeyboardInterrupt:  # while it said how the command had ended
+    except KeyboardInterrupt:  # while the final message was printed
         code = 130
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # which leaves tracebacks in what runs at exit
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it would print tracebacks in exit handlers
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code. An error that is no user's mistake is raised as it is."""
+    """Run one command line and return its exit code. Raises errors that are bugs."""
     try:
         return _dispatch(list(arguments))
     except Stop as stop:
@@ -108,14 +112,14 @@ def _dispatch(arguments: list[str]) -> int:
     flags = _parser().parse_intermixed_args(arguments)
     config_dir = Path(flags.config_dir) if flags.config_dir else None
     if config_dir and not config_dir.is_dir():
-        raise UserError(f"--config-dir {config_dir} is no directory; give the folder that holds recipes/ or groups")
+        raise UserError(f"--config-dir {config_dir} is not a directory; name the folder that has recipes/ or groups")
     if flags.help:
         print(command_help(command, config_dir) if command else general_help(config_dir))
         return 0
     if flags.shell_completion:
         return _complete(arguments, config_dir)
     if command is None:
-        raise UserError(f"no command given; use one of {', '.join(COMMANDS)}, or drafttrain --help")
+        raise UserError(f"there is no command; use one of {', '.join(COMMANDS)}, or drafttrain --help")
     words = [word for word in flags.overrides if command in POSITIONAL and _is_positional(word)]
     overrides = [quote(word, sweep=flags.multirun) for word in flags.overrides if word not in words]
     if words:
@@ -125,7 +129,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Hydra's own flags; it parses them again, but after this one no mistake is left for it to report."""
+    """A parser of Hydra's flags. Hydra parses them again; this parser reports mistakes in our form first."""
     from hydra._internal.utils import get_args_parser
 
     class Parser(argparse.ArgumentParser):
@@ -136,18 +140,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _is_positional(word: str) -> bool:
-    """Whether a word names a run rather than a key's value; a path with `=` in it does where it is there."""
+    """Whether an argument names a run and is not key=value. A path that contains `=` counts if it exists."""
     return "=" not in word or os.path.lexists(os.path.expanduser(word)) or (glob.has_magic(word) and bool(glob.glob(word)))
 
 
 def quote(override: str, sweep: bool = False) -> str:
-    """Quote the value of a key that holds a path or text, so that `=`, commas and spaces in it stay text to Hydra.
+    """Quote the value of a key that takes a path or text, so that Hydra does not interpret `=`, commas and spaces in it.
 
-    sweep: commas part the values of a sweep, each is quoted alone.
+    sweep: commas separate the values of a sweep; each value is quoted separately.
     """
     key, equals, value = override.partition("=")
     if equals and key in TEXT_KEYS and not sweep:
-        return f"{key}={_quoted(value)}".replace("${", "\\${")  # no interpolation in a text
+        return f"{key}={_quoted(value)}".replace("${", "\\${")  # texts have no interpolation
     if not equals or key.lstrip("+") not in PATH_KEYS or value[:1] in ("'", '"') or "${" in value:
         return override
     return f"{key}=" + ",".join(map(_quote_path, value.split(",") if sweep else [value]))
@@ -165,7 +169,7 @@ def _quoted(text: str) -> str:
 
 
 def _complete(arguments: list[str], config_dir: Path | None) -> int:
-    """Shell completion, by Hydra for everything after the command."""
+    """Shell completion. Hydra completes everything after the command."""
     typed = os.environ.get("COMP_LINE", "").split(" ")
     if "query" in "".join(arguments) and len(typed) == 2:
         print(" ".join(name for name in COMMANDS if name.startswith(typed[1])))
@@ -177,9 +181,9 @@ def _complete(arguments: list[str], config_dir: Path | None) -> int:
 
 
 def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
-    """Let Hydra compose the configuration and run the command on it, once or for each value of a sweep."""
+    """Let Hydra compose the configuration and run the command with it, once or for each value of a sweep."""
     quiet()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing several lines: `run` turns the error into one
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors; `run` turns them into one line
     import hydra
 
     from drafttrain.cli.config import register, to_run
@@ -188,7 +192,7 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
 
     def task(composed: DictConfig) -> None:
         try:
-            with explained():
+            with user_errors():
                 _execute(command, to_run(composed), config_dir)
         except UserError as error:
             raise Stop(str(error)) from error
@@ -216,14 +220,14 @@ def _execute(command: str, run: Run, config_dir: Path | None) -> None:
 
 
 def _run_explained(function: Callable[[Any, dict[str, Any]], object], options: Any, resolved: dict[str, Any]) -> None:
-    """What each process of a launch runs: only it still has the error that is to be explained."""
-    with explained():
+    """Run the command in a process of a launch, and turn users' mistakes into UserErrors there."""
+    with user_errors():
         function(options, resolved)
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """What is the user's to mend leaves as a UserError; a bug leaves as it is."""
+def user_errors() -> Iterator[None]:
+    """Turn errors that the user can fix into UserErrors. Bugs keep their type."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Keep the libraries' chatter off the console, and keep W&B from asking anything."""
+"""Suppresses the libraries' console output, and W&B's questions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 SETTINGS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_VERBOSITY": "error",
-    "KINETO_LOG_LEVEL": "99",  # of the profiler
+    "KINETO_LOG_LEVEL": "99",  # the profiler
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -22,12 +22,12 @@ NOISY = ("torch", "deepspeed", "transformers", "datasets", "hydra", "wandb", "mu
 
 
 def quiet() -> None:
-    """Set what the libraries read when they are imported; a variable that the user has set stays as it is."""
+    """Set the environment variables that the libraries read at import. Variables that the user has set stay."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if not any(Path("/dev", name).exists() for name in ACCELERATORS):
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns when it has to find that out
-    logging.getLogger("DeepSpeed").addFilter(_errors_only)  # it sets its own level at import, but keeps filters
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
+    logging.getLogger("DeepSpeed").addFilter(_errors_only)  # DeepSpeed resets its level at import, but keeps filters
     for library in NOISY:
         warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
 

@@ -1,7 +1,7 @@
-"""`launcher=slurm`: the same command as a Slurm job, which saves before its time is up and is queued again.
+"""`launcher=slurm`: runs the command as a Slurm job, which saves before its time limit and is queued again.
 
-The job runs one `drafttrain` on each node, which starts the processes there. submitit writes the script, submits it, and asks
-Slurm to queue the job again; what it pickles for that is a command line.
+The job runs one `drafttrain` on each node, which starts the processes there. submitit writes and submits the script, and asks
+Slurm to queue the job again. It pickles only the command line.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from drafttrain.runs.options import LauncherOptions
 COMMANDS = ("fit", "measure")
 
 
-class Job:
-    """What Slurm runs on each node. arguments: the command and its overrides, without the launcher's."""
+class SlurmJob:
+    """The job that Slurm runs on each node."""
 
     def __init__(self, arguments: Sequence[str], nproc: int, restarts: int, port: int) -> None:
+        """arguments: the command and its overrides, without the launcher's."""
         self.arguments, self.nproc, self.restarts, self.port = list(arguments), nproc, restarts, port
         self._running: subprocess.Popen[bytes] | None = None
 
@@ -32,7 +33,7 @@ class Job:
         from submitit import JobEnvironment
 
         job = JobEnvironment()
-        resumed = ["resume=auto"] if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else []  # after any overrides: it wins
+        resumed = ["resume=auto"] if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else []  # last, to win over overrides
         place = [f"launcher.nodes={job.num_nodes}", f"launcher.rendezvous={job.hostnames[0]}:{self.port}"]
         launcher = ["launcher=local", f"launcher.nproc={self.nproc}", f"launcher.restarts={self.restarts}", *place]
         self._running = subprocess.Popen([sys.executable, "-m", "drafttrain", *self.arguments, *launcher, *resumed])
@@ -42,25 +43,25 @@ class Job:
         return "done" if code == 0 else "interrupted"
 
     def checkpoint(self) -> Any:
-        """Called by submitit on the first node when the time is nearly up: have the run saved, then queue this again."""
+        """submitit calls this on the first node shortly before the time limit: let the run save, then queue the job again."""
         from submitit.helpers import DelayedSubmission
 
         if self._running is None or self._running.returncode is not None:
             return DelayedSubmission(self._again())
         self._running.send_signal(signal.SIGUSR1)
-        # not wait(): this runs in a signal's handler, and what it has interrupted is a wait() with its lock
+        # not wait(): this is a signal handler that has interrupted a wait(), which still holds its lock
         ended = os.waitid(os.P_PID, self._running.pid, os.WEXITED | os.WNOWAIT)
         finished = ended is not None and (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0)
         return DelayedSubmission(str, "done") if finished else DelayedSubmission(self._again())
 
-    def _again(self) -> Job:
-        return Job(self.arguments, self.nproc, self.restarts, self.port)
+    def _again(self) -> SlurmJob:
+        return SlurmJob(self.arguments, self.nproc, self.restarts, self.port)
 
 
 def submit(command: str, overrides: Sequence[str], launcher: LauncherOptions) -> str:
-    """Hand the command to Slurm; the job's number. overrides: as they were typed, for this job of a sweep.
+    """Submit the command to Slurm; returns the job's number. overrides: as typed, for this job of a sweep.
 
-    Raises UserError without submitit or Slurm, and for options that they do not have.
+    Raises UserError if submitit or Slurm is missing or refuses the options.
     """
     if command not in COMMANDS:
         raise UserError(f"launcher=slurm runs {' and '.join(COMMANDS)}, not {command}; leave it out")
@@ -70,30 +71,30 @@ def submit(command: str, overrides: Sequence[str], launcher: LauncherOptions) ->
         from submitit.core.utils import FailedJobError
     except ImportError as error:
         raise UserError("launcher=slurm needs submitit; pip install 'drafttrain[slurm]'") from error
-    asked = launcher.slurm
-    gpus = launcher.nproc if asked.gpus_per_node is None else asked.gpus_per_node
-    wanted = {
+    slurm = launcher.slurm
+    gpus = launcher.nproc if slurm.gpus_per_node is None else slurm.gpus_per_node
+    parameters = {
         "job_name": f"drafttrain-{command}",
-        "partition": asked.partition,
-        "account": asked.account,
-        "time": asked.minutes,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "time": slurm.minutes,
         "nodes": launcher.nodes,
         "ntasks_per_node": 1,
         "gpus_per_node": gpus or None,
-        "cpus_per_task": asked.cpus_per_task,
-        "signal_delay_s": asked.save_before,
+        "cpus_per_task": slurm.cpus_per_task,
+        "signal_delay_s": slurm.save_before,
         "stderr_to_stdout": True,
-        "additional_parameters": {"requeue": True, **asked.extra},
+        "additional_parameters": {"requeue": True, **slurm.extra},
     }
     own = [override for override in overrides if override.lstrip("+~").split("=")[0].split(".")[0] != "launcher"]
     try:
-        executor = SlurmExecutor(Path(asked.folder), max_num_timeout=asked.requeues)
-        executor.update_parameters(**{name: value for name, value in wanted.items() if value is not None})
-        job = executor.submit(Job([command, *own], launcher.nproc, launcher.restarts, asked.port))
-    except (RuntimeError, FailedJobError) as error:  # no Slurm here, or it refuses the job
+        executor = SlurmExecutor(Path(slurm.folder), max_num_timeout=slurm.requeues)
+        executor.update_parameters(**{name: value for name, value in parameters.items() if value is not None})
+        job = executor.submit(SlurmJob([command, *own], launcher.nproc, launcher.restarts, slurm.port))
+    except (RuntimeError, FailedJobError) as error:  # there is no Slurm, or it refuses the job
         reason = " ".join(str(error).split())
         raise UserError(
-            f"launcher=slurm: {reason}; submit on the cluster, and set launcher.slurm to what it asks for"
+            f"launcher=slurm: {reason}; submit on the cluster, and set the launcher.slurm options that it requires"
         ) from error
     print(f"job {job.job_id}: output in {job.paths.stdout}")
     return str(job.job_id)

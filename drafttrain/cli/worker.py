@@ -1,4 +1,4 @@
-"""What each process of a launch does around its command, and the notes it leaves to the one that started it."""
+"""The wrapper of a command in each process of a launch. It leaves files with results for the launching process."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from drafttrain.cli.quiet import quiet
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.runs.options import RunOptions
 
-INTERRUPTED = "interrupted"  # the processes are to end, or have ended, because a signal asked for it: what they said of it
-NOTES = "mistake-*"  # what the user has to mend, in a line
+INTERRUPTED = "interrupted"  # file: a signal has ended the processes or will; its content is their message
+NOTES = "mistake-*"  # files: the message of a UserError
 
 
 def log_of(folder: Path, rank: int) -> Path:
+    """The log file of a process."""
     return folder / f"rank-{rank}.log"
 
 
 def work_in_process(
     work: Callable[[RunOptions, dict[str, Any]], object], options: RunOptions, resolved: dict[str, Any], folder: Path
 ) -> None:
-    """Rank 0 has the console; the others' output goes to files in `folder`, as does the traceback of any of them.
+    """Run the command. Rank 0 prints to the console; other ranks write to log files in `folder`. Tracebacks go there too.
 
-    A process that starts again because one had failed goes on with the run; not after a mistake or an interruption. Where the
-    one that started it dies, it ends as at SIGTERM.
+    A process that is restarted after a failure resumes the run, but not after a user's mistake or an interruption. If the
+    launching process dies, this process ends as at SIGTERM.
     """
     rank, launcher = int(os.environ["RANK"]), end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the launcher says what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the launcher handles it
     if (folder / INTERRUPTED).exists():
         return
     if any(folder.glob(NOTES)):
@@ -49,7 +50,7 @@ def work_in_process(
         if os.getppid() != launcher:
             leave_orphaned(rank, interrupted)
         (folder / INTERRUPTED).write_text(str(interrupted), encoding="utf-8")
-        if not interrupted.together:  # others may wait for this one: its end ends them
+        if not interrupted.together:  # other processes may wait for this one; its exit code ends them
             raise SystemExit(Interrupted.CODE) from interrupted
     except UserError as error:
         (folder / NOTES.replace("*", f"{rank:05}")).write_text(str(error), encoding="utf-8")
@@ -61,17 +62,17 @@ def work_in_process(
 
 
 def end_with_parent() -> int:
-    """Have SIGTERM sent to this process when the one that started it dies, on Linux; the number of that process."""
+    """On Linux, have SIGTERM sent to this process when its parent dies. Returns the parent's process id."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it died in between
+        if os.getppid() != parent:  # the parent died in between
             os.kill(os.getpid(), signal.SIGTERM)
     return parent
 
 
 def leave_orphaned(rank: int, interrupted: Interrupted) -> NoReturn:
-    """End now: what the group's processes would say to each other goes through the launcher, which has died."""
+    """End this process now. Its group communicates through the launcher, which has died."""
     if rank == 0:
         print(f"drafttrain: the launcher has died: interrupted {interrupted}", file=sys.stderr)
     sys.stdout.flush()
@@ -80,7 +81,7 @@ def leave_orphaned(rank: int, interrupted: Interrupted) -> NoReturn:
 
 
 def _redirect(file: Path) -> None:
-    """Output of this process, that of libraries below Python too."""
+    """Redirect the output of this process to a file, including that of C libraries."""
     sys.stdout.flush()
     sys.stderr.flush()
     handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

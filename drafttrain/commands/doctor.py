@@ -1,4 +1,4 @@
-"""What this machine offers, for a bug report and for a first look."""
+"""`drafttrain doctor`: prints what this machine has, for bug reports and after installation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from drafttrain.train.logger import logged_in
 def doctor(output: Path = Path("outputs")) -> int:
     """Print versions, devices, compilers, kernel backend, writable paths and W&B state, and return 0.
 
-    Raises UserError, after printing, when nothing can be written to `output`.
+    Raises UserError, after printing, if `output` is not writable.
     """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     sections = {
@@ -41,7 +41,7 @@ def doctor(output: Path = Path("outputs")) -> int:
             table.add_row("", name, text)
     Console().print(table)
     if not sections["paths"]["output"].endswith("writable"):
-        raise UserError(f"cannot write to {sections['paths']['output']}; set output=DIR to a folder of your own")
+        raise UserError(f"cannot write to {sections['paths']['output']}; set output=DIR to a writable folder")
     return 0
 
 
@@ -64,7 +64,7 @@ def _compiler(path: str | None) -> str:
 
 
 def _writable(folder: Path) -> str:
-    """Try it: a file in the nearest folder that exists, so that nothing is left behind."""
+    """Whether a folder is writable, tested with a temporary file in its nearest existing parent."""
     folder = folder.expanduser().absolute()
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:

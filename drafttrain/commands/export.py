@@ -1,4 +1,4 @@
-"""`drafttrain export checkpoint=DIR format=STACK out=DIR`: for a serving stack, checked before it is there."""
+"""`drafttrain export checkpoint=DIR format=STACK out=DIR`: writes a checkpoint for a serving stack, and checks the result."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from drafttrain.export.exporter import export as export_to
 from drafttrain.export.hub import Repository, push
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import STACKS, stacks_for
-from drafttrain.runs.given_checkpoint import Given, say_plainly
-from drafttrain.runs.lock_step import together
+from drafttrain.runs.checkpoint_source import CheckpointSource
+from drafttrain.runs.console import line_printer, print_line
+from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.train.logger import log_export
 
 
 def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget | None = None) -> Path:
-    """Write what `format` asks for and return the directory. loaded: the target, where it is in memory already.
+    """Export to the stacks of `format` and return the directory. loaded: the target, if it is in memory already.
 
-    Raises UserError for what is missing, damaged, of another target, or loaded by no such stack; ParityError where the written
-    files do not draft as the checkpoint does. Nothing is left in either case, but where only the upload failed.
+    Raises UserError for a checkpoint that is missing, damaged or of another target, and for a family that the stack does not
+    load. Raises ParityError if the written files draft other tokens than the checkpoint. In both cases nothing is left on disk,
+    unless only the upload failed.
     """
-    name, out = _given("checkpoint", options.checkpoint), Path(_given("out", options.out)).expanduser()
+    name, out = _required("checkpoint", options.checkpoint), Path(_required("out", options.out)).expanduser()
     stack = options.format
     if stack is None:
         raise UserError(f"format is not set; choose one of {', '.join(STACKS)}, or all, with format=STACK")
     if options.target.tensor_parallel > 1:
         raise UserError(
-            f"target.tensor_parallel is {options.target.tensor_parallel}, an export reads the whole target; leave it out"
+            f"target.tensor_parallel is {options.target.tensor_parallel}, but an export reads the whole target; leave it out"
         )
-    given, console = Given.of(name), Console()
-    stacks = stacks_for(given.family, stack)
-    dtype = options.dtype or ("float32" if options.adapter else given.dtype)
+    source, console = CheckpointSource.of(name), Console()
+    stacks = stacks_for(source.family, stack)
+    dtype = options.dtype or ("float32" if options.adapter else source.dtype)
     repository = None if options.push_to_hub is None else Repository(options.push_to_hub, options.push_private)
     wanted = Wanted(
         stacks,
@@ -52,38 +54,36 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
         options.adapter,
     )
     check_wanted(wanted)
-    with together(options, "export"):
-        loaded = loaded or load_target(given.target(options.target))
-        directory = given.checkpoint(loaded, say_plainly(console))
+    with shared_target(options, "export"):
+        loaded = loaded or load_target(source.target(options.target))
+        directory = source.checkpoint(loaded, line_printer(console))
         opened = Opened.of(directory, loaded)
         refusals(opened, wanted)  # before anything is computed
         material = golden.stored(directory)
         if material is None:
-            console.print("golden drafts: none with the checkpoint, made now from the target", soft_wrap=True)
+            print_line(console, "golden drafts: the checkpoint has none; they are made now from the target")
             material = golden.made(opened, golden.sequences_for(loaded))
         exported = export_to(opened, material, wanted)
-        _say(console, exported, wanted)
+        _print_result(console, exported, wanted)
         places = {stack: out / stack if wanted.several else out for stack in exported.written}
         log_export(options.logger, resolved, directory, places)
         if repository is not None:
-            address = push(out, repository, f"{given.family} drafter for {stack}, drafttrain {__version__}")
-            console.print(f"uploaded: {address}", soft_wrap=True, highlight=False)
+            address = push(out, repository, f"{source.family} drafter for {stack}, drafttrain {__version__}")
+            print_line(console, f"uploaded: {address}")
     return out
 
 
-def _given(name: str, value: str | None) -> str:
+def _required(name: str, value: str | None) -> str:
     if value is None:
         raise UserError(f"{name} is not set; name a directory with {name}=DIR")
     return value
 
 
-def _say(console: Console, exported: Exported, wanted: Wanted) -> None:
+def _print_result(console: Console, exported: Exported, wanted: Wanted) -> None:
+    places = {stack: wanted.out / stack if wanted.several else wanted.out for stack in exported.written}
     for stack, parity in exported.written.items():
-        place = wanted.out / stack if wanted.several else wanted.out
-        changed = "" if wanted.dtype == "float32" else f"; {wanted.dtype} makes {parity.changed} of them other tokens"
-        console.print(f"{stack}: {place} ({parity.drafts} golden drafts reproduced{changed})", soft_wrap=True, highlight=False)
+        changed = "" if wanted.dtype == "float32" else f"; {wanted.dtype} changes {parity.changed} of them"
+        print_line(console, f"{stack}: {places[stack]} ({parity.drafts} golden drafts reproduced{changed})")
     for stack, reason in exported.refused.items():
-        console.print(f"{stack}: no, {reason}", style="dim", soft_wrap=True, highlight=False)
-    first = next(iter(exported.written))
-    place = wanted.out / first if wanted.several else wanted.out
-    console.print(f"how to serve it: {place / 'README.md'}", soft_wrap=True, highlight=False)
+        print_line(console, f"{stack}: not exported, {reason}", style="dim")
+    print_line(console, f"how to serve it: {next(iter(places.values())) / 'README.md'}")

@@ -1,4 +1,4 @@
-"""`drafttrain fit`: distil a drafter from the frozen target, then measure every kept checkpoint."""
+"""`drafttrain fit`: distils a drafter from the frozen target, then measures every kept checkpoint."""
 
 from __future__ import annotations
 
@@ -13,25 +13,32 @@ from rich.console import Console as RichConsole
 from torch import Tensor
 
 from drafttrain.commands.measure import measure_run
-from drafttrain.core.errors import Interrupted, UserError
+from drafttrain.core.errors import Interrupted, UserError, check_at_least
 from drafttrain.data.contamination import contamination
 from drafttrain.data.dataset import Dataset
-from drafttrain.data.prompts import load_prompts
 from drafttrain.drafters.checkpoint import list_checkpoints, read_meta, start_weights
 from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
 from drafttrain.measure.cases import encode_cases
 from drafttrain.measure.decoding import decoder_of
-from drafttrain.measure.glance import glance
+from drafttrain.measure.quick_measurement import quick_measurement
 from drafttrain.measure.runner import CheckpointRef, check_measurement
 from drafttrain.model.drafter import Drafter, trainable
 from drafttrain.ops import library
-from drafttrain.runs.data import data_report, say_counts, say_vocabulary, training_data, write_rejected
+from drafttrain.runs.checkpoint_source import CheckpointSource, check_start
+from drafttrain.runs.console import line_printer, print_line, print_note
+from drafttrain.runs.data import (
+    data_report,
+    measurement_prompts,
+    print_counts,
+    print_vocabulary,
+    training_data,
+    write_rejected,
+)
 from drafttrain.runs.directory import RunDirectory
-from drafttrain.runs.given_checkpoint import Given, check_start
-from drafttrain.runs.options import RunOptions
-from drafttrain.runs.placement import Place, built, check_placement, load_placed, measurable, place
+from drafttrain.runs.options import RunOptions, target_arguments
+from drafttrain.runs.placement import Placement, built, check_placement, load_for_training, place, target_to_measure
 from drafttrain.runs.provenance import origin_of
 from drafttrain.runs.ready import Ready
 from drafttrain.targets.adapt import Adapter
@@ -40,31 +47,33 @@ from drafttrain.targets.estimate import format_bytes
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.caching import Caching, check_features
+from drafttrain.train.checkpoint_manager import Progress
 from drafttrain.train.engine import World, divided, join_world, settings
 from drafttrain.train.interrupt import Interrupt
-from drafttrain.train.keeper import Progress
 from drafttrain.train.logger import Logger, check_logger
 from drafttrain.train.onpolicy import check_on_policy
 from drafttrain.train.profile import window
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
-from drafttrain.train.trainer import Job, Trainer, without_training
+from drafttrain.train.trainer import Trainer, TrainingJob, without_training
 from drafttrain.train.ulysses import check_sequence_parallel
 
-CHECKPOINT = 16  # bytes of a trained parameter: weights, master weights and two moments
-SEARCHED = 20_000  # conversations of a source in which evaluation prompts are searched for before training: seconds
+CHECKPOINT = 16  # bytes of a trained parameter in a checkpoint: weights, master weights and two moments
+SEARCHED = 20_000  # conversations of each source that are searched for evaluation prompts before training: takes seconds
 
 
 def fit(options: RunOptions, resolved: dict[str, Any], ready: Ready | None = None) -> Path:
-    """Train and measure; returns the run directory. Raises UserError before anything is written when the input is bad, and
-    Interrupted when a signal has ended the run, which then goes on with `resume=auto`. ready: what is in memory already.
+    """Train and measure; returns the run directory. ready: what is in memory already, for callers of the Python API.
+
+    Raises UserError for bad input, before anything is written. Raises Interrupted when a signal has ended the run, which
+    `resume=auto` continues.
     """
     check_placement(options)
     try:
         with Interrupt() as interrupt:
             return _fit(options, resolved, interrupt, ready)
     except Interrupted as stopped:
-        raise Interrupted(f"{stopped}; resume=auto goes on", stopped.together) from stopped
+        raise Interrupted(f"{stopped}; resume=auto continues the run", stopped.together) from stopped
 
 
 def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, ready: Ready | None) -> Path:
@@ -80,19 +89,19 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
     try:
         if job.drafter.trained:
             trainer = Trainer(job, world, run.path, run.resumed)
-            with interrupt.held():
+            with interrupt.deferred():
                 progress = trainer.train(logger, console, interrupt)
             del trainer
         else:
             progress = without_training(job, world, run.path)
         loaded, data = job.loaded, job.data
-        data.close()  # nothing beside the measurement
-        del job  # with the drafter and its engine, before a target is loaded for the measurement
-        with measurable(options, where, loaded, world) as measured:
+        data.close()
+        del job  # frees the drafter and its engine before a target is loaded for the measurement
+        with target_to_measure(options, where, loaded, world) as measured:
             interrupt.check()
             if measured is not None:
-                if options.measure.enabled or not where.shared:  # else it is still in pieces
-                    _keep_golden(list_checkpoints(run.path / "checkpoints"), measured, console.rich or RichConsole())
+                if options.measure.enabled or not where.shared:  # otherwise the target is still shared among processes
+                    _store_golden(list_checkpoints(run.path / "checkpoints"), measured, console.rich or RichConsole())
                 _finish(options, measured, run, progress, data, logger, console.rich or RichConsole(), ready is None)
     finally:
         if logger is not None:
@@ -103,46 +112,44 @@ def _fit(options: RunOptions, resolved: dict[str, Any], interrupt: Interrupt, re
 def _divided(train: TrainOptions, world: World, console: Console) -> TrainOptions:
     fitted = divided(train, world)
     if fitted.micro_batch != min(train.micro_batch, train.global_batch):
-        share = f"{train.global_batch} sequences a step among {world.size // train.sequence_parallel} processes"
-        console.say(f"micro-batches: {fitted.micro_batch} instead of {train.micro_batch} sequences, {share}")
+        batch = f"a batch of {train.global_batch} is divided among {world.size // train.sequence_parallel} processes"
+        console.say(f"micro-batches: {fitted.micro_batch} sequences instead of {train.micro_batch}, because {batch}")
     return fitted
 
 
 def _check(options: RunOptions) -> None:
-    """Raise UserError for what is wrong whatever the target and the data are."""
+    """Raise UserError for options that are wrong for every target and data set."""
     settings(options.train, options.deepspeed, 1)
     learning_rate(options.train, 0)
-    for name in ("steps", "checkpoint_every", "keep_last", "log_every"):
-        if getattr(options.train, name) < 1:
-            raise UserError(f"train.{name} is {getattr(options.train, name)}; set it to 1 or more")
+    check_at_least(1, "train", options.train, "steps", "checkpoint_every", "keep_last", "log_every")
     check_logger(options.logger)
     window(options.train.profile, 0, options.train.steps)
     if options.train.hang_timeout < 0:
-        raise UserError(f"train.hang_timeout is {options.train.hang_timeout:g}; set it to seconds, or 0: never")
+        raise UserError(f"train.hang_timeout is {options.train.hang_timeout:g}; set it to a number of seconds, or 0 for never")
     if options.decode.tree_nodes is not None and options.decode.tree_nodes < 1:
-        raise UserError(f"decode.tree_nodes is {options.decode.tree_nodes}; set it to 1 or more, or null: as many as pay")
+        raise UserError(
+            f"decode.tree_nodes is {options.decode.tree_nodes}; set it to 1 or more, or null for the fastest number"
+        )
     options.loss.check()
     if options.measure.every < 0 or options.measure.every_prompts < 1:
         every, prompts = options.measure.every, options.measure.every_prompts
         raise UserError(f"measure.every is {every}, every_prompts {prompts}; set steps to 0 or more, prompts to 1 or more")
     if options.measure.enabled or options.measure.every:
-        load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
+        measurement_prompts(options)
 
 
-def _prepare(options: RunOptions, world: World, where: Place, console: Console, ready: Ready | None) -> Job:
-    """Load everything; what can be wrong with it comes before anything is written."""
+def _prepare(options: RunOptions, world: World, where: Placement, console: Console, ready: Ready | None) -> TrainingJob:
+    """Load target, drafter and data, and check the options against them, before anything is written."""
     torch.manual_seed(options.train.seed)
-    loaded = ready.loaded if ready else load_placed(options, where)
+    loaded = ready.loaded if ready else load_for_training(options, where)
     drafter = ready.drafter if ready else built(options, loaded.target)
     adapter = _adapter(options, loaded, drafter)
     start = (ready.start if ready else None) or _start(options, loaded, drafter, adapter, console)
-    look = _look(options, loaded, drafter, adapter, where) if options.measure.every else None
+    quick_measure = _quick_measure(options, loaded, drafter, adapter, where) if options.measure.every else None
     check_on_policy(drafter, options.train, options.deepspeed)
     check_sequence_parallel(options.train, options.loss, loaded.target, drafter, adapter)
     if options.data.pack and options.train.on_policy:
-        raise UserError(
-            "train.on_policy writes replies to whole rows, data.pack puts several conversations in one; leave one out"
-        )
+        raise UserError("train.on_policy needs one conversation per row, but data.pack puts several in a row; leave one out")
     check_features(options.features, drafter, options.train, loaded.target.shape.vocab_size)
     _check_end(options, loaded, drafter)
     about, path = loaded.description, loaded.description["path"] or loaded.description["name"]
@@ -150,14 +157,14 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console, 
     console.say(f"target: {about['architecture']}, {size} ({path}, {about['runner']} runner)")
     if options.decode.tree_nodes is None and drafter.proposal.tunable and options.deepspeed.zero_stage == 3:
         raise UserError(
-            "decode.tree_nodes=null times whole weights, ZeRO stage 3 shards them; set decode.tree_nodes or a lower stage"
+            "decode.tree_nodes=null needs whole weights, but ZeRO stage 3 shards them; set decode.tree_nodes or a lower stage"
         )
     if about["runner_reason"]:
         console.say(f"the fast runner cannot run this target: {about['runner_reason']}")
     if about["attention_reason"]:
         console.say(f"target.attention is eager: {about['attention_reason']}")
     if about.get("weights"):
-        console.say(f"target.weights={about['weights']} saves memory, not time: weights are widened for each product")
+        console.say(f"target.weights={about['weights']} saves memory, not time: weights are dequantised for each product")
     operators = library.state_on(loaded.target.device)
     if not operators.loaded:
         console.say(f"operators: {operators.text}")
@@ -171,10 +178,10 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console, 
     if drafter.trained:
         records = ready.records if ready else None
         data = training_data(options.data, loaded, world, console.say, records)
-        say_vocabulary(data, loaded.target.shape.vocab_size, getattr(options.drafter, "draft_vocab", None), console.say)
+        print_vocabulary(data, loaded.target.shape.vocab_size, getattr(options.drafter, "draft_vocab", None), console.say)
         if world.first and records is None:
             data = _with_origin(data, options, loaded, where, console)
-    return Job(
+    return TrainingJob(
         loaded,
         drafter,
         options.drafter.family,
@@ -187,62 +194,61 @@ def _prepare(options: RunOptions, world: World, where: Place, console: Console, 
         adapter,
         start,
         options.target.prefetch,
-        look=look,
-        look_every=options.measure.every,
+        quick_measure=quick_measure,
+        quick_measure_every=options.measure.every,
     )
 
 
 def _check_end(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> None:
-    """Raise UserError for what would fail when training has ended: its measurement, and its checkpoint for want of space."""
+    """Raise UserError for what would fail after training: the measurement, and a checkpoint that does not fit on the disk."""
     if options.measure.enabled:
         check_measurement(loaded, drafter, options.decode, options.measure)
-        prompts = load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
-        encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - options.decode.max_new_tokens)
+        encode_cases(
+            measurement_prompts(options), loaded.tokenizer, loaded.target.shape.max_positions - options.decode.max_new_tokens
+        )
     else:
         decoder_of(loaded, options.decode, drafter)
     folder = next(path for path in (Path(options.output).absolute(), *Path(options.output).absolute().parents) if path.is_dir())
     needed, free = CHECKPOINT * trainable(drafter), shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"output {folder} has {format_bytes(free)} free, a checkpoint of this drafter and its optimiser takes "
-            f"{format_bytes(needed)}; "
-            "free space, or set output"
+            f"output {folder} has {format_bytes(free)} free, but a checkpoint of this drafter and its optimiser needs "
+            f"{format_bytes(needed)}; free some space, or set output"
         )
 
 
-def _look(
-    options: RunOptions, loaded: LoadedTarget, drafter: Drafter, adapter: Adapter | None, where: Place
+def _quick_measure(
+    options: RunOptions, loaded: LoadedTarget, drafter: Drafter, adapter: Adapter | None, where: Placement
 ) -> Callable[[Drafter], dict[str, float]]:
-    """The small measurement of `measure.every`. Raises UserError where there is no whole, unchanged target to decode with."""
+    """The small measurement of `measure.every`. Raises UserError for a target that is adapted or shared."""
     if adapter is not None:
-        raise UserError("measure.every decodes with the target as it was, this family changes it; leave measure.every out")
+        raise UserError("measure.every decodes with the original target, but this family adapts it; leave measure.every out")
     if where.shared:
         raise UserError(
-            f"measure.every decodes with the whole target on the first process, target.placement={where.placement} has it in "
-            "pieces; leave measure.every out"
+            f"measure.every needs the whole target on rank 0, but target.placement={where.placement} splits it; leave "
+            "measure.every out"
         )
     decoder_of(loaded, options.decode, drafter)
-    return glance(loaded, options.decode, options.measure, options.prompts)
+    return quick_measurement(loaded, options.decode, options.measure, measurement_prompts(options))
 
 
-def _with_origin(data: Dataset, options: RunOptions, loaded: LoadedTarget, where: Place, console: Console) -> Dataset:
-    """Say whose words the data is, and which evaluation prompts it holds, and note it for the report."""
+def _with_origin(data: Dataset, options: RunOptions, loaded: LoadedTarget, where: Placement, console: Console) -> Dataset:
+    """Print who wrote the data's replies and which evaluation prompts it contains, and add both to the data's summary."""
     origin = origin_of(options, loaded, data, where.shared)
     for line in origin.lines(options):
         console.say(line)
-    noted = {"origin": origin.summary}
+    summary = {"origin": origin.summary}
     if options.measure.enabled and data.conversations is not None:
-        prompts = load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
-        asked = options.inspect
-        found = contamination(data.conversations.sources, prompts, asked.ngram, asked.overlap, SEARCHED)
-        if said := found.line():
-            console.say(said)
-        noted["contamination"] = found.summary
-    return replace(data, summary=data.summary | noted)
+        ngram, overlap = options.inspect.ngram, options.inspect.overlap
+        found = contamination(data.conversations.sources, measurement_prompts(options), ngram, overlap, SEARCHED)
+        if copies := found.line():
+            console.say(copies)
+        summary["contamination"] = found.summary
+    return replace(data, summary=data.summary | summary)
 
 
-def _with_features(job: Job, options: RunOptions, world: World, console: Console) -> Job:
-    """The target's states on disk, where they are to be read from there."""
+def _with_features(job: TrainingJob, options: RunOptions, world: World, console: Console) -> TrainingJob:
+    """The job with cached features, if they are configured."""
     if options.features.name == "online":
         return job
     root = Path(options.features.dir or Path(options.output) / "features").expanduser()
@@ -258,23 +264,25 @@ def _start(
         return None
     if not drafter.trained:
         raise UserError(f"train.init is {init!r}; {options.drafter.family} trains nothing, leave it out")
-    given = Given.of(init)
-    if given.family != options.drafter.family:
+    source = CheckpointSource.of(init)
+    if source.family != options.drafter.family:
         raise UserError(
-            f"train.init {init} is of the family {given.family}, this drafter of {options.drafter.family}; "
-            f"give one of {options.drafter.family}"
+            f"train.init {init} is of the family {source.family}, but this drafter is of {options.drafter.family}; "
+            f"give a checkpoint of {options.drafter.family}"
         )
-    directory = given.checkpoint(loaded, console.say)
+    directory = source.checkpoint(loaded, console.say)
     check_start(init, read_meta(directory), asdict(options.drafter), drafter.resolved_options())
     return start_weights(directory, drafter, adapter)
 
 
 def _adapter(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> Adapter | None:
-    """What the family trains of the target."""
+    """The adapter of the target, if the family trains one."""
     if drafter.adapts is None:
         return None
     if options.deepspeed.zero_stage == 3:
-        raise UserError("deepspeed.zero_stage is 3, which an adapter of the target does not train under; set it to 0, 1 or 2")
+        raise UserError(
+            "deepspeed.zero_stage is 3, but an adapter of the target trains only at lower stages; set it to 0, 1 or 2"
+        )
     return Adapter(loaded.target, drafter.adapts)
 
 
@@ -288,8 +296,10 @@ def _finish(
     console: RichConsole,
     advise: bool,
 ) -> None:
-    """Measure the kept checkpoints, log, mark the run finished, and say what comes next if `advise`. logger: on the first
-    process."""
+    """Measure the kept checkpoints, log, mark the run as finished, and print the next steps if `advise`.
+
+    logger: on rank 0 only.
+    """
     training: dict[str, Any] | None = None
     if data.train:
         training = {
@@ -304,7 +314,7 @@ def _finish(
     if options.measure.enabled:
         refs = [CheckpointRef(c.name, c, int(c.name.split("-")[1])) for c in checkpoints]
         report = measure_run(loaded, refs, options, run.path, console, training, run.path / "metrics.jsonl", data.held_out)
-        best = report["best"].split()[0]  # a variant's row is its checkpoint's
+        best = report["best"].split()[0]  # a variant's row is named after its checkpoint
         files = [run.path / f"report.{kind}" for kind in ("json", "md", "html")]
         if logger is not None:
             logger.report(report, sorted(run.path.glob("**/*.png")), checkpoints, files)
@@ -314,8 +324,8 @@ def _finish(
         _next_steps(run.path / "checkpoints" / best, options, console)
 
 
-def _keep_golden(checkpoints: list[Path], loaded: LoadedTarget, console: RichConsole) -> None:
-    """What an export must draft, beside each checkpoint; where this fails, `export` makes it later, and says why it cannot."""
+def _store_golden(checkpoints: list[Path], loaded: LoadedTarget, console: RichConsole) -> None:
+    """Store golden drafts with each checkpoint, which exports must reproduce. On failure, `export` tries again later."""
     if loaded.target.part.size > 1:
         return
     for directory in checkpoints:
@@ -325,27 +335,27 @@ def _keep_golden(checkpoints: list[Path], loaded: LoadedTarget, console: RichCon
                 if opened.drafter.trained:
                     golden.store(directory, golden.made(opened, golden.sequences_for(loaded)))
         except UserError as error:
-            console.print(f"note: no golden drafts with {directory.name}: {error}", style="yellow", soft_wrap=True)
+            print_note(console, f"no golden drafts with {directory.name}: {error}")
 
 
 def _data_report(
     data: Dataset, options: RunOptions, loaded: LoadedTarget, run: RunDirectory, console: RichConsole
 ) -> dict[str, Any]:
-    """What was trained on; said again where training had begun before it was known."""
+    """The report's section on training data. Prints the counts again if data was still being prepared at the start."""
     report = data_report(data, loaded.target.shape.vocab_size)
     if report["prepared"] > data.summary["prepared"]:
-        say_counts(report, options.data, lambda text: console.print(text, highlight=False, soft_wrap=True))
+        print_counts(report, options.data, line_printer(console))
     write_rejected(data, run.path)
     return report
 
 
 def _next_steps(best: Path, options: RunOptions, console: RichConsole) -> None:
-    target = "" if options.target.name == "embedded" else f" target={options.target.name} target.path={options.target.path}"
-    console.print("\nnext:", highlight=False)
-    for command, why in (
+    target = target_arguments(options)
+    print_line(console, "\nnext:")
+    for command, purpose in (
         (f"drafttrain measure checkpoint={best}{target} prompts=FILE", "measure it on your own prompts (MT-bench format)"),
         (f"drafttrain measure checkpoint={best}{target} decode=sampling", "measure lossless sampling at temperature 1"),
         (f"drafttrain export checkpoint={best}{target} format=all out=DIR", "write it for the serving stacks that load it"),
         ("drafttrain fit recipe=NAME target=hf target.path=DIR data.path=FILE", "distil a drafter for your own target"),
     ):
-        console.print(f"  {command}\n      {why}", highlight=False, soft_wrap=True)
+        print_line(console, f"  {command}\n      {purpose}")

@@ -1,10 +1,11 @@
-"""`drafttrain generate [checkpoint=DIR] [prompt=TEXT]`: complete or chat, streaming."""
+"""`drafttrain generate [checkpoint=DIR] [prompt=TEXT]`: completes a prompt or chats, streaming."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group
@@ -18,56 +19,54 @@ from drafttrain.decoding.request import Chunk, Result
 from drafttrain.decoding.scheduler import Session
 from drafttrain.drafters.checkpoint import load_checkpoint
 from drafttrain.measure.decoding import decoder_of, idle_guards
-from drafttrain.runs.given_checkpoint import Given
-from drafttrain.runs.lock_step import together
+from drafttrain.runs.checkpoint_source import CheckpointSource
+from drafttrain.runs.console import print_line
+from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.parallel import Part
 
 DRAFTED, STATUS = "green", "dim"
-UNFINISHED = "\ufffd"  # what a tokenizer decodes half a character to
+UNFINISHED = "\ufffd"  # a tokenizer decodes an incomplete character to this
 
 
 def generate(options: RunOptions, resolved: dict[str, Any]) -> None:
-    """Answer `prompt`, or what stands on standard input; on a terminal without a prompt, chat until end of input.
+    """Answer `prompt` or standard input. On a terminal without a prompt, chat until end of input.
 
-    Raises UserError for a checkpoint that is missing, damaged or of another target, and for a prompt that leaves no room.
+    Raises UserError for a checkpoint that is missing, damaged or of another target, and for a prompt that is too long.
     """
     if options.target.tensor_parallel > 1 and options.prompt is None:
-        raise UserError("the processes of target.tensor_parallel share no terminal or standard input; give prompt=TEXT")
-    with together(options, "generate") as part:
+        raise UserError("the processes of target.tensor_parallel cannot share a terminal or standard input; give prompt=TEXT")
+    with shared_target(options, "generate") as part:
         _generate(options, part)
 
 
 def _generate(options: RunOptions, part: Part) -> None:
-    given = None if options.checkpoint is None else Given.of(options.checkpoint)
-    loaded = load_target(options.target if given is None else given.target(options.target), part)
+    source = None if options.checkpoint is None else CheckpointSource.of(options.checkpoint)
+    loaded = load_target(options.target if source is None else source.target(options.target), part)
     drafter = None
-    if given is not None:
-        restored = load_checkpoint(given.checkpoint(loaded, lambda text: note(Console(stderr=True), text)), loaded)
+    if source is not None:
+        restored = load_checkpoint(source.checkpoint(loaded, partial(print_line, Console(stderr=True), style=STATUS)), loaded)
         loaded, drafter = restored.loaded, restored.drafter.requires_grad_(False)
     writer = Writer(loaded, decoder_of(loaded, options.decode, drafter), Console(), chat=options.chat)
     if drafter is not None and drafter.adapts is not None:
-        writer.note("the target was trained with this drafter: the text is the adapted target's, not the original's")
+        writer.note("the target was trained with this drafter: the output is that of the adapted target, not of the original")
     if drafter is None:
         writer.note("no checkpoint: plain decoding; add checkpoint=DIR to draft")
-    if said := idle_guards(options.decode):
-        writer.note(said)
+    if remark := idle_guards(options.decode):
+        writer.note(remark)
     if options.prompt is not None or not sys.stdin.isatty():
         result = writer.answer(sys.stdin.read() if options.prompt is None else options.prompt)
         part.check(result.tokens)
         return
     writer.note("end with Ctrl-D; accepted draft tokens are green")
-    while (said := asked(writer.console)) is not None:
-        if said.strip():
-            writer.answer(said)
+    while (line := read_line(writer.console)) is not None:
+        if line.strip():
+            writer.answer(line)
 
 
-def note(console: Console, text: str) -> None:
-    console.print(text, style=STATUS, soft_wrap=True, highlight=False, markup=False)
-
-
-def asked(console: Console) -> str | None:
+def read_line(console: Console) -> str | None:
+    """A line from the user; None at the end of input."""
     try:
         return console.input("[bold]> [/bold]")
     except EOFError:
@@ -76,9 +75,10 @@ def asked(console: Console) -> str | None:
 
 
 class Writer:
-    """Writes replies as they come. chat: turns are remembered, and the tokenizer's chat template, if any, is applied."""
+    """Decodes replies and writes them as they are generated."""
 
     def __init__(self, loaded: LoadedTarget, decoder: Decoder, console: Console, chat: bool) -> None:
+        """chat: remember turns, and apply the tokenizer's chat template if it has one."""
         self.loaded, self.decoder, self.console = loaded, decoder, console
         self.chat = chat and bool(loaded.tokenizer.chat_template)
         self.turns: list[str] = []
@@ -86,17 +86,18 @@ class Writer:
         self.status = Console(stderr=True)
 
     def note(self, text: str) -> None:
-        note(self.status, text)
+        """Print a line to stderr."""
+        print_line(self.status, text, STATUS)
 
-    def answer(self, said: str) -> Result:
-        """Stream the reply to one turn, then a line of counts on stderr."""
-        if not said.strip():
+    def answer(self, prompt: str) -> Result:
+        """Stream the reply to a prompt, then print a line of counts to stderr."""
+        if not prompt.strip():
             raise UserError("the prompt is empty; give prompt=TEXT, or text on standard input")
-        turns = [*self.turns, said]
+        turns = [*self.turns, prompt]
         if self.chat:
             tokens = encode_prompt(self.loaded.tokenizer, turns, self.replies)
         else:
-            tokens = list(self.loaded.tokenizer(said, verbose=False)["input_ids"])
+            tokens = list(self.loaded.tokenizer(prompt, verbose=False)["input_ids"])
         request = self.decoder.request(tokens, key=len(self.replies), as_json=True)
         try:
             session = Session(self.decoder, 1, self.decoder.positions(request))
@@ -113,8 +114,10 @@ class Writer:
 
     @contextmanager
     def _screen(self) -> Iterator[Any]:
-        """On a terminal the text grows above a running status, control characters in it as escapes; elsewhere the text alone is
-        written as it is, piece by piece."""
+        """Yields a function that shows a piece of text.
+
+        On a terminal, the text grows above a status line, with control characters escaped. Otherwise the raw text is written.
+        """
         if not self.console.is_terminal:
             yield lambda text, result: (self.console.file.write(text.plain), self.console.file.flush())
             self.console.print()
@@ -131,16 +134,16 @@ class Writer:
 
 
 class Stream:
-    """Text of a growing list of tokens, each piece given out once; half a character waits for its other half."""
+    """Decodes tokens to text piece by piece. An incomplete character waits for its next tokens."""
 
     def __init__(self, loaded: LoadedTarget) -> None:
         self._tokenizer, self._stop = loaded.tokenizer, loaded.target.stop_ids
         self._tokens: list[int] = []
-        self._given = ""
+        self._shown = ""  # text of self._tokens that was already returned
         self.text = ""
 
     def styled(self, chunk: Chunk) -> Text:
-        """What the chunk adds; drafted tokens coloured."""
+        """The text that the chunk adds, with drafted tokens coloured."""
         text = Text()
         for i, token in enumerate(chunk.tokens):
             text.append(self._piece(token), style=DRAFTED if i < chunk.drafted else "")
@@ -153,12 +156,12 @@ class Stream:
         now = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
         if now.endswith(UNFINISHED):
             return ""
-        piece, self._given = now[len(self._given) :], now
+        piece, self._shown = now[len(self._shown) :], now
         self.text += piece
-        if now.endswith("\n") and len(self._tokens) > 64:  # begin anew at a line: a long text is not decoded over and over
-            # the last token stays: some tokenizers drop a space at the beginning of what they decode
+        if now.endswith("\n") and len(self._tokens) > 64:  # start again at a new line, so that cost does not grow with length
+            # keep the last token: some tokenizers drop a space at the beginning of a text
             self._tokens = self._tokens[-1:]
-            self._given = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+            self._shown = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
         return piece
 
 
@@ -171,6 +174,6 @@ def status(result: Result, drafts: bool) -> str:
     if spent > 0:
         parts.append(f"{(len(result.tokens) - 1) / spent:,.0f} tokens/s")
     for act in result.acts:
-        told = {"loop": "a loop", "json": "broken JSON"}[act.guard]
-        parts.append(f"{told} behind token {act.kept}: " + ("ended" if act.action == "stop" else "decoded plainly from there"))
+        fault = {"loop": "a loop", "json": "broken JSON"}[act.guard]
+        parts.append(f"{fault} after token {act.kept}: " + ("ended" if act.action == "stop" else "plain decoding from there"))
     return ", ".join(parts)

@@ -1,10 +1,9 @@
-"""`drafttrain inspect [target=...] [data.path=...]`: training data as the drafter will see it, and a page of it."""
+"""`drafttrain inspect [target=...] [data.path=...]`: shows the training data as the drafter sees it, and writes a page."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,19 @@ from drafttrain.data.sources import Conversation, read_conversations
 from drafttrain.data.statistics import Bin, Sample, Statistics, chosen, sample_of, template_rows
 from drafttrain.data.templates import read_template
 from drafttrain.measure.html import render
+from drafttrain.runs.console import print_line
+from drafttrain.runs.directory import dated_path
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.load import load_tokenizer, path_of
 
 SUPERVISED, REST, BAR = "black on green", "dim", "green"
-SHOWN = 3000  # characters of a conversation on the terminal; the page has all
-WIDE = 40  # characters of the longest bar
+SHOWN = 3000  # characters of a conversation on the terminal; the page has the whole
+WIDE = 40  # length of the longest bar, in characters
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """All that terminal and page show."""
+class Inspection:
+    """The content of the terminal output and of the page."""
 
     rows: list[tuple[str, str]]
     bins: list[Bin]
@@ -49,11 +50,12 @@ class Found:
 
 
 def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
-    """Print, and write the page; returns its path, `out` or `<output>/inspect/<time>.html`. Only the tokenizer is loaded.
+    """Print the data and write the page; returns its path, `out` or `<output>/inspect/<time>.html`.
 
-    Raises UserError for bad options, and for data, prompts or a tokenizer that cannot be read.
+    Of the target, only the tokenizer is loaded. Raises UserError for bad options, and for data, prompts or a tokenizer that
+    cannot be read.
     """
-    page, asked = _checked(options), options.inspect
+    page, settings = _checked(options), options.inspect
     prompt_file = options.prompts or options.measure.prompts
     prompts = load_prompts(prompt_file)
     prompt_file = named_prompts(prompt_file)
@@ -69,26 +71,26 @@ def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
         *template_rows(tokenizer, source, read_template(options.data.template)),
         ("replies by", ", ".join(dict.fromkeys(map(_writer, options.data.paths)))),
     ]
-    copied = copies(prompts, conversations, asked.ngram, asked.overlap)
-    found = Found(rows, statistics.histogram(), copied, len(prompts), prompt_file, samples)
+    copied = copies(prompts, conversations, settings.ngram, settings.overlap)
+    found = Inspection(rows, statistics.histogram(), copied, len(prompts), prompt_file, samples)
     console = Console()
-    _print(console, found, asked)
-    atomic_write_text(page, _page(found, asked))
-    console.print(f"page: {page}", highlight=False, soft_wrap=True)
+    _print(console, found, settings)
+    atomic_write_text(page, _page(found, settings))
+    print_line(console, f"page: {page}")
     return page
 
 
 def _checked(options: RunOptions) -> Path:
-    asked = options.inspect
-    if asked.samples < 0 or asked.page_samples < 0 or asked.ngram < 1 or not 0.0 < asked.overlap <= 1.0:
+    settings = options.inspect
+    if settings.samples < 0 or settings.page_samples < 0 or settings.ngram < 1 or not 0.0 < settings.overlap <= 1.0:
         raise UserError(
-            f"inspect.samples is {asked.samples}, page_samples {asked.page_samples}, ngram {asked.ngram}, overlap "
-            f"{asked.overlap:g}; set samples to 0 or more, ngram to 1 or more, overlap above 0 and at most 1"
+            f"inspect.samples is {settings.samples}, page_samples {settings.page_samples}, ngram {settings.ngram}, overlap "
+            f"{settings.overlap:g}; set samples to 0 or more, ngram to 1 or more, overlap above 0 and at most 1"
         )
     if options.data.max_length < 2:
-        raise UserError(f"data.max_length must be at least 2, got {options.data.max_length}; raise it")
+        raise UserError(f"data.max_length is {options.data.max_length}; set it to 2 or more")
     if options.out is None:
-        return Path(options.output) / "inspect" / time.strftime("%Y-%m-%d_%H-%M-%S.html")
+        return dated_path(options.output, "inspect", ".html")
     page = Path(options.out).expanduser()
     if page.suffix != ".html" or page.is_dir():
         raise UserError(f"out is {options.out!r}; name the page with out=FILE.html")
@@ -115,11 +117,11 @@ def _writer(data: str) -> str:
     if data == "embedded":
         return "the embedded target"
     found = find_provenance(data)
-    return "unknown: there is no provenance.json" if found is None else str(found["target"]["path"] or found["target"]["name"])
+    return "unknown (there is no provenance.json)" if found is None else str(found["target"]["path"] or found["target"]["name"])
 
 
-def _print(console: Console, found: Found, asked: InspectOptions) -> None:
-    for sample in found.samples[: asked.samples]:
+def _print(console: Console, found: Inspection, settings: InspectOptions) -> None:
+    for sample in found.samples[: settings.samples]:
         about = f"{sample.tokens:,} tokens, {sample.supervised:,} supervised" + (", truncated" if sample.truncated else "")
         console.rule(Text(printable(f"{sample.origin}: {about}")), align="left")
         console.print(_coloured(sample), soft_wrap=True)
@@ -136,7 +138,8 @@ def _print(console: Console, found: Found, asked: InspectOptions) -> None:
     console.rule("evaluation prompts in the data", align="left")
     of = f"{len(found.copies)} of {found.prompts} prompts ({found.prompt_file})"
     console.print(
-        f"{of} with {asked.overlap:.0%} or more of their {asked.ngram}-word sequences in one conversation", highlight=False
+        f"{of} with {settings.overlap:.0%} or more of their {settings.ngram}-word sequences in one conversation",
+        highlight=False,
     )
     for copy in found.copies[:10]:
         place = printable(copy.origin)
@@ -154,19 +157,19 @@ def _coloured(sample: Sample) -> Text:
     return Text.assemble(text[:SHOWN], f"\n... {len(text) - SHOWN:,} characters more")
 
 
-def _page(found: Found, asked: InspectOptions) -> str:
+def _page(found: Inspection, settings: InspectOptions) -> str:
     return render(
         "inspect.html",
         title=f"Training data: {found.rows[0][1]}",
         version=drafttrain.__version__,
         command=shlex.join(["drafttrain", "inspect", *sys.argv[1:]]),
         most=max(b.count for b in found.bins),
-        n=asked.ngram,
-        least=asked.overlap,
+        n=settings.ngram,
+        least=settings.overlap,
         rows=found.rows,
         bins=found.bins,
         copies=found.copies,
         prompts=found.prompts,
         prompt_file=found.prompt_file,
-        samples=found.samples[: asked.page_samples],
+        samples=found.samples[: settings.page_samples],
     )

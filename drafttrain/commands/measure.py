@@ -1,59 +1,61 @@
-"""`drafttrain measure checkpoint=DIR [prompts=FILE]`, and the measurement that ends every `fit`."""
+"""`drafttrain measure checkpoint=DIR [prompts=FILE]`: measures a checkpoint. `fit` measures its checkpoints in the same way."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from drafttrain.commands.engines import Asked, Exported, beside, exports
 from drafttrain.core.errors import OutputError, UserError
 from drafttrain.core.files import remove_abandoned
 from drafttrain.data.chat import Encoded
-from drafttrain.data.prompts import load_prompts, named_prompts
+from drafttrain.data.prompts import named_prompts
 from drafttrain.drafters.checkpoint import read_meta
-from drafttrain.measure.enginetext import engines_table
-from drafttrain.measure.flags import broken_promises
+from drafttrain.measure.engine_report import engines_table
+from drafttrain.measure.flags import broken_guarantees
 from drafttrain.measure.published import published_for, published_lines
 from drafttrain.measure.report import Report, report_of, write_report
 from drafttrain.measure.runner import CheckpointRef, measure_checkpoints
 from drafttrain.measure.table import console_table
+from drafttrain.runs.checkpoint_source import CheckpointSource
+from drafttrain.runs.console import line_printer, print_line, print_note
+from drafttrain.runs.data import measurement_prompts
+from drafttrain.runs.directory import dated_path
 from drafttrain.runs.environment import environment
-from drafttrain.runs.given_checkpoint import Given, say_plainly
-from drafttrain.runs.lock_step import together
+from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
-from drafttrain.runs.progress import watching
+from drafttrain.runs.progress import progress_bars
+from drafttrain.runs.serving_engines import EngineChoice, EngineExport, exports, measure_engines
 from drafttrain.targets.load import LoadedTarget, load_target
-from drafttrain.train.keeper import PROGRESS, Progress
+from drafttrain.train.checkpoint_manager import PROGRESS, Progress
 
 
 def measure(options: RunOptions, resolved: dict[str, Any]) -> Path:
-    """Measure one checkpoint, and the engines that are named beside it; return the report's folder, `<output>/measure/<time>/`.
+    """Measure one checkpoint and the named engines; returns the report's folder, `<output>/measure/<time>/`.
 
-    Raises UserError for what is missing, damaged or of another target, and, after the report, for an engine that failed;
-    OutputError, after the report, where a policy that promises the target's output did not keep it.
+    Raises UserError for a checkpoint that is missing, damaged or of another target. After writing the report, raises UserError
+    for an engine that failed, and OutputError if the output of a lossless policy was not that of the target.
     """
     if options.checkpoint is None:
         raise UserError(
             "checkpoint is not set; name a step-NNNNN directory of a run, or a published drafter, with checkpoint=DIR"
         )
-    given, console = Given.of(options.checkpoint), Console()
-    asked = Asked.of(options, given.family)
-    folder = Path(options.output) / "measure" / time.strftime("%Y-%m-%d_%H-%M-%S")
-    with together(options, "measure") as part:
-        loaded = load_target(given.target(options.target), part)
-        directory = given.checkpoint(loaded, say_plainly(console))
-        ref = CheckpointRef(given.directory.name, directory, given.step)
-        with exports(asked, directory, loaded) as ready:
+    source, console = CheckpointSource.of(options.checkpoint), Console()
+    engines = EngineChoice.of(options, source.family)
+    folder = dated_path(options.output, "measure")
+    with shared_target(options, "measure") as part:
+        loaded = load_target(source.target(options.target), part)
+        directory = source.checkpoint(loaded, line_printer(console))
+        ref = CheckpointRef(source.directory.name, directory, source.step)
+        with exports(engines, directory, loaded) as ready:
             report = measure_run(loaded, [ref], options, folder, console)
-            if asked:
-                _add_engines(report, asked, ready, ref, loaded, options, folder, console)
+            if engines:
+                _add_engines(report, engines, ready, ref, loaded, options, folder, console)
     if failed := [entry["error"] for entry in report["engines"] if entry["error"] is not None]:
         raise UserError(f"{failed[0]}; the other figures are in {folder / 'report.json'}")
-    if broken := broken_promises(report):
+    if broken := broken_guarantees(report):
         raise OutputError(f"{broken[0]}; {folder / 'report.json'} names the prompts")
     return folder
 
@@ -68,18 +70,18 @@ def measure_run(
     metrics: Path | None = None,
     held_out: Sequence[Encoded] = (),
 ) -> Report:
-    """Measure checkpoints of one target, write the report into `folder`, print the table, and return the report.
+    """Measure checkpoints of one target, write the report to `folder`, print the table, and return the report.
 
-    training: the report's `training` key; metrics: the run's metrics.jsonl, for the training curves; held_out: conversations
-    for the perplexity of targets that were trained too.
+    training: the report's `training`. metrics: the run's metrics.jsonl, for the training curves. held_out: conversations for
+    the perplexity of adapted targets.
     """
-    prompts = load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
-    with watching(console) as watch:
+    prompts = measurement_prompts(options)
+    with progress_bars(console) as watch:
         body = measure_checkpoints(loaded, checkpoints, prompts, options.decode, options.measure, watch, held_out)
     record = read_meta(checkpoints[-1].path)
     drafter = {"family": record.family, "parameters": body["checkpoints"][-1]["parameters"], "options": record.options}
     for entry in body["checkpoints"]:
-        entry["training"] = spent(Path(entry["path"]))
+        entry["training"] = training_cost(Path(entry["path"]))
     body["measure"]["prompts"] = named_prompts(options.prompts or options.measure.prompts)
     report = report_of(body, loaded.description, drafter, environment(loaded.target.device), training)
     report["published"] = published_for(report, {prompt.origin for prompt in prompts})
@@ -88,35 +90,35 @@ def measure_run(
         write_report(folder, report, metrics)
     console.print(console_table(report))
     for line in published_lines(report):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        print_line(console, line)
     for note in report["measure"]["notes"]:
-        console.print(f"note: {note}", style="yellow", soft_wrap=True)
-    console.print(f"report: {folder / 'report.html'}", soft_wrap=True, highlight=False)
+        print_note(console, note)
+    print_line(console, f"report: {folder / 'report.html'}")
     return report
 
 
 def _add_engines(
-    report: Report, asked: Asked, ready: dict[str, Exported], ref: CheckpointRef, loaded: LoadedTarget, options: RunOptions,
-    folder: Path, console: Console,
+    report: Report, engines: EngineChoice, ready: dict[str, EngineExport], ref: CheckpointRef, loaded: LoadedTarget,
+    options: RunOptions, folder: Path, console: Console,
 ) -> None:  # fmt: skip
-    """Write the report again, with them in it."""
-    report["engines"] = beside(asked, ready, report, ref.path, loaded, options, console)
-    report["measure"]["notes"] += asked.notes
+    """Measure the engines, and write the report again with their figures."""
+    report["engines"] = measure_engines(engines, ready, report, ref.path, loaded, options, console)
+    report["measure"]["notes"] += engines.notes
     write_report(folder, report)
     console.print(engines_table(report))
-    for note in (*asked.notes, *(note for entry in report["engines"] for note in entry["notes"])):
-        console.print(f"note: {note}", style="yellow", soft_wrap=True)
+    for note in (*engines.notes, *(note for entry in report["engines"] for note in entry["notes"])):
+        print_note(console, note)
 
 
-def spent(checkpoint: Path) -> dict[str, Any] | None:
-    """The report's `training` of a checkpoint: what it took to train up to it; None where it does not say.
+def training_cost(checkpoint: Path) -> dict[str, Any] | None:
+    """The report's `training` of a checkpoint: the cost of training up to it; None if the checkpoint has no record of it.
 
-    Raises UserError for a damaged record of it.
+    Raises UserError for a damaged record.
     """
     if not (checkpoint / PROGRESS).is_file():
         return None
     progress = Progress.of(checkpoint)
-    known = progress.device is not None or not progress.step  # checkpoints of earlier versions have none of the three
+    known = progress.device is not None or not progress.step  # checkpoints of old versions lack device, process time and flops
     return {
         "steps": progress.step,
         "tokens": progress.tokens,

@@ -1,4 +1,4 @@
-"""`drafttrain prepare target=... data.path=... out=DIR`: the target answers a data set's prompts again."""
+"""`drafttrain prepare target=... data.path=... out=DIR`: has the target answer the prompts of a data set again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import distributed
 
 import drafttrain
-from drafttrain.core.errors import Interrupted, UserError
+from drafttrain.core.errors import Interrupted, UserError, check_at_least
 from drafttrain.data import PrepareOptions
 from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, PromptScripts, jobs_of, read_scripts
 from drafttrain.data.journal import Journal, check_settings, scan
@@ -23,83 +23,78 @@ from drafttrain.data.provenance import FORMAT
 from drafttrain.data.publish import FORMATS, check_out, publish
 from drafttrain.data.rules import check_rules
 from drafttrain.data.sources import read_conversations
-from drafttrain.runs.answerers import own_engine, sampling_at, served
-from drafttrain.runs.lock_step import together
-from drafttrain.runs.options import RunOptions
-from drafttrain.runs.progress import watching
+from drafttrain.runs.answerers import decoder_answerer, sampling_at, server_answerer
+from drafttrain.runs.console import print_line
+from drafttrain.runs.lock_step import shared_target
+from drafttrain.runs.options import RunOptions, target_arguments
+from drafttrain.runs.progress import progress_bars
 from drafttrain.targets.parallel import Part, end_at_exit
 from drafttrain.train.interrupt import Interrupt
 
-FOREVER = timedelta(days=365)  # processes wait for the slowest of them, whose share may take days longer
+FOREVER = timedelta(days=365)  # timeout of processes that wait for the slowest one, which may take days longer
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which of the texts this process writes: every size-th from the rank-th on."""
+    """The texts that this process writes: every size-th, from the rank-th on."""
 
     rank: int
     size: int
 
 
 def prepare(options: RunOptions, resolved: dict[str, Any]) -> Path:
-    """Write the directory `out`: conversations, summary.json, provenance.json. What has been answered is kept beside it, in
-    `out.journal`, and an interrupted run goes on there.
+    """Write the directory `out`: conversations, summary.json, provenance.json.
 
-    Raises UserError for bad input, before anything is written, and for a server that stays away.
+    Answers are also kept in `out.journal`, from which an interrupted run continues.
+    Raises UserError for bad input, before anything is written, and for a server that does not respond.
     """
     out = _checked(options)
     scripts = read_scripts(read_conversations(options.data, replies=False))
     try:
         with Interrupt():
             if options.target.tensor_parallel > 1:
-                with together(options, "prepare") as part:
+                with shared_target(options, "prepare") as part:
                     _prepare(options, scripts, out, Share(0, 1), part)
             else:
-                with _apart() as share:
+                with _own_share() as share:
                     _prepare(options, scripts, out, share, None)
     except Interrupted as stopped:
-        raise Interrupted(f"{stopped}; the same command goes on", stopped.together) from stopped
+        raise Interrupted(f"{stopped}; the same command continues", stopped.together) from stopped
     return out
 
 
 def _prepare(options: RunOptions, scripts: PromptScripts, out: Path, share: Share, part: Part | None) -> None:
-    """part: of a target that is shared; its processes decode everything in lock step, and the first of them writes."""
+    """part: of a shared target; its processes decode everything in lock step, and the first of them writes."""
     first = share.rank == 0 and (part is None or part.first)
     console, folder = Console(quiet=not first), out.with_name(f"{out.name}.journal")
-    answerer, about = served(options) if options.prepare.server else own_engine(options, part)
+    answerer, about = server_answerer(options) if options.prepare.server else decoder_answerer(options, part)
     check_settings(folder, about, write=first)
     jobs, paths = list(jobs_of(scripts.scripts, options.prepare)), ", ".join(options.data.paths)
     found = scan(folder)
-    there = found.answered
     own = jobs[share.rank :: share.size]
-    left = [job for job in own if job.id not in there]
-    known = f", {sum(job.id in there for job in jobs):,} of them answered before" if there else ""
-    _say(console, f"prompts: {len(scripts.scripts):,}, texts: {len(jobs):,}{known} ({paths})")
+    left = [job for job in own if job.id not in found.answered]
+    known = f", {sum(job.id in found.answered for job in jobs):,} of them answered before" if found.answered else ""
+    print_line(console, f"prompts: {len(scripts.scripts):,}, texts: {len(jobs):,}{known} ({paths})")
     if found.damaged:
-        _say(console, f"{len(found.damaged):,} damaged lines are left out, their texts are asked again: {found.damaged[0]}")
-    with watching(console) as watch, _writing(folder, share.rank, first or part is None) as write:
+        damaged = f"{len(found.damaged):,} damaged lines are ignored and their texts written again"
+        print_line(console, f"{damaged}: {found.damaged[0]}")
+    with progress_bars(console) as watch, _writing(folder, share.rank, first or part is None) as write:
         progress = _Progress(write, options.prepare.failures, len(own), len(own) - len(left), watch)
         try:
             answerer.answer(left, progress.finished, progress.tick)
         except torch.OutOfMemoryError as error:
-            asked = options.prepare
+            size, length = options.prepare.batch_size, options.prepare.max_length
             raise UserError(
-                f"no memory for prepare.batch_size={asked.batch_size} texts of prepare.max_length={asked.max_length} tokens; "
-                "lower one of them"
+                f"out of memory with prepare.batch_size={size} and prepare.max_length={length}; lower one of them"
             ) from error
     if share.size > 1:
         distributed.barrier()
     if first:
-        prompts = {
-            "path": paths,
-            "count": len(scripts.scripts),
-            "sha256": scripts.digest,
-            "skipped": dict(scripts.skipped),
-        }
+        wanted = options.prepare
+        prompts = {"path": paths, "count": len(scripts.scripts), "sha256": scripts.digest, "skipped": dict(scripts.skipped)}
         record = {"format": FORMAT, "drafttrain": drafttrain.__version__, **about, "prompts": prompts}
-        record["drop"] = sorted(options.prepare.drop)
-        asked = options.prepare
-        summary = publish(folder, jobs, out, record, asked.drop, asked.format, asked.shard)
+        record["drop"] = sorted(wanted.drop)
+        summary = publish(folder, jobs, out, record, wanted.drop, wanted.format, wanted.shard)
         _report(console, summary, out, options)
 
 
@@ -107,42 +102,40 @@ def _checked(options: RunOptions) -> Path:
     """The directory to write. Raises UserError for options out of their range."""
     if options.out is None:
         raise UserError("out is not set; name the new data set's directory with out=DIR")
-    asked, out = options.prepare, Path(os.path.normpath(Path(options.out).expanduser()))
+    wanted, out = options.prepare, Path(os.path.normpath(Path(options.out).expanduser()))
     if out.name in ("", ".."):
-        raise UserError(f"out is {options.out!r}; name a directory of its own")
+        raise UserError(f"out is {options.out!r}; name a new directory")
     check_out(out)
-    check_rules(asked.drop)
-    for name in ("samples", "max_new_tokens", "max_length", "batch_size", "shard", "concurrency"):
-        if getattr(asked, name) < 1:
-            raise UserError(f"prepare.{name} is {getattr(asked, name)}; set it to 1 or more")
-    if asked.timeout <= 0 or asked.patience < 0 or asked.failures < 0:
+    check_rules(wanted.drop)
+    check_at_least(1, "prepare", wanted, "samples", "max_new_tokens", "max_length", "batch_size", "shard", "concurrency")
+    if wanted.timeout <= 0 or wanted.patience < 0 or wanted.failures < 0:
         raise UserError(
-            f"prepare.timeout is {asked.timeout:g}, patience {asked.patience:g}, failures {asked.failures}; "
+            f"prepare.timeout is {wanted.timeout:g}, patience {wanted.patience:g}, failures {wanted.failures}; "
             "set timeout above 0, the others to 0 or more"
         )
-    if asked.format not in FORMATS:
-        raise UserError(f"prepare.format is {asked.format!r}; choose {' or '.join(FORMATS)}")
-    _check_mixture(asked)
+    if wanted.format not in FORMATS:
+        raise UserError(f"prepare.format is {wanted.format!r}; choose {' or '.join(FORMATS)}")
+    _check_mixture(wanted)
     return out
 
 
-def _check_mixture(asked: PrepareOptions) -> None:
-    if not asked.temperatures:
+def _check_mixture(wanted: PrepareOptions) -> None:
+    """Raise UserError for bad temperatures, weights or sampling settings."""
+    temperatures, weights = wanted.temperatures, wanted.weights
+    if not temperatures:
         raise UserError("prepare.temperatures is empty; name at least one, 0 is greedy")
-    if asked.weights and (len(asked.weights) != len(asked.temperatures) or min(asked.weights) < 0 or not sum(asked.weights)):
-        raise UserError(
-            f"prepare.weights is {asked.weights}; give one for each of prepare.temperatures {asked.temperatures}, none below 0"
-        )
+    if weights and (len(weights) != len(temperatures) or min(weights) < 0 or not sum(weights)):
+        raise UserError(f"prepare.weights is {weights}; give one for each of prepare.temperatures {temperatures}, none below 0")
     try:
-        for temperature in asked.temperatures:
-            sampling_at(asked, temperature)
+        for temperature in temperatures:
+            sampling_at(wanted, temperature)
     except ValueError as error:
         raise UserError(f"prepare: {error}") from error
 
 
 @contextmanager
-def _apart() -> Iterator[Share]:
-    """This process's share among those of a launch or of torchrun, each with a whole target."""
+def _own_share() -> Iterator[Share]:
+    """This process's share of the texts, where every process of the launch has a whole target."""
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size == 1:
         yield Share(0, 1)
@@ -164,7 +157,7 @@ def _writing(folder: Path, rank: int, writes: bool) -> Iterator[Callable[[dict[s
 
 
 class _Progress:
-    """Keeps what is finished, and moves the bar."""
+    """Writes finished texts to the journal, and advances the progress bar."""
 
     def __init__(
         self,
@@ -182,7 +175,7 @@ class _Progress:
         self.watch("texts", self.done, self.total, tokens)
 
     def finished(self, dialogue: Dialogue) -> None:
-        """Raises UserError when more texts have failed than may."""
+        """Record a finished text. Raises UserError when more texts have failed than `failures` allows."""
         record = dialogue.record()
         self.write(record)
         self.done += 1
@@ -191,21 +184,17 @@ class _Progress:
             self.failed += 1
             if self.failed > self.failures:
                 raise UserError(
-                    f"{self.failed} prompts have failed, the last one, {dialogue.job.script.origin}: {dialogue.failed}; mend "
-                    "that, or raise prepare.failures; what is answered is kept"
+                    f"{self.failed} prompts have failed, the last one, {dialogue.job.script.origin}: {dialogue.failed}; fix "
+                    "that, or raise prepare.failures; the answers so far are kept"
                 )
 
 
 def _report(console: Console, summary: dict[str, Any], out: Path, options: RunOptions) -> None:
-    _say(console, f"kept: {summary['kept']:,} of {summary['texts']:,} texts, {summary['replies']:,} replies")
-    for title, key in (("found", "found"), ("dropped", "dropped"), ("failed", "failed")):
-        if shown := ", ".join(f"{count:,} {name}" for name, count in summary[key].items() if count):
-            _say(console, f"{title}: {shown}")
+    print_line(console, f"kept: {summary['kept']:,} of {summary['texts']:,} texts, {summary['replies']:,} replies")
+    for title in ("found", "dropped", "failed"):
+        if shown := ", ".join(f"{count:,} {name}" for name, count in summary[title].items() if count):
+            print_line(console, f"{title}: {shown}")
     if summary["shortened"]:
-        _say(console, f"shortened to the turns before a fault: {summary['shortened']:,}")
-    target = "" if options.target.name == "embedded" else f" target={options.target.name} target.path={options.target.path}"
-    _say(console, f"data: {out}\n\nnext:\n  drafttrain fit recipe=NAME{target} data.path={out}")
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
+        print_line(console, f"shortened to the turns before a fault: {summary['shortened']:,}")
+    command = f"drafttrain fit recipe=NAME{target_arguments(options)} data.path={out}"
+    print_line(console, f"data: {out}\n\nnext:\n  {command}")

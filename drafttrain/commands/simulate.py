@@ -1,8 +1,7 @@
-"""`drafttrain simulate [report=FILE | checkpoint=DIR] [out=FILE.png]`: what acceptance and costs are worth."""
+"""`drafttrain simulate [report=FILE | checkpoint=DIR] [out=FILE.png]`: speedup by formula from acceptance and costs."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +13,36 @@ from drafttrain.measure.compare.rows import rows_of
 from drafttrain.measure.compare.runs import find_runs
 from drafttrain.measure.report import rounded
 from drafttrain.measure.simulate.measured import Measured
-from drafttrain.measure.simulate.outcome import simulated
 from drafttrain.measure.simulate.plot import simulation_plot
+from drafttrain.measure.simulate.simulation import run_simulation
 from drafttrain.measure.simulate.tables import assumptions, chain_table, findings, shape_table
+from drafttrain.runs.directory import dated_path
 from drafttrain.runs.options import RunOptions
 
 
 def simulate(options: RunOptions, resolved: dict[str, Any]) -> Path:
-    """Print the tables, draw the picture and write the figures beside it; returns the picture's path.
+    """Print the tables, draw the plots and write the figures as JSON; returns the path of the plots.
 
-    Raises UserError for bad options, and for reports that cannot be read or have no times.
+    Raises UserError for bad options, and for reports that cannot be read or have no timings.
     """
-    picture, asked = _picture(options), options.simulate
-    outcome = simulated(asked, _measured(options))
+    picture, wanted = _picture(options), options.simulate
+    simulation = run_simulation(wanted, _measured(options))
     console = Console(highlight=False)
-    for line in assumptions(outcome):
+    for line in assumptions(simulation):
         console.print(line, soft_wrap=True)
-    console.print(chain_table(outcome, asked.alphas, outcome.scenario.costs.draft))
-    console.print(shape_table(outcome))
-    for line in findings(outcome):
+    console.print(chain_table(simulation, wanted.alphas, simulation.scenario.costs.draft))
+    console.print(shape_table(simulation))
+    for line in findings(simulation):
         console.print(line, soft_wrap=True)
     picture.parent.mkdir(parents=True, exist_ok=True)
-    simulation_plot(outcome, asked.alphas, picture)
-    atomic_write_json(picture.with_suffix(".json"), rounded(outcome.plain()))
+    simulation_plot(simulation, wanted.alphas, picture)
+    atomic_write_json(picture.with_suffix(".json"), rounded(simulation.plain()))
     console.print(f"picture: {picture}", soft_wrap=True)
     return picture
 
 
 def _measured(options: RunOptions) -> Measured | None:
-    """The checkpoint that is asked for, or a report's best one."""
+    """The checkpoint that the user names, or the best one of the report."""
     if options.checkpoint is not None and options.report is not None:
         raise UserError(f"report is {options.report!r} and checkpoint {options.checkpoint!r}; leave one of them out")
     named = options.report or options.checkpoint
@@ -50,13 +50,13 @@ def _measured(options: RunOptions) -> Measured | None:
         return None
     rows = rows_of(find_runs([named])[0], "best")
     if len(rows) > 1:
-        raise UserError(f"{named} holds {len(rows)} reports; name one of them, such as report={rows[0].found.where}")
+        raise UserError(f"{named} holds {len(rows)} reports; name one of them, such as report={rows[0].run.where}")
     return Measured.of(f"{rows[0].label} {rows[0].entry['name']}", rows[0].entry)
 
 
 def _picture(options: RunOptions) -> Path:
     if options.out is None:
-        return Path(options.output) / "simulate" / time.strftime("%Y-%m-%d_%H-%M-%S.png")
+        return dated_path(options.output, "simulate", ".png")
     path = Path(options.out).expanduser()
     if path.suffix != ".png" or path.is_dir():
         raise UserError(f"out is {options.out!r}; name the picture with out=FILE.png")

@@ -1,43 +1,42 @@
-"""`drafttrain tune checkpoint=DIR`: the draft length or tree that is fastest here, kept with the checkpoint.
+"""`drafttrain tune checkpoint=DIR`: finds the fastest draft length or tree on this machine, and stores it with the checkpoint.
 
-Half of the prompts choose, the other half decides whether the choice is faster than what was trained.
+Half of the prompts serve to choose. The other half decides whether the choice is faster than the trained settings.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from drafttrain.core.errors import UserError
+from drafttrain.core.errors import UserError, check_at_least
 from drafttrain.core.files import atomic_write_json
-from drafttrain.data.prompts import load_prompts
 from drafttrain.decoding.decoder import Decoded
 from drafttrain.drafters.checkpoint import TUNED, keep_tuned, load_checkpoint, read_meta
-from drafttrain.measure import MeasureOptions, TuneOptions
+from drafttrain.measure import MeasureOptions, TuneOptions, cells
 from drafttrain.measure.acceptance import pooled
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import Case, encode_cases, waves
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.expected import forced_hits
-from drafttrain.measure.plan import Budget, plan
+from drafttrain.measure.plan import Budget
 from drafttrain.measure.plots import tuning_plot
 from drafttrain.measure.report import rounded
-from drafttrain.measure.speed import Contender, race, throughput, tpot
+from drafttrain.measure.speed import Contender, throughput, tpot
 from drafttrain.measure.tuning import OBJECTIVES, Predicted, Shape, shapes_of, surface, temperatures
 from drafttrain.model.drafter import Drafter
+from drafttrain.runs.checkpoint_source import CheckpointSource
+from drafttrain.runs.console import line_printer, print_line
+from drafttrain.runs.data import measurement_prompts
+from drafttrain.runs.directory import dated_path
 from drafttrain.runs.environment import environment
-from drafttrain.runs.given_checkpoint import Given, say_plainly
-from drafttrain.runs.lock_step import together
+from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
-from drafttrain.runs.progress import watching
+from drafttrain.runs.progress import progress_bars
 from drafttrain.targets.load import load_target
 
 DEFAULT = "as trained"
@@ -46,44 +45,35 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tuner:
-    """What every race shares. trained: the checkpoint's own decode settings."""
+    """Times decode settings of one drafter."""
 
     bench: Bench
     drafter: Drafter
-    asked: TuneOptions
-    trained: Settings
+    options: TuneOptions
+    trained: Settings  # the checkpoint's decode settings
 
     def use(self, settings: Settings) -> None:
         self.drafter.use_decode_settings(self.trained | settings)
 
     def race(self, name: str, settings: dict[str, Settings], cases: Sequence[Case], seconds: float) -> dict[str, float]:
-        """Speed of each over that of the first, by name: medians over repeats, all in turn over the same prompts."""
-        wanted = waves(len(cases), self.asked.batch_size)
+        """The speed of each of the settings / that of the first, by name: medians over the repeats, on the same prompts."""
+        wanted = waves(len(cases), self.options.batch_size)
         contenders = {label: self._contender(own, cases) for label, own in settings.items()}
-        began = time.monotonic()
-        race(contenders, wanted[:1], 1)  # warms up, and tells what a round takes
-        share = self.bench.part.share
-        chosen = share(plan(time.monotonic() - began, seconds, len(wanted), self.asked.repeats))
-        done, total = 0, chosen.waves * chosen.repeats * len(contenders)
-
-        def tick(lap: Decoded) -> None:
-            nonlocal done
-            done += 1
-            self.bench.watch(name, done, total, sum(len(r.tokens) for r in lap.results))
-
-        laps = race(contenders, wanted[: chosen.waves], chosen.repeats, tick=tick)
+        laps = self.bench.timed(name, contenders, wanted, self.options.repeats, seconds, {})
         first = next(iter(settings))
         rates = {label: [self._rate(lap) for lap in own] for label, own in laps.items()}
         return dict(
-            share({label: median(a / b for a, b in zip(own, rates[first], strict=True)) for label, own in rates.items()})
+            self.bench.part.share(
+                {label: median(a / b for a, b in zip(own, rates[first], strict=True)) for label, own in rates.items()}
+            )
         )
 
     def _rate(self, lap: list[Decoded]) -> float:
-        found = throughput(lap) if self.asked.objective == "throughput" else 1.0 / (tpot(lap) or float("inf"))
+        found = throughput(lap) if self.options.objective == "throughput" else 1.0 / (tpot(lap) or float("inf"))
         return found or 0.0
 
     def _contender(self, settings: Settings, cases: Sequence[Case]) -> Contender:
-        """A decoder of its own, whose session keeps the proposal that it began with."""
+        """A separate decoder for these settings, because a session keeps the proposal that it began with."""
         self.use(settings)
         decoder = decoder_of(self.bench.loaded, self.bench.decode, self.drafter)
 
@@ -95,39 +85,39 @@ class Tuner:
 
 
 def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
-    """Returns the folder of tune.json and surface.png, `<output>/tune/<time>/`.
+    """Search, time, and store the fastest settings; returns the folder of the results, `<output>/tune/<time>/`.
 
     Raises UserError for bad options, and as `measure` does.
     """
     _check(options)
-    given, console = Given.of(str(options.checkpoint)), Console()
-    folder = Path(options.output) / "tune" / time.strftime("%Y-%m-%d_%H-%M-%S")
-    prompts = load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
-    with together(options, "tune") as part:
-        loaded = load_target(given.target(options.target), part)
-        directory = given.checkpoint(loaded, say_plainly(console))
+    source, console = CheckpointSource.of(str(options.checkpoint)), Console()
+    folder = dated_path(options.output, "tune")
+    prompts = measurement_prompts(options)
+    with shared_target(options, "tune") as part:
+        loaded = load_target(source.target(options.target), part)
+        directory = source.checkpoint(loaded, line_printer(console))
         record, restored = read_meta(directory), load_checkpoint(directory, loaded)
         room = loaded.target.shape.max_positions - options.decode.max_new_tokens
         cases, _ = encode_cases(prompts, loaded.tokenizer, room)
         _check_prompts(len(cases), options.tune.batch_size)
-        with watching(console) as watch:
+        with progress_bars(console) as watch:
             measure = MeasureOptions(minutes=options.tune.minutes, repeats=options.tune.repeats)
             bench = Bench(restored.loaded, options.decode, measure, Budget(60 * options.tune.minutes), watch)
-            found = _found(Tuner(bench, restored.drafter.requires_grad_(False), options.tune, record.decode), cases)
+            found = _search(Tuner(bench, restored.drafter.requires_grad_(False), options.tune, record.decode), cases)
         found |= {"checkpoint": str(directory), "prompts": len(cases), "environment": environment(loaded.target.device)}
         found |= {"batch_size": options.tune.batch_size, "objective": options.tune.objective, "decode": asdict(options.decode)}
         if part.first:
             folder.mkdir(parents=True, exist_ok=True)
             tuning_plot(found["surface"], found["chosen"], folder / "surface.png")
             atomic_write_json(folder / "tune.json", rounded(found))
-            _say(found, console)
-            _keep(directory, found, options.tune.write, console)
-            console.print(f"surface: {folder / 'surface.png'}", highlight=False, soft_wrap=True)
+            _print_finalists(found, console)
+            _write_choice(directory, found, options.tune.write, console)
+            print_line(console, f"surface: {folder / 'surface.png'}")
     return folder
 
 
-def _found(tuner: Tuner, cases: list[Case]) -> dict[str, Any]:
-    """The default, the finalists and the choice, with what each was predicted and measured."""
+def _search(tuner: Tuner, cases: list[Case]) -> dict[str, Any]:
+    """The finalists with their predicted and measured speed, all predictions, and the choice."""
     choosing, deciding = cases[0::2], cases[1::2]
     tuner.use({})
     predicted, shapes = _predicted(tuner, choosing)
@@ -155,7 +145,7 @@ def _found(tuner: Tuner, cases: list[Case]) -> dict[str, Any]:
 
 
 def _predicted(tuner: Tuner, cases: Sequence[Case]) -> tuple[list[Predicted], list[Shape]]:
-    """The surface and its best shapes; without a prediction, for drafters that train nothing, all shapes there are."""
+    """(all predictions, the best proposals). For untrained drafters: no predictions, and all possible proposals."""
     bench, drafter = tuner.bench, tuner.drafter
     target, part = bench.loaded.target, bench.part
     if not drafter.trained:
@@ -164,16 +154,16 @@ def _predicted(tuner: Tuner, cases: Sequence[Case]) -> tuple[list[Predicted], li
     outputs = [r.tokens for r in plain]
     hits = forced_hits(target, drafter, [c.tokens for c in cases[: len(plain)]], outputs, target.device)
     sampled = not bench.sampling.greedy and drafter.samples
-    found = surface(target, drafter, hits, sampled, tuner.asked.batch_size)
+    found = surface(target, drafter, hits, sampled, tuner.options.batch_size)
     if not found:
-        raise UserError("the outputs are too short to say what is accepted; raise decode.max_new_tokens, or give more prompts")
+        raise UserError("the outputs are too short to predict acceptance; raise decode.max_new_tokens, or give more prompts")
     order = part.share([[p.shape.depth, p.shape.nodes] for p in found])  # by the first process's clock
     found.sort(key=lambda p: order.index([p.shape.depth, p.shape.nodes]))
-    return found, [p.shape for p in found[: tuner.asked.finalists]]
+    return found, [p.shape for p in found[: tuner.options.finalists]]
 
 
 def _temperature(tuner: Tuner, settings: Settings, cases: Sequence[Case]) -> Settings:
-    """The draft temperature at which most is accepted, for drafters that sample; nothing where it is the target's."""
+    """The draft temperature of the highest tau, for drafters that sample; empty if it is the target's temperature."""
     sampling = tuner.bench.sampling
     if sampling.greedy or not tuner.drafter.samples or sampling.draft_temperature is not None:
         return {}
@@ -192,56 +182,54 @@ def _forecast(label: str, predicted: Sequence[Predicted]) -> dict[str, float | N
     return {"expected_tau": None if own is None else own.tau, "predicted_speedup": None if own is None else own.speedup}
 
 
-def _say(found: dict[str, Any], console: Console) -> None:
-    title = f"batch {found['batch_size']}, {found['objective']}: speed over {DEFAULT}, on the prompts that choose"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("proposal", "expected tau", "predicted speedup over plain", "raced"):
-        table.add_column(column, justify="left" if column == "proposal" else "right")
-    number: Callable[[float | None, str], str] = lambda value, unit: "-" if value is None else f"{value:.2f}{unit}"  # noqa: E731
+def _print_finalists(found: dict[str, Any], console: Console) -> None:
+    title = (
+        f"batch {found['batch_size']}, {found['objective']}: speed compared with {DEFAULT}, on the first half of the prompts"
+    )
+    columns = ("proposal", "expected tau", "predicted speedup over plain", "measured")
+    table = cells.console_table(title, columns, left=("proposal",))
     for row in found["finalists"]:
         bold = "bold" if row["name"] == found["chosen"]["name"] else ""
-        cells = (number(row["expected_tau"], ""), number(row["predicted_speedup"], "x"), number(row["raced"], "x"))
-        table.add_row(row["name"], *cells, style=bold)
+        speeds = ("-" if speed is None else f"{speed:.2f}x" for speed in (row["predicted_speedup"], row["raced"]))
+        table.add_row(row["name"], cells.number(row["expected_tau"]), *speeds, style=bold)
     console.print(table)
 
 
-def _keep(directory: Path, found: dict[str, Any], write: bool, console: Console) -> None:
-    """Say what was decided, and write it."""
+def _write_choice(directory: Path, found: dict[str, Any], write: bool, console: Console) -> None:
+    """Print the choice, and write it if it is faster."""
     chosen = found["chosen"]
-    said = chosen["name"]
+    name = chosen["name"]
     if "draft_temperature" in chosen["settings"]:
-        said += f", draft temperature {chosen['settings']['draft_temperature']:g}"
+        name += f", draft temperature {chosen['settings']['draft_temperature']:g}"
     if not chosen["better"]:
-        kept = f"{directory / TUNED} stays" if (directory / TUNED).is_file() else "nothing is written"
-        told = "nothing was faster" if not chosen["settings"] else f"{said} is not faster on the other prompts"
-        console.print(f"{told} ({chosen['over_default']:.2f}x): {kept}", highlight=False, soft_wrap=True)
+        effect = f"{directory / TUNED} stays" if (directory / TUNED).is_file() else "nothing is written"
+        result = "nothing was faster" if not chosen["settings"] else f"{name} is not faster on the other prompts"
+        print_line(console, f"{result} ({chosen['over_default']:.2f}x): {effect}")
         return
-    console.print(f"{said}: {chosen['over_default']:.2f}x the speed of {DEFAULT} on the other prompts", highlight=False)
+    print_line(console, f"{name}: {chosen['over_default']:.2f}x the speed of {DEFAULT} on the other prompts")
     if write:
         about = {key: found[key] for key in ("batch_size", "objective", "prompts", "environment", "decode")}
         file = keep_tuned(directory, chosen["settings"], rounded(about | {"over_default": chosen["over_default"]}))
-        console.print(f"kept in {file}; delete it to decode {DEFAULT} again", highlight=False, soft_wrap=True)
+        print_line(console, f"stored in {file}; delete it to decode {DEFAULT} again")
 
 
 def _check(options: RunOptions) -> None:
-    asked, decode = options.tune, options.decode
+    tune_options, decode = options.tune, options.decode
     if options.checkpoint is None:
         raise UserError("checkpoint is not set; name a step-NNNNN directory of a run with checkpoint=DIR")
-    if asked.objective not in OBJECTIVES:
-        raise UserError(f"tune.objective is {asked.objective!r}; choose {' or '.join(OBJECTIVES)}")
-    for name in ("batch_size", "repeats", "finalists"):
-        if getattr(asked, name) < 1:
-            raise UserError(f"tune.{name} is {getattr(asked, name)}; set it to 1 or more")
-    if asked.minutes <= 0:
-        raise UserError(f"tune.minutes is {asked.minutes:g}; give more than 0")
+    if tune_options.objective not in OBJECTIVES:
+        raise UserError(f"tune.objective is {tune_options.objective!r}; choose {' or '.join(OBJECTIVES)}")
+    check_at_least(1, "tune", tune_options, "batch_size", "repeats", "finalists")
+    if tune_options.minutes <= 0:
+        raise UserError(f"tune.minutes is {tune_options.minutes:g}; give more than 0")
     set_by_hand = [name for name in ("draft_length", "window", "fallback") if getattr(decode, name) not in (None, False)]
     if set_by_hand:
-        raise UserError(f"decode.{set_by_hand[0]} is set, which tune is to choose or to judge without; leave it out")
+        raise UserError(f"decode.{set_by_hand[0]} is set, but tune chooses it or tests without it; leave it out")
 
 
 def _check_prompts(count: int, batch: int) -> None:
     if count // 2 < batch:
         raise UserError(
-            f"{count} prompts leave {count // 2} to choose on and as many to decide, a batch has {batch}; give prompts=FILE "
-            "with more, or lower tune.batch_size"
+            f"half of the {count} prompts, {count // 2}, are fewer than a batch of {batch}; give prompts=FILE with more, or "
+            "lower tune.batch_size"
         )

@@ -1,9 +1,8 @@
-"""`drafttrain verify engine=NAME out=DIR checkpoint=DIR`: does an engine accept as many drafts as our decoder?"""
+"""`drafttrain verify engine=NAME out=DIR checkpoint=DIR`: checks that an engine accepts as many drafts as our decoder."""
 
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,112 +13,118 @@ from rich.table import Table
 from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json
-from drafttrain.data.prompts import encode_prompt, load_prompts
+from drafttrain.data.prompts import encode_prompt
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.engines.process import ENGINES, EngineJob, EngineResult, python_of, run
 from drafttrain.export.chain import DecodedSequence, Ending, chain_drafter, decoded, plain
 from drafttrain.export.engine_check import EngineCheck, engine_check
-from drafttrain.export.exporter import RECORD, TARGET
+from drafttrain.export.exporter import RECORD
 from drafttrain.export.opened import Opened
-from drafttrain.runs.given_checkpoint import Given
-from drafttrain.runs.lock_step import together
+from drafttrain.runs.checkpoint_source import CheckpointSource
+from drafttrain.runs.console import print_line, print_note
+from drafttrain.runs.data import measurement_prompts
+from drafttrain.runs.directory import dated_path
+from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
+from drafttrain.runs.serving_engines import target_place
 from drafttrain.targets.load import LoadedTarget, load_target
 
-NOTED = ("family", "stack", "layout", "dtype", "checkpoint")  # by `export`, of a directory
-SHOWN = 12  # texts of a table at most, those that differ first
+RECORDED = ("family", "stack", "layout", "dtype", "checkpoint")  # keys of the record that `export` writes
+SHOWN = 12  # rows of the table at most; outputs that differ come first
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What an exported directory says of itself, and who is to run it."""
+class ExportUnderTest:
+    """An exported directory and the engine that runs it."""
 
     out: Path
     checkpoint: Path
     engine: str
-    python: Path
-    record: dict[str, Any]
+    python: Path  # the Python that has the engine
+    record: dict[str, Any]  # that `export` wrote
 
 
 def verify(options: RunOptions, resolved: dict[str, Any]) -> Path:
     """Run the engine, compare, print a table, and return the folder of the report, `<output>/verify/<time>/`.
 
-    Raises UserError for what is missing or does not belong together, ParityError where the engine's texts or its accepted
-    drafts are not ours.
+    Raises UserError for files that are missing or do not belong together. Raises ParityError if the engine's outputs or its
+    accepted drafts differ from ours.
     """
-    asked, console = asked_of(options), Console()
-    meta = read_meta(asked.checkpoint)
-    with together(options, "verify"):
-        target = replace(Given(asked.checkpoint, meta).target(options.target), dtype="float32")
-        opened = Opened.of(asked.checkpoint, load_target(target))
+    export, console = checked_options(options), Console()
+    meta = read_meta(export.checkpoint)
+    with shared_target(options, "verify"):
+        target = replace(CheckpointSource(export.checkpoint, meta).target(options.target), dtype="float32")
+        opened = Opened.of(export.checkpoint, load_target(target))
         ids, names = prompts_of(options, opened.loaded)
         ending = Ending(opened.loaded.target.stop_ids, options.decode.max_new_tokens)
         length = options.decode.draft_length or opened.drafter.draft_length
-        drafter = chain_drafter(opened, length, asked.record["dtype"])
-        with console.status(f"{ENGINES[asked.engine].label}: {len(ids)} prompts, chains of {length}"):
-            outcome = run(asked.engine, asked.python, job_of(asked, opened, ids, ending, length))
+        drafter = chain_drafter(opened, length, export.record["dtype"])
+        with console.status(f"{ENGINES[export.engine].label}: {len(ids)} prompts, chains of {length}"):
+            outcome = run(export.engine, export.python, job_of(export, opened, ids, ending, length))
         own = opened.loaded.target
         with console.status("our own decoder"):
             sequences: list[DecodedSequence] = [decoded(own, drafter, prompt, ending, length, outcome.begins) for prompt in ids]
             found = engine_check(outcome, names, plain(own, ids, ending), sequences, ending, length)
-    folder = Path(options.output) / "verify" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder = dated_path(options.output, "verify")
     folder.mkdir(parents=True, exist_ok=True)
-    about = {key: asked.record[key] for key in NOTED}
+    about = {key: export.record[key] for key in RECORDED}
     atomic_write_json(folder / "verification.json", about | found.as_json())
-    say(console, found, outcome, folder)
+    print_verification(console, found, outcome, folder)
     found.check()
     return folder
 
 
-def asked_of(options: RunOptions) -> Asked:
-    """Raises UserError for what is not set, not there, or not of this engine and checkpoint."""
+def checked_options(options: RunOptions) -> ExportUnderTest:
+    """The export that the options name. Raises UserError if it is missing, or not of this engine and checkpoint."""
     if not isinstance(options.engine, str) or options.engine not in ENGINES:
         raise UserError(f"engine is {options.engine!r}; choose one of {', '.join(ENGINES)}")
     if options.out is None or options.checkpoint is None:
-        raise UserError("verify needs out=DIR, what was exported, and checkpoint=DIR, what it was exported from")
+        raise UserError(
+            "verify needs out=DIR, an exported directory, and checkpoint=DIR, the checkpoint that it was exported from"
+        )
     out, checkpoint = (Path(path).expanduser().absolute() for path in (options.out, options.checkpoint))
     record = record_of(out)
     engine = ENGINES[options.engine]
     if record["stack"] not in engine.loads:
         raise UserError(
-            f"{out} was written for {record['stack']}; {engine.label} is given exports with format={' or '.join(engine.loads)}"
+            f"{out} was written for {record['stack']}; {engine.label} loads exports with format={' or '.join(engine.loads)}"
         )
     if record["checkpoint"] != read_meta(checkpoint).sha256:
-        raise UserError(f"{out} was exported from another checkpoint than {checkpoint}; name that one with checkpoint=DIR")
-    return Asked(out, checkpoint, options.engine, python_of(options.engine, options.engine_python), record)
+        raise UserError(f"{out} was not exported from {checkpoint}; name its checkpoint with checkpoint=DIR")
+    return ExportUnderTest(out, checkpoint, options.engine, python_of(options.engine, options.engine_python), record)
 
 
 def record_of(out: Path) -> dict[str, Any]:
-    """What `export` noted of one stack's directory. Raises UserError where it is none, and for files that it did not write."""
+    """The record of an exported directory. Raises UserError for any other directory, and for files that were changed."""
     check_listed(out, "export again")
     try:
         record: dict[str, Any] = json.loads((out / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"out is {str(out)!r}, where no export is (no {RECORD} to read); name what drafttrain export wrote"
+            f"out is {str(out)!r}, which is not an export ({RECORD} cannot be read); name one that drafttrain export wrote"
         ) from error
     if isinstance(record, dict) and "written" in record:
         inside = ", ".join(map(str, record.get("written", [])))
-        raise UserError(f"out is {str(out)!r}, which holds exports to several stacks; name one of {inside} in it")
-    if not isinstance(record, dict) or (lacking := [key for key in NOTED if key not in record]):
-        said = "no mapping" if not isinstance(record, dict) else f"nothing on {', '.join(lacking)}"
-        raise UserError(f"{out / RECORD} holds {said}; export again")
+        raise UserError(f"out is {str(out)!r}, which has exports for several stacks; name one of {inside} in it")
+    if not isinstance(record, dict) or (lacking := [key for key in RECORDED if key not in record]):
+        fault = "is not a mapping" if not isinstance(record, dict) else f"has no {', '.join(lacking)}"
+        raise UserError(f"{out / RECORD} {fault}; export again")
     return record
 
 
 def prompts_of(options: RunOptions, loaded: LoadedTarget) -> tuple[list[list[int]], list[str]]:
     """Token ids of every prompt's first turn, and the prompts' names."""
-    prompts = load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
+    prompts = measurement_prompts(options)
     ids = [encode_prompt(loaded.tokenizer, prompt.turns[:1]) for prompt in prompts]
     return ids, [str(prompt.question_id) for prompt in prompts]
 
 
-def job_of(asked: Asked, opened: Opened, prompts: list[list[int]], ending: Ending, length: int) -> EngineJob:
+def job_of(export: ExportUnderTest, opened: Opened, prompts: list[list[int]], ending: Ending, length: int) -> EngineJob:
     return EngineJob(
-        target=target_place(asked.out, opened),
-        drafter=str(asked.out),
-        family=asked.record["family"],
-        layout=asked.record["stack"],
+        target=target_place(export.out, opened),
+        drafter=str(export.out),
+        family=export.record["family"],
+        layout=export.record["stack"],
         draft_length=length,
         max_new_tokens=ending.max_new_tokens,
         stop_ids=sorted(ending.stop_ids),
@@ -128,38 +133,25 @@ def job_of(asked: Asked, opened: Opened, prompts: list[list[int]], ending: Endin
     )
 
 
-def target_place(out: Path, opened: Opened) -> str:
-    """The target that the engine serves: where it was trained too, the merged one beside the export."""
-    if opened.meta.adapter is None:
-        path = Path(opened.loaded.path).expanduser()
-        return str(path.absolute()) if path.exists() else opened.loaded.path
-    places = [folder / TARGET for folder in (out, out.parent)]
-    found = next((place for place in places if (place / "config.json").is_file()), None)
-    if found is None:
-        raise UserError(f"the target was trained with this drafter, and {out} has no {TARGET} beside it; export it again")
-    check_listed(found, "export again")
-    return str(found)
-
-
-def say(console: Console, found: EngineCheck, outcome: EngineResult, folder: Path) -> None:
+def print_verification(console: Console, found: EngineCheck, outcome: EngineResult, folder: Path) -> None:
     table = Table(box=None, header_style="bold")
-    for heading in ("prompt", "tokens", "text", "accepted here", f"by {found.engine}"):
-        table.add_column(heading, justify="left" if heading in ("prompt", "text") else "right")
+    for heading in ("prompt", "tokens", "output", "accepted here", f"by {found.engine}"):
+        table.add_column(heading, justify="left" if heading in ("prompt", "output") else "right")
     shown = sorted(found.lines, key=lambda line: line.holds)[:SHOWN]
     for line in shown:
-        text = "the target's" if line.differs is None else f"another from token {line.differs + 1} on"
-        told = "–" if line.theirs is None else str(line.theirs)
-        table.add_row(line.prompt, str(line.tokens), text, str(line.ours), told, style=None if line.holds else "red")
+        text = "as the target" if line.differs is None else f"differs from token {line.differs + 1} on"
+        theirs_text = "–" if line.theirs is None else str(line.theirs)
+        table.add_row(line.prompt, str(line.tokens), text, str(line.ours), theirs_text, style=None if line.holds else "red")
     if len(found.lines) > len(shown):
         table.add_row(f"... {len(found.lines) - len(shown)} more")
-    tokens, texts = sum(line.tokens for line in found.lines), f"{found.same_texts} of {len(found.lines)} the target's"
+    tokens, texts = sum(line.tokens for line in found.lines), f"{found.same_texts} of {len(found.lines)} as the target"
     table.add_row("all", str(tokens), texts, str(found.ours), str(found.theirs), style="bold")
     for i, (ours, theirs) in enumerate(zip(found.ours_by_position, found.theirs_by_position, strict=True), start=1):
         table.add_row(f"position {i}", "", "", str(ours), str(theirs), style=None if ours == theirs else "red")
     console.print(table)
     for note in outcome.notes:
-        console.print(f"note: {note}", style="yellow", soft_wrap=True)
+        print_note(console, note)
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     tau = "nothing verified" if found.tau is None else f"tau {found.tau:.2f}"
-    console.print(f"{tau} with chains of {found.draft_length}; {versions}", soft_wrap=True, highlight=False)
-    console.print(f"report: {folder / 'verification.json'}", soft_wrap=True, highlight=False)
+    print_line(console, f"{tau} with chains of {found.draft_length}; {versions}")
+    print_line(console, f"report: {folder / 'verification.json'}")

@@ -1,4 +1,4 @@
-"""What the verifications yielded: counts pooled over all steps of all prompts, never means of means."""
+"""Acceptance figures. Counts are pooled over all steps of all prompts; there are no means of means."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _Z95 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Pooled counts. offered[i], accepted[i]: drafts at depth i + 1 offered below an accepted path, and accepted."""
+    """Counts of many requests, added up."""
 
     verifications: int
-    emitted: int
-    nodes: int
-    offered: tuple[int, ...]
-    accepted: tuple[int, ...]
+    emitted: int  # tokens
+    nodes: int  # drafted nodes verified
+    offered: tuple[int, ...]  # [i]: drafts at depth i + 1 below an accepted path
+    accepted: tuple[int, ...]  # [i]: accepted drafts at depth i + 1
 
     @property
     def tau(self) -> float | None:
-        """Mean accepted length, the target's own token included; None when nothing was verified."""
+        """Mean accepted length, including the bonus token; None when nothing was verified."""
         return self.emitted / self.verifications if self.verifications else None
 
     @property
     def alpha(self) -> float | None:
-        """Pooled accepted / offered."""
+        """Acceptance rate: accepted / offered drafts, over all positions; None when nothing was offered."""
         return sum(self.accepted) / sum(self.offered) if sum(self.offered) else None
 
     @property
     def alpha_by_position(self) -> list[Interval]:
-        """P(position i accepted | the positions before it accepted), i from 1, with its 95 % interval."""
+        """P(position i accepted | the earlier positions accepted), i from 1, each with its 95 % interval."""
         return [wilson(hit, tried) for hit, tried in zip(self.accepted, self.offered, strict=True) if tried]
 
     @property
     def rejection_overhead(self) -> float | None:
-        """Share of the verified draft nodes that was thrown away."""
+        """Share of the verified draft nodes that were rejected; None when nothing was verified."""
         return 1.0 - sum(self.accepted) / self.nodes if self.nodes else None
 
 
@@ -57,7 +57,7 @@ def pooled(results: Iterable[Result]) -> Acceptance:
 
 
 def wilson(hits: int, trials: int) -> Interval:
-    """A share with its 95 % binomial interval (Wilson's score interval, which stays inside [0, 1])."""
+    """A share with its 95 % binomial interval (Wilson's score interval, which stays within [0, 1])."""
     if trials <= 0 or not 0 <= hits <= trials:
         raise ValueError(f"{hits} hits in {trials} trials; give at least one trial and no more hits than trials")
     share, z2 = hits / trials, _Z95**2

@@ -10,7 +10,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoded, Decoder
 from drafttrain.decoding.request import Result
 from drafttrain.measure import DecodeOptions, MeasureOptions, distribution
-from drafttrain.measure.cases import Case, in_turn, waves
+from drafttrain.measure.cases import Case, interleaved_turns, waves
 from drafttrain.measure.decoding import decoder_of, guard_of, sampling_of, stop_text_of
 from drafttrain.measure.exactness import Match, compare, first_difference
 from drafttrain.measure.plan import Budget, plan
@@ -27,7 +27,7 @@ BASELINE, REFERENCE = "baseline", "transformers"
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The settings that every pass shares."""
+    """Settings and target of a measurement; its methods are the passes over the cases."""
 
     loaded: LoadedTarget
     decode: DecodeOptions
@@ -37,7 +37,7 @@ class Bench:
 
     @property
     def part(self) -> Part:
-        """Processes that share the target decode the same cases in lock step: what the clock decides, the first decides."""
+        """This process's part of a shared target. Its processes decode in lock step, so the first one's clock decides."""
         return self.loaded.target.part
 
     @property
@@ -45,15 +45,18 @@ class Bench:
         return sampling_of(self.decode)
 
     def decoder(self, drafter: Drafter | None, seed: int = 0, max_new_tokens: int | None = None) -> Decoder:
-        """`seed` is added to the configured one."""
+        """A decoder with these settings. seed: added to the configured seed."""
         sampling = replace(self.sampling, seed=self.sampling.seed + seed)
         return decoder_of(self.loaded, self.decode, drafter, sampling, max_new_tokens or self.decode.max_new_tokens)
 
     def decode_all(
         self, stage: str, drafter: Drafter | None, cases: Sequence[Case], passes: int = 1, first: int = 0
     ) -> list[Result]:
-        """Results in case order. With `passes` above 1 (how often the cases will be run in all) the budget may end it early.
-        first: the first case's number among all."""
+        """Decode the cases; results are in case order.
+
+        passes: how many such passes the measurement needs; above 1, the budget may end this pass early.
+        first: number of the first case, which seeds its noise.
+        """
         decoder, results, began = self.decoder(drafter), [], monotonic()
         parts = waves(len(cases), self.options.untimed_batch)
         for done, wave in enumerate(parts, start=1):
@@ -65,8 +68,11 @@ class Bench:
         return results
 
     def reference(self, cases: Sequence[Case], plain: Sequence[Result]) -> list[list[int]]:
-        """transformers' outputs in case order. A row that differs from plain decoding is generated again by itself:
-        left padding, which a batch needs, is not exact in every architecture."""
+        """transformers' outputs, in case order.
+
+        A row that differs from plain decoding is generated again alone: the left padding of a batch is not exact in every
+        architecture.
+        """
         outputs, parts = [], waves(len(cases), self.options.untimed_batch)
         for done, wave in enumerate(parts, start=1):
             found = [r.tokens for r in self._generate([cases[i] for i in wave]).results]
@@ -82,15 +88,15 @@ class Bench:
         return compare(target, target.dtype, [c.tokens for c in cases], ours, theirs, target.device)
 
     def distribution_p(self, drafter: Drafter, case: Case) -> float:
-        """p-value of speculative against plain sampling: the same prompt under many independent keys."""
+        """p-value of speculative against plain sampling, from one prompt under many independent seeds."""
         prompts, length = [case.tokens] * distribution.SAMPLES, distribution.POSITIONS + 1
         rows, pair = self.options.untimed_batch, ((drafter, 1), (None, 2))
         ours, theirs = (self.decoder(d, seed, length).run(prompts, rows).results for d, seed in pair)
         return distribution.p_value([r.tokens for r in ours], [r.tokens for r in theirs])
 
     def races(self, drafters: dict[str, Drafter], cases: Sequence[Case], others: int = 0) -> dict[int, Race]:
-        """Timings by batch size. others: races that follow, each with an equal share of the budget."""
-        sizes, timed, order = self.options.batch_sizes, self.options.timed_prompts, in_turn(cases)
+        """Timings by batch size. others: how many further races will share the remaining budget."""
+        sizes, timed, order = self.options.batch_sizes, self.options.timed_prompts, interleaved_turns(cases)
         return {
             size: self.race(
                 drafters,
@@ -112,33 +118,55 @@ class Bench:
         label: str,
         order: Sequence[int] | None = None,
     ) -> Race:
-        """Baseline and every checkpoint in turn, over as many prompts as the seconds allow. order: the numbers of those cases
-        that may be taken; None: all."""
+        """Time the baseline and every checkpoint, alternating, over as many prompts as fit into `seconds`.
+
+        order: numbers of the cases that may be timed; None: all.
+        """
         decoders = {BASELINE: self.decoder(None)} | {name: self.decoder(d) for name, d in drafters.items()}
         contenders = {name: self._contender(d, cases) for name, d in decoders.items()}
-        chosen_cases = range(len(cases)) if order is None else order
-        wanted, repeats = [[chosen_cases[i] for i in wave] for wave in waves(len(chosen_cases), size)], self.options.repeats
-        once = frozenset({REFERENCE}) if self.options.transformers and self.sampling.greedy and size == 1 else frozenset()
+        numbers = range(len(cases)) if order is None else order
+        wanted, repeats = [[numbers[i] for i in wave] for wave in waves(len(numbers), size)], self.options.repeats
+        once: dict[str, Contender] = {}
+        if self.options.transformers and self.sampling.greedy and size == 1:
+            once[REFERENCE] = lambda wave: self._generate([cases[i] for i in wave])
+        laps = self.timed(f"timing, {label}", contenders, wanted, repeats, seconds, once)
+        timed_waves, timed_repeats = len(laps[BASELINE][0]), len(laps[BASELINE])
+        if timed_waves < len(wanted) or timed_repeats < repeats:
+            self.budget.notes.append(
+                f"timing at {label} was cut to {timed_waves} of {len(wanted)} waves and {timed_repeats} of {repeats} repeats "
+                f"by measure.minutes={self.options.minutes:g}"
+            )
+        return Race(size, wanted[:timed_waves], laps)
+
+    def timed(
+        self,
+        stage: str,
+        contenders: dict[str, Contender],
+        wanted: list[list[int]],
+        repeats: int,
+        seconds: float,
+        once: dict[str, Contender],
+    ) -> dict[str, Repeats]:
+        """Race the contenders over as many of the wanted waves and repeats as fit into `seconds`.
+
+        once: contenders that run in the first repeat only.
+        """
         began = monotonic()
-        race(contenders, wanted[:1], 1)  # warms up, is thrown away, and tells what one round takes
+        race(contenders, wanted[:1], 1)  # warms up and shows what a wave takes; the timings are discarded
         every_time = monotonic() - began
-        if once:
-            contenders[REFERENCE] = lambda wave: self._generate([cases[i] for i in wave])
-            contenders[REFERENCE](wanted[0])
+        for contender in once.values():
+            contender(wanted[0])
         spent = monotonic() - began
-        round_seconds = every_time + (spent - every_time) / repeats
-        chosen = self.part.share(plan(round_seconds, max(0.0, seconds - spent), len(wanted), repeats))
-        self._say_if_cut(label, chosen.waves, len(wanted), chosen.repeats)
-        total = chosen.waves * (chosen.repeats * len(decoders) + len(once))
-        done = 0
+        seconds_per_wave = every_time + (spent - every_time) / repeats
+        chosen = self.part.share(plan(seconds_per_wave, max(0.0, seconds - spent), len(wanted), repeats))
+        done, total = 0, chosen.waves * (chosen.repeats * len(contenders) + len(once))
 
         def tick(lap: Decoded) -> None:
             nonlocal done
             done += 1
-            self.watch(f"timing, {label}", done, total, sum(len(r.tokens) for r in lap.results))
+            self.watch(stage, done, total, sum(len(r.tokens) for r in lap.results))
 
-        laps: dict[str, Repeats] = race(contenders, wanted[: chosen.waves], chosen.repeats, once, tick)
-        return Race(size, wanted[: chosen.waves], laps)
+        return race(contenders | once, wanted[: chosen.waves], chosen.repeats, frozenset(once), tick)
 
     def _contender(self, decoder: Decoder, cases: Sequence[Case]) -> Contender:
         return lambda wave: _run(decoder, [cases[i] for i in wave], wave[0])
@@ -148,14 +176,7 @@ class Bench:
         stop_text, guards = stop_text_of(self.loaded, self.decode), [guard.of(case.as_json) for case in cases]
         return generate(target.model, [c.tokens for c in cases], target.stop_ids, self.decode, stop_text, guards)
 
-    def _say_if_cut(self, label: str, count: int, wanted: int, repeats: int) -> None:
-        if count < wanted or repeats < self.options.repeats:
-            self.budget.notes.append(
-                f"timing at {label} was cut to {count} of {wanted} waves and {repeats} of {self.options.repeats} "
-                f"repeats by measure.minutes={self.options.minutes:g}"
-            )
-
 
 def _run(decoder: Decoder, cases: Sequence[Case], first: int) -> Decoded:
-    """Together; first: the first one's key."""
+    """Decode these cases as one batch. first: request number of the first case."""
     return decoder.run([c.tokens for c in cases], len(cases), first, [c.as_json for c in cases])

@@ -1,50 +1,50 @@
-"""The prompts of a measurement, encoded, and in an order whose every prefix is a fair sample."""
+"""The prompts of a measurement, as token ids. Categories and turns alternate, so that any prefix is a fair sample."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.prompts import Prompt, encode_prompt
 
+Item = TypeVar("Item")
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One turn of a prompt as token ids: what was said before it, and what is asked.
-
-    turns: all that the user says; replies: the target's to those before this one. as_json: the reply is to be JSON, with the
-    keys in `required`. origin: the public set that the prompt is of.
-    """
+    """One turn of a prompt."""
 
     question_id: str
     category: str
-    tokens: list[int]
-    turns: tuple[str, ...] = ()
-    replies: tuple[str, ...] = ()
-    as_json: bool = False
-    required: tuple[str, ...] = ()
-    origin: str | None = None
+    tokens: list[int]  # the dialogue up to and including this turn
+    turns: tuple[str, ...] = ()  # all messages of the user
+    replies: tuple[str, ...] = ()  # the target's replies to the turns before this one
+    as_json: bool = False  # the prompt asks for JSON
+    required: tuple[str, ...] = ()  # keys that the JSON must have
+    origin: str | None = None  # the public set that the prompt is from
 
     @property
     def turn(self) -> int:
-        """From 1."""
+        """Number of this turn, from 1."""
         return len(self.replies) + 1
 
 
 def encode_cases(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, room: int) -> tuple[list[Case], int]:
-    """(cases of at most `room` tokens, number of prompts left out as longer). Raises UserError when none is left."""
+    """(cases of at most `room` tokens, number of longer prompts, which are left out). Raises UserError when none is left."""
     every = [_case(p, tokenizer) for p in prompts]
     kept = [c for c in every if 0 < len(c.tokens) <= room]
     if not kept:
         shortest = min((len(c.tokens) for c in every), default=0)
         raise UserError(
-            f"none of the {len(every)} prompts fits: the shortest has {shortest} tokens, the target leaves room for "
-            f"{max(room, 0)} beside decode.max_new_tokens; give shorter prompts or lower decode.max_new_tokens"
+            f"none of the {len(every)} prompts fits: the shortest has {shortest} tokens, and with decode.max_new_tokens the "
+            f"target has room for {max(room, 0)}; give shorter prompts or lower decode.max_new_tokens"
         )
-    return spread(kept), len(every) - len(kept)
+    return alternate_categories(kept), len(every) - len(kept)
 
 
 def _case(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Case:
@@ -62,7 +62,10 @@ def _case(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Case:
 def follow_ups(
     cases: Sequence[Case], texts: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, room: int, most: int | None
 ) -> tuple[list[Case], int]:
-    """(the next turns of these cases, behind the replies `texts`; how many do not fit into `room`). most: turns in all."""
+    """(the next turns of these cases, number of next turns left out as longer than `room` tokens).
+
+    texts: the replies to these cases, as token ids. most: turns of a dialogue at most.
+    """
     found = []
     for case, text in zip(cases, texts, strict=True):
         if case.turn < len(case.turns) and (most is None or case.turn < most):
@@ -72,24 +75,24 @@ def follow_ups(
     return fitting, len(found) - len(fitting)
 
 
-def in_turn(cases: Sequence[Case]) -> list[int]:
-    """Their numbers, first and later turns alternating, so that a beginning has its share of each."""
-    piles: dict[int, list[int]] = {}
-    for number, case in enumerate(cases):
-        piles.setdefault(case.turn, []).append(number)
-    longest = max((len(pile) for pile in piles.values()), default=0)
-    return [pile[i] for i in range(longest) for pile in piles.values() if i < len(pile)]
+def interleaved_turns(cases: Sequence[Case]) -> list[int]:
+    """The cases' numbers, alternating between first and further turns."""
+    return _alternating(range(len(cases)), lambda number: cases[number].turn)
 
 
-def spread(cases: Sequence[Case]) -> list[Case]:
-    """Round robin over the categories, in order of first appearance; the order within a category stays."""
-    piles: dict[str, list[Case]] = {}
-    for case in cases:
-        piles.setdefault(case.category, []).append(case)
-    longest = max((len(p) for p in piles.values()), default=0)
-    return [pile[i] for i in range(longest) for pile in piles.values() if i < len(pile)]
+def alternate_categories(cases: Sequence[Case]) -> list[Case]:
+    """The cases, alternating between categories in order of first appearance. The order within a category stays."""
+    return _alternating(cases, lambda case: case.category)
+
+
+def _alternating(items: Sequence[Item], group: Callable[[Item], Hashable]) -> list[Item]:
+    """Round robin over the groups."""
+    groups: dict[Hashable, list[Item]] = {}
+    for item in items:
+        groups.setdefault(group(item), []).append(item)
+    return [item for turn in zip_longest(*groups.values(), fillvalue=None) for item in turn if item is not None]
 
 
 def waves(count: int, batch_size: int) -> list[list[int]]:
-    """Case numbers 0..count-1 in waves of `batch_size`, the last one maybe smaller."""
+    """Case numbers 0..count-1 in waves of `batch_size`. The last wave may be smaller."""
     return [list(range(start, min(start + batch_size, count))) for start in range(0, count, batch_size)]

@@ -1,4 +1,4 @@
-"""What training logged, over its steps."""
+"""Reads the training curves from a metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Series = dict[str, list[tuple[float, float]]]
 
 
 def read_curves(metrics: Path | None) -> dict[str, Series]:
-    """By a name of `CURVES`, the series of a metrics.jsonl that have points; empty without a file."""
+    """The series that have points, by a name of `CURVES`; empty without a file."""
     text = metrics.read_text(encoding="utf-8") if metrics is not None and metrics.exists() else ""
     lines = [json.loads(line) for line in text.splitlines() if line.strip()]
     found = {

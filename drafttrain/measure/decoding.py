@@ -1,4 +1,4 @@
-"""A decoder as the options describe it; the baseline differs from it in the drafter alone."""
+"""Builds a decoder from the options. The baseline differs only in having no drafter."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from drafttrain.targets.load import LoadedTarget
 
 
 def sampling_of(decode: DecodeOptions) -> Sampling:
+    """The sampling settings of these options."""
     return Sampling(
         decode.temperature,
         decode.top_k,
@@ -29,24 +30,25 @@ def sampling_of(decode: DecodeOptions) -> Sampling:
 
 
 def stop_text_of(loaded: LoadedTarget, decode: DecodeOptions) -> StopText | None:
+    """The strings that end an output; None without any."""
     tokenizer = loaded.tokenizer
     return StopText(tuple(decode.stop), lambda ids: str(tokenizer.decode(ids))) if decode.stop else None
 
 
 def guard_of(loaded: LoadedTarget, decode: DecodeOptions) -> Guard:
-    """Raises ValueError for an action that is none."""
-    asked, tokenizer = decode.guard, loaded.tokenizer
-    return Guard(asked.loop, asked.json, asked.fence, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
+    """The actions on outputs that go wrong. Raises ValueError for an unknown action."""
+    options, tokenizer = decode.guard, loaded.tokenizer
+    return Guard(options.loop, options.json, options.fence, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
 
 
 def idle_guards(decode: DecodeOptions) -> str | None:
-    """A sentence on guards that have nothing to fall back to; None where there are none."""
+    """A note on guards that have no effect under a lossless policy; None where there are none."""
     named = [f"decode.guard.{name}=plain" for name in ("loop", "json") if getattr(decode.guard, name) == "plain"]
     if not named or not (decode.policy in POLICIES and POLICIES[decode.policy].lossless):
         return None
     return (
-        f"{' and '.join(named)} changes nothing: policy {decode.policy} is lossless, the text is the target's own already; "
-        "stop would end it"
+        f"{' and '.join(named)} has no effect: policy {decode.policy} is lossless, so plain decoding gives the same output; "
+        "use stop to end it"
     )
 
 
@@ -57,7 +59,10 @@ def decoder_of(
     sampling: Sampling | None = None,
     max_new_tokens: int | None = None,
 ) -> Decoder:
-    """Raises UserError for settings that contradict each other or lie outside their range."""
+    """A decoder of the target, with the drafter if there is one.
+
+    sampling, max_new_tokens: instead of the options' values. Raises UserError for settings out of range or in conflict.
+    """
     length = max_new_tokens or decode.max_new_tokens
     if not 0 <= decode.min_new_tokens <= decode.max_new_tokens:
         raise UserError(f"decode.min_new_tokens is {decode.min_new_tokens}; set it within 0 and decode.max_new_tokens")
@@ -83,14 +88,14 @@ def decoder_of(
 
 
 def depth_limit(decode: DecodeOptions, drafter: Drafter | None) -> int | None:
-    """The user's draft length, else the one that tuning found; None: as trained."""
+    """The user's draft length, else the tuned one; None: as trained."""
     if decode.draft_length is not None or drafter is None:
         return decode.draft_length
     return drafter.proposal.preferred.draft_length
 
 
 def _drafting(sampling: Sampling, drafter: Drafter | None) -> Sampling:
-    """At the user's draft temperature, else the one that tuning found for this temperature."""
+    """The sampling with the user's draft temperature, else the one tuned for this temperature."""
     preferred = None if drafter is None else drafter.proposal.preferred
     if preferred is None or sampling.draft_temperature is not None or sampling.temperature != preferred.temperature:
         return sampling

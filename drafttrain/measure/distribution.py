@@ -1,4 +1,4 @@
-"""Do sampled tokens follow plain sampling's law? A two-sample chi-square test over many seeds."""
+"""Tests whether speculative samples have the distribution of plain sampling: a two-sample chi-square test over many seeds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 RARE = 10  # tokens seen less often than this in both samples together are pooled into one cell
 SAMPLES = 384  # continuations per side
-POSITIONS = 3  # generated tokens compared, after the first, which the prefill gives
-ENDED = -1  # stands for the tokens after a stop token
+POSITIONS = 3  # positions compared; the first generated token is left out, because the prefill gives it
+ENDED = -1  # counts as the token at positions after a stop token
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:
@@ -22,7 +22,7 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
 
 
 def two_sample(ours: Sequence[int], theirs: Sequence[int]) -> float:
-    """p-value that both samples of tokens come from one law (chi-square on the 2 x cells table, rare cells pooled)."""
+    """p-value of both samples having one distribution: chi-square on the 2 x cells table, with rare tokens as one cell."""
     a, b = Counter(ours), Counter(theirs)
     cells: Counter[int] = Counter()
     first: Counter[int] = Counter()
@@ -39,9 +39,9 @@ def two_sample(ours: Sequence[int], theirs: Sequence[int]) -> float:
 
 
 def p_value(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
-    """p-value over the compared positions, each tested alone; Bonferroni: the least of them times their number.
+    """p-value over all compared positions: the least p-value of a position times the number of positions (Bonferroni).
 
-    ours, theirs: outputs of independent seeds for one prompt.
+    ours, theirs: outputs for one prompt under independent seeds.
     """
     tested = [two_sample([_at(o, i) for o in ours], [_at(o, i) for o in theirs]) for i in range(1, POSITIONS + 1)]
     return min(1.0, len(tested) * min(tested))

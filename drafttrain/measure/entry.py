@@ -1,4 +1,4 @@
-"""One checkpoint's figures under the report's names (docs/report-schema.md), whole and by slice."""
+"""One checkpoint's figures under the report's keys (docs/report-schema.md), over all prompts and by slice."""
 
 from __future__ import annotations
 
@@ -25,30 +25,25 @@ Keys = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What one checkpoint's runs gave, all lists in case order.
-
-    hits: teacher-forced on the plain outputs; None when the policy has no prediction. sampled: see `expected_tau`.
-    exact: against plain decoding, exact_reference: against transformers; None when outputs are sampled or not compared.
-    valid, plain_valid: whether the outputs are the JSON that was asked for; None where none was.
-    """
+    """The results of one checkpoint's runs. All lists are in case order."""
 
     cases: Sequence[Case]
     plain: Sequence[Result]
     speculative: Sequence[Result]
-    hits: Sequence[Hits] | None
-    paths: Sequence[Path]
-    sampled: bool
-    exact: Sequence[Match] | None
-    exact_reference: Sequence[Match] | None
-    valid: Sequence[bool | None] = ()
-    plain_valid: Sequence[bool | None] = ()
+    hits: Sequence[Hits] | None  # teacher-forced on the plain outputs; None when agreement does not predict the policy's tau
+    paths: Sequence[Path]  # the proposal's paths, as `expected_tau` counts them
+    sampled: bool  # see `expected_tau`
+    exact: Sequence[Match] | None  # compared with plain decoding; None when outputs are sampled
+    exact_reference: Sequence[Match] | None  # compared with transformers; None when not compared
+    valid: Sequence[bool | None] = ()  # whether the output is the JSON asked for; None where the prompt asks for none
+    plain_valid: Sequence[bool | None] = ()  # the same for plain decoding
 
 
-def whole(evidence: Evidence, name: str, timed: Race, stop_ids: frozenset[int]) -> Keys:
-    """Every case; times from one race."""
+def checkpoint_keys(evidence: Evidence, name: str, timed: Race, stop_ids: frozenset[int]) -> Keys:
+    """Keys over all cases. Times come from one race."""
     keys = _of_cases(evidence, list(range(len(evidence.cases)))) | speed_keys(timed, name)
     keys["monitors"] = monitor_keys(evidence, stop_ids)
-    times = {prefix: by_prompt(timed, whose) for prefix, whose in (("", name), ("baseline_", BASELINE))}
+    times = {prefix: by_prompt(timed, contender) for prefix, contender in (("", name), ("baseline_", BASELINE))}
     keys["per_prompt"] = [
         _one(evidence, i, stop_ids) | {f"{prefix}decode_ms": _milli(found.get(i)) for prefix, found in times.items()}
         for i in range(len(evidence.cases))
@@ -64,8 +59,10 @@ def whole(evidence: Evidence, name: str, timed: Race, stop_ids: frozenset[int]) 
 
 
 def by_category(evidence: Evidence, name: str, timed: Race) -> list[Keys]:
-    """A slice per category, and per public set and turn where there are several; times come from the waves that hold nothing
-    else."""
+    """A slice per category, and per public set and per turn where there are several.
+
+    Times come from the waves that hold cases of the slice only.
+    """
     slices = []
     for by, values in (
         ("category", [case.category for case in evidence.cases]),
@@ -80,15 +77,12 @@ def by_category(evidence: Evidence, name: str, timed: Race) -> list[Keys]:
 
 
 def by_batch_size(races: dict[int, Race], name: str) -> list[Keys]:
-    """A slice per batch size, from the timed runs alone (first repeat: the tokens are those of every repeat)."""
-    slices = []
-    for size, timed in races.items():
-        slices.append({"by": "batch_size", "value": size, "batch_size": size} | race_keys(timed, name))
-    return slices
+    """A slice per batch size, from the timed runs alone."""
+    return [{"by": "batch_size", "value": size, "batch_size": size} | race_keys(timed, name) for size, timed in races.items()]
 
 
 def race_keys(timed: Race, name: str) -> Keys:
-    """Counts and times of one race alone, its first repeat's counts."""
+    """Counts and times of one race. Counts are those of the first repeat: every repeat gives the same tokens."""
     laps, plain = timed.of(name)[0], timed.of(BASELINE)[0]
     pairs = [(a, b) for x, y in zip(laps, plain, strict=True) for a, b in zip(x.results, y.results, strict=True)]
     keys = acceptance_keys(pooled(a for a, _ in pairs), None) | speed_keys(timed, name)
@@ -96,7 +90,7 @@ def race_keys(timed: Race, name: str) -> Keys:
 
 
 def acceptance_keys(counts: Acceptance, expected: Prediction | None) -> Keys:
-    """tau and what it is made of; a gap of the prediction is flagged that is above 10 % and no chance."""
+    """Acceptance and the counts behind it. A gap of the prediction is flagged when it is significant and above 10 %."""
     return {
         "tau": counts.tau,
         "expected_tau": None if expected is None else expected.tau,
@@ -118,7 +112,7 @@ def acceptance_keys(counts: Acceptance, expected: Prediction | None) -> Keys:
 
 
 def speed_keys(timed: Race, name: str, cases: set[int] | None = None) -> Keys:
-    """Times of one contender beside the baseline's; None where no wave was timed."""
+    """Times of one contender and of the baseline; None where no wave was timed."""
     ours, baseline, reference = timed.of(name, cases), timed.of(BASELINE, cases), timed.of(REFERENCE, cases)
     ratio = speedup(baseline, ours)
     keys: Keys = {"speedup": None, "speedup_min": None, "speedup_max": None}
@@ -136,7 +130,7 @@ def speed_keys(timed: Race, name: str, cases: set[int] | None = None) -> Keys:
 
 
 def cost_keys(ours: Repeats, baseline: Repeats) -> Keys:
-    """Milliseconds per verification step and its parts as multiples of a plain step; None where nothing was timed."""
+    """Milliseconds per decode step, by part, and each part's cost in plain steps; None where nothing was timed."""
     cost, plain = costs(ours), costs(baseline)
     names = ("draft_ms", "verify_ms", "commit_ms", "host_ms")
     rest = ("plain_step_ms", "draft_cost", "verify_cost", "verify_nodes", "draft_share", "verify_share")
@@ -199,7 +193,7 @@ def _one(evidence: Evidence, i: int, stop_ids: frozenset[int]) -> Keys:
 
 
 def monitor_keys(evidence: Evidence, stop_ids: frozenset[int]) -> Keys:
-    """What monitors count in all outputs, and by category."""
+    """The monitors' counts over all outputs and by category."""
     every = range(len(evidence.cases))
     keys, names = _monitored(evidence, every, stop_ids), [case.category for case in evidence.cases]
     keys["categories"] = [
@@ -215,15 +209,15 @@ def _monitored(evidence: Evidence, chosen: Sequence[int], stop_ids: frozenset[in
         ("", evidence.speculative, evidence.valid),
         ("baseline_", evidence.plain, evidence.plain_valid),
     ):
-        asked = [valid[i] for i in chosen if valid and valid[i] is not None]
+        verdicts = [valid[i] for i in chosen if valid and valid[i] is not None]
         found = counted([results[i].tokens for i in chosen], stop_ids)
         keys |= {f"{prefix}{key}": value for key, value in found.items()}
-        keys |= {"json_prompts": len(asked), f"{prefix}json_valid": sum(map(bool, asked)) if asked else None}
+        keys |= {"json_prompts": len(verdicts), f"{prefix}json_valid": sum(map(bool, verdicts)) if verdicts else None}
     return keys
 
 
 def prompt_digest(tokens: Sequence[int]) -> str:
-    """Names a prompt by its token ids, so that measurements of other days and files can be paired by it."""
+    """A hash of a prompt's token ids. It identifies the prompt across measurements and prompt files."""
     return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
 
 

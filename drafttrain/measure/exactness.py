@@ -1,4 +1,4 @@
-"""Are greedy outputs token-identical, and if not, does the number format explain it?
+"""Whether greedy outputs are token-identical, and whether rounding of the number format explains a difference.
 
 Shapes: R logit rows, V vocabulary.
 """
@@ -17,11 +17,11 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class Match(Enum):
-    """SAME: token-identical. EXPLAINED: parts where the target's two choices are a rounding apart. UNEXPLAINED: a defect."""
+    """The result of comparing two outputs."""
 
-    SAME = "same"
-    EXPLAINED = "explained"
-    UNEXPLAINED = "unexplained"
+    SAME = "same"  # token-identical
+    EXPLAINED = "explained"  # at the first difference, both tokens' logits are equal within rounding
+    UNEXPLAINED = "unexplained"  # a defect
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
@@ -37,7 +37,7 @@ def compare(
     theirs: Sequence[Sequence[int]],
     device: torch.device | str = "cpu",
 ) -> list[Match]:
-    """Compare outputs prompt by prompt; `dtype` is the one the target computes in. Nothing explains a float32 difference."""
+    """Compare outputs prompt by prompt. dtype: of the target's computation. In float32, every difference is unexplained."""
     found = []
     for prompt, a, b in zip(prompts, ours, theirs, strict=True):
         at = first_difference(a, b)
@@ -54,8 +54,10 @@ def compare(
 def rounding_explains(
     target: Target, dtype: torch.dtype, context: Sequence[int], tokens: tuple[int, int], device: torch.device | str = "cpu"
 ) -> bool:
-    """Both tokens' logits lie within the dtype's rounding of the greatest: half a unit in the last place each, of
-    both logits compared, which is eps * |greatest logit|."""
+    """Whether both tokens' logits are within rounding of the greatest logit.
+
+    Each of the two compared logits may be off by half a unit in the last place: together eps * |greatest logit|.
+    """
     token_BN = torch.tensor([list(context)], device=device)
     position_BN = torch.arange(len(context), device=device)[None]
     row_BR = torch.tensor([[len(context) - 1]], device=device)

@@ -1,4 +1,4 @@
-"""Expected tau: what teacher-forced agreement predicts for the decode settings that are measured.
+"""Expected tau: the accepted length that teacher-forced agreement predicts for the measured decode settings.
 
 Shapes: B sequences (one here), T positions, M samples, K draft depth, D depth of the proposal.
 """
@@ -24,10 +24,10 @@ FLAGGED_GAP = 0.10  # relative difference of expected and measured tau above whi
 
 
 def forced_batch(prompt: Sequence[int], output: Sequence[int], device: torch.device | str = "cpu") -> TrainBatch:
-    """One sequence, prompt then output, the output supervised.
+    """One sequence: the prompt, then the output. The output is supervised.
 
-    Example: prompt `a b`, output `c d e`: the tokens are `a b c d e`, the mask is True at `c`, `d` and `e`; the first
-    source is `b`, whose root is `c`, as in decoding, where the prefill gives the first root.
+    Example: prompt `a b`, output `c d e`. The tokens are `a b c d e`, the mask is True at `c`, `d` and `e`. The first source
+    is `b` and its root is `c`, as in decoding: the prefill gives the first root.
     """
     token_BT = torch.tensor([[*prompt, *output]], device=device)
     position_BT = torch.arange(token_BT.shape[1], device=device)[None]
@@ -43,7 +43,7 @@ def forced_hits(
     outputs: Sequence[Sequence[int]],
     device: torch.device | str,
 ) -> list[Hits]:
-    """Teacher-forced hits of every prompt's own output, in order; a prompt too short for any sample gives empty ones."""
+    """Teacher-forced hits on every prompt's output, in order. An output too short for a sample gives empty hits."""
     online = Online(target, drafter.taps)
     width = max(10, 1 + max((max(path) for path in drafter.proposal.paths), default=0))
     pairs = zip(prompts, outputs, strict=True)
@@ -52,16 +52,16 @@ def forced_hits(
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """An expected tau. interval: 95 %, over texts; None below two. gap_interval: of expected / measured - 1, paired by text."""
+    """An expected tau and its distance from the measured tau."""
 
-    tau: float
-    interval: Interval | None
-    gap: float | None
-    gap_interval: Interval | None
+    tau: float  # expected
+    interval: Interval | None  # 95 %, over sequences; None for fewer than two
+    gap: float | None  # expected / measured - 1
+    gap_interval: Interval | None  # 95 %, of the gap, paired by sequence
 
     @property
     def flagged(self) -> bool:
-        """The gap is above `FLAGGED_GAP`, and more than the texts' chance."""
+        """Whether the gap is above `FLAGGED_GAP` and its interval excludes 0."""
         if self.gap is None or self.gap_interval is None:
             return False
         low, high = self.gap_interval
@@ -71,11 +71,11 @@ class Prediction:
 def predicted(
     hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, texts: Sequence[Hashable], measured_C2: Tensor
 ) -> Prediction | None:
-    """Expected tau of these samples beside the measured one; None without samples.
+    """Expected tau of these samples, compared with the measured tau; None without samples.
 
-    hits: one per case. texts: a case's text, that of its dialogue where it is a turn of one. measured_C2: drafts accepted and
-    verifications of each case. The gap is that of all cases. Its interval pairs each text's prediction with its measurement:
-    how hard the text is to draft moves both, and is no reason for a gap.
+    hits: one per case. texts: names the dialogue of each case, so that its turns count as one text. measured_C2: accepted
+    drafts and verifications of each case. The gap covers all cases. Its interval pairs each text's prediction with its
+    measurement, because a text that is hard to draft lowers both.
     """
     tau = expected_tau(hits, paths, sampled)
     if tau is None:
@@ -97,13 +97,14 @@ def predicted(
 
 
 def expected_tau(hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, visited: bool = True) -> float | None:
-    """Mean accepted length that these samples predict, the bonus token included; None without samples.
+    """Mean accepted length that these samples predict, including the bonus token; None without samples.
 
-    hits: one per prompt, its samples in text order. A deterministic proposal counts each node with P(the node's whole
-    path is hit): 1 + the sum over nodes. `sampled`: a chain drawn from the drafter's law, 1 + the sum over depths of
-    P(all accepted so far), with `sum min(p, q)` for each. visited True: P is over the positions at which decoding
-    stands; False: over all positions, as in training logs. They differ because decoding leaps over easy text: where
-    half of a text is accepted 5 at a time and half 1 at a time, all positions average 3.0, but tau is 1.67.
+    hits: one per prompt, its samples in text order.
+    sampled: False for a deterministic proposal: 1 + the sum over nodes of P(the node's whole path is hit). True for a chain
+    sampled from the drafter's distribution q: 1 + the sum over depths of P(all accepted so far), with `sum min(p, q)` for each.
+    visited: True: P is over the positions at which decode steps start. False: over all positions, as in training logs. The two
+    differ because decoding skips over easy text. Example: half of a text is accepted 5 tokens at a time, half 1 at a time. All
+    positions average 3.0, but tau is 1.67.
     """
     rows = [h for h in hits if len(h.rank_MK)]
     if not rows:
@@ -115,8 +116,10 @@ def expected_tau(hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, vis
 
 
 def counted_paths(drafter: Drafter, hits: Sequence[Hits] | None, depth: int | None) -> list[Path]:
-    """The paths down to `depth` whose hits are counted: the drafter's own. For a tree that grows by confidence those of the
-    best static tree of as many nodes on these texts: the one that training searched is for the training data's.
+    """The proposal's paths, down to `depth`, whose hits count.
+
+    For a tree that grows by confidence: the paths of the best static tree with as many nodes, on these outputs. The static tree
+    found in training is the best one for the training data.
     """
     proposal = drafter.proposal
     texts = [h.rank_MK[:, :depth] for h in hits or () if len(h.rank_MK)]
@@ -126,8 +129,9 @@ def counted_paths(drafter: Drafter, hits: Sequence[Hits] | None, depth: int | No
 
 
 def rank_shares(hits: Sequence[Hits], paths: Sequence[Path], width: int = 10) -> list[list[float]] | None:
-    """[depth][rank]: the share of the positions at which decoding stands where the true token is the drafter's choice of this
-    rank, among those where every token above was one of its first `width`; None without samples.
+    """[depth][rank]: how often the true token is the drafter's choice of this rank; None without samples.
+
+    A share of the positions at which decode steps start and every token above was among the drafter's first `width` choices.
     """
     rows = [h for h in hits if len(h.rank_MK)]
     if not rows or not paths:
@@ -145,9 +149,9 @@ def rank_shares(hits: Sequence[Hits], paths: Sequence[Path], width: int = 10) ->
 
 
 def confidence_error(drafter: Drafter, hits: Sequence[Hits], sampled: bool) -> float | None:
-    """The expected calibration error of the drafter's confidence in its drafts; None where it has none, or nothing was asked.
+    """The expected calibration error of the drafter's confidence in its drafts; None without a confidence or a sample.
 
-    sampled: as for `expected_tau`: what confidences are held against.
+    sampled: as for `expected_tau`. It decides what counts as accepted.
     """
     rows = [(h.confidence_MK, h.mass_MK if sampled else (h.rank_MK == 0).float()) for h in hits if h.confidence_MK is not None]
     if not rows:
@@ -166,5 +170,5 @@ def _arrivals(hits: Hits, paths: Sequence[Path], sampled: bool) -> Tensor:
 
 
 def gap(expected: float | None, measured: float | None) -> float | None:
-    """Relative difference of the prediction from the measurement: expected / measured - 1."""
+    """The prediction's relative error: expected / measured - 1."""
     return None if expected is None or not measured else expected / measured - 1.0

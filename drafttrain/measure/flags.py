@@ -1,4 +1,4 @@
-"""What a reader of the report must not miss, in one sentence each; and which checkpoint is best."""
+"""The report's warnings, one sentence each, and the choice of the best checkpoint."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.measure import cells
 
-LOOPING = 0.2  # share of outputs that end in a loop, above which acceptance figures flatter
-FEW = 200  # verifications that a gap needs to mean something
-NOTICED = 0.03  # share of a difference from which its cause is named
-UNLIKELY = 0.001  # p-value below which a lossless policy's samples are called different
+LOOPING = 0.2  # share of outputs that end in a loop, above which acceptance figures are too good
+FEW = 200  # verifications below which a gap is not significant
+NOTICED = 0.03  # relative difference from which a cause is named
+UNLIKELY = 0.001  # p-value below which a lossless policy's samples count as different
 
 
 def flags(entry: dict[str, Any]) -> list[str]:
-    """Warnings on one checkpoint's figures; an empty list is good news."""
+    """Warnings on one checkpoint's figures."""
     found, prompts = [], entry["prompts"]
     if (change := entry.get("target_change")) is not None:
         found.append(
-            f"the target was trained too: output is the adapted target's, NOT the original's "
+            f"the target was trained too: the output is that of the adapted target, NOT of the original "
             f"({change['changed']} of {change['prompts']} plain outputs differ)"
         )
     if entry["expected_gap_flagged"]:
@@ -41,45 +41,48 @@ def flags(entry: dict[str, Any]) -> list[str]:
         found.append(f"sampled tokens differ from plain sampling (p = {entry['distribution_p_value']:.2g})")
     loops = entry["monitors"]["loops"]
     if loops > LOOPING * prompts:
-        found.append(f"{loops} of {prompts} outputs end in a loop, which makes acceptance look good for nothing")
+        found.append(f"{loops} of {prompts} outputs end in a loop, which makes acceptance look too good")
     if entry["exact_matches"] is not None or not POLICIES[entry["policy"]].lossless:  # else chance alone makes them differ
         for part in entry["monitors"].get("categories", ()):
             if part["json_prompts"] and part["json_valid"] != part["baseline_json_valid"]:
                 ours, plain, asked = part["json_valid"], part["baseline_json_valid"], part["json_prompts"]
-                found.append(f"{part['category']}: {ours} of {asked} outputs are the JSON asked for, plainly decoded {plain}")
+                found.append(
+                    f"{part['category']}: {ours} of {asked} outputs are the JSON asked for; with plain decoding {plain} are"
+                )
     if entry["speedup"] is not None and entry["speedup"] < 1.0:
         found.append(f"slower than plain decoding ({entry['speedup']:.2f}x)")
     return found
 
 
-def broken_promises(report: dict[str, Any]) -> list[str]:
-    """Where a policy that is said to be lossless was found not to be, in a sentence each."""
+def broken_guarantees(report: dict[str, Any]) -> list[str]:
+    """Sentences on lossless policies whose output was not that of the target."""
     found = []
     for entry in report["checkpoints"]:
         if not POLICIES[entry["policy"]].lossless:
             continue
-        said, p_value = f"{entry['name']}: policy {entry['policy']} is lossless", entry["distribution_p_value"]
+        claim, p_value = f"{entry['name']}: policy {entry['policy']} is lossless", entry["distribution_p_value"]
         if entry["unexplained"]:
-            differ = f"{entry['unexplained']} of {entry['prompts']} outputs are not plain decoding's"
-            found.append(f"{said}, {differ}, and rounding does not explain it")
+            differ = f"{entry['unexplained']} of {entry['prompts']} outputs differ from plain decoding"
+            found.append(f"{claim}, but {differ} and rounding does not explain it")
         if p_value is not None and p_value < UNLIKELY:
-            found.append(f"{said}, its samples are not plain sampling's (p = {p_value:.2g})")
+            found.append(f"{claim}, but its samples differ from plain sampling (p = {p_value:.2g})")
     return found
 
 
 def _tau_causes(entry: dict[str, Any]) -> str:
-    """What to look at first, as the figures stand."""
+    """Likely causes of a gap, as an end of its sentence."""
     if entry["verifications"] < FEW:
-        return f": {entry['verifications']} verifications say little, measure more prompts"
+        return f": {entry['verifications']} verifications are too few, measure more prompts"
     if entry["expected_gap"] < 0:
-        return ": the prompts' text may be easier to draft than its average position, as in loops and copies"
+        return ": parts of the outputs may be much easier to draft than the average position, as in loops and copies"
     return (
-        ": look for target states, positions or masks that differ between training and decoding, or what rejected drafts leave"
+        ": check for target states, positions or masks that differ between training and decoding, and for state that rejected "
+        "drafts leave behind"
     )
 
 
 def _speed_causes(entry: dict[str, Any]) -> str:
-    """The parts of the difference that the figures show."""
+    """The causes of a gap that the figures show, as an end of its sentence."""
     timed = next(s for s in entry["slices"] if s["by"] == "batch_size" and s["value"] == entry["batch_size"])["tau"]
     step = sum(entry[key] for key in ("draft_ms", "verify_ms", "commit_ms", "host_ms"))
     unpaid, causes = (entry["commit_ms"] + entry["host_ms"]) / step, []
@@ -88,19 +91,19 @@ def _speed_causes(entry: dict[str, Any]) -> str:
             f"expected tau is {abs(entry['expected_gap']):.0%} {'above' if entry['expected_gap'] > 0 else 'below'} the measured"
         )
     if abs(entry["tau"] / timed - 1) > NOTICED:
-        causes.append(f"the timed prompts' tau is {timed:.2f}, that of all {entry['tau']:.2f}")
+        causes.append(f"tau is {timed:.2f} on the timed prompts and {entry['tau']:.2f} on all prompts")
     if unpaid > NOTICED:
-        causes.append(f"committing and the host, which it leaves out, take {unpaid:.0%} of a step")
+        causes.append(f"the prediction leaves out commit and host time, which take {unpaid:.0%} of a step")
     return ": " + (
         "; ".join(causes) or "times differ between prompts and repeats; raise measure.timed_prompts and measure.repeats"
     )
 
 
 def best(entries: Sequence[dict[str, Any]]) -> str:
-    """The name of the best checkpoint: by speedup where one stands clear of every other's range, else by tau.
+    """The name of the best checkpoint: by speedup if one is above the range of every other, else by tau.
 
-    Timings of checkpoints of one run often overlap; tau, a count, then decides, and speedup breaks its ties. One of step 0,
-    from before any training, must have the higher tau.
+    Timings of checkpoints of one run often overlap; then tau, a count, decides, and speedup breaks ties. A checkpoint of step 0
+    (before training) wins only with the higher tau.
     """
     trained = [e for e in entries if e.get("step") != 0] or list(entries)
     untrained = [e for e in entries if e.get("step") == 0 and all((e["tau"] or 0.0) > (t["tau"] or 0.0) for t in trained)]
@@ -112,8 +115,13 @@ def best(entries: Sequence[dict[str, Any]]) -> str:
     return str(max(candidates, key=lambda e: (e["tau"] or 0.0, e["speedup"] or 0.0))["name"])
 
 
+def best_entry(report: dict[str, Any]) -> dict[str, Any]:
+    """The best checkpoint's figures."""
+    return next(entry for entry in report["checkpoints"] if entry["name"] == report["best"])
+
+
 def distillation(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """A sentence on what training gave a drafter that was measured before it too; none where there is nothing to compare."""
+    """A sentence on the effect of training, if the drafter was measured before training too."""
     known = [e for e in entries if e["tau"] is not None and e.get("step") is not None]
     before, after = (
         max((e for e in known if bool(e["step"]) is t), key=lambda e: e["tau"], default=None) for t in (False, True)

@@ -1,4 +1,4 @@
-"""The memory floor of a decode step: bytes that must be read / measured copy bandwidth. On a GPU only."""
+"""The memory floor of a decode step on a GPU: the bytes that it must read, divided by the measured copy bandwidth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from drafttrain.ops.quantised import stored_bytes
 def step_floor(
     modules: Sequence[nn.Module], shape: TargetShape, dtype: torch.dtype, wave: Decoded, device: torch.device
 ) -> float | None:
-    """Seconds that one step must take at least: all weights once and the batch's KV at half of its output; None on a CPU."""
+    """Least seconds of one decode step: it reads all weights once, and the batch's KV cache at half of its final length.
+
+    None on a CPU.
+    """
     if device.type != "cuda":
         return None
     positions = sum(r.prompt_tokens + len(r.tokens) / 2 for r in wave.results)
@@ -24,11 +27,11 @@ def step_floor(
 
 
 def weight_bytes(*models: nn.Module) -> int:
-    """Bytes of the weights that a step reads, each tensor once, whoever shares it.
+    """Bytes of the weights that a step reads. A tensor that several modules share counts once.
 
-    An embedding table is read by rows: it counts only where it is an output matrix too. Quantised weights count as they are
-    stored. A model that is split among processes counts with this process's part. A drafter's weights count once, though a
-    drafter may read them in each of its passes: a cache can hold them, so more is no floor.
+    An embedding table counts only if it is an output matrix too: otherwise a step reads a few rows of it. Quantised weights
+    count in their stored size. Of a model that is split among processes, this process's part counts. A drafter's weights count
+    once, however many passes it runs: a cache may hold them.
     """
     read: dict[int, int] = {}
     for model in models:
@@ -37,7 +40,7 @@ def weight_bytes(*models: nn.Module) -> int:
 
 
 def _count(module: nn.Module, bits: int | None, read: dict[int, int]) -> None:
-    """Add a module's weights to `read`, bytes by address. bits: of the linear maps that decoding quantises (`substitute`)."""
+    """Add a module's weights to `read`: bytes by address. bits: width of linear layers that decoding quantises."""
     bits = getattr(module, "bits", None) or bits
     base = getattr(module, "base_layer", None)
     if isinstance(base, nn.Module):  # decoding merges low-rank adapters into it
@@ -55,7 +58,7 @@ def _address(weight: Tensor) -> int:
 
 
 def kv_bytes(shape: TargetShape, dtype: torch.dtype, positions: float) -> float:
-    """Bytes of so many positions' keys and values in all blocks."""
+    """Bytes of the keys and values of this many positions, in all blocks."""
     return 2 * shape.blocks * shape.kv_heads * shape.head_dim * dtype.itemsize * positions
 
 

@@ -1,4 +1,4 @@
-"""What guards did, and the outputs' quality with them and without."""
+"""The report's keys and sections on guards and monitors: how often guards acted, and the outputs' quality with and without."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from drafttrain.decoding.guards.guard import JSON, LOOP
 from drafttrain.decoding.request import Result
 from drafttrain.measure import GuardOptions, cells
 from drafttrain.measure.bench import Bench
+from drafttrain.measure.cases import Case
 from drafttrain.measure.entry import Evidence, Keys, monitor_keys
 from drafttrain.measure.monitors import valid_json
 from drafttrain.measure.quality import mean_log_likelihood
@@ -17,25 +18,25 @@ from drafttrain.measure.quality import mean_log_likelihood
 QUALITY = ("loops", "stop_misses", "longest_repeat", "json_valid")
 
 
-def valid_outputs(bench: Bench, evidence_cases: Sequence[Any], results: Sequence[Result]) -> list[bool | None]:
-    """Whether each output is the JSON that its prompt asks for; None where it asks for none."""
+def valid_outputs(bench: Bench, cases: Sequence[Case], results: Sequence[Result]) -> list[bool | None]:
+    """Whether each output is the JSON that its prompt asks for; None for prompts that ask for none."""
     tokenizer, fence = bench.loaded.tokenizer, bench.decode.guard.fence
     return [
         valid_json(str(tokenizer.decode(r.tokens, skip_special_tokens=True)), case.required, fence) if case.as_json else None
-        for case, r in zip(evidence_cases, results, strict=True)
+        for case, r in zip(cases, results, strict=True)
     ]
 
 
 def without_guards(bench: Bench) -> Bench | None:
-    """The same bench with all guards off; None where none is on."""
-    asked = bench.decode.guard
-    if asked.loop == asked.json == "off":
+    """The bench with all guards off; None if none is on."""
+    guard = bench.decode.guard
+    if guard.loop == guard.json == "off":
         return None
-    return replace(bench, decode=replace(bench.decode, guard=GuardOptions(fence=asked.fence)))
+    return replace(bench, decode=replace(bench.decode, guard=GuardOptions(fence=guard.fence)))
 
 
 def guard_keys(bench: Bench, evidence: Evidence, free: Sequence[Result]) -> Keys:
-    """The report's `guards`. free: the same outputs without guards."""
+    """The report's `guards`. free: the outputs without guards."""
     names = [case.category for case in evidence.cases]
     keys: Keys = {
         name: {
@@ -66,11 +67,11 @@ def _quality(bench: Bench, evidence: Evidence) -> Keys:
 
 
 def guards_section(report: dict[str, Any]) -> str:
-    """Of report.md; empty where no guard was on."""
+    """The section of report.md on guards; empty if no guard was on."""
     entries = [e for e in report["checkpoints"] if e.get("guards")]
     if not entries:
         return ""
-    header = ["checkpoint", "policy", "category", "prompts", "loops: acted", "JSON: acted"]
+    header = ["checkpoint", "policy", "category", "prompts", "actions on loops", "actions on JSON"]
     acted, quality = [], []
     for e in entries:
         for part in e["guards"]["categories"]:
@@ -81,22 +82,22 @@ def guards_section(report: dict[str, Any]) -> str:
             counts = [cells.count(q[key]) for key in (*QUALITY, "tokens")]
             quality.append([e["name"], which, *counts, cells.number(q["log_likelihood"], 3)])
     guard = entries[0]["guards"]
-    said = f"On a loop: {guard[LOOP]['action']}. On broken JSON: {guard[JSON]['action']}."
+    actions = f"On a loop: {guard[LOOP]['action']}. On broken JSON: {guard[JSON]['action']}."
     lower = ["checkpoint", "guards", "loops", "no stop token", "longest repetition", "valid JSON", "tokens"]
     lower += ["log-likelihood per token"]
-    return f"## Guards\n\n{said}\n\n" + cells.rows(header, acted) + "\n\n" + cells.rows(lower, quality)
+    return f"## Guards\n\n{actions}\n\n" + cells.rows(header, acted) + "\n\n" + cells.rows(lower, quality)
 
 
 def monitors_section(report: dict[str, Any]) -> str:
-    """Of report.md: what the monitors counted, by category; categories in which they counted nothing are left out."""
+    """The section of report.md on monitors, by category. Categories with zero counts are left out."""
     body = []
     for e in report["checkpoints"]:
         for part in e["monitors"].get("categories", ()):
-            if not any(part[f"{who}{key}"] for who in ("", "baseline_") for key in QUALITY) and not part["json_prompts"]:
+            if not any(part[f"{prefix}{key}"] for prefix in ("", "baseline_") for key in QUALITY) and not part["json_prompts"]:
                 continue
             pairs = [f"{cells.count(part[k])} ({cells.count(part[f'baseline_{k}'])})" for k in QUALITY]
-            asked = [cells.count(part["json_prompts"] or None)]
-            body.append([e["name"], e["policy"], part["category"], str(part["prompts"]), *pairs[:3], *asked, pairs[3]])
+            json_prompts = cells.count(part["json_prompts"] or None)
+            body.append([e["name"], e["policy"], part["category"], str(part["prompts"]), *pairs[:3], json_prompts, pairs[3]])
     if not body:
         return ""
     header = ["checkpoint", "policy", "category", "prompts", "loops (plain)", "no stop token (plain)"]

@@ -1,4 +1,4 @@
-"""Pages of one HTML file each, which ask nothing of a network."""
+"""Renders pages as single HTML files that work offline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of `assets/`, which may include others from there. Values are escaped."""
+    """Render a template of `assets/`, which may include other files of that folder. Values are escaped."""
     loader = jinja2.FileSystemLoader(ASSETS)
     return (
         jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
@@ -22,5 +22,5 @@ def render(template: str, **values: Any) -> str:
 
 
 def script_json(value: Any) -> str:
-    """JSON to stand in a <script> element: no text in it ends the element or opens a comment."""
+    """JSON that is safe inside a <script> element: it cannot end the element or open a comment."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")

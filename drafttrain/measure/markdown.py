@@ -1,4 +1,4 @@
-"""Report.md: the measurement as a person reads it."""
+"""report.md: the measurement as text and tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from drafttrain.measure import cells
 from drafttrain.measure.cells import rows
-from drafttrain.measure.data import data_section
-from drafttrain.measure.enginetext import flags, section
+from drafttrain.measure.data_report import data_section
+from drafttrain.measure.engine_report import flags, section
+from drafttrain.measure.flags import best_entry
 from drafttrain.measure.guards import guards_section, monitors_section
 from drafttrain.measure.published import published_section
 
@@ -19,12 +20,12 @@ _ALT = {
     "acceptance.png": "Acceptance by position",
     "speedup.png": "Speedup by batch size",
     "training.png": "Training curves",
-    "data.png": "Lengths of rows, and what a draft vocabulary covers",
+    "data.png": "Lengths of rows, and coverage of a draft vocabulary",
 }
 
 
 def markdown(report: Report, figures: Sequence[str]) -> str:
-    """The whole text; `figures` are file names beside it."""
+    """The whole text. figures: names of picture files in the same folder."""
     sections = [
         headline(report),
         _checkpoints(report),
@@ -45,7 +46,7 @@ def markdown(report: Report, figures: Sequence[str]) -> str:
 
 def headline(report: Report) -> str:
     """A title, and a paragraph on the best checkpoint."""
-    entry = next(e for e in report["checkpoints"] if e["name"] == report["best"])
+    entry = best_entry(report)
     text = f"# {report['drafter'].get('family', 'Drafter')}: tau {cells.number(entry['tau'])}"
     if entry["speedup"] is not None:
         text += f", {cells.speedups(entry)} the speed of plain decoding"
@@ -54,11 +55,11 @@ def headline(report: Report) -> str:
     if entry["exact_matches"] is not None:
         whose = " of the adapted target" if entry.get("target_change") else ""
         text += f"; greedy output identical to plain decoding{whose} for {cells.exact(entry)} of them"
-    return text + ". Every term is defined in docs/metrics.md."
+    return text + ". Tokens and tau are deterministic; timings vary by machine. docs/metrics.md defines every term."
 
 
 def _checkpoints(report: Report) -> str:
-    header = ["checkpoint", "step", "tau", "expected tau", "alpha", "alpha by position", "thrown away", "speedup [min-max]"]
+    header = ["checkpoint", "step", "tau", "expected tau", "alpha", "alpha by position", "rejected", "speedup [min-max]"]
     header += [_RATES, "exact"]
     body = []
     for e in report["checkpoints"]:
@@ -77,25 +78,25 @@ def _flags(report: Report) -> str:
 
 
 def _change(report: Report) -> str:
-    """What became of targets that were trained too."""
+    """The effect of training on adapted targets."""
     header = ["checkpoint", "plain outputs changed", "original's outputs: original / adapted"]
-    header += ["adapted's outputs: original / adapted", "perplexity: original / adapted", "matrices", "MiB beside the original"]
+    header += ["adapted's outputs: original / adapted", "perplexity: original / adapted", "parameters", "MiB added"]
     body = []
     for e in report["checkpoints"]:
         if (c := e.get("target_change")) is None:
             continue
         line = [e["name"], f"{c['changed']}/{c['prompts']}"]
         for key in ("original_outputs", "adapted_outputs", "perplexity"):
-            line.append(" / ".join(cells.number(c[key][whose], 3) for whose in ("original", "adapted")))
+            line.append(" / ".join(cells.number(c[key][target], 3) for target in ("original", "adapted")))
         body.append([*line, f"{c['parameters']:,}", cells.number(c["mib"], 1)])
     if not body:
         return ""
-    said = (
-        "The target was trained too: drafts are verified by an adapted target, and **output is not that of the original one**. "
+    summary = (
+        "The target was trained too. An adapted target verifies the drafts, and **its output is not that of the original**. "
+        "Speed, tau and exactness are relative to plain decoding of the adapted target. Outputs: mean log-likelihood of greedy "
+        "outputs in nats per token, under each target. Perplexity: of held-out replies."
     )
-    said += "Speed, tau and exactness are against the adapted target's own plain decoding. Outputs: mean log-likelihood per "
-    said += "token of greedy text, in nats; perplexity: of held-out replies."
-    return f"## Change of the target\n\n{said}\n\n" + rows(header, body)
+    return f"## Change of the target\n\n{summary}\n\n" + rows(header, body)
 
 
 def _costs(report: Report) -> str:
@@ -103,15 +104,16 @@ def _costs(report: Report) -> str:
     if not timed:
         return ""
     header = ["checkpoint", "draft ms", "verify ms", "commit ms", "host ms", "plain step ms", "draft / plain", "verify / plain"]
-    header += ["nodes", "predicted speedup", "TTFT ms (plain)", "TPOT ms (plain)", "floor"]
+    header += ["nodes", "predicted speedup", "TTFT ms (plain)", "TPOT ms (plain)", "memory floor"]
     body = []
     for e in timed:
         line = [e["name"]] + [cells.number(e[k]) for k in ("draft_ms", "verify_ms", "commit_ms", "host_ms", "plain_step_ms")]
         line += [cells.number(e[k]) for k in ("draft_cost", "verify_cost")] + [cells.number(e["verify_nodes"], 1)]
         line += [cells.number(e.get("predicted_speedup"))]
-        line += [f"{cells.number(e[k])} ({cells.number(e[f'baseline_{k}'])})" for k in ("ttft_ms", "tpot_ms")]
+        line += [cells.with_plain(e, k) for k in ("ttft_ms", "tpot_ms")]
         body.append([*line, cells.share(e["floor_fraction"])])
-    return "## What a step costs\n\nPer verification, at the first batch size; nodes include the root.\n\n" + rows(header, body)
+    about = "Milliseconds per decode step (draft, verify, commit, host), at the first batch size. Nodes include the root."
+    return f"## Cost of a decode step\n\n{about}\n\n" + rows(header, body)
 
 
 def _slices(report: Report) -> str:

@@ -1,4 +1,4 @@
-"""Failure monitors. They count, they never act."""
+"""Failure monitors: loops, missing stop tokens, broken JSON. They only count; `drafttrain.decoding.guards` acts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drafttrain.decoding.guards.repetition import LONGEST_PERIOD, loops, whole_r
 
 
 def longest_repeat(tokens: Sequence[int]) -> int:
-    """Tokens in the longest run of one n-gram repeated back to back at least three times; 0 when there is none.
+    """Length in tokens of the longest run of one n-gram, repeated back to back at least three times; 0 when there is none.
 
     Example: `a b a b a b c` holds `a b` three times, 6 tokens.
     """
@@ -18,17 +18,20 @@ def longest_repeat(tokens: Sequence[int]) -> int:
 
 
 def ends_in_loop(tokens: Sequence[int], stop_ids: frozenset[int] = frozenset()) -> bool:
-    """The output's tail is a loop (`drafttrain.decoding.guards.repetition.loops`). A stopped output never does."""
+    """Whether the output's tail is a loop (`drafttrain.decoding.guards.repetition.loops`). A stopped output has none."""
     return bool(tokens) and tokens[-1] not in stop_ids and loops(tokens)
 
 
 def missed_stop(tokens: Sequence[int], stop_ids: frozenset[int]) -> bool:
-    """The output ran out of room without a stop token."""
+    """Whether the output reached its length limit without a stop token."""
     return not tokens or tokens[-1] not in stop_ids
 
 
 def valid_json(text: str, required: Sequence[str] = (), fence: bool = True) -> bool:
-    """One JSON value, blanks and, if allowed, a ``` fence around it; an object with the required keys, where there are any."""
+    """Whether the text is one JSON value, with blanks and, if allowed, a ``` fence around it.
+
+    required: keys that it must have; then it must be an object.
+    """
     checker = JsonText(fence)
     if checker.feed(text) is not None or not checker.complete:
         return False
@@ -42,7 +45,7 @@ def valid_json(text: str, required: Sequence[str] = (), fence: bool = True) -> b
 
 
 def counted(outputs: Sequence[Sequence[int]], stop_ids: frozenset[int]) -> dict[str, int]:
-    """How many outputs end in a loop, how many never stop, and the longest repetition in tokens."""
+    """Number of outputs that end in a loop, number without a stop token, and the longest repetition in tokens."""
     return {
         "loops": sum(ends_in_loop(o, stop_ids) for o in outputs),
         "stop_misses": sum(missed_stop(o, stop_ids) for o in outputs),

@@ -1,4 +1,4 @@
-"""Report.html: the measurement as one page that needs no network."""
+"""report.html: the measurement as one page that works offline."""
 
 from __future__ import annotations
 
@@ -8,31 +8,40 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 import drafttrain
-from drafttrain.measure import cells, enginetext
+from drafttrain.measure import cells, engine_report
 from drafttrain.measure.curves import CURVES, read_curves
+from drafttrain.measure.flags import best_entry
 from drafttrain.measure.html import render, script_json
 from drafttrain.measure.markdown import headline, markdown
 
 CHARTS = (
-    ("acceptance", "Acceptance by position", "Of the drafts whose predecessors were all accepted; with 95 % intervals."),
-    ("categories", "Tau by category", "Tokens that one forward of the target gives, measured and as training foretold."),
+    (
+        "acceptance",
+        "Acceptance by position",
+        "Share of drafts that are accepted, among those whose predecessors all were; with 95 % intervals.",
+    ),
+    ("categories", "Tau by category", "Tokens per forward pass of the target: measured, and predicted by teacher forcing."),
     (
         "speedup",
         "Speedup by batch size",
-        "Time per token of plain decoding over that of speculative decoding: median, least, greatest.",
+        "Time per token of plain decoding / of speculative decoding: median, minimum and maximum of the repeats.",
     ),
     (
         "engines",
-        "Engines beside it",
-        "Tokens a second on the same prompts, with and without speculation, of our decoder and of serving engines.",
+        "Serving engines",
+        "Tokens per second on the same prompts, with and without speculation, of our decoder and of serving engines.",
     ),
-    ("temperature", "Speedup by temperature", "At the first batch size, sampled without loss above 0."),
-    ("context", "Speedup by context length", "At the first batch size, of prompts of so many tokens, cut from long documents."),
-    ("step", "A step", "What one verification costs beside a plain step, in milliseconds, at the first batch size."),
+    ("temperature", "Speedup by temperature", "At the first batch size. Above temperature 0, sampling is lossless."),
+    ("context", "Speedup by context length", "At the first batch size. Prompts of this many tokens, cut from long documents."),
+    (
+        "step",
+        "Cost of a decode step",
+        "A speculative step compared with a plain step, in milliseconds, at the first batch size.",
+    ),
     (
         "waterfall",
-        "From ideal to measured",
-        "What is left of the tokens of a step as each part of it is paid for, in plain steps.",
+        "From ideal to measured speedup",
+        "Tokens per step, divided by the cost of the step in plain steps, as each part of the cost is added.",
     ),
     *((f"training-{name}", title, "") for name, title in CURVES.items()),
 )
@@ -52,14 +61,14 @@ ENGINE: tuple[str, ...] = (
 
 def page(report: dict[str, Any], metrics: Path | None) -> str:
     """The whole page. metrics: the training run's metrics.jsonl."""
-    title, _, said = headline(report).removeprefix("# ").partition("\n\n")
+    title, _, summary = headline(report).removeprefix("# ").partition("\n\n")
     flags = [f"{entry['name']}: {flag}" for entry in report["checkpoints"] for flag in entry["flags"]]
     return render(
         "report.html",
         title=title,
-        said=f"{said.replace('**', '')} drafttrain {drafttrain.__version__}.",
-        cards=_cards(next(entry for entry in report["checkpoints"] if entry["name"] == report["best"])),
-        notes=[*flags, *enginetext.flags(report), *report["measure"]["notes"]],
+        summary=f"{summary.replace('**', '')} drafttrain {drafttrain.__version__}.",
+        cards=_cards(best_entry(report)),
+        notes=[*flags, *engine_report.flags(report), *report["measure"]["notes"]],
         charts=CHARTS,
         tables=_tables(report),
         data=script_json(_data(report, metrics)),
@@ -67,23 +76,23 @@ def page(report: dict[str, Any], metrics: Path | None) -> str:
 
 
 def _cards(best: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(name, figure, what stands beside it)."""
+    """(name, figure, explanation) of each headline figure."""
     found = [("tau", cells.number(best["tau"]), f"expected {cells.expected(best)}")]
     if best["speedup"] is not None:
         low, high = (cells.number(best[key]) for key in ("speedup_min", "speedup_max"))
-        found.append(("speedup", f"{best['speedup']:.2f}x", f"{low} to {high}, batch {best['batch_size']}"))
+        found.append(("speedup", f"{best['speedup']:.2f}x", f"repeats {low} to {high}, batch {best['batch_size']}"))
         plain, reference = (cells.number(best[key], 0) for key in ("baseline_tokens_per_s", "transformers_tokens_per_s"))
         found.append(("tokens/s", cells.number(best["tokens_per_s"], 0), f"plain {plain}, transformers {reference}"))
-    found.append(("acceptance", cells.number(best["alpha"]), "of the drafts on the verified path"))
+    found.append(("acceptance", cells.number(best["alpha"]), "accepted / offered drafts"))
     if best["exact_matches"] is not None:
-        found.append(("identical", cells.exact(best), "outputs, to plain decoding"))
+        found.append(("identical", cells.exact(best), "outputs identical to plain decoding"))
     if best["floor_fraction"] is not None:
-        found.append(("floor", cells.share(best["floor_fraction"]), "of a step, for memory alone"))
+        found.append(("memory floor", cells.share(best["floor_fraction"]), "of a step: reading weights and cache once"))
     return found
 
 
 def _tables(report: dict[str, Any]) -> str:
-    """report.md's tables as HTML; what is HTML in a name or a setting stays text."""
+    """The tables of report.md as HTML. HTML inside names and settings is escaped."""
     body = markdown(report, []).partition("\n## ")[2]
     return str(MarkdownIt("commonmark", {"html": False}).enable("table").render(f"## {body}"))
 
@@ -97,5 +106,5 @@ def _data(report: dict[str, Any], metrics: Path | None) -> dict[str, Any]:
         name: [{"name": label, "points": points} for label, points in series.items()]
         for name, series in read_curves(metrics).items()
     }
-    engines = [{key: entry[key] for key in ENGINE} for entry in enginetext.engines_of(report)]
+    engines = [{key: entry[key] for key in ENGINE} for entry in engine_report.engines_of(report)]
     return {"best": report["best"], "checkpoints": entries, "curves": curves, "engines": engines}

@@ -1,21 +1,21 @@
-"""The time budget: what is measured in full, what is cut, and the sentence that says so."""
+"""The time budget of a measurement, and how many waves and repeats fit into it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from time import monotonic
 
-LEAST_PROMPTS = 40  # acceptance rests on so many, whatever the budget (or on all, when there are fewer)
-ACCEPTANCE_SHARE = 0.5  # of the budget at most, when there are more
+LEAST_PROMPTS = 40  # acceptance is measured on at least this many prompts, or on all when there are fewer
+ACCEPTANCE_SHARE = 0.5  # largest share of the budget for acceptance on further prompts
 
 
 @dataclass
 class Budget:
-    """Seconds for the whole measurement. `notes` collects what was cut or left out, for the report."""
+    """The time budget of a whole measurement."""
 
     seconds: float
     began: float = field(default_factory=monotonic)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # for the report: what was cut or left out
 
     @property
     def used(self) -> float:
@@ -26,24 +26,24 @@ class Budget:
         return max(0.0, self.seconds - self.used)
 
     def enough(self, done: int, seconds_so_far: float, passes: int) -> bool:
-        """True when the acceptance prompts should end at `done`: `passes` such passes in all would exceed their share."""
+        """Whether acceptance should stop after `done` prompts: `passes` such passes would exceed their share of the budget."""
         return done >= LEAST_PROMPTS and seconds_so_far * passes > ACCEPTANCE_SHARE * self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many waves are timed, how often."""
+    """How many waves of prompts to time, and how many times each."""
 
     waves: int
     repeats: int
 
 
-def plan(round_seconds: float, seconds: float, waves: int, repeats: int) -> Plan:
-    """As many of the wanted waves and repeats as fit; waves go first, then repeats, never below one of each.
+def plan(seconds_per_wave: float, seconds: float, waves: int, repeats: int) -> Plan:
+    """As many of the wanted waves and repeats as fit into `seconds`. Waves are cut first, then repeats; one of each remains.
 
     round_seconds: all contenders once over one wave.
     """
-    rounds = max(1, int(seconds / round_seconds)) if round_seconds > 0 else waves * repeats
+    rounds = max(1, int(seconds / seconds_per_wave)) if seconds_per_wave > 0 else waves * repeats
     if rounds >= waves * repeats:
         return Plan(waves, repeats)
     return Plan(max(1, min(waves, rounds // repeats)), min(repeats, rounds))

@@ -1,4 +1,4 @@
-"""The report's figures, drawn without a display."""
+"""The report's figures as PNG files. Drawing needs no display."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ INK, _GRID = "#333333", "#e3e3e3"
 
 
 def acceptance_plot(entries: Sequence[Entry], path: Path) -> Path | None:
-    """Acceptance at each draft position given the ones before, with 95 % intervals; None when nothing was drafted."""
+    """Draw acceptance by draft position, given that the earlier drafts were accepted, with 95 % intervals.
+
+    None when nothing was drafted.
+    """
     drawn = [e for e in entries if e["alpha_by_position"]]
     if not drawn:
         return None
@@ -31,7 +34,7 @@ def acceptance_plot(entries: Sequence[Entry], path: Path) -> Path | None:
         spread = [[v - a for v, a in zip(value, low, strict=True)], [b - v for v, b in zip(value, high, strict=True)]]
         label = f"{entry['name']} (tau {entry['tau']:.2f})"
         axes.errorbar(at, value, yerr=spread, marker="o", markersize=5, capsize=3, linewidth=1.6, color=colour(i), label=label)
-    axes.set(xlabel="draft position", ylabel="acceptance, given the positions before", ylim=(0, 1))
+    axes.set(xlabel="draft position", ylabel="acceptance, given the earlier positions", ylim=(0, 1))
     axes.set_title("Acceptance by position", loc="left", fontweight="bold")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.08)
@@ -40,7 +43,10 @@ def acceptance_plot(entries: Sequence[Entry], path: Path) -> Path | None:
 
 
 def speedup_plot(entries: Sequence[Entry], path: Path) -> Path | None:
-    """Speedup over plain decoding by checkpoint and batch size, with least and greatest repeat; None without timings."""
+    """Draw speedup over plain decoding by checkpoint and batch size, with minimum and maximum of the repeats.
+
+    None without timings.
+    """
     timed = [(e["name"], [s for s in e["slices"] if s["by"] == "batch_size" and s["speedup"] is not None]) for e in entries]
     sizes = list(dict.fromkeys(s["value"] for _, slices in timed for s in slices))
     if not sizes:
@@ -67,7 +73,7 @@ def speedup_plot(entries: Sequence[Entry], path: Path) -> Path | None:
 
 
 def training_plot(metrics: Path, path: Path) -> Path | None:
-    """Loss, agreement by position and expected tau over the steps of a metrics.jsonl; None when it holds no step."""
+    """Draw loss, agreement by position and expected tau over the steps of a metrics.jsonl; None when it has no step."""
     curves = read_curves(metrics)
     if not curves:
         return None
@@ -84,7 +90,7 @@ def training_plot(metrics: Path, path: Path) -> Path | None:
 
 
 def data_plot(data: Entry | None, path: Path) -> Path | None:
-    """Lengths of the training texts, and what share of supervised tokens the commonest cover; None without either."""
+    """Draw the lengths of the training texts and the coverage by the most frequent tokens; None without the data."""
     if not data or not data.get("lengths"):
         return None
     vocabulary = data.get("vocabulary")
@@ -92,7 +98,7 @@ def data_plot(data: Entry | None, path: Path) -> Path | None:
     edges, counts = zip(*data["lengths"], strict=True)
     every[0].bar(range(len(edges)), counts, 0.88, color=colour(0))
     every[0].set_xticks(range(len(edges)), [f"{edge:,}" for edge in edges], rotation=45)
-    every[0].set(xlabel="at most so many tokens", ylabel="texts")
+    every[0].set(xlabel="length in tokens, up to", ylabel="texts")
     every[0].set_title("Lengths", loc="left", fontweight="bold")
     every[0].grid(axis="x", visible=False)
     if vocabulary:
@@ -101,14 +107,16 @@ def data_plot(data: Entry | None, path: Path) -> Path | None:
         every[1].plot([size], [share], marker="o", markersize=8, color=colour(1), linestyle="none")
         every[1].annotate(f"{size:,}: {share:.1%}", (size, share), (8, -14), textcoords="offset points", color=INK)
         every[1].set_xscale("log", base=2)
-        every[1].set(xlabel="commonest tokens", ylabel="share of supervised tokens", ylim=(0, 1.04))
-        every[1].set_title("What a draft vocabulary covers", loc="left", fontweight="bold")
+        every[1].set(xlabel="most frequent tokens", ylabel="share of supervised tokens", ylim=(0, 1.04))
+        every[1].set_title("Coverage of a draft vocabulary", loc="left", fontweight="bold")
     return save(figure, path)
 
 
 def tuning_plot(surface: Sequence[Entry], chosen: Entry, path: Path) -> Path | None:
-    """Predicted speedup over plain decoding by nodes, a line for each depth, or by depth where nodes follow from it; None
-    without a prediction. The chosen settings are marked."""
+    """Draw predicted speedup over plain decoding, and mark the chosen settings; None without a prediction.
+
+    By nodes, with a line for each depth; by depth alone where the depth decides the nodes.
+    """
     if not surface:
         return None
     depths = sorted({s["depth"] for s in surface})
@@ -128,18 +136,19 @@ def tuning_plot(surface: Sequence[Entry], chosen: Entry, path: Path) -> Path | N
     axes.axhline(1.0, color=INK, linewidth=1, linestyle="--")
     label = "draft length" if along == "depth" else "nodes of the tree"
     axes.set(xlabel=label, ylabel="predicted speedup over plain decoding")
-    axes.set_title("Predicted speedup by the shape of the proposal", loc="left", fontweight="bold")
+    axes.set_title("Predicted speedup by proposal", loc="left", fontweight="bold")
     if along == "nodes":
         axes.legend(frameon=False, fontsize=9)
     return save(figure, path)
 
 
 def colour(i: int) -> str:
+    """The colour of the i-th series."""
     return COLOURS[i % len(COLOURS)]
 
 
 def panels(count: int, width: float, columns: int | None = None, height: float = 3.9) -> tuple[Figure, list[Axes]]:
-    """A figure of this size in inches, and its panels, row by row; columns: all in one row unless set."""
+    """A figure of this size in inches, and its panels, row by row. columns: panels in a row; None: all."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     across = columns or count
@@ -154,7 +163,7 @@ def panels(count: int, width: float, columns: int | None = None, height: float =
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Whole or not at all."""
+    """Write the figure atomically."""
     aside = path.with_suffix(".aside.png")
     figure.savefig(aside)
     aside.replace(path)

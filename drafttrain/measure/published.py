@@ -1,4 +1,4 @@
-"""Figures that others have published for a public prompt set and the same family, beside those measured here."""
+"""Published figures for the same family and public prompt set, for comparison with the measured ones."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.measure import cells
+from drafttrain.measure.flags import best_entry
 
 FILE = Path(__file__).parent / "published.json"
-CAUTION = "Target, hardware and engine differ: only the order of magnitude compares."
+CAUTION = "Target, hardware and engine differ: compare only the order of magnitude."
 
 
 def published_for(report: dict[str, Any], sets: set[str | None]) -> list[dict[str, Any]]:
-    """The report's `published`: of the best checkpoint, for each set that the prompts are of, whatever is known of the family.
+    """The report's `published`: for each public set, published figures of the family next to those of the best checkpoint.
 
-    sets: of all prompts; None among them: of none. A set's own figures are the checkpoint's where it is the only one.
+    sets: the public sets that the prompts are from; None for other prompts.
     """
-    best = next(entry for entry in report["checkpoints"] if entry["name"] == report["best"])
+    best = best_entry(report)
     measured = {part["value"]: part for part in best["slices"] if part["by"] == "set"} or dict.fromkeys(sets, best)
     drafter, found = report["drafter"], []
     for known in json.loads(FILE.read_text(encoding="utf-8")):
@@ -33,7 +34,7 @@ def published_for(report: dict[str, Any], sets: set[str | None]) -> list[dict[st
 
 
 def published_lines(report: dict[str, Any]) -> list[str]:
-    """For the console: a line a figure."""
+    """Lines for the console, one per published figure."""
     lines = [
         f"{p['set']}: tau {cells.number(p['measured_tau'])}, speedup {cells.number(p['measured_speedup'])}; published for "
         f"{p['method']}: {p['tau']:.2f}, {p['speedup']:.2f} ({p['target']}, {p['hardware']})"
@@ -43,7 +44,7 @@ def published_lines(report: dict[str, Any]) -> list[str]:
 
 
 def published_section(report: dict[str, Any]) -> str:
-    """Of report.md; empty where nothing is known."""
+    """The section of report.md; empty without published figures."""
     known = report.get("published") or []
     if not known:
         return ""
@@ -55,4 +56,4 @@ def published_section(report: dict[str, Any]) -> str:
         ]
         for p in known
     ]
-    return f"## Beside published figures\n\n{CAUTION}\n\n" + cells.rows(header, body)
+    return f"## Published figures\n\n{CAUTION}\n\n" + cells.rows(header, body)

@@ -1,4 +1,4 @@
-"""Report.json, report.md, report.html and the figures: one measurement, written whole or not at all."""
+"""Writes and reads a measurement: report.json, report.md, report.html and the figures. Each file is written atomically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report_of(
     environment: dict[str, Any],
     training: dict[str, Any] | None = None,
 ) -> Report:
-    """Put a measurement's `checkpoints` and `measure` under the report's keys (report.schema.json)."""
+    """The report (report.schema.json) of a measurement. body: the result of `measure_checkpoints`."""
     return {
         "schema_version": SCHEMA_VERSION,
         "target": target,
@@ -56,7 +56,7 @@ def write_report(folder: Path, report: Report, metrics: Path | None = None) -> l
 
 
 def _figures(folder: Path, report: Report, metrics: Path | None) -> list[Path]:
-    """The figures written; none where matplotlib is missing: the GPU suites carry only what they must have."""
+    """Draw the figures; returns their files. Without matplotlib, which the GPU suites leave out, there are none."""
     if find_spec("matplotlib") is None:
         return []
     from drafttrain.measure.plots import acceptance_plot, data_plot, speedup_plot, training_plot
@@ -78,14 +78,14 @@ def read_report(file: Path) -> Report:
         raise UserError(f"{file} cannot be read as a report: {error}; name a {FILE} that drafttrain wrote") from error
     wanted = ("schema_version", "target", "drafter", "environment", "measure", "checkpoints", "best")
     if not isinstance(report, dict) or any(key not in report for key in wanted) or not report["checkpoints"]:
-        raise UserError(f"{file} is no report of a measurement; name a {FILE} that drafttrain wrote")
+        raise UserError(f"{file} is not the report of a measurement; name a {FILE} that drafttrain wrote")
     if report["schema_version"] > SCHEMA_VERSION:
         raise UserError(f"{file}: schema_version {report['schema_version']} is newer than {SCHEMA_VERSION}; update drafttrain")
     return report
 
 
 def rounded(value: Any) -> Any:
-    """The same with every float cut to six significant digits: more would be noise."""
+    """The value with every float rounded to six significant digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):

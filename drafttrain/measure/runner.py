@@ -1,4 +1,4 @@
-"""Measure checkpoints of one target against its plain decoding, within a time budget."""
+"""Measures checkpoints of one target against its plain decoding, within a time budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from drafttrain.core.errors import UserError
+from drafttrain.core.errors import UserError, check_at_least
 from drafttrain.data.chat import Encoded
 from drafttrain.data.documents import read_documents
 from drafttrain.data.prompts import Prompt
@@ -18,9 +18,8 @@ from drafttrain.drafters.checkpoint import check_target, load_checkpoint, read_m
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench, Watch
 from drafttrain.measure.cases import Case, encode_cases, follow_ups
-from drafttrain.measure.change import Original
 from drafttrain.measure.decoding import decoder_of, depth_limit, idle_guards
-from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, whole
+from drafttrain.measure.entry import Evidence, Keys, by_batch_size, by_category, checkpoint_keys
 from drafttrain.measure.expected import confidence_error, counted_paths, forced_hits
 from drafttrain.measure.flags import distillation, flags
 from drafttrain.measure.floor import step_floor
@@ -31,6 +30,7 @@ from drafttrain.measure.samples import samples
 from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import at_temperature, conditions, other_slices
 from drafttrain.measure.speed import Race
+from drafttrain.measure.target_change import Original
 from drafttrain.model.drafter import Drafter, trainable
 from drafttrain.objective.losses import Hits
 from drafttrain.targets.adapt import check_whole
@@ -40,11 +40,11 @@ from drafttrain.targets.quantised import weights_of
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRef:
-    """A checkpoint directory, the name it has in the report, and its training step (None when unknown)."""
+    """A checkpoint to measure."""
 
-    name: str
-    path: Path
-    step: int | None
+    name: str  # its name in the report
+    path: Path  # its directory
+    step: int | None  # its training step; None when unknown
 
 
 def measure_checkpoints(
@@ -56,13 +56,15 @@ def measure_checkpoints(
     watch: Watch,
     held_out: Sequence[Encoded] = (),
 ) -> dict[str, Any]:
-    """The report's keys `checkpoints` and `measure`. Raises UserError for settings or prompts that cannot be measured.
+    """Measure the checkpoints and return the report's keys `checkpoints` and `measure`.
 
-    Checkpoints of one target are measured together. One whose target was trained too is measured by itself, against that
-    target's own plain decoding, in its share of the budget; held_out: conversations for the perplexity of such targets.
+    Checkpoints of an unchanged target are measured together. A checkpoint that adapts the target is measured alone, against
+    plain decoding of its adapted target, within its share of the budget.
+    held_out: conversations for the perplexity of adapted targets.
+    Raises UserError for settings or prompts that cannot be measured.
     """
     if not checkpoints:
-        raise UserError("no checkpoint to measure; give at least one")
+        raise UserError("there is no checkpoint to measure; give at least one")
     for checkpoint in checkpoints:
         check_target(checkpoint.path, read_meta(checkpoint.path).target, loaded.target)
     check_measurement(loaded, None, decode, options)
@@ -99,30 +101,30 @@ def _group(
 ) -> dict[str, Keys]:
     """The report's entries of checkpoints that share a target, and of their variants, by name.
 
-    original: what theirs, an adapted one, is compared with.
+    original: the unchanged target, where the checkpoints have an adapted one; the report compares the two.
     """
     restored = {c.name: load_checkpoint(c.path, bench.loaded) for c in checkpoints}
     first = checkpoints[0].name
     if original is not None:
-        said, label = bench.watch, f"{first}: "
+        watch, label = bench.watch, f"{first}: "
         bench = replace(
             bench,
             loaded=restored[first].loaded,
-            watch=lambda stage, *counts: said(label + stage.removeprefix(label), *counts),  # a bar of its own
+            watch=lambda stage, *counts: watch(label + stage.removeprefix(label), *counts),  # a separate progress bar
         )
     checkpoints, drafters = _rows(checkpoints, {name: r.drafter for name, r in restored.items()})
-    asked = len(cases)
+    first_turns = len(cases)
     cases, plain, reference = _baseline(bench, cases, passes=len(checkpoints) + 1)
     parameters = {name: trainable(drafter) for name, drafter in drafters.items()}
     for drafter in drafters.values():
-        drafter.requires_grad_(False)  # from here on they only decode
+        drafter.requires_grad_(False)  # the drafters only decode from here on
     found = {name: _evidence(bench, name, drafter, cases, plain, reference) for name, drafter in drafters.items()}
     extras = {name: _extras(bench, name, drafter, found[name]) for name, drafter in drafters.items()}
     further = conditions(bench, cases)
     races = bench.races(drafters, cases, others=len(further))
     others = other_slices(further, drafters)
     entries = [_entry(bench, c, drafters[c.name], found[c.name], races) | extras[c.name] for c in checkpoints]
-    change = None if original is None else original.change(restored[first], [r.tokens for r in plain[:asked]])
+    change = None if original is None else original.change(restored[first], [r.tokens for r in plain[:first_turns]])
     for entry in entries:
         entry["parameters"] = parameters[entry["name"]]
         entry["target_change"] = change
@@ -134,7 +136,7 @@ def _group(
 def _rows(
     checkpoints: Sequence[CheckpointRef], drafters: Mapping[str, Drafter]
 ) -> tuple[list[CheckpointRef], dict[str, Drafter]]:
-    """Every checkpoint's drafter, and behind each its variants, as rows of their own."""
+    """A row for every checkpoint's drafter, each followed by rows for its variants."""
     refs, rows = [], {}
     for checkpoint in checkpoints:
         drafter = drafters[checkpoint.name]
@@ -145,21 +147,21 @@ def _rows(
 
 
 def _other_weights(loaded: LoadedTarget, checkpoints: Sequence[CheckpointRef]) -> list[str]:
-    """Checkpoints that were trained for the same model with weights of another width."""
+    """Notes on checkpoints that were trained for this model with weights of another precision."""
     here, notes = weights_of(loaded.target.fingerprint), []
     for checkpoint in checkpoints:
         trained = weights_of(read_meta(checkpoint.path).target.fingerprint)
         if trained != here:
             notes.append(
-                f"{checkpoint.name} was trained for this target with {trained} weights, here it drafts for {here} ones"
+                f"{checkpoint.name} was trained for this target with {trained} weights; here the target has {here} weights"
             )
     return notes
 
 
 def check_measurement(loaded: LoadedTarget, drafter: Drafter | None, decode: DecodeOptions, options: MeasureOptions) -> None:
-    """Raise UserError for settings that a measurement would refuse; before a training, too, that would end with it.
+    """Raise UserError for settings that cannot be measured. `fit` calls this before training too.
 
-    drafter: the one that will be measured, as far as it is known by now.
+    drafter: the drafter that will be measured; None if it is not known yet.
     """
     if not options.batch_sizes or min(options.batch_sizes) < 1:
         raise UserError(f"measure.batch_sizes is {list(options.batch_sizes)}; give one or more sizes of at least 1")
@@ -168,12 +170,11 @@ def check_measurement(loaded: LoadedTarget, drafter: Drafter | None, decode: Dec
             f"measure.temperatures is {list(options.temperatures)}, measure.contexts {list(options.contexts)}; "
             "give no temperature below 0, and lengths of at least 1"
         )
-    for name in ("repeats", "timed_prompts", "untimed_batch", "turns"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"measure.{name} is {value}; set it to 1 or more")
+    check_at_least(1, "measure", options, "repeats", "timed_prompts", "untimed_batch", "turns")
     if decode.max_new_tokens < 2:
-        raise UserError(f"decode.max_new_tokens is {decode.max_new_tokens}; set it to 2 or more, the prefill gives the first")
+        raise UserError(
+            f"decode.max_new_tokens is {decode.max_new_tokens}; set it to 2 or more, because the prefill gives the first token"
+        )
     for temperature in dict.fromkeys([decode.temperature, *options.temperatures]):
         decoder_of(loaded, decode if temperature == decode.temperature else at_temperature(decode, temperature), drafter)
     if options.contexts:
@@ -181,13 +182,16 @@ def check_measurement(loaded: LoadedTarget, drafter: Drafter | None, decode: Dec
 
 
 def _baseline(bench: Bench, cases: Sequence[Case], passes: int) -> tuple[list[Case], list[Result], list[list[int]] | None]:
-    """Plain decoding of the cases (fewer, when the budget is short) and behind them of their dialogues' further turns, and
-    transformers' outputs for the same ones. Each turn follows the target's own plain replies, for all that are compared."""
+    """(cases, plain outputs, transformers' outputs or None): the baseline that every drafter is compared with.
+
+    The cases are the given first turns (fewer, when the budget is short), then the dialogues' further turns. Each further turn
+    follows the target's own plain replies.
+    """
     compared = bench.options.transformers and bench.sampling.greedy
     plain = bench.decode_all("plain decoding", None, cases, passes + compared)
     if len(plain) < len(cases):
         bench.budget.notes.append(
-            f"acceptance was taken from {len(plain)} of {len(cases)} prompts by measure.minutes={bench.options.minutes:g}"
+            f"acceptance was measured on {len(plain)} of {len(cases)} prompts by measure.minutes={bench.options.minutes:g}"
         )
     found = turn = list(cases[: len(plain)])
     replies, room = plain, bench.loaded.target.shape.max_positions - bench.decode.max_new_tokens
@@ -195,7 +199,7 @@ def _baseline(bench: Bench, cases: Sequence[Case], passes: int) -> tuple[list[Ca
         texts = [r.tokens for r in replies]
         turn, left_out = follow_ups(turn, texts, bench.loaded.tokenizer, room, bench.options.turns)
         if left_out:
-            bench.budget.notes.append(f"{left_out} later turns are too long for the target and were left out")
+            bench.budget.notes.append(f"{left_out} further turns are too long for the target and were left out")
         if not turn:
             return found, plain, bench.reference(found, plain) if compared else None
         replies = bench.decode_all(f"plain decoding, turn {turn[0].turn}", None, turn, first=len(found))
@@ -211,7 +215,7 @@ def _evidence(
     tokens = [r.tokens for r in ours]
     sampled = not bench.sampling.greedy and drafter.samples
     identical = POLICIES[bench.decode.policy].repeats_plain(bench.sampling)
-    hits = _hits(bench, drafter, cases, plain) if drafter.trained and _foretold(bench, sampled) else None
+    hits = _hits(bench, drafter, cases, plain) if drafter.trained and _agreement_predicts(bench, sampled) else None
     return Evidence(
         cases=cases,
         plain=plain,
@@ -226,8 +230,8 @@ def _evidence(
     )
 
 
-def _foretold(bench: Bench, sampled: bool) -> bool:
-    """Whether agreement foretells acceptance: not where a policy accepts by another rule, nor where not every step drafts."""
+def _agreement_predicts(bench: Bench, sampled: bool) -> bool:
+    """Whether teacher-forced agreement predicts acceptance under this policy, with every step drafting."""
     return POLICIES[bench.decode.policy].agreement_is_acceptance(sampled) and not bench.decode.fallback
 
 
@@ -237,8 +241,11 @@ def _hits(bench: Bench, drafter: Drafter, cases: Sequence[Case], plain: Sequence
 
 
 def _extras(bench: Bench, name: str, drafter: Drafter, evidence: Evidence) -> Keys:
-    """distribution_p_value for lossless sampling, quality_delta (nats per token) for a lossy policy, guards where any is on,
-    confidence_error for a drafter that says how sure it is; else None."""
+    """Keys that only some measurements have; None in the others.
+
+    distribution_p_value: under lossless sampling. quality_delta: nats per token, under a lossy policy. guards: where one is on.
+    confidence_error: of drafters with a confidence head.
+    """
     keys: Keys = {"distribution_p_value": None, "quality_delta": None, "guards": None}
     if free := without_guards(bench):
         outputs = free.decode_all(f"{name}: without guards", drafter, evidence.cases)
@@ -260,7 +267,7 @@ def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: 
     first = races[bench.options.batch_sizes[0]]
     stop_ids = bench.loaded.target.stop_ids
     head: Keys = {"name": checkpoint.name, "path": str(checkpoint.path), "step": checkpoint.step}
-    keys = head | whole(evidence, checkpoint.name, first, stop_ids)
+    keys = head | checkpoint_keys(evidence, checkpoint.name, first, stop_ids)
     keys["samples"] = samples(evidence, bench.loaded.tokenizer)
     keys["outputs"] = [] if POLICIES[bench.decode.policy].lossless else sheet_outputs(evidence, bench.loaded.tokenizer)
     keys |= {"policy": bench.decode.policy, "temperature": bench.decode.temperature, "batch_size": first.batch_size}
@@ -272,8 +279,8 @@ def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: 
 
 def _floor_fraction(bench: Bench, drafter: Drafter, timed: Race, name: str, keys: Keys) -> float | None:
     target, wave = bench.loaded.target, timed.of(name)[0][0]
-    held = replace(target.shape, kv_heads=target.shape.kv_heads // target.part.size)  # of a target that is shared
-    floor = step_floor([target.model, drafter], held, target.dtype, wave, target.device)
+    own_shape = replace(target.shape, kv_heads=target.shape.kv_heads // target.part.size)  # this process's KV heads
+    floor = step_floor([target.model, drafter], own_shape, target.dtype, wave, target.device)
     if floor is None:
         return None
     return 1000 * floor / (keys["draft_ms"] + keys["verify_ms"] + keys["commit_ms"] + keys["host_ms"])

@@ -1,4 +1,4 @@
-"""Some outputs for the report, in runs: what one verification accepted of the drafts, and what the target added."""
+"""Sample outputs for the report, split into the text of accepted drafts and the text that the target added."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from drafttrain.decoding.request import Result
 from drafttrain.measure.entry import Evidence
 from drafttrain.measure.exactness import Match
 
-TEXTS = 8  # of a checkpoint; prompts are spread over the categories, so that the first ones are a fair choice
+TEXTS = 8  # outputs per checkpoint: the first ones, because the prompts alternate between categories
 PROMPT = 400  # characters of a prompt's end that are shown
-HALF = "\ufffd"  # what a tokenizer decodes a part of a character to
+HALF = "\ufffd"  # a tokenizer decodes an incomplete character to this
 
 
 def samples(evidence: Evidence, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
@@ -37,18 +37,18 @@ def _sample(evidence: Evidence, i: int, tokenizer: PreTrainedTokenizerBase) -> d
 
 
 def _pieces(result: Result, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of the first token, then of each verification's accepted drafts and of what the target added, in turn.
+    """The text of the first token; then, for each verification, the text of its accepted drafts and the text that follows.
 
-    A character of several tokens belongs to the piece that completes it.
+    A character of several tokens belongs to the piece with its last token.
     """
     ends, at = [1], 1
     for drafts, length in zip(result.runs, result.lengths, strict=True):
         ends += [at + drafts, at + length]
         at = ends[-1]
-    texts, given = [], ""
+    pieces, shown = [], ""
     for end in ends:
         text = str(tokenizer.decode(result.tokens[:end], skip_special_tokens=True))
         whole = text if end == len(result.tokens) else text.rstrip(HALF)
-        texts.append(whole[len(given) :])
-        given = whole
-    return texts
+        pieces.append(whole[len(shown) :])
+        shown = whole
+    return pieces

@@ -1,6 +1,6 @@
-"""A blind side-by-side sheet for a policy that is not lossless: plain and speculative outputs in random order.
+"""A blind comparison sheet for lossy policies: plain and speculative outputs side by side, in random order.
 
-`sheet.html` and `sheet.csv` show them as A and B, `sheet-key.csv` says which is which.
+`sheet.html` and `sheet.csv` show the outputs as A and B; `sheet-key.csv` is the key.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.core.files import atomic_write_text
 from drafttrain.measure import cells
 from drafttrain.measure.entry import Evidence
+from drafttrain.measure.flags import best_entry
 from drafttrain.measure.html import render
 
-TEXTS = 50  # of a sheet at most: what a person reads in an hour
+TEXTS = 50  # pairs of a sheet at most: a person reads them in an hour
 PLAIN, SPECULATIVE = "plain", "speculative"
 
 
 def outputs(evidence: Evidence, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-    """Both texts of the first prompts whose texts differ; the prompts are spread over the categories."""
+    """Both outputs of the first prompts whose outputs differ. The prompts are spread over the categories."""
 
     def text(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -37,8 +38,11 @@ def outputs(evidence: Evidence, tokenizer: PreTrainedTokenizerBase) -> list[dict
 
 
 def write_sheet(folder: Path, report: dict[str, Any]) -> list[Path]:
-    """Of the best checkpoint; nothing where no texts differ, as with lossless policies. Raises UserError on a full disk."""
-    best = next(entry for entry in report["checkpoints"] if entry["name"] == report["best"])
+    """Write the best checkpoint's sheet; returns the files. Nothing is written if no outputs differ.
+
+    Raises UserError on a full disk.
+    """
+    best = best_entry(report)
     pairs = best.get("outputs") or []
     if not pairs:
         return []

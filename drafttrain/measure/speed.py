@@ -1,4 +1,4 @@
-"""Times. Contenders run the same waves of prompts in turn, so that a drifting clock rate hits all alike."""
+"""Timings. Contenders alternate over the same waves of prompts, so that a drifting clock rate affects all of them alike."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Repeats = list[list[Decoded]]  # [repeat][wave]
 
 @dataclass
 class Race:
-    """Timings of several contenders over the same waves. waves: case numbers; laps: by contender, [repeat][wave]."""
+    """Timings of several contenders over the same waves."""
 
     batch_size: int
-    waves: list[list[int]]
-    laps: dict[str, Repeats] = field(default_factory=dict)
+    waves: list[list[int]]  # case numbers
+    laps: dict[str, Repeats] = field(default_factory=dict)  # by contender, [repeat][wave]
 
     def of(self, name: str, cases: set[int] | None = None) -> Repeats:
-        """One contender's laps; with `cases`, only of the waves that hold nothing else."""
+        """One contender's laps. cases: keep only the waves that hold no other cases."""
         keep = [i for i, wave in enumerate(self.waves) if cases is None or cases.issuperset(wave)]
         return [[lap[i] for i in keep] for lap in self.laps.get(name, [])] if keep else []
 
@@ -35,7 +35,7 @@ def race(
     once: frozenset[str] = frozenset(),
     tick: Callable[[Decoded], None] = lambda lap: None,
 ) -> dict[str, Repeats]:
-    """Run first contender, second, ..., first, second, ... over every wave; those named in `once` in the first repeat only."""
+    """Run the contenders over every wave, alternating. once: contenders that run in the first repeat only."""
     laps: dict[str, Repeats] = {name: [] for name in contenders}
     for repeat in range(repeats):
         running = [name for name in contenders if repeat == 0 or name not in once]
@@ -50,23 +50,23 @@ def race(
 
 
 def tpot(waves: Sequence[Decoded]) -> float | None:
-    """Seconds per output token after the first, pooled over requests: sum(ended - first) / sum(tokens - 1)."""
+    """Time per output token after the first, in seconds, pooled over requests: sum(ended - first) / sum(tokens - 1)."""
     results = _results(waves)
     tokens = sum(len(r.tokens) - 1 for r in results)
     return sum(r.ended - r.first for r in results) / tokens if tokens else None
 
 
 def ttft(waves: Sequence[Decoded]) -> float | None:
-    """Mean seconds from the request to its first token."""
+    """Mean time to first token, in seconds."""
     results = _results(waves)
     return sum(r.first - r.started for r in results) / len(results) if results else None
 
 
 def throughput(waves: Sequence[Decoded], prefill: bool = False) -> float | None:
-    """Tokens per second of wall time, summed over waves.
+    """Tokens per second of wall time, over all waves.
 
-    Without the prefill: tokens after the first / (last token of the wave - first token of the wave). With it: all
-    tokens / (last token of the wave - start of the wave). At batch size 1 the former is 1 / TPOT.
+    prefill: False: tokens after the first / (time of the wave's last token - of its first). At batch size 1 that is 1 / TPOT.
+    True: all tokens / (time of the wave's last token - of its start).
     """
     tokens, seconds = 0, 0.0
     for wave in waves:
@@ -84,22 +84,22 @@ def over_repeats(figure: Callable[[Sequence[Decoded]], float | None], repeats: R
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """Median over repeats of TPOT(baseline) / TPOT(speculative), with the least and the greatest."""
+    """TPOT(baseline) / TPOT(speculative) over the repeats."""
 
-    value: float
-    low: float
-    high: float
+    value: float  # median
+    low: float  # minimum
+    high: float  # maximum
 
 
 def speedup(baseline: Repeats, speculative: Repeats) -> Speedup | None:
-    """Each repeat is compared with the baseline of the same repeat."""
+    """The speedup over the baseline; each repeat is compared with the same repeat of the baseline. None without timings."""
     pairs = [(tpot(b), tpot(s)) for b, s in zip(baseline, speculative, strict=False)]
     ratios = [b / s for b, s in pairs if b is not None and s]
     return Speedup(median(ratios), min(ratios), max(ratios)) if ratios else None
 
 
 def by_prompt(timed: Race, name: str) -> dict[int, float]:
-    """Seconds from a text's first token to its last, by case number: the median over repeats."""
+    """Seconds from an output's first token to its last, by case number: the median over repeats."""
     spent: dict[int, list[float]] = {}
     for laps in timed.of(name):
         for wave, lap in zip(timed.waves, laps, strict=True):

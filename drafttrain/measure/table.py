@@ -1,10 +1,9 @@
-"""The table that ends a run on the console."""
+"""The console table at the end of a measurement."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -14,13 +13,11 @@ _COLUMNS = ("checkpoint", "tau", "expected", "alpha", "by position", "speedup", 
 
 
 def console_table(report: dict[str, Any]) -> Table:
-    """One row per checkpoint, the best in bold; a flagged gap of expected and measured tau in red."""
+    """A row for each checkpoint, the best in bold. Expected tau is red if it is far from the measured tau."""
     first = report["checkpoints"][0]
     title = f"{report['drafter'].get('family', 'drafter')}, policy {first['policy']}, temperature {first['temperature']:g}, "
     title += f"batch {first['batch_size']}, {first['prompts']} prompts ({first['timed_prompts']} timed x {first['repeats']})"
-    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("checkpoint", "tokens/s") else "right")
+    table = cells.console_table(title, _COLUMNS, left=("checkpoint", "tokens/s"))
     for entry in report["checkpoints"]:
         expected = Text(_expected(entry), style="red" if entry["expected_gap_flagged"] else "")
         table.add_row(
@@ -28,7 +25,7 @@ def console_table(report: dict[str, Any]) -> Table:
             cells.number(entry["tau"]),
             expected,
             cells.number(entry["alpha"]),
-            _two_a_line(cells.alphas(entry)),
+            cells.two_a_line(cells.alphas(entry)),
             cells.speedups(entry).replace(" ", "\n"),
             _rates(entry),
             cells.exact(entry),
@@ -41,7 +38,7 @@ def console_table(report: dict[str, Any]) -> Table:
 
 
 def _expected(entry: dict[str, Any]) -> str:
-    """The interval below it, one end a line: the table is to be within 80 columns."""
+    """Expected tau with its interval on further lines, to keep the table within 80 columns."""
     value, _, interval = cells.expected(entry).partition(" ")
     low, _, high = interval.strip("()").partition(" to ")
     return f"{value}\n{low} to\n{high}" if interval else value
@@ -50,9 +47,3 @@ def _expected(entry: dict[str, Any]) -> str:
 def _rates(entry: dict[str, Any]) -> str:
     names = {"tokens_per_s": "", "baseline_tokens_per_s": " plain", "transformers_tokens_per_s": " hf"}
     return "\n".join(f"{cells.number(entry[key], 0)}{label}" for key, label in names.items())
-
-
-def _two_a_line(text: str) -> str:
-    """Keeps the table within 80 columns."""
-    words = text.split()
-    return "\n".join(" ".join(words[i : i + 2]) for i in range(0, len(words), 2))

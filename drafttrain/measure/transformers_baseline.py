@@ -1,4 +1,4 @@
-"""Transformers' own `generate`, greedy: a second opinion on the tokens, and a second baseline for the speed.
+"""transformers' `generate`, greedy: an independent check of the tokens, and a second baseline of speed.
 
 Shapes: B prompts, T positions.
 """
@@ -21,7 +21,7 @@ from drafttrain.measure import DecodeOptions
 
 
 class _Stopwatch(StoppingCriteria):
-    """Never stops anything: notes when the first token is there."""
+    """Records the time of the first token. It never stops generation."""
 
     def __init__(self) -> None:
         self.first: float | None = None
@@ -40,10 +40,10 @@ def generate(
     stop_text: StopText | None = None,
     guards: Sequence[Guard | None] | None = None,
 ) -> Decoded:
-    """Greedy `generate` with its cache on all prompts at once (left-padded), cut where the text ends. guards: of each prompt,
-    such as end texts alone.
+    """Greedy `generate`, with its cache, on all prompts as one left-padded batch. Each output is cut where it ends.
 
-    Times are those of the whole batch, so only a batch of one is worth timing. Costs stay empty.
+    guards: one per prompt; only guards that stop an output. Times are those of the whole batch, so timings are meaningful for a
+    batch of one only. Costs stay empty.
     """
     longest = max(len(p) for p in prompts)
     pad = min(stop_ids, default=0)
@@ -69,7 +69,7 @@ def generate(
 
 
 def _greedy(stop_ids: frozenset[int], pad: int, decode: DecodeOptions) -> GenerationConfig:
-    """Everything that could bend greedy decoding is named, or generate() would take it from the model's own settings."""
+    """Sets everything that could change greedy decoding: generate() takes unset values from the model's generation config."""
     return GenerationConfig(
         max_new_tokens=decode.max_new_tokens,
         min_new_tokens=decode.min_new_tokens or None,
@@ -81,14 +81,14 @@ def _greedy(stop_ids: frozenset[int], pad: int, decode: DecodeOptions) -> Genera
         top_k=50,
         top_p=1.0,
         use_cache=True,
-        eos_token_id=sorted(stop_ids) or [-1],  # not None: that is filled in from the model's own settings
+        eos_token_id=sorted(stop_ids) or [-1],  # not None: generate() replaces None by the model's own value
         pad_token_id=pad,
     )
 
 
 def _cut(tokens: list[int], stop_ids: frozenset[int], stop_text: StopText | None, guard: Guard | None) -> list[int]:
     end = next((i + 1 for i, t in enumerate(tokens) if t in stop_ids), len(tokens))
-    told = stop_text.end(tokens, len(tokens)) if stop_text else None
-    kept = tokens[: min(end, told or end)]
+    text_end = stop_text.end(tokens, len(tokens)) if stop_text else None
+    kept = tokens[: min(end, text_end or end)]
     act = Watch(guard).act(kept, len(kept)) if guard else None
     return kept[: act.kept] if act else kept

@@ -1,4 +1,4 @@
-"""Which proposal gives most tokens a second: predicted for every shape from acceptance and step costs, then raced.
+"""Predicts the speed of every proposal that a drafter can make, from acceptance and measured step costs.
 
 Shapes: M samples, K draft depth, N nodes.
 """
@@ -26,14 +26,12 @@ DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A proposal no deeper than `depth`. paths: of a tree, by rank; chains and what a drafter grows otherwise are its own, cut
-    there. nodes: root excluded. grown: by confidence, and how.
-    """
+    """A proposal."""
 
-    depth: int
-    nodes: int
-    paths: tuple[Path, ...] = ()
-    grown: str | None = None
+    depth: int  # greatest depth; the drafter's proposal is cut there
+    nodes: int  # drafted nodes: the root does not count
+    paths: tuple[Path, ...] = ()  # the paths of a static tree, by rank; empty for chains
+    grown: str | None = None  # kind of a tree that grows by confidence
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -48,20 +46,20 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """tau: expected tokens a verification. seconds: of a step. speedup: over a plain step of one token."""
+    """The predicted speed of a proposal."""
 
     shape: Shape
-    tau: float
-    seconds: float
-    speedup: float
+    tau: float  # expected tokens per verification
+    seconds: float  # of a decode step
+    speedup: float  # over plain decoding
 
 
 def surface(
     target: Target, drafter: Drafter, hits: Sequence[Hits], sampled: bool, batch: int, repeats: int = 15
 ) -> list[Predicted]:
-    """Every shape that the drafter can take, best first. hits, sampled: as for `expected_tau`.
+    """Every proposal that the drafter can make, the fastest first. hits, sampled: as for `expected_tau`.
 
-    Costs are those of this machine at this batch size, measured here: a proposal by its depth, a verification by its nodes.
+    The function measures the costs on this machine at this batch size: of drafting by depth, of a verification by nodes.
     """
     shapes = shapes_of(drafter, ranks_by_text(hits), target.trees)
     drafting = {depth: proposal_seconds(target, drafter, repeats, batch, depth) for depth in sorted({s.depth for s in shapes})}
@@ -76,7 +74,7 @@ def surface(
 
 
 def shapes_of(drafter: Drafter, texts: Sequence[Tensor], trees: bool) -> list[Shape]:
-    """Depths for all; for drafters whose tree can be chosen, depths and node counts, each with its best paths."""
+    """The proposals to compare: depths; for drafters with a tunable tree, depths and node counts, each with its best paths."""
     depths = [d for d in DEPTHS if d < drafter.draft_length] + [drafter.draft_length]
     proposal = drafter.proposal
     if not proposal.takes_paths or not trees:
@@ -94,10 +92,10 @@ def shapes_of(drafter: Drafter, texts: Sequence[Tensor], trees: bool) -> list[Sh
 
 
 def temperatures(temperature: float) -> list[float]:
-    """What a drafter that samples may draw at, below, at and above the target's temperature."""
+    """Draft temperatures to try, below, at and above the target's temperature."""
     return [round(temperature * share, 3) for share in (0.5, 0.7, 0.85, 1.0, 1.2)]
 
 
 def ranks_by_text(hits: Sequence[Hits]) -> list[Tensor]:
-    """[M, K] of each text that has samples."""
+    """Ranks [M, K] of each text that has samples."""
     return [text.to(torch.long) for h in hits for text in h.rank_MK.split(h.length_D) if len(text)]

@@ -1,4 +1,4 @@
-"""Who answers the prompts of `prepare`, our own decoder or a server, and what decides the texts."""
+"""The two ways to answer the prompts of `prepare`: our decoder, or a server."""
 
 from __future__ import annotations
 
@@ -22,48 +22,51 @@ from drafttrain.targets.parallel import Part
 
 
 class Answerer(Protocol):
+    """Answers prompts: calls `finished` for each dialogue, and `tick` with the number of new tokens."""
+
     def answer(self, jobs: list[GenerationJob], finished: Callable[[Dialogue], None], tick: Callable[[int], None]) -> None: ...
 
 
-def sampling_at(asked: PrepareOptions, temperature: float) -> Sampling:
-    return Sampling(temperature, asked.top_k, asked.top_p, asked.seed)
+def sampling_at(prepare: PrepareOptions, temperature: float) -> Sampling:
+    """The sampling settings at a temperature. Raises ValueError for values out of range."""
+    return Sampling(temperature, prepare.top_k, prepare.top_p, prepare.seed)
 
 
-def own_engine(options: RunOptions, part: Part | None) -> tuple[Answerer, dict[str, Any]]:
-    """Our own decoder, and what decides its texts."""
+def decoder_answerer(options: RunOptions, part: Part | None) -> tuple[Answerer, dict[str, Any]]:
+    """(our decoder, the settings that determine its replies). part: of a shared target."""
     loaded = load_target(options.target) if part is None else load_target(options.target, part)
     if options.data.template is not None:
         loaded.tokenizer.chat_template = read_template(options.data.template)
     template = chat_template(loaded.tokenizer, f"data.path={options.data.path}")
-    asked = options.prepare
-    longest = min(asked.max_length, loaded.target.shape.max_positions)
-    if asked.max_new_tokens >= longest:
+    prepare = options.prepare
+    longest = min(prepare.max_length, loaded.target.shape.max_positions)
+    if prepare.max_new_tokens >= longest:
         raise UserError(
-            f"prepare.max_new_tokens is {asked.max_new_tokens}, a conversation has room for {longest} tokens "
+            f"prepare.max_new_tokens is {prepare.max_new_tokens}, but a conversation has room for {longest} tokens "
             "(prepare.max_length, and the target's context); set it lower"
         )
-    engine = LocalGenerator(lambda t: _decoder(loaded, asked, t), loaded.tokenizer, longest, asked.batch_size)
+    engine = LocalGenerator(lambda t: _decoder(loaded, prepare, t), loaded.tokenizer, longest, prepare.batch_size)
     names = ("name", "path", "revision", "dtype", "weights", "architecture", "fingerprint")
     target = {name: loaded.description[name] for name in names}
-    return engine, _about(target, None, template, asked, longest)
+    return engine, _record(target, None, template, prepare, longest)
 
 
-def _decoder(loaded: LoadedTarget, asked: PrepareOptions, temperature: float) -> Decoder:
-    policy = "coupled" if temperature else "greedy"  # the noise of a position is the request's, whoever it is decoded with
-    sampling = sampling_at(asked, temperature)
-    return Decoder(loaded.target, None, policy, sampling, loaded.target.stop_ids, asked.max_new_tokens)
+def _decoder(loaded: LoadedTarget, prepare: PrepareOptions, temperature: float) -> Decoder:
+    policy = "coupled" if temperature else "greedy"  # noise is keyed by request, so a reply does not depend on its batch
+    sampling = sampling_at(prepare, temperature)
+    return Decoder(loaded.target, None, policy, sampling, loaded.target.stop_ids, prepare.max_new_tokens)
 
 
-def served(options: RunOptions) -> tuple[Answerer, dict[str, Any]]:
-    """The server, and what decides its texts as far as it is known: its weights and its template are its own affair."""
-    asked, target = options.prepare, options.target
-    assert asked.server is not None
-    key = os.environ.get(asked.key_env) or None
-    reached = ServerOptions(
-        asked.server, asked.model, key, asked.concurrency, asked.timeout, asked.patience,
-        asked.max_new_tokens, asked.top_p, asked.top_k,
+def server_answerer(options: RunOptions) -> tuple[Answerer, dict[str, Any]]:
+    """(the server, the known settings that determine its replies). Its weights and template are not known."""
+    prepare, target = options.prepare, options.target
+    assert prepare.server is not None
+    key = os.environ.get(prepare.key_env) or None
+    server = ServerOptions(
+        prepare.server, prepare.model, key, prepare.concurrency, prepare.timeout, prepare.patience,
+        prepare.max_new_tokens, prepare.top_p, prepare.top_k,
     )  # fmt: skip
-    model = model_of(reached)
+    model = model_of(server)
     named = target.name != "embedded"
     template = chat_template(load_tokenizer(target), f"data.path={options.data.path}") if named else None
     target_served = {
@@ -72,14 +75,13 @@ def served(options: RunOptions) -> tuple[Answerer, dict[str, Any]]:
         "revision": target.revision,
         "fingerprint": None,
     }
-    about = _about(target_served, model, template, asked, None)
-    return Server(replace(reached, model=model)), about
+    return Server(replace(server, model=model)), _record(target_served, model, template, prepare, None)
 
 
-def _about(
-    target: dict[str, Any], served_as: str | None, template: str | None, asked: PrepareOptions, longest: int | None
+def _record(
+    target: dict[str, Any], served_as: str | None, template: str | None, prepare: PrepareOptions, longest: int | None
 ) -> dict[str, Any]:
-    """What decides the texts: of the provenance record, the part that must not change between runs that share a journal."""
+    """The part of the provenance record that determines the replies. It must be equal for runs that share a journal."""
     names = ("temperatures", "weights", "top_p", "top_k", "seed", "max_new_tokens")
-    sampling = {name: getattr(asked, name) for name in names} | {"max_length": longest}
+    sampling = {name: getattr(prepare, name) for name in names} | {"max_length": longest}
     return {"target": target, "served_as": served_as, "template": template_hash(template), "sampling": sampling}

@@ -1,4 +1,4 @@
-"""The training data of a run: loaded, and said what was recognised in it."""
+"""The data of a run: loads training data and evaluation prompts, and prints what was recognised."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 from drafttrain.core.files import atomic_write_text
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import Dataset, load_dataset, token_counts
+from drafttrain.data.prompts import Prompt, load_prompts
 from drafttrain.data.records import Records
 from drafttrain.data.vocabulary import Coverage, coverage
+from drafttrain.runs.options import RunOptions
 from drafttrain.targets.devices import first_of_machine
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train.engine import World
@@ -22,24 +24,31 @@ Say = Callable[[str], None]
 def training_data(
     options: DataOptions, loaded: LoadedTarget, world: World, say: Say, records: Records | None = None
 ) -> Dataset:
-    """Conversations no longer than the target's context. records: those in memory, instead of those that the options name."""
+    """Load the training data; conversations are cut to the target's context.
+
+    say: prints a line. records: conversations in memory, used instead of those that the options name.
+    """
     limited = replace(options, max_length=min(options.max_length, loaded.target.shape.max_positions))
     data = load_dataset(
         limited, loaded.tokenizer, progress=world.first, leads=world.first or first_of_machine(), records=records
     )
-    say_counts(data.summary, options, say)
+    print_counts(data.summary, options, say)
     if packing := data.summary.get("packing"):
-        full = f"{packing['efficiency']:.1%} of {limited.max_length:,} tokens each"
-        say(f"packing: {packing['rows']:,} rows, on average {full}")
+        say(f"packing: {packing['rows']:,} rows of {limited.max_length:,} tokens, {packing['efficiency']:.1%} used")
     return data
 
 
-def say_counts(summary: dict[str, Any], options: DataOptions, say: Say) -> None:
-    """One line, and for data of the user's own what was recognised in each source."""
+def measurement_prompts(options: RunOptions) -> list[Prompt]:
+    """The evaluation prompts: those of `prompts`, else of `measure.prompts`."""
+    return load_prompts(options.prompts or options.measure.prompts, options.measure.limit)
+
+
+def print_counts(summary: dict[str, Any], options: DataOptions, say: Say) -> None:
+    """Print the size of the data, and for the user's data what was recognised in each source."""
     sources = summary["sources"]
     names = sources[0]["path"] if len(sources) == 1 else f"{len(sources)} sources"
     if summary["prepared"] < summary["records"]:
-        some = f"{summary['prepared']:,} prepared, the others while training runs"
+        some = f"{summary['prepared']:,} prepared, the others during training"
         say(f"data: {summary['records']:,} records ({names}), {some}")
     else:
         say(f"data: {summary['conversations']:,} conversations, {summary['supervised_tokens']:,} supervised tokens ({names})")
@@ -48,14 +57,14 @@ def say_counts(summary: dict[str, Any], options: DataOptions, say: Say) -> None:
     for source in sources:
         say(f"  {source['path']}: {source['records']:,} records, {forms(source)}{_share(source, sources)}")
     left_out = [f"{summary[key]:,} {key}" for key in ("dropped", "truncated", "rejected") if summary[key]]
-    said = f"  {summary['supervised_fraction']:.1%} of tokens supervised"
+    supervised = f"  {summary['supervised_fraction']:.1%} of tokens supervised"
     if summary["documents"] > summary["conversations"]:
-        said += f"; {summary['documents']:,} texts, as the template changes a turn once another follows"
-    say("; ".join([said, *left_out]))
+        supervised += f"; {summary['documents']:,} texts, because the template changes a turn when another one follows"
+    say("; ".join([supervised, *left_out]))
 
 
 def data_report(data: Dataset, vocab_size: int) -> dict[str, Any]:
-    """The report's data section."""
+    """The report's section on training data."""
     found = None if data.preparing else draft_vocabulary(data, vocab_size)
     report = data.report()
     named = {"path": ", ".join(source["path"] for source in report["sources"])}
@@ -63,27 +72,30 @@ def data_report(data: Dataset, vocab_size: int) -> dict[str, Any]:
 
 
 def draft_vocabulary(data: Dataset, vocab_size: int) -> Coverage | None:
-    """How much of the training rows' supervised tokens the commonest cover."""
+    """How many of the supervised tokens a draft vocabulary of the most frequent tokens covers."""
     return coverage(token_counts(data.train, vocab_size))
 
 
-def say_vocabulary(data: Dataset, vocab_size: int, chosen: int | None, say: Say) -> None:
-    """What a vocabulary of `chosen` tokens covers, for a drafter with one of its own. Waits for all of the data."""
+def print_vocabulary(data: Dataset, vocab_size: int, chosen: int | None, say: Say) -> None:
+    """Print the coverage of a draft vocabulary of `chosen` tokens, if the drafter has one. Waits for all of the data."""
     found = draft_vocabulary(data, vocab_size) if chosen is not None else None
     if chosen is None or found is None:
         return
-    covered, advice = found.share(chosen), f"{found.recommended:,} cover {found.recommended_share:.1%}"
-    say(f"draft vocabulary: the {chosen:,} commonest of {vocab_size:,} tokens are {covered:.1%} of those supervised; {advice}")
+    advice = f"the recommended {found.recommended:,} cover {found.recommended_share:.1%}"
+    say(
+        f"draft vocabulary: the {chosen:,} most frequent of {vocab_size:,} tokens cover {found.share(chosen):.1%} of the "
+        f"supervised tokens; {advice}"
+    )
 
 
 def write_rejected(data: Dataset, folder: Path) -> None:
-    """The records that were left out, one a line with what is wrong."""
+    """Write the rejected records to rejected.txt, one per line with the reason."""
     if data.conversations is not None and data.conversations.faults:
         atomic_write_text(folder / "rejected.txt", "\n".join(data.conversations.faults) + "\n")
 
 
 def forms(source: dict[str, Any]) -> str:
-    """What was recognised: `messages`, or `messages (90), text (10)`."""
+    """The recognised record formats: `messages`, or `messages (90), text (10)`."""
     found = source["forms"]
     if len(found) == 1:
         return str(next(iter(found)))

@@ -1,4 +1,4 @@
-"""The directory of one run, and finding the one to go on with."""
+"""The directory of a run, and the search for a run to resume."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, atomic_write_json, atomic_write_text, remove_abandoned
 from drafttrain.runs.environment import environment
 from drafttrain.runs.options import RunOptions
+from drafttrain.train.checkpoint_checksums import newest_valid
 from drafttrain.train.engine import World
-from drafttrain.train.sealed import newest_valid
 
 NOT_HASHED = (
     *("output", "resume", "measure", "logger", "launcher", "checkpoint", "prompts", "recipe", "out", "prepare", "inspect"),
@@ -36,10 +36,10 @@ NOT_HASHED = (
 
 @dataclass
 class RunDirectory:
-    """`<output>/<name>/<time>/`. run.json says whether the run has finished. resumed: the checkpoint to go on from."""
+    """The directory `<output>/<name>/<time>/`. Its run.json records whether the run has finished."""
 
     path: Path
-    resumed: Path | None
+    resumed: Path | None  # the checkpoint to resume from
 
     @property
     def resumed_step(self) -> int:
@@ -47,23 +47,31 @@ class RunDirectory:
 
     @staticmethod
     def open(options: RunOptions, resolved: dict[str, Any], world: World, say: Callable[[str], None]) -> RunDirectory:
-        """Make a new one, or find the one that `resume` names; rank 0 decides for all. say: of damaged checkpoints."""
+        """Make a new directory, or find the one to resume. Rank 0 decides. say: prints a line on each damaged checkpoint."""
         path = resumed = None
         if world.first:
             path = _find(options, config_hash(resolved)) or _make(options, resolved)
             for folder in (path, path / "checkpoints"):
-                remove_abandoned(folder)  # of a run that was killed, which may have nothing left to save
+                remove_abandoned(folder)  # temporary directories of a killed run
             resumed = newest_valid(path / "checkpoints", say)
         return RunDirectory(*world.share((path, resumed)))
 
     def finish(self) -> None:
+        """Record that the run has finished."""
         state = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         atomic_write_json(self.path / "run.json", state | {"finished": True})
 
 
+def dated_path(output: str, kind: str, suffix: str = "") -> Path:
+    """`<output>/<kind>/<time><suffix>`: a new path for the results of a command."""
+    return Path(output) / kind / (time.strftime("%Y-%m-%d_%H-%M-%S") + suffix)
+
+
 def config_hash(resolved: dict[str, Any]) -> str:
-    """Of what decides the trained weights and the decode settings, but for the order in which numbers are added up; where a run
-    lands, how it is logged and what shares its work do not count."""
+    """A hash of the settings that determine the trained weights and the decode settings.
+
+    It leaves out where a run is written, how it is logged, and how its work is distributed (which changes the order of sums).
+    """
     return hashlib.sha256(json.dumps(_hashed(resolved), sort_keys=True).encode()).hexdigest()
 
 
@@ -79,10 +87,12 @@ def _find(options: RunOptions, digest: str) -> Path | None:
         path = Path(options.resume).expanduser()
         state = _state(path)
         if state is None:
-            raise UserError(f"resume is {options.resume!r}, which is no run directory (no run.json); name one, or resume=auto")
+            raise UserError(
+                f"resume is {options.resume!r}, which is not a run directory (it has no run.json); name one, or set resume=auto"
+            )
         if state["config_hash"] != digest:
             raise UserError(
-                f"resume is {options.resume!r}, a run of another configuration; repeat its own (see its config.yaml)"
+                f"resume is {options.resume!r}, a run of another configuration; repeat the run's settings (see its config.yaml)"
             )
         return path
     runs = Path(options.output) / options.name
@@ -102,14 +112,14 @@ def _state(path: Path) -> dict[str, Any] | None:
 
 
 def _make(options: RunOptions, resolved: dict[str, Any]) -> Path:
-    """A fresh directory with the resolved configuration, the environment and the git revision."""
-    base = Path(options.output) / options.name / time.strftime("%Y-%m-%d_%H-%M-%S")
+    """Make a new directory with the resolved configuration, the environment and the git revision."""
+    base = dated_path(options.output, options.name)
     path, copy = base, 1
     while path.exists():
         copy += 1
         path = base.with_name(f"{base.name}-{copy}")
     remove_abandoned(path.parent)
-    with atomic_directory(path) as aside:  # a run without its run.json could not be gone on with
+    with atomic_directory(path) as aside:  # atomic, because a run without run.json cannot be resumed
         (aside / "checkpoints").mkdir()
         atomic_write_text(aside / "config.yaml", yaml.safe_dump(resolved, sort_keys=False))
         about = environment(torch.device("cpu")) | {"command": sys.argv, "git": _git_revision()}
@@ -119,11 +129,11 @@ def _make(options: RunOptions, resolved: dict[str, Any]) -> Path:
 
 
 def _git_revision() -> str | None:
-    """Of the working directory, with `-dirty` for uncommitted changes; None outside a repository."""
+    """The git revision of the working directory, with `-dirty` for uncommitted changes; None outside a repository."""
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.strip() or None if asked.returncode == 0 else None
+    return answer.stdout.strip() or None if answer.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""The machine and the versions that a figure was made with."""
+"""The machine and the package versions of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("drafttrain", "torch", "transformers", "datasets", "deepspeed", "pef
 
 
 def versions() -> dict[str, str | None]:
-    """Version by package; None where it is not installed."""
+    """Versions by package; None for packages that are not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -27,7 +27,7 @@ def versions() -> dict[str, str | None]:
 
 
 def processor() -> str:
-    """The processor's name as its maker writes it; where the system keeps it elsewhere, what Python knows."""
+    """The processor's name, from /proc/cpuinfo if it exists, else from Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -37,7 +37,7 @@ def processor() -> str:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, processor, threads, operators and device, as plain values for a report."""
+    """Versions, processor, threads, operators and device, as plain values for the report."""
     found: dict[str, Any] = {**versions(), "platform": platform.platform()}
     found |= {"machine": platform.machine(), "processor": processor()}
     found |= {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}

@@ -1,4 +1,4 @@
-"""One command run in lock step by the processes that share its target."""
+"""Runs a command in lock step in the processes that share a target by tensor parallelism."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from drafttrain.targets.parallel import Part, join, leave
 
 
 @contextmanager
-def together(options: RunOptions, command: str) -> Iterator[Part]:
-    """This process's part of `target.tensor_parallel` processes; all but the first are silent meanwhile.
+def shared_target(options: RunOptions, command: str) -> Iterator[Part]:
+    """This process's part of a target that `target.tensor_parallel` processes share. Only the first process prints.
 
-    Raises UserError when the processes that were started are not those that share the target, and for settings that they
-    could not follow in lock step.
+    Raises UserError if the number of processes is another one, and for settings that do not work in lock step.
     """
     size = options.target.tensor_parallel
     _check(size, max(options.launcher.nproc, int(os.environ.get("WORLD_SIZE", 1))), command)
     if size > 1 and options.decode.fallback:
         raise UserError(
-            f"decode.fallback decides by the clock, which target.tensor_parallel={size} processes do not share; leave one out"
+            f"decode.fallback depends on timings, which differ among target.tensor_parallel={size} processes; leave one out"
         )
     if size > 1 and options.target.device not in ("auto", "cpu"):
         raise UserError(
-            f"target.device is {options.target.device!r}, each of target.tensor_parallel={size} processes needs its own; "
-            "set target.device=auto or cpu"
+            f"target.device is {options.target.device!r}, but each of target.tensor_parallel={size} processes needs a separate "
+            "device; set target.device=auto or cpu"
         )
     part = join(size, device_of(options.target.device))
-    with first_speaks(part):
+    with only_first_prints(part):
         yield part
     leave(part)
 
 
 @contextmanager
-def first_speaks(part: Part) -> Iterator[None]:
-    """All processes but the first are silent."""
+def only_first_prints(part: Part) -> Iterator[None]:
+    """Suppress the output of all processes but the first."""
     with ExitStack() as silence:
         if not part.first:
             silence.enter_context(redirect_stdout(io.StringIO()))
@@ -54,10 +53,10 @@ def _check(size: int, processes: int, command: str) -> None:
         return
     if size == 1:
         raise UserError(
-            f"{command} runs in one process, {processes} were asked for; leave launcher.nproc out, or let them share the "
+            f"{command} runs in one process, but {processes} were started; leave launcher.nproc out, or let them share the "
             f"target with target.tensor_parallel={processes}"
         )
     raise UserError(
-        f"target.tensor_parallel is {size}, processes are {processes}; set launcher.nproc={size}, "
+        f"target.tensor_parallel is {size}, but the number of processes is {processes}; set launcher.nproc={size}, "
         f"or start them with torchrun --nproc-per-node {size}"
     )

@@ -1,4 +1,4 @@
-"""Everything one run is made of, as plain data."""
+"""The whole configuration of a command, as plain dataclasses."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from drafttrain.train import DeepSpeedOptions, LoggerOptions, TrainOptions
 
 @dataclass
 class SlurmOptions:
-    """What `sbatch` is asked for by launcher=slurm; null leaves it to the cluster."""
+    """The options of `sbatch` for launcher=slurm. null: the cluster's default."""
 
     partition: str | None = None
     account: str | None = None
     minutes: int = 60  # the job's time limit
     gpus_per_node: int | None = None  # null: launcher.nproc; 0: none
     cpus_per_task: int | None = None
-    save_before: int = 120  # seconds before the limit at which the run saves, ends and is queued again
-    requeues: int = 100  # times at most
-    port: int = 29400  # of the first node, where processes meet
+    save_before: int = 120  # seconds before the time limit at which the run saves, ends and is queued again
+    requeues: int = 100  # at most, per job
+    port: int = 29400  # rendezvous port on the first node
     folder: str = "outputs/slurm"  # scripts and output of jobs
-    extra: dict[str, Any] = field(default_factory=dict)  # more of sbatch's options, as they are: {constraint: h100}
+    extra: dict[str, Any] = field(default_factory=dict)  # further sbatch options: {constraint: h100}
 
 
 @dataclass
 class LauncherOptions:
-    """name local: this process, or `nproc` on each of `nodes` machines, where the same command is started on each with the same
-    `rendezvous`. name slurm: a job that does so. Under torchrun all stay as they are.
+    """How a command is launched. Leave these options out under torchrun.
+
+    With several nodes, start the same command on each node, with the same rendezvous.
     """
 
-    name: str = "local"  # local | slurm
+    name: str = "local"  # local: processes on this machine | slurm: a Slurm job
     nproc: int = 1  # processes per machine
-    nodes: int = 1
-    rendezvous: str | None = None  # HOST:PORT, with nodes above 1
-    restarts: int = 0  # times that all processes start again from the last checkpoint after one has failed
+    nodes: int = 1  # machines
+    rendezvous: str | None = None  # HOST:PORT, for several nodes
+    restarts: int = 0  # how often all processes may restart from the last checkpoint after one has failed
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
 
 
 @dataclass
 class RunOptions:
-    """The whole configuration of every command, resolved. `drafter` is the family's own options object."""
+    """The whole configuration. All commands share it."""
 
     target: TargetOptions = field(default_factory=TargetOptions)
-    drafter: Any = None
+    drafter: Any = None  # the family's options
     data: DataOptions = field(default_factory=DataOptions)
     features: FeatureOptions = field(default_factory=FeatureOptions)
     loss: LossOptions = field(default_factory=LossOptions)
@@ -67,33 +68,39 @@ class RunOptions:
     simulate: SimulateOptions = field(default_factory=SimulateOptions)
     name: str = "default"  # the recipe's name; runs land in <output>/<name>/<time>/
     output: str = "outputs"
-    # prepare: the new data set's directory; inspect: the page, an .html file; export: the directory, with format=all one for
-    # each stack in it; verify: what was exported; compare: the directory of its files; simulate: the picture, a .png file
+    # prepare: directory of the new data set; inspect: the .html file; export: the directory (format=all: with a folder for each
+    # stack); verify: an exported directory; compare: directory of its files; simulate: the .png file
     out: str | None = None
     resume: str | None = None  # auto: the newest unfinished run of this configuration; or a run directory
-    # measure, tune, generate, export, verify, simulate: a checkpoint directory; the first four take published drafters too, by
+    # measure, tune, generate, export, verify, simulate: a checkpoint directory; the first four also take published drafters, by
     # directory or hub id
     checkpoint: str | None = None
     report: str | None = None  # simulate: the report.json to start from, or its run
     prompts: str | None = None  # measure, tune, verify, inspect: a prompt file instead of measure.prompts
-    prompt: str | None = None  # generate: the text; null: standard input, or a chat on a terminal
-    chat: bool = True  # generate: apply the chat template and remember turns; false continues the text as it is
+    prompt: str | None = None  # generate: the prompt; null: standard input, or a chat on a terminal
+    chat: bool = True  # generate: apply the chat template and remember turns; false: continue the text without a template
     format: str | None = None  # export: vllm | sglang | trtllm | speculators | transformers | llamacpp | openvino | ... | all
-    dtype: str | None = None  # export: of the weights: float32 | bfloat16 | float16; null: as the target was loaded in training
-    adapter: bool = False  # export: what was trained by low-rank matrices as a peft adapter instead of merged
+    dtype: str | None = None  # export: dtype of the weights, float32 | bfloat16 | float16; null: that of the target in training
+    adapter: bool = False  # export: write low-rank matrices as a peft adapter instead of merging them
     overwrite: bool = False  # export: replace an earlier export in `out`
-    max_shard_size: str = "5GB"  # export: of one weights file
-    with_target: bool = False  # export: the target as GGUF too, with format=llamacpp
+    max_shard_size: str = "5GB"  # export: largest size of a weights file
+    with_target: bool = False  # export: also write the target as GGUF, with format=llamacpp
     push_to_hub: str | None = None  # export: upload `out` to this repository of the Hugging Face hub, OWNER/NAME
-    push_private: bool = True  # export: as a private repository, where it is a new one
-    # verify: vllm | openvino | transformers | speculators | llamacpp; measure: one of them but speculators, or http | sglang (a
-    # server), a list, or all that are installed and load the drafter
+    push_private: bool = True  # export: make a new repository private
+    # verify: vllm | openvino | transformers | speculators | llamacpp. measure: one of these except speculators, a server
+    # (http | sglang), a list, or all (every engine that is installed and loads the drafter)
     engine: Any = None
-    engine_python: str | None = None  # the Python that has it; null: .venv-engines/<engine>/bin/python, else this one
-    engine_url: str | None = None  # measure engine=http: of a server with speculation, http://HOST:PORT/v1
-    engine_plain_url: str | None = None  # measure engine=http: of the same without
-    engine_model: str | None = None  # its name at both; null: the only one there
-    engine_key_env: str = "OPENAI_API_KEY"  # the environment variable that holds the servers' key, where they want one
-    engine_api: str = "tokens"  # tokens: completions of our token ids | chat: messages, by the server's own template
-    runs: list[str] = field(default_factory=list)  # compare: what the words without a key name
+    engine_python: str | None = None  # the Python with the engine; null: .venv-engines/<engine>/bin/python, else this one
+    engine_url: str | None = None  # measure engine=http: a server with speculation, http://HOST:PORT/v1
+    engine_plain_url: str | None = None  # measure engine=http: a server without speculation
+    engine_model: str | None = None  # the model's name at both servers; null: their only model
+    engine_key_env: str = "OPENAI_API_KEY"  # environment variable with the servers' API key, if they need one
+    engine_api: str = "tokens"  # tokens: completions of our token ids | chat: messages, with the server's template
+    runs: list[str] = field(default_factory=list)  # compare: the runs, named by the arguments without a key
     recipe: str | None = None
+
+
+def target_arguments(options: RunOptions) -> str:
+    """` target=hf target.path=DIR`: the target's part of a command line to print; empty for the embedded target."""
+    target = options.target
+    return "" if target.name == "embedded" else f" target={target.name} target.path={target.path}"

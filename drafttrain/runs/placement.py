@@ -1,4 +1,4 @@
-"""Where the frozen target's weights lie while a drafter is trained, and afterwards, when it is measured."""
+"""Chooses the placement of the frozen target's weights: for training, and for the measurement afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.model.drafter import Drafter, trainable
 from drafttrain.model.target import Target, TargetShape
-from drafttrain.runs.lock_step import first_speaks
+from drafttrain.runs.lock_step import only_first_prints
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.devices import device_of
 from drafttrain.targets.estimate import PLACEMENTS, Need, activation_bytes, choose, format_bytes, free_bytes, need_of, outline
@@ -28,49 +28,49 @@ from drafttrain.train.sharding import ZeroShards
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """placement: replicated, zero3 or tensor_parallel. sharing: processes that hold a target together. weights: bytes of the
-    drafter's. shape: the target's."""
+class Placement:
+    """The placement of the target, and the memory that it needs."""
 
-    placement: str
-    sharing: int
+    placement: str  # replicated, zero3 or tensor_parallel
+    sharing: int  # number of processes that share one target
     need: Need
-    weights: int
-    shape: TargetShape
+    weights: int  # bytes of the drafter's weights
+    shape: TargetShape  # of the target
 
     @property
     def shared(self) -> bool:
+        """Whether several processes share one target."""
         return self.placement != "replicated"
 
     @property
     def measured(self) -> int:
-        """Bytes of a whole target with the drafter, as one process measures them."""
+        """Bytes that a measurement in one process needs: the whole target and the drafter."""
         return self.need.target + self.weights
 
 
 def check_placement(options: RunOptions) -> None:
-    """Raise UserError for an unknown placement and settings that contradict it, before any process is joined to others."""
+    """Raise UserError for an unknown placement and settings in conflict with it. It runs before processes are joined."""
     target, size = options.target, _sharing(options)
     check_options(target)
     if target.placement not in ("auto", *PLACEMENTS):
         raise UserError(f"target.placement is {target.placement!r}; choose auto, {', '.join(PLACEMENTS)}")
     if target.tensor_parallel != 1 and target.placement not in ("auto", "tensor_parallel"):
         raise UserError(
-            f"target.tensor_parallel is {target.tensor_parallel}, target.placement {target.placement}; leave one of them out"
+            f"target.tensor_parallel is {target.tensor_parallel}, but target.placement is {target.placement}; leave one out"
         )
-    if _asked(options) == "tensor_parallel" and (size < 2 or _neighbours() % size):
+    if _requested(options) == "tensor_parallel" and (size < 2 or _neighbours() % size):
         raise UserError(
-            f"target.tensor_parallel is {size}, this machine runs {_neighbours()} of the processes; set launcher.nproc, or "
+            f"target.tensor_parallel is {size}, but this machine runs {_neighbours()} of the processes; set launcher.nproc, or "
             f"torchrun's --nproc-per-node, to a multiple of {max(size, 2)}"
         )
 
 
-def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Place:
-    """Choose, where the user has not, by what is free, and say so.
+def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Placement:
+    """The user's placement, or one chosen by free memory; it is printed.
 
-    Raises UserError for what a target in pieces cannot do, and for one that fits in no way.
+    Raises UserError if no placement fits, and for settings that a shared target does not support.
     """
-    target, alone, asked = options.target, world.size == 1, _asked(options)
+    target, alone, chosen = options.target, world.size == 1, _requested(options)
     bare = outline(target)
     with torch.device("meta"):
         drafter = built(options, bare)
@@ -80,12 +80,11 @@ def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Plac
     state = state_bytes(trainable(drafter), options.train, options.deepspeed, world.size)
     needed = need_of(bare, target.weights, state, activations)
     free = min(world.gather(free_bytes(device_of(target.device), _neighbours())))
-    chosen = asked
-    if asked == "auto":
+    if chosen == "auto":
         whole = alone or drafter.adapts is not None or target.weights is not None
         chosen = choose(needed, free, 1 if whole else world.size)
-    held = {"replicated": 1, "zero3": world.size, "tensor_parallel": _sharing(options)}[chosen]
-    found = Place(chosen, held, needed, 4 * trainable(drafter), bare.shape)
+    sharing_size = {"replicated": 1, "zero3": world.size, "tensor_parallel": _sharing(options)}[chosen]
+    found = Placement(chosen, sharing_size, needed, 4 * trainable(drafter), bare.shape)
     if found.shared:
         _check_shared(options, found, drafter, free)
     say(f"placement: {chosen}, about {_figures(found)}, of {format_bytes(free)} free in each process")
@@ -93,7 +92,7 @@ def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Plac
 
 
 def built(options: RunOptions, target: Target) -> Drafter:
-    """The drafter for this target. Raises UserError for options that do not fit it."""
+    """Build the drafter for this target. Raises UserError for options that do not fit."""
     try:
         return families()[options.drafter.family].build(options.drafter, target)
     except UserError:
@@ -102,8 +101,8 @@ def built(options: RunOptions, target: Target) -> Drafter:
         raise UserError(str(error)) from error
 
 
-def load_placed(options: RunOptions, found: Place) -> LoadedTarget:
-    """The target for training. Raises UserError as `load_target` does."""
+def load_for_training(options: RunOptions, found: Placement) -> LoadedTarget:
+    """Load the target for training. Raises UserError as `load_target` does."""
     if found.placement == "zero3":
         return load_target(options.target, shards=ZeroShards(DTYPES[options.target.dtype]))
     if found.placement == "tensor_parallel":
@@ -112,11 +111,13 @@ def load_placed(options: RunOptions, found: Place) -> LoadedTarget:
 
 
 @contextmanager
-def measurable(options: RunOptions, found: Place, loaded: LoadedTarget, world: World) -> Iterator[LoadedTarget | None]:
-    """After training: the target as it is measured; None on processes that have nothing left to do.
+def target_to_measure(
+    options: RunOptions, found: Placement, loaded: LoadedTarget, world: World
+) -> Iterator[LoadedTarget | None]:
+    """The target for the measurement after training; None on processes that take no part in it.
 
-    A whole target is there already; one that was shared is given up and loaded again, whole on the first process where it
-    fits, else split among the processes of its machine, which go on in lock step.
+    A replicated target is kept. A shared target is freed and loaded again: whole on rank 0 if it fits there, else split among
+    the processes of rank 0's machine, which measure in lock step.
     """
     if found.shared and options.measure.enabled:
         loaded.target.free()
@@ -134,62 +135,63 @@ def measurable(options: RunOptions, found: Place, loaded: LoadedTarget, world: W
 
 
 @contextmanager
-def _in_lock_step(options: RunOptions, found: Place, world: World) -> Iterator[LoadedTarget | None]:
+def _in_lock_step(options: RunOptions, found: Placement, world: World) -> Iterator[LoadedTarget | None]:
     size = _measuring(options, found.shape)
     group = distributed.new_group(list(range(size)))
     if world.rank >= size:
         yield None
         return
     part = Part(world.rank, size, group)
-    with first_speaks(part):
+    with only_first_prints(part):
         yield load_target(replace(options.target, tensor_parallel=size), part)
     leave(part)
 
 
-def _check_shared(options: RunOptions, found: Place, drafter: Drafter, free: int) -> None:
-    """Raise UserError for what a target in pieces cannot do."""
+def _check_shared(options: RunOptions, found: Placement, drafter: Drafter, free: int) -> None:
+    """Raise UserError for settings that a shared target does not support."""
     check_options(options.target, shared=True)
     way_out = "set target.placement=replicated"
     if drafter.adapts is not None:
-        raise UserError(f"target.placement is {found.placement}, an adapter of the target needs all of it; {way_out}")
+        raise UserError(f"target.placement is {found.placement}, but an adapter needs the whole target; {way_out}")
     if options.decode.tree_nodes is None and drafter.proposal.tunable:
         raise UserError(
-            f"decode.tree_nodes=null times a whole target in one process, target.placement is {found.placement}; "
+            f"decode.tree_nodes=null needs the whole target in one process, but target.placement is {found.placement}; "
             f"set decode.tree_nodes, or {way_out}"
         )
     if found.placement == "tensor_parallel" and options.train.sequence_parallel > 1:
         raise UserError(
-            f"train.sequence_parallel is {options.train.sequence_parallel}, and target.placement=tensor_parallel splits the "
-            "target's heads itself; set target.placement=zero3 or replicated"
+            f"train.sequence_parallel is {options.train.sequence_parallel}, but target.placement=tensor_parallel splits the "
+            "target's heads; set target.placement=zero3 or replicated"
         )
     if found.placement == "zero3" and options.target.runner == "fast":
         raise UserError(
-            f"target.runner=fast needs whole weights, target.placement is zero3; set target.runner=hf, or {way_out}"
+            f"target.runner=fast needs whole weights, but target.placement is zero3; set target.runner=hf, or {way_out}"
         )
     if options.measure.enabled and found.measured > free:
         _measuring(options, found.shape)
 
 
-def _asked(options: RunOptions) -> str:
+def _requested(options: RunOptions) -> str:
+    """The placement that the user set; auto if none."""
     return "tensor_parallel" if options.target.tensor_parallel != 1 else options.target.placement
 
 
 def _sharing(options: RunOptions) -> int:
-    """Processes that share a target in tensor_parallel: as many as asked for, else all of this machine."""
-    asked = options.target.tensor_parallel
-    return asked if asked != 1 else _neighbours()
+    """Number of processes that share a target under tensor_parallel: the configured one, else all of this machine."""
+    size = options.target.tensor_parallel
+    return size if size != 1 else _neighbours()
 
 
 def _measuring(options: RunOptions, shape: TargetShape) -> int:
-    """Processes that measure together a target which is too large for one. Raises UserError where no number of them can."""
+    """Number of processes that measure a target too large for one process. Raises UserError if no number works."""
     if options.target.tensor_parallel != 1:
         return options.target.tensor_parallel
     for size in range(_neighbours(), 1, -1):
         if shape.kv_heads % size == shape.intermediate_size % size == 0:
             return size
     raise UserError(
-        f"measuring would need the whole target in one process, or {_neighbours()} processes or fewer that divide its "
-        f"{shape.kv_heads} KV heads; set measure=off and measure it elsewhere"
+        f"measuring needs the whole target in one process, or at most {_neighbours()} processes whose number divides its "
+        f"{shape.kv_heads} KV heads; set measure=off and measure it on another machine"
     )
 
 
@@ -198,7 +200,7 @@ def _neighbours() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def _figures(found: Place) -> str:
+def _figures(found: Placement) -> str:
     own, parts = found.need.of_target(found.placement, found.sharing), found.need
     sizes = {"target": own, "drafter and optimizer": parts.drafter, "activations": parts.activations}
     each = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())

@@ -1,4 +1,4 @@
-"""Progress of a measurement on the console: one bar per stage, with tokens per second and time left."""
+"""Progress bars of a measurement: one per stage, with tokens per second and time left."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from drafttrain.measure.bench import Watch
 
 
 @contextmanager
-def watching(console: Console) -> Iterator[Watch]:
-    """A `Watch` that draws. A console that is no terminal gets each stage's last state as a line."""
+def progress_bars(console: Console) -> Iterator[Watch]:
+    """A `Watch` that draws progress bars. A console that is not a terminal gets the final state of each stage as a line."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -34,7 +34,7 @@ def watching(console: Console) -> Iterator[Watch]:
 
 
 class _Stage:
-    """One bar. Its rate leaves the first wave out, whose beginning nobody saw."""
+    """One bar. Its rate leaves out the first wave, whose start time is unknown."""
 
     def __init__(self, progress: Progress, name: str, total: int) -> None:
         self.progress, self.tokens, self.began = progress, 0, 0.0

@@ -1,4 +1,4 @@
-"""Whose words `fit` trains on: what is known of it, and what the target makes of them."""
+"""The origin of the replies that `fit` trains on: whether the target wrote them, and their likelihood under the target."""
 
 from __future__ import annotations
 
@@ -18,23 +18,20 @@ from drafttrain.decoding.request import Request
 from drafttrain.decoding.scheduler import Session
 from drafttrain.decoding.settings import Controls
 from drafttrain.measure.quality import mean_log_likelihood
-from drafttrain.runs.options import RunOptions
+from drafttrain.runs.options import RunOptions, target_arguments
 from drafttrain.targets.load import LoadedTarget
 
-REPLIES, LENGTH = 16, 64  # replies looked at, and tokens of each: seconds, at any size
+REPLIES, LENGTH = 16, 64  # number of replies to score, and tokens of each: a matter of seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """foreign: why the replies are not known to be the target's own; None where they are. likely, own: log-likelihood under the
-    target, in nats per token, of the data's replies and of those that it writes to the same prompts at temperature 1; None
-    where that was not computed.
-    """
+    """The origin of the replies in the training data."""
 
-    foreign: str | None
-    replies: int = 0
-    likely: float | None = None
-    own: float | None = None
+    foreign: str | None  # why the target may not have written the replies; None if it wrote them
+    replies: int = 0  # number of replies scored
+    likely: float | None = None  # log-likelihood of the data's replies under the target, in nats per token
+    own: float | None = None  # the same for the target's own replies to the same prompts at temperature 1
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -48,24 +45,23 @@ class Origin:
         }
 
     def lines(self, options: RunOptions) -> list[str]:
-        """What the console says."""
-        said = []
+        """Lines for the console."""
+        lines = []
         if self.foreign is not None:
-            target = (
-                "" if options.target.name == "embedded" else f" target={options.target.name} target.path={options.target.path}"
-            )
-            said.append(
-                f"warning: {self.foreign}; a drafter learns best from what its target says: drafttrain prepare{target} "
-                f"{options.data.named} out=DIR, then data.path=DIR"
+            lines.append(
+                f"warning: {self.foreign}; a drafter learns best from replies that its target wrote: drafttrain "
+                f"prepare{target_arguments(options)} {options.data.named} out=DIR, then data.path=DIR"
             )
         if self.likely is not None and self.own is not None:
-            figures = f"{self.likely:.2f} nats/token, of its own at temperature 1 {self.own:.2f}"
-            said.append(f"the target's log-likelihood of the data's replies: {figures} ({self.replies} replies)")
-        return said
+            lines.append(
+                f"log-likelihood under the target: {self.likely:.2f} nats/token for the data's replies, {self.own:.2f} for "
+                f"its own replies at temperature 1 ({self.replies} replies)"
+            )
+        return lines
 
 
 def origin_of(options: RunOptions, loaded: LoadedTarget, data: Dataset, shared: bool) -> Origin:
-    """shared: the target lies in pieces on several processes, and decodes nothing by itself."""
+    """Find the origin of the data's replies. shared: processes share the target; then no replies are scored."""
     template = read_template(options.data.template) or loaded.tokenizer.chat_template
     reasons = {path: foreign(path, loaded.description, template) for path in options.data.paths}
     reason = next((f"{path}: {why}" for path, why in reasons.items() if why is not None), None)
@@ -80,7 +76,7 @@ def origin_of(options: RunOptions, loaded: LoadedTarget, data: Dataset, shared: 
 
 
 def _first_reply(row: Encoded) -> tuple[list[int], list[int]]:
-    """What precedes the first supervised tokens of the row's first document, and those, cut to what is looked at."""
+    """(prompt, reply) of the row's first document: the tokens before its first supervised run, and that run, up to `LENGTH`."""
     tokens = row.documents[0]
     mask = row.mask[: len(tokens)]
     start = int(mask.argmax())
@@ -89,13 +85,13 @@ def _first_reply(row: Encoded) -> tuple[list[int], list[int]]:
 
 
 def _written(loaded: LoadedTarget, prompts: Sequence[list[int]], seed: int) -> list[list[int]]:
-    """The target's own replies. A prompt ends before the last position: the data has a reply behind it."""
+    """The target's own replies. Each prompt leaves room for a reply, because one follows it in the data."""
     target, stop_ids = loaded.target, loaded.target.stop_ids
     decoder = Decoder(target, None, "coupled", Sampling(1.0, seed=seed), stop_ids, controls=Controls(capture=False))
     longest = target.shape.max_positions
-    asked = [Request(p, i, min(LENGTH, longest - len(p)), stop_ids=stop_ids) for i, p in enumerate(prompts)]
-    session = Session(decoder, len(asked), max(map(decoder.positions, asked)))
-    results = [session.submit(request)[0] for request in asked]
+    requests = [Request(p, i, min(LENGTH, longest - len(p)), stop_ids=stop_ids) for i, p in enumerate(prompts)]
+    session = Session(decoder, len(requests), max(map(decoder.positions, requests)))
+    results = [session.submit(request)[0] for request in requests]
     for _ in session:
         pass
     return [result.tokens for result in results]

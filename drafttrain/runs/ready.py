@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafttrain.data.records import Records
 from drafttrain.model.drafter import Drafter
-from drafttrain.runs.placement import Place
+from drafttrain.runs.placement import Placement
 from drafttrain.targets.estimate import Need
 from drafttrain.targets.load import LoadedTarget
 
@@ -24,6 +24,6 @@ class Ready:
     quiet: bool = False  # print nothing
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Placement:
         """The target is there already: nothing is estimated."""
-        return Place("replicated", 1, Need(0, 0, 0, 0, 0), 0, self.loaded.target.shape)
+        return Placement("replicated", 1, Need(0, 0, 0, 0, 0), 0, self.loaded.target.shape)

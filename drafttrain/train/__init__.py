@@ -1,4 +1,4 @@
-"""The training loop around one DeepSpeed engine."""
+"""Training: the loop, the DeepSpeed engine, checkpoints of a run, telemetry and loggers."""
 
 from __future__ import annotations
 
@@ -8,52 +8,52 @@ from typing import Any
 
 @dataclass
 class TrainOptions:
-    """The optimisation. Batches are counted in sequences; `global_batch` is over all processes and accumulation steps."""
+    """The optimisation. Batch sizes are in sequences."""
 
     steps: int = 400
-    global_batch: int = 8
-    micro_batch: int = 8  # per process and forward pass at most; lowered to what divides a process's share of global_batch
-    sequence_parallel: int = 1  # processes that hold each sequence together, an equal part of its positions each
+    global_batch: int = 8  # per optimiser step: over all processes and accumulation steps
+    micro_batch: int = 8  # at most, per process and forward pass; lowered to a divisor of a process's share of global_batch
+    sequence_parallel: int = 1  # processes that split each sequence; each holds an equal part of its positions
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
-    optimizer: str = "adamw"  # adamw | muon: for hidden matrices, beside AdamW for all else
-    clip: float = 1.0
+    optimizer: str = "adamw"  # adamw | muon (for hidden matrices; AdamW for the other parameters)
+    clip: float = 1.0  # gradient norm
     schedule: str = "cosine"  # cosine | wsd | constant
     warmup: float = 0.1  # share of the steps
-    decay: float = 0.2  # wsd: share of the steps at the end
-    min_lr: float = 0.0  # share of lr at the end
+    decay: float = 0.2  # wsd: share of the steps, at the end
+    min_lr: float = 0.0  # learning rate at the end, as a share of lr
     precision: str = "float32"  # of the drafter: float32 | bfloat16
-    activation_checkpointing: bool = False  # layers are computed again for the gradient: less memory, more time
-    on_policy: float = 0.0  # share of a batch's conversations that get a reply by the drafter's own model (arXiv 2306.13649)
+    activation_checkpointing: bool = False  # recompute layers for the gradient: less memory, more time
+    on_policy: float = 0.0  # share of a batch's conversations whose reply the drafter's own model writes (arXiv 2306.13649)
     on_policy_temperature: float = 1.0
     seed: int = 0
-    init: str | None = None  # a checkpoint, or a published drafter, of the same family, whose weights training starts from
+    init: str | None = None  # a checkpoint or published drafter of the same family; training starts from its weights
     log_every: int = 10
     checkpoint_every: int = 200
-    keep_last: int = 2  # plus the best, by expected tau on the held-out conversations
-    per_rank: bool = False  # log what a step cost in each process too, at log_every
-    profile: Any = False  # true: some steps as a Chrome trace in the run directory; [first, last]: these steps
+    keep_last: int = 2  # checkpoints to keep, plus the best by expected tau on the held-out conversations
+    per_rank: bool = False  # also log the cost of a step in each process, every log_every steps
+    profile: Any = False  # true: write a Chrome trace of some steps to the run directory; [first, last]: of these steps
     hang_timeout: float = 1800.0  # seconds without a step after which every process writes its stacks; 0: never
 
 
 @dataclass
 class DeepSpeedOptions:
-    """What goes into DeepSpeed's configuration; `extra` is merged over it as it is."""
+    """DeepSpeed's configuration."""
 
     zero_stage: int = 0
-    offload_optimizer: bool = False  # from ZeRO stage 1 on
-    offload_parameters: bool = False  # at ZeRO stage 3
-    extra: dict[str, Any] = field(default_factory=dict)
+    offload_optimizer: bool = False  # needs ZeRO stage 1 or higher
+    offload_parameters: bool = False  # needs ZeRO stage 3
+    extra: dict[str, Any] = field(default_factory=dict)  # further DeepSpeed settings; they override ours
 
 
 @dataclass
 class LoggerOptions:
-    """Where metrics go beside the console and metrics.jsonl."""
+    """Where metrics go, in addition to the console and metrics.jsonl."""
 
     name: str = "wandb"  # wandb | none
     project: str = "drafttrain"
     entity: str | None = None
     group: str | None = None  # null: the recipe and the target
     mode: str = "auto"  # auto: online when logged in, else offline. online | offline
-    artifacts: str = "none"  # checkpoints and exports at W&B: none | reference: their paths | files: uploaded
+    artifacts: str = "none"  # log checkpoints and exports as W&B artifacts: none | reference (paths only) | files (uploaded)

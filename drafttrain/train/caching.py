@@ -1,4 +1,4 @@
-"""Features before training: found on disk and checked, or estimated, agreed to, and computed by all processes."""
+"""Prepares cached features before training: checks those on disk, and computes the missing ones in all processes."""
 
 from __future__ import annotations
 
@@ -37,33 +37,36 @@ WAYS_OUT = "set features.format=float8, features.law=top_k, data.limit or featur
 
 
 def check_features(options: FeatureOptions, drafter: Drafter, train: TrainOptions, vocab_size: int) -> None:
-    """Raise UserError for settings that there are not, and where states computed once are not those that training needs."""
+    """Raise UserError for bad settings, and where training needs states that cannot be computed in advance."""
     options.check(vocab_size)
     if options.name == "online":
         return
     reasons = {
         "this drafter trains nothing": not drafter.trained,
-        "train.on_policy writes new texts in every step": train.on_policy > 0,
+        "train.on_policy writes new replies in every step": train.on_policy > 0,
         "the drafter's adapter changes the target in every step": drafter.adapts is not None,
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
-        raise UserError(f"features=cached keeps the target's states for training, but {reason}; set features=online")
+        raise UserError(f"features=cached stores the target's states before training, but {reason}; set features=online")
     if options.law == "top_k" and drafter.taps.final:
-        raise UserError("features.law=top_k keeps no final state, which this drafter reads; set features.law=hidden")
+        raise UserError("features.law=top_k stores no final state, but this drafter reads it; set features.law=hidden")
 
 
 @dataclass(frozen=True)
 class Caching:
-    """root: below which the features get a folder of their own; micro_batch: conversations of a pass of the target."""
+    """Prepares the features of a data set."""
 
     options: FeatureOptions
     loaded: LoadedTarget
     taps: Taps
-    root: Path
-    micro_batch: int
+    root: Path  # the features get a folder below it
+    micro_batch: int  # conversations in one pass of the target
 
     def features(self, data: Dataset, world: World, console: Console) -> Cached:
-        """Of all conversations, complete when this returns. Raises UserError where there is no room or no yes for them."""
+        """The features of all conversations, complete on disk.
+
+        Raises UserError if the disk has too little space or the user does not agree.
+        """
         rows = [*data.train, *data.held_out]
         store, target = self._store(rows), self.loaded.target
         missing = self._missing(store, world, console)
@@ -74,7 +77,7 @@ class Caching:
             if fault := store.fault(number, verify=False):
                 raise UserError(f"{store.file(number)} is {fault}; set features.dir to a directory that all processes share")
         size = f"{store.bytes(store.numbers) / GIB:,.2f} GiB"
-        console.say(f"features: {size} in {store.folder}; training reads them, the target's blocks do not run")
+        console.say(f"features: {size} in {store.folder}; training reads them and does not run the target's blocks")
         return Cached(store, target.device, target.dtype)
 
     def _store(self, rows: Sequence[Encoded]) -> Store:
@@ -90,7 +93,7 @@ class Caching:
         return collate([Encoded(ids, np.ones(len(ids), np.bool_)) for ids in texts], 0 if pad is None else pad)
 
     def _missing(self, store: Store, world: World, console: Console) -> list[int]:
-        """Shards that are not there or not as they were written; every process checks its share."""
+        """Numbers of the shards that are missing or damaged. Every process checks its share."""
         flag_S = torch.zeros(len(store.numbers), dtype=torch.long, device=self.loaded.target.device)
         bar = console if store.folder.exists() and store.bytes(store.numbers) > GIB else Console(None)
         with bar.counting("checking features", store.bytes(store.numbers) / MIB, "MiB/s") as advance:
@@ -101,7 +104,7 @@ class Caching:
         for number in missing if world.first else ():
             fault = store.fault(number, self.options.verify)
             if fault not in (None, ABSENT):
-                console.say(f"features: {store.file(number)} is damaged ({fault}); it is computed again")
+                console.say(f"features: {store.file(number)} is damaged ({fault}) and will be computed again")
         return missing
 
     def _write(self, store: Store, writer: Writer, missing: list[int], world: World, console: Console) -> None:
@@ -109,14 +112,14 @@ class Caching:
         trial = writer.trial(missing, world.size)
         free = shutil.disk_usage(next(p for p in store.folder.parents if p.exists())).free
         need, time = f"{store.bytes(missing) / GIB:,.2f} GiB", timedelta(seconds=round(trial.seconds))
-        kept = (
+        top = (
             ""
             if trial.dropped_mass is None
-            else f", {store.form.top} tokens hold {1 - trial.dropped_mass:.1%} of the target's probability"
+            else f" (top {store.form.top} tokens: {1 - trial.dropped_mass:.1%} of the target's probability)"
         )
         console.say(
-            f"features: {tokens:,} tokens, {store.form.bytes:,} bytes each{kept}: {need} of {free / GIB:,.2f} GiB free "
-            f"below {self.root}, about {time} at {tokens / trial.seconds:,.0f} tokens/s"
+            f"features: {tokens:,} tokens of {store.form.bytes:,} bytes each{top} need {need}; {self.root} has "
+            f"{free / GIB:,.2f} GiB free; about {time} at {tokens / trial.seconds:,.0f} tokens/s"
         )
         if refusal := world.share(self._refusal(store.bytes(missing), free, console) if world.first else None):
             raise UserError(refusal)
@@ -130,13 +133,15 @@ class Caching:
             world.wait()
 
     def _refusal(self, need: int, free: int, console: Console) -> str | None:
-        """Why so many bytes are not written."""
-        size = f"the target's states take {need / GIB:,.2f} GiB"
+        """Why the features cannot be written; None if they can."""
+        size = f"the target's states need {need / GIB:,.2f} GiB"
         if need > free:
-            return f"{size}, {self.root} has {free / GIB:,.2f} GiB free; {WAYS_OUT}"
+            return f"{size}, but {self.root} has only {free / GIB:,.2f} GiB free; {WAYS_OUT}"
         if self.options.yes or need <= self.options.confirm_above * GIB:
             return None
         if console.rich is None or not (console.rich.is_terminal and sys.stdin.isatty()):
-            return f"{size}, above features.confirm_above={self.options.confirm_above:g}; add features.yes=true, or {WAYS_OUT}"
+            return (
+                f"{size}, more than features.confirm_above={self.options.confirm_above:g}; add features.yes=true, or {WAYS_OUT}"
+            )
         agreed = Confirm.ask(f"write {need / GIB:,.2f} GiB to {self.root}?", console=console.rich, default=False)
-        return None if agreed else f"{size} and were not agreed to; {WAYS_OUT}"
+        return None if agreed else f"{size}, and you did not agree; {WAYS_OUT}"

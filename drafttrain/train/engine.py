@@ -1,4 +1,4 @@
-"""The only file that imports DeepSpeed: processes, optimisation, and the training state on disk."""
+"""The DeepSpeed engine: processes, optimiser steps, and the training state on disk. Only this file imports DeepSpeed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from drafttrain.targets.devices import bind, number_by_gpu
 from drafttrain.targets.parallel import end_at_exit
 from drafttrain.train import DeepSpeedOptions, TrainOptions, shards
 from drafttrain.train.muon import Matrix
-from drafttrain.train.optimizer import OPTIMIZERS, Together, make_optimizer
-from drafttrain.train.shards import Share
+from drafttrain.train.optimizer import OPTIMIZERS, MuonWithAdamW, make_optimizer
+from drafttrain.train.shards import ParameterShard
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among all: rank 0 speaks to the user and writes."""
+    """The processes of a run, and the rank of this one. Rank 0 prints and writes."""
 
     rank: int
     size: int
@@ -44,7 +44,7 @@ class World:
         return values
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value, on every process. Plain values only."""
+        """Rank 0's value, on every process. The value must be picklable."""
         if self.size == 1:
             return value
         box = [value]
@@ -52,25 +52,25 @@ class World:
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's value by rank, on all of them. Plain values only."""
+        """Every process's value by rank, on all processes. Values must be picklable."""
         values = [value] * self.size
         if self.size > 1:
             torch.distributed.all_gather_object(values, value)
         return values
 
     def wait(self) -> None:
+        """Wait for all processes."""
         if self.size > 1:
             torch.distributed.barrier()
 
 
 def join_world(device: torch.device, hang_timeout: float = 0.0) -> World:
-    """Start the process group from torchrun's environment; a lone process makes a group of its own, once.
+    """Join the process group of torchrun's environment. A single process makes its own group, once.
 
-    device: this process's own, on which everything runs from here on, the group's first message included.
-    hang_timeout: seconds after which a hanging step is reported; processes that wait for each other give up later than that.
+    device: this process's device. hang_timeout: seconds after which a hanging step is reported; collectives time out later.
     """
     bind(device)
-    os.environ["DS_ACCELERATOR"] = device.type  # read when DeepSpeed is imported; else it takes a GPU that is not asked for
+    os.environ["DS_ACCELERATOR"] = device.type  # read when DeepSpeed is imported; without it DeepSpeed prefers a GPU
     formed = torch.distributed.is_initialized()
     lone = {} if formed or "RANK" in os.environ else _lone_environment()
     os.environ |= lone
@@ -80,7 +80,7 @@ def join_world(device: torch.device, hang_timeout: float = 0.0) -> World:
             backend = "nccl" if device.type == "cuda" else "gloo"
             load_deepspeed().init_distributed(backend, verbose=False, timeout=timedelta(minutes=30, seconds=hang_timeout))
         end_at_exit()
-        for name in lone.keys() - {"LOCAL_RANK"}:  # processes started from here are no part of this group
+        for name in lone.keys() - {"LOCAL_RANK"}:  # child processes must not join this group
             del os.environ[name]
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
@@ -93,14 +93,14 @@ def _lone_environment() -> dict[str, str]:
 
 
 def leave_world(world: World) -> None:
-    """End the group of several processes. A lone process keeps its own: the next run of a sweep trains in it."""
+    """Destroy the group of several processes. A single process keeps its group for the next run of a sweep."""
     if world.size > 1:
         world.wait()
         torch.distributed.destroy_process_group()
 
 
 def load_deepspeed() -> Any:
-    """DeepSpeed without its shared-memory collectives for CPUs: a build of minutes for a call that training never makes."""
+    """Import DeepSpeed, without its shared-memory collectives for CPUs: they take minutes to build and training needs none."""
     import deepspeed
     import deepspeed.ops
 
@@ -119,16 +119,16 @@ def head_exchange() -> Callable[..., Tensor]:
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """DeepSpeed prints notes of its own while it starts; what goes wrong is raised, not printed."""
+    """Suppress what DeepSpeed prints while it starts. It raises errors, it does not print them."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
-class Engine:
-    """One optimised module. `backward` per micro-batch, then `step` once per global batch.
+class TrainingEngine:
+    """Trains one objective: `backward` per micro-batch, then `step` once per global batch.
 
-    objective: forward(batch) gives (sum of losses, counts). Gradients are averaged over processes and accumulation
-    steps by DeepSpeed, which `backward` undoes: the caller's divisor alone normalises the loss.
+    objective: forward(batch) gives (sum of losses, counts). DeepSpeed averages gradients over processes and accumulation steps;
+    `backward` undoes that, so that only the caller's divisor normalises the loss.
     """
 
     def __init__(
@@ -137,13 +137,13 @@ class Engine:
         options: TrainOptions,
         deepspeed: DeepSpeedOptions,
         world: World,
-        apart: nn.Module | None = None,
+        rescaled: nn.Module | None = None,
     ) -> None:
-        """apart: a part of the objective whose learning rate is another one."""
+        """rescaled: a part of the objective with a scaled learning rate, see `step`."""
         self.world, self.stage = world, deepspeed.zero_stage
         self.accumulation = accumulation(options, world)
         names = {p: name for name, p in objective.named_parameters() if p.requires_grad}
-        self._optimizer = make_optimizer(objective, options, apart)
+        self._optimizer = make_optimizer(objective, options, rescaled)
         self._groups = [[(names[p], p) for p in group["params"]] for group in self._optimizer.param_groups]
         library = load_deepspeed()
         with hushed():
@@ -154,7 +154,7 @@ class Engine:
                 config=settings(options, deepspeed, self.accumulation),
             )
         self._gathered = library.zero.GatheredParameters
-        if isinstance(self._optimizer, Together):
+        if isinstance(self._optimizer, MuonWithAdamW):
             self._optimizer.muon.spread(self._matrices(), world.rank, self.engine.device)
 
     def backward(self, loss: Tensor, divisor: float) -> None:
@@ -165,9 +165,9 @@ class Engine:
         return self.engine(batch, progress)
 
     def step(self, lr: float, scale: float = 1.0) -> float:
-        """One optimiser step at this rate, what stands apart at `scale` times it; the norm of the gradient before clipping."""
+        """Run one optimiser step and return the gradient norm before clipping. scale: factor of lr for the `rescaled` part."""
         for group in self._wrapped.param_groups:
-            group["lr"] = lr * scale if group["apart"] else lr
+            group["lr"] = lr * scale if group["rescaled"] else lr
         before = self._norm() if self.stage == 0 else 0.0
         self.engine.step()
         known = self.engine.get_global_grad_norm()
@@ -182,7 +182,7 @@ class Engine:
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
     def whole_state(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """These tensors of the module on the first process's host, gathered one by one where sharded; none on others."""
+        """These tensors of the module, on the host of rank 0; empty on other ranks. Sharded tensors are gathered one by one."""
         tensors, state = self._tensors(), {}
         for name in names:
             with self._whole_tensor(tensors[name]):
@@ -191,24 +191,27 @@ class Engine:
         return state
 
     def save_state(self, directory: Path) -> Path:
-        """This process's share of the optimiser: master weights and moments. Gives the file."""
+        """Write this process's part of the optimiser state (master weights and moments) and return the file."""
         file = directory / f"optimizer-{self.world.rank:05d}.safetensors"
-        shards.write(self._shares(), self._base.state, file)
+        shards.write(self._shards(), self._base.state, file)
         return file
 
     def load_state(self, directory: Path, weights: dict[str, Tensor]) -> None:
-        """Take up the module's weights, and this process's share of what `save_state` wrote, by any number at any stage."""
+        """Load the module's weights and this process's part of the optimiser state.
+
+        The state may come from `save_state` of any number of processes at any ZeRO stage.
+        """
         tensors = self._tensors()
         for name in sorted(weights):  # in one order on every process
             with self._whole_tensor(tensors[name], modifier_rank=0), torch.no_grad():
                 tensors[name].copy_(weights[name])
-        shards.read(self._shares(), self._base.state, directory)
+        shards.read(self._shards(), self._base.state, directory)
         if any(group.get("fused") or group.get("capturable") for group in self._base.param_groups):
             for owner, kept in self._base.state.items():  # these count on the device
                 kept |= {key: value.to(owner.device) for key, value in kept.items() if torch.is_tensor(value)}
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name; a tied matrix has two names."""
+        """Parameters and buffers by name. A tied matrix has two names."""
         module = self.engine.module
         return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
 
@@ -218,76 +221,77 @@ class Engine:
 
     @property
     def _base(self) -> torch.optim.Optimizer:
-        """The torch optimiser inside whatever DeepSpeed wrapped around it."""
+        """The torch optimiser inside DeepSpeed's wrapper."""
         return getattr(self._wrapped, "optimizer", self._wrapped)
 
-    def _shares(self) -> list[Share]:
-        """What this process optimises of each trained parameter, from DeepSpeed's maps of its flat partitions."""
-        shares = []
+    def _shards(self) -> list[ParameterShard]:
+        """This process's shard of each trained parameter, from DeepSpeed's maps of its flat partitions."""
+        parts = []
         for g, group in enumerate(self._groups):
             for i, (name, parameter) in enumerate(group):
                 if hasattr(parameter, "ds_id"):
-                    shares.append(self._sharded(name, parameter))
-                elif not hasattr(parameter, "_hp_mapping"):  # stage 0: every process has all of it, and saves an equal part
+                    parts.append(self._sharded(name, parameter))
+                elif not hasattr(parameter, "_hp_mapping"):  # stage 0: every process has the whole, and saves an equal part
                     size = parameter.numel()
                     edges = [size * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1)]
-                    shares.append(Share(name, 0, size, self._base.param_groups[g]["params"][i], 0, range(*edges)))
+                    parts.append(ParameterShard(name, 0, size, self._base.param_groups[g]["params"][i], 0, range(*edges)))
                 elif (mapped := parameter._hp_mapping) is not None:  # stages 1, 2: None where another process has it
                     flat, lp, hp = (
                         self._base.param_groups[g]["params"][0],
                         mapped.lp_fragment_address,
                         mapped.hp_fragment_address,
                     )
-                    shares.append(Share(name, lp.start, lp.numel, flat, hp.start, range(lp.numel)))
-        return shares
+                    parts.append(ParameterShard(name, lp.start, lp.numel, flat, hp.start, range(lp.numel)))
+        return parts
 
     def _matrices(self) -> list[Matrix]:
-        """What Muon optimises, and which process has which elements of it."""
-        shares = {share.name: share for share in self._shares()}
-        spread = self.world.gather({name: (share.start, share.start + share.length) for name, share in shares.items()})
+        """The matrices that Muon optimises, with the elements that each process has."""
+        own = {shard.name: shard for shard in self._shards()}
+        spread = self.world.gather({name: (shard.start, shard.start + shard.length) for name, shard in own.items()})
         matrices = []
         for group, named in zip(self._base.param_groups, self._groups, strict=True):
             for name, parameter in named if group["muon"] else []:
-                owner, offset = (shares[name].owner, shares[name].offset) if name in shares else (group["params"][0], 0)
+                owner, offset = (own[name].owner, own[name].offset) if name in own else (group["params"][0], 0)
                 parts = tuple(range(*found.get(name, (0, 0))) for found in spread)
                 matrices.append(Matrix(tuple(getattr(parameter, "ds_shape", parameter.shape)), owner, offset, parts))
         return matrices
 
-    def _sharded(self, name: str, parameter: Any) -> Share:
+    def _sharded(self, name: str, parameter: Any) -> ParameterShard:
         """ZeRO-3 cuts each parameter into equal parts, the last ones padded."""
         group, offset, padded = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
         start = min(self.world.rank * padded, parameter.ds_numel)
         length = min(padded, parameter.ds_numel - start)
-        return Share(name, start, length, self._wrapped.fp32_partitioned_groups_flat[group], offset, range(length))
+        return ParameterShard(name, start, length, self._wrapped.fp32_partitioned_groups_flat[group], offset, range(length))
 
 
 def divided(options: TrainOptions, world: World) -> TrainOptions:
-    """With the largest micro-batch, no larger than asked for, into which a process's share of the batch divides. Raises
-    UserError for a batch that does not divide among the processes, or for these not among those that hold a sequence.
+    """The options with the largest micro-batch, up to the configured one, that divides a process's share of the batch.
+
+    Raises UserError if the batch cannot be divided among the processes, or the processes into groups of sequence_parallel.
     """
-    together = options.sequence_parallel
-    if together < 1 or world.size % together:
+    per_sequence = options.sequence_parallel
+    if per_sequence < 1 or world.size % per_sequence:
         raise UserError(
-            f"train.sequence_parallel is {together}; set it to a divisor of the number of processes, {world.size}, by "
+            f"train.sequence_parallel is {per_sequence}; set it to a divisor of the number of processes, {world.size}, by "
             "launcher.nproc or torchrun's --nproc-per-node"
         )
-    share, over = divmod(options.global_batch, world.size // together)
+    share, over = divmod(options.global_batch, world.size // per_sequence)
     if options.micro_batch < 1 or share < 1 or over:
-        processes = f"{world.size}" if together == 1 else f"{world.size} / train.sequence_parallel={together}"
+        processes = f"{world.size}" if per_sequence == 1 else f"{world.size} / train.sequence_parallel={per_sequence}"
         raise UserError(
-            f"train.global_batch is {options.global_batch}, train.micro_batch {options.micro_batch}; set the one to a multiple "
-            f"of the number of processes, {processes}, the other to 1 or more"
+            f"train.global_batch is {options.global_batch}, train.micro_batch {options.micro_batch}; set global_batch to a "
+            f"multiple of the number of processes, {processes}, and micro_batch to 1 or more"
         )
     return replace(options, micro_batch=next(m for m in range(min(options.micro_batch, share), 0, -1) if share % m == 0))
 
 
 def accumulation(options: TrainOptions, world: World) -> int:
-    """Micro-batches of one process per step, of options that are `divided`."""
+    """Micro-batches per process and step. options: as `divided` returns them."""
     return options.global_batch * options.sequence_parallel // (options.micro_batch * world.size)
 
 
 def settings(options: TrainOptions, deepspeed: DeepSpeedOptions, accumulation: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. Raises UserError for a stage or precision it does not have."""
+    """DeepSpeed's configuration. Raises UserError for options out of range."""
     if deepspeed.zero_stage not in (0, 1, 2, 3):
         raise UserError(f"deepspeed.zero_stage is {deepspeed.zero_stage}; choose 0, 1, 2 or 3")
     if options.precision not in ("float32", "bfloat16"):

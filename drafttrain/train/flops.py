@@ -1,4 +1,4 @@
-"""How many floating-point operations a training step is, counted from what one micro-batch really runs.
+"""Counts the floating-point operations of a training step, from the operations that one micro-batch runs.
 
 Shapes: B sequences, T positions.
 """
@@ -19,17 +19,17 @@ from drafttrain.model.batch import TrainBatch
 
 
 class Flops:
-    """Operations of target and drafter, forward and backward, of any micro-batch from those of the first.
+    """Operations of target and drafter, forward and backward, for any micro-batch.
 
-    The first one is counted product by product by torch's own formulas: 2 m n k for a matrix product, both products of
-    attention over all T * T pairs, causal or not (the convention of PaLM, arXiv 2204.02311, appendix B), and for each its
-    gradients, as many as are computed: 2 for a trained matrix, 1 for a frozen one. Then a micro-batch takes
+    The first micro-batch is counted by torch's formulas: 2 m n k for a matrix product; both products of attention over all
+    T * T pairs, causal or not (the convention of PaLM, arXiv 2204.02311, appendix B); and the gradients that are computed:
+    2 products for a trained matrix, 1 for a frozen one. From these counts, any micro-batch takes
 
         flops = per_position * B T + per_pair * B T^2
 
-    where attention is the second term. Padding counts as work. What is computed a second time to save memory does not, nor
-    do the products inside our own kernels (attention over trees; training runs torch's). Of sequences that several processes
-    hold it is what this one computes, by their whole length T.
+    The second term is attention. Padding counts. Recomputation to save memory does not count, and neither do products inside
+    our own kernels (attention over trees; training uses torch's attention). With sequence parallelism the count is that of this
+    process, expressed in the whole length T.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Flops:
 
     @contextmanager
     def counting(self, batch: TrainBatch) -> Iterator[None]:
-        """Around the whole of one micro-batch."""
+        """Wraps one whole micro-batch; counts the first one."""
         if self.per_position is not None:
             yield
             return
@@ -48,6 +48,7 @@ class Flops:
         self.per_position, self.per_pair = counter.products / (B * T), counter.attention / (B * T * T)
 
     def of(self, batch: TrainBatch) -> float:
+        """Operations of this micro-batch."""
         B, T = len(batch.token_BT), batch.length
         return (self.per_position or 0.0) * B * T + self.per_pair * B * T * T
 
@@ -70,8 +71,10 @@ class _Counter(TorchDispatchMode):
 
     @staticmethod
     def _again() -> bool:
-        """In the backward pass, whether a checkpoint is computing its forward pass again. Gradients may be off even then, as
-        inside a `Function`."""
+        """Whether activation checkpointing is recomputing a forward pass, during the backward pass.
+
+        Grad mode cannot tell: it may be off there too, as inside a `Function`.
+        """
         if torch._C._current_graph_task_id() == -1:
             return False
         frame = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and the first Ctrl-C: a training step is finished and saved first, anything else is left where it is."""
+"""Handles SIGTERM, SIGUSR1 and Ctrl-C: a training step is finished and saved first; anything else is abandoned."""
 
 from __future__ import annotations
 
@@ -14,88 +14,88 @@ from typing import Any
 from drafttrain.core.errors import Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-SAVING = b"\ndrafttrain: Ctrl-C: this step is finished and saved first; once more ends at once\n"
-REMINDER = 0.5  # seconds
+SAVING = b"\ndrafttrain: Ctrl-C: finishing and saving this step first; press Ctrl-C again to end at once\n"
+RESEND_AFTER = 0.5  # seconds
 
 
 class Interrupt:
-    """While this context is open, a signal raises `Interrupted`; inside `held` it only sets `asked`, for the loop to look at.
+    """While this context is open, a signal raises `Interrupted`. Inside `deferred` it only sets `requested`; the loop reads it.
 
-    Python drops what is raised in a finaliser, where a signal may find it, so it is raised again until it is on its way out; so
-    is the second Ctrl-C.
-    What else fails once a signal was there fails because other processes heard it first, and leaves as `Interrupted` too.
-    A second Ctrl-C raises KeyboardInterrupt, whatever is held. Where Ctrl-C is ignored it stays so: processes leave it to their
-    launcher.
+    A second Ctrl-C raises KeyboardInterrupt, even inside `deferred`. An ignored Ctrl-C stays ignored: worker processes leave it
+    to their launcher.
+    A signal may arrive in a finaliser, and Python drops exceptions raised there. The signal is then sent again.
+    Any other exception after a signal leaves as `Interrupted` too: other processes received the signal first and are gone.
     """
 
     def __init__(self) -> None:
-        self.asked = False
-        self._keyed = False  # Ctrl-C was there
-        self._reminder: threading.Timer | None = None
-        self._held = False
+        self.requested = False
+        self._ctrl_c_seen = False
+        self._resend_timer: threading.Timer | None = None
+        self._deferred = False
         self._before: dict[signal.Signals, Any] = {}
         self._unraisable = sys.unraisablehook
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # Python runs handlers nowhere else
-            heard = [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) is signal.default_int_handler]
-            self._before = {number: signal.signal(number, self._hear) for number in heard}
-            self._unraisable, sys.unraisablehook = sys.unraisablehook, self._drop
+            handled = [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) is signal.default_int_handler]
+            self._before = {number: signal.signal(number, self._handle) for number in handled}
+            self._unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._reminder is not None:
-            self._reminder.cancel()
+        if self._resend_timer is not None:
+            self._resend_timer.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before:
             sys.unraisablehook = self._unraisable
-        if self.asked and isinstance(error, Exception):
+        if self.requested and isinstance(error, Exception):
             raise Interrupted("while it was starting") from error
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        self._held = True
+    def deferred(self) -> Iterator[None]:
+        """Signals inside only set `requested`."""
+        self._deferred = True
         try:
             yield
         finally:
-            self._held = False
+            self._deferred = False
 
     def check(self) -> None:
-        """Raise what a signal asked for when it was held and nothing has looked since."""
-        if self.asked:
+        """Raise Interrupted if a deferred signal has not been acted on."""
+        if self.requested:
             raise Interrupted("when training had ended")
 
-    def _drop(self, dropped: Any) -> None:
-        if isinstance(dropped.exc_value, KeyboardInterrupt):
-            self._remind(signal.SIGINT)
-        elif not isinstance(dropped.exc_value, Interrupted):
-            self._unraisable(dropped)
+    def _on_unraisable(self, unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            self._resend_later(signal.SIGINT)
+        elif not isinstance(unraisable.exc_value, Interrupted):
+            self._unraisable(unraisable)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
         if number == signal.SIGINT:
-            if self._keyed:
+            if self._ctrl_c_seen:
                 raise KeyboardInterrupt
-            if self._held and not self._keyed:
-                os.write(2, SAVING)  # not by print, which this may have interrupted
-            self._keyed = True
-        if self._held or _leaving(sys.exception()):
+            if self._deferred and not self._ctrl_c_seen:
+                os.write(2, SAVING)  # not print: the signal may have interrupted a print
+            self._ctrl_c_seen = True
+        if self._deferred or _is_interruption(sys.exception()):
             return
-        self._remind(signal.SIGTERM if number == signal.SIGINT else number)  # a second SIGINT would be a second Ctrl-C
+        self._resend_later(signal.SIGTERM if number == signal.SIGINT else number)  # a second SIGINT would be a second Ctrl-C
         raise Interrupted(f"by {signal.Signals(number).name}")
 
-    def _remind(self, number: int) -> None:
-        """Send this process the signal again, a while later."""
-        if self._reminder is not None:
-            self._reminder.cancel()
-        self._reminder = threading.Timer(REMINDER, signal.pthread_kill, (threading.main_thread().ident, number))
-        self._reminder.daemon = True
-        self._reminder.start()
+    def _resend_later(self, number: int) -> None:
+        """Send this process the signal again after `RESEND_AFTER`."""
+        if self._resend_timer is not None:
+            self._resend_timer.cancel()
+        self._resend_timer = threading.Timer(RESEND_AFTER, signal.pthread_kill, (threading.main_thread().ident, number))
+        self._resend_timer.daemon = True
+        self._resend_timer.start()
 
 
-def _leaving(error: BaseException | None) -> bool:
-    """Whether what is handled right now is an interruption, or follows from one."""
+def _is_interruption(error: BaseException | None) -> bool:
+    """Whether the exception is an `Interrupted`, or was raised while one was handled."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error is not None

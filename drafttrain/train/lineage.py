@@ -1,4 +1,4 @@
-"""What W&B is told of a run beside its curves: its measurement, and where data, checkpoints and exports come from."""
+"""Logs a run's measurement and artifacts (data, checkpoints, reports, exports) to W&B."""
 
 from __future__ import annotations
 
@@ -11,43 +11,34 @@ from typing import Any
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_write_json
 from drafttrain.drafters.checkpoint import META, WEIGHTS
+from drafttrain.measure.flags import best_entry
 
-RUN = "wandb.json"  # in a run directory: what its run is called at W&B
-WHAT_DRAFTS = (WEIGHTS, META)  # of a checkpoint; the rest is for training to go on
+RUN = "wandb.json"  # in a run directory: the names of its W&B run
+DRAFTER_FILES = (WEIGHTS, META)  # files of a checkpoint that the drafter needs; the others are for resuming
 ARTIFACTS = ("none", "reference", "files")
 COLUMNS = (
-    *(
-        "checkpoint",
-        "slice",
-        "step",
-        "tau",
-        "expected_tau",
-        "alpha",
-        "alpha_by_position",
-        "speedup",
-        "speedup_min",
-        "speedup_max",
-    ),
+    *("checkpoint", "slice", "step", "tau", "expected_tau", "alpha", "alpha_by_position"),
+    *("speedup", "speedup_min", "speedup_max"),
     *("tokens_per_s", "baseline_tokens_per_s", "draft_cost", "verify_cost", "exact_matches", "prompts", "parameters"),
 )
 
 
 def check_artifacts(kind: str) -> None:
+    """Raise UserError for an unknown kind."""
     if kind not in ARTIFACTS:
         raise UserError(f"logger.artifacts is {kind!r}; choose {', '.join(ARTIFACTS)}")
 
 
 def group_of(config: Mapping[str, Any]) -> str:
-    """`medusa on Llama-3.1-8B`: runs of one recipe on one target belong together."""
+    """`medusa on Llama-3.1-8B`: the W&B group of runs of one recipe on one target."""
     target = config.get("target") or {}
     named = str(target.get("path") or target.get("name") or "target").rstrip("/")
     return f"{config.get('name', 'default')} on {named.rpartition('/')[2]}"[:128]
 
 
-def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The best checkpoint's scalars, `exact` among them: the share of outputs identical to plain decoding's; and what its
-    training took."""
-    best = next(entry for entry in report["checkpoints"] if entry["name"] == report["best"])
+def summary_of(report: dict[str, Any]) -> dict[str, Any]:
+    """The best checkpoint's scalars, its training cost, and `exact`: the share of outputs identical to plain decoding."""
+    best = best_entry(report)
     scalars = {key: value for key, value in best.items() if isinstance(value, int | float | str)}
     if best.get("exact_matches") is not None:
         scalars["exact"] = best["exact_matches"] / best["prompts"]
@@ -59,7 +50,7 @@ def summary_of(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measurement_rows(report: Mapping[str, Any]) -> list[list[Any]]:
-    """Under COLUMNS: a row per checkpoint, and per slice of it."""
+    """Rows under `COLUMNS`: one per checkpoint, and one per slice of it."""
     rows = []
     for entry in report["checkpoints"]:
         for part in (entry, *entry["slices"]):
@@ -71,21 +62,22 @@ def measurement_rows(report: Mapping[str, Any]) -> list[list[Any]]:
 
 
 class Lineage:
-    """The artifacts of one W&B run. Online, W&B draws what a run used and made; offline there is no one to ask for what was
-    used, so inputs are logged as they are, and named in the run's config as `inputs`.
+    """The artifacts of one W&B run: those that it used and those that it made.
+
+    Offline, W&B cannot look up used artifacts. Inputs are then logged again, and the run's config names them as `inputs`.
     """
 
     def __init__(self, run: Any, kind: str) -> None:
         check_artifacts(kind)
         self.run, self.kind = run, kind
 
-    def note(self, run_dir: Path) -> None:
-        """Leave the run's name in its directory, for what is made from its checkpoints later."""
-        kept = {name: getattr(self.run, name, None) for name in ("entity", "project", "id", "group")}
-        atomic_write_json(run_dir / RUN, kept)
+    def record_run(self, run_dir: Path) -> None:
+        """Write the names of the W&B run to the run directory. Exports of its checkpoints refer to them."""
+        names = {name: getattr(self.run, name, None) for name in ("entity", "project", "id", "group")}
+        atomic_write_json(run_dir / RUN, names)
 
     def uses_data(self, data: Mapping[str, Any]) -> None:
-        """The training data, by name and settings; the files themselves stay where they are."""
+        """Log the training data as used, by name and settings. The files are not uploaded."""
         digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:12]
         artifact = self._artifact(f"data-{digest}", "dataset", dict(data))
         path = Path(str(data.get("path") or "")).expanduser()
@@ -94,25 +86,26 @@ class Lineage:
         self._use(artifact, artifact.name)
 
     def made_checkpoints(self, checkpoints: Sequence[Path], report: Mapping[str, Any]) -> None:
-        """Each checkpoint, by its path or with its files, with its figures; the best one has the alias `best`."""
+        """Log each checkpoint with its figures. The best one gets the alias `best`."""
         if self.kind == "none":
             return
-        best = str(report["best"]).split()[0]  # a variant's row is its checkpoint's
+        best = str(report["best"]).split()[0]  # a variant's row is named after its checkpoint
         for checkpoint in checkpoints:
             entry: Mapping[str, Any] = next((e for e in report["checkpoints"] if e["name"] == checkpoint.name), {})
             figures = {key: entry.get(key) for key in ("step", "tau", "alpha", "speedup", "parameters")}
             artifact = self._artifact(checkpoint_artifact(self.run.id, checkpoint), "drafter", figures)
-            self._fill(artifact, checkpoint, WHAT_DRAFTS)
+            self._fill(artifact, checkpoint, DRAFTER_FILES)
             self.run.log_artifact(artifact, aliases=["best"] if checkpoint.name == best else [])
 
     def made_report(self, files: Sequence[Path]) -> None:
+        """Log the report's files."""
         artifact = self._artifact(f"{self.run.id}-report", "report", {})
         for file in files:
             artifact.add_file(str(file))
         self.run.log_artifact(artifact)
 
     def uses_checkpoint(self, checkpoint: Path, made_by: Mapping[str, Any]) -> None:
-        """One that an earlier run has logged; or, where there is none at W&B, logged here by its path."""
+        """Log a checkpoint as used: the artifact of the run that made it, else a new one with its path."""
         import wandb
 
         name = checkpoint_artifact(str(made_by["id"]), checkpoint)
@@ -123,10 +116,11 @@ class Lineage:
             except (wandb.Error, ValueError):  # not synced yet, or logged with logger.artifacts=none
                 pass
         artifact = self._artifact(name, "drafter", {})
-        self._fill(artifact, checkpoint, WHAT_DRAFTS)
+        self._fill(artifact, checkpoint, DRAFTER_FILES)
         self._use(artifact, name)
 
     def made_export(self, folder: Path, stack: str, checkpoint: str) -> None:
+        """Log an export. checkpoint: the name of its checkpoint's artifact."""
         artifact = self._artifact(f"{checkpoint}-{stack}", "export", {"stack": stack})
         self._fill(artifact, folder)
         self.run.log_artifact(artifact, aliases=[stack])
@@ -137,7 +131,7 @@ class Lineage:
         return wandb.Artifact(name, type=kind, metadata=json.loads(json.dumps(metadata, default=str)))
 
     def _fill(self, artifact: Any, folder: Path, names: Sequence[str] = ()) -> None:
-        """With these files of a folder, or all of them: their paths, or what is in them."""
+        """Add these files of a folder, or the whole folder, to the artifact: as paths, or with their content."""
         for file in [folder / name for name in names if (folder / name).exists()] if names else [folder]:
             if self.kind != "files":
                 artifact.add_reference(file.absolute().as_uri(), checksum=False)
@@ -159,12 +153,12 @@ def checkpoint_artifact(run_id: str, checkpoint: Path) -> str:
 
 
 def run_of(checkpoint: Path) -> dict[str, Any] | None:
-    """What the run that made a checkpoint is called at W&B; None where it was not logged there."""
-    return noted(checkpoint.absolute().parent.parent)
+    """The names of the W&B run that made a checkpoint; None if there is none."""
+    return recorded_run(checkpoint.absolute().parent.parent)
 
 
-def noted(run_dir: Path) -> dict[str, Any] | None:
-    """What `Lineage.note` has left in a run directory; None where there is nothing."""
+def recorded_run(run_dir: Path) -> dict[str, Any] | None:
+    """The names of a run directory's W&B run, from `Lineage.record_run`; None if there is none."""
     try:
         found = json.loads((run_dir / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):

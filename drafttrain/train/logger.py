@@ -1,4 +1,4 @@
-"""Where a run's figures go: metrics.jsonl always, W&B when asked. Rank 0 only."""
+"""Logs a run's figures: always to metrics.jsonl, and to W&B if configured. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ HOST = "api.wandb.ai"
 
 
 class Logger:
-    """`step` figures as JSON lines and to W&B. W&B runs offline unless the user is logged in, and never prompts."""
+    """Logs figures as JSON lines and to W&B. W&B runs offline unless the user is logged in; it never prompts."""
 
     def __init__(self, options: LoggerOptions, run_dir: Path, config: dict[str, Any], kept_steps: int) -> None:
         self.file = run_dir / "metrics.jsonl"
-        _forget_after(self.file, kept_steps)
+        _drop_after(self.file, kept_steps)
         self._lines = self.file.open("a", encoding="utf-8")
         self.options = options
         self.run = start(options, run_dir, config, f"{run_dir.parent.name}/{run_dir.name}", "fit")
         if self.run is not None:
             lineage = Lineage(self.run, options.artifacts)
-            lineage.note(run_dir)
+            lineage.record_run(run_dir)
             lineage.uses_data(config["data"])
 
     def step(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log the figures of one training step."""
         self._lines.write(json.dumps({"step": step, **values}) + "\n")
         self._lines.flush()
         if self.run is not None:
             self.run.log(_flat(values), step=step)
 
     def report(self, report: dict[str, Any], plots: list[Path], checkpoints: list[Path], files: list[Path]) -> None:
-        """The measured checkpoints as summary, table, pictures and artifacts."""
+        """Log the measurement: summary, table, pictures and artifacts."""
         if self.run is None:
             return
         import wandb
@@ -67,8 +68,9 @@ class Logger:
 
 
 def log_export(options: LoggerOptions, config: dict[str, Any], checkpoint: Path, folders: Mapping[str, Path]) -> None:
-    """An export as a W&B run of its own that used the checkpoint and made `folders`, by stack. Only for checkpoints of a run
-    that was logged there, and with `logger.artifacts` set.
+    """Log an export as a separate W&B run that used the checkpoint and made `folders` (by stack).
+
+    Nothing is logged if the checkpoint's own run is not at W&B, or logger.artifacts is none.
     """
     made_by = run_of(checkpoint)
     if made_by is None or options.artifacts == "none":
@@ -85,7 +87,7 @@ def log_export(options: LoggerOptions, config: dict[str, Any], checkpoint: Path,
 
 
 def logged_in() -> bool:
-    """A key in the environment or in ~/.netrc; the key itself is not looked at."""
+    """Whether there is a W&B key in the environment or in ~/.netrc. The key itself is not used."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:
@@ -95,6 +97,7 @@ def logged_in() -> bool:
 
 
 def check_logger(options: LoggerOptions) -> None:
+    """Raise UserError for bad options."""
     if options.name not in ("wandb", "none"):
         raise UserError(f"logger.name is {options.name!r}; choose wandb or none")
     if options.mode not in ("auto", "online", "offline"):
@@ -103,7 +106,7 @@ def check_logger(options: LoggerOptions) -> None:
 
 
 def start(options: LoggerOptions, folder: Path, config: dict[str, Any], name: str, job: str) -> Any:
-    """A W&B run that keeps its files in `folder`, or None without W&B. Raises UserError for bad options."""
+    """Start a W&B run with its files in `folder`; None without W&B. Raises UserError for bad options."""
     check_logger(options)
     if options.name == "none":
         return None
@@ -135,8 +138,8 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _forget_after(file: Path, steps: int) -> None:
-    """A resumed run writes the steps after its checkpoint again: drop what a killed one wrote of them, torn lines too."""
+def _drop_after(file: Path, steps: int) -> None:
+    """Remove lines of later steps, and incomplete lines. A resumed run writes the steps after its checkpoint again."""
     if not file.exists():
         return
     kept = []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 
-MASTER = 4  # float32, which the optimiser works on
-MOMENTS = 8  # two, float32; Muon has one of hidden matrices
-SHARDED_FROM = {"optimiser": 1, "gradients": 2, "weights": 3}  # the ZeRO stage
+MASTER = 4  # bytes per parameter of the float32 master weights
+MOMENTS = 8  # bytes per parameter of two float32 moments; Muon has only one for hidden matrices
+SHARDED_FROM = {"optimiser": 1, "gradients": 2, "weights": 3}  # ZeRO stage from which each is sharded
 
 
 def state_bytes(parameters: int, options: TrainOptions, deepspeed: DeepSpeedOptions, processes: int) -> int:
-    """On the device. At stage 0 in float32 the weights are the optimiser's own; elsewhere it has a copy."""
+    """Bytes on the device. At stage 0 in float32 the optimiser steps the weights themselves; otherwise it has a copy."""
     wide = 2 if options.precision == "bfloat16" else 4
     copied = deepspeed.zero_stage > 0 or wide == 2
     sizes = {"optimiser": MOMENTS + copied * MASTER, "gradients": wide, "weights": wide}

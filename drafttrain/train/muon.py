@@ -1,9 +1,9 @@
 """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") for matrices whose elements are divided among processes.
 
-Momentum is element-wise and stays with its elements. To be orthogonalised, a matrix comes together in one process, in bfloat16,
-which is what torch computes in; each process gets the update of its own elements back. N processes take N matrices at a time,
-those of like size together, so that none waits and each holds one whole matrix at most. A matrix that lies whole in one process
-gets the bits of torch.optim.Muon, whose functions these are.
+Momentum is element-wise and stays with its elements. For orthogonalisation, one process gathers a whole matrix in bfloat16 (the
+dtype that torch computes in), and every process gets the update of its elements back. N processes take N matrices at a time.
+Matrices of similar size go together, so that no process waits and each holds at most one whole matrix. The orthogonalisation
+functions are torch's: for a matrix in a single process, results are bit for bit those of torch.optim.Muon.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ MOMENTUM = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """parts: the elements of the flattened matrix that each process steps, by rank; all processes all of them, or each its own.
-    This process's lie in `owner`, a tensor that the optimiser is given, from `offset` on; it may have none.
-    """
+    """A matrix, and the elements of it that each process steps."""
 
     shape: tuple[int, ...]
-    owner: Tensor
-    offset: int
-    parts: tuple[range, ...]
+    owner: Tensor  # a parameter of the optimiser that contains this process's elements
+    offset: int  # of this process's elements in `owner`
+    parts: tuple[range, ...]  # by rank, elements of the flattened matrix: all of them on every process, or a part on each
 
     @property
     def replicated(self) -> bool:
@@ -37,7 +35,7 @@ class Matrix:
 
 
 class Muon(torch.optim.Optimizer):
-    """With Nesterov momentum, steps as large as AdamW's (arXiv 2502.16982, section 2.2), and decoupled weight decay."""
+    """Muon with Nesterov momentum, steps scaled to AdamW's (arXiv 2502.16982, section 2.2), and decoupled weight decay."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, weight_decay: float) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
@@ -45,9 +43,9 @@ class Muon(torch.optim.Optimizer):
         self.spread([Matrix(tuple(p.shape), p, 0, (range(p.numel()),)) for p in matrices], 0)
 
     def spread(self, matrices: Sequence[Matrix], rank: int, device: torch.device | None = None) -> None:
-        """Where the elements are, of the same matrices in the same order on all processes; called before the first step.
+        """Set where the elements of the matrices are, before the first step. All processes list the same matrices in order.
 
-        device: where matrices are orthogonalised and exchanged; None: where their elements are.
+        device: of orthogonalisation and exchange; None: that of the elements.
         """
         assert all(m.replicated or sum(map(len, m.parts)) == math.prod(m.shape) for m in matrices)
         self._rank, self._device = rank, device
@@ -55,7 +53,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """On all processes together; `params` of the groups may be any of the matrices' owners, the same matrices on all."""
+        """Step all groups. All processes call it together, with the same matrices. `params` are owners of matrices."""
         assert closure is None, "DeepSpeed steps without one"
         for group in self.param_groups:
             stepped = [p for p in group["params"] if p.grad is not None]
@@ -72,7 +70,7 @@ class Muon(torch.optim.Optimizer):
                 self._step_together(matrices[first : first + processes], group["lr"])
 
     def _step_together(self, matrices: Sequence[Matrix], lr: float) -> None:
-        """At most one for each process, which orthogonalises the one of its rank."""
+        """Step at most one matrix per process. Each process orthogonalises the matrix of its rank."""
         mine = matrices[self._rank] if self._rank < len(matrices) else None
         found = self._whole(matrices, mine)
         parts: list[Tensor] = []
@@ -87,7 +85,7 @@ class Muon(torch.optim.Optimizer):
             elements.add_(update.to(elements.device), alpha=-rate)
 
     def _whole(self, matrices: Sequence[Matrix], mine: Matrix | None) -> Tensor:
-        """[elements] of this process's matrix of these, flattened; without one, none."""
+        """The whole flattened matrix of this process's rank; empty if there is none."""
         if all(m.replicated for m in matrices):
             return self._empty(0) if mine is None else self._direction(mine)
         lengths = [] if mine is None else [len(part) for part in mine.parts]
@@ -98,7 +96,7 @@ class Muon(torch.optim.Optimizer):
         return whole
 
     def _direction(self, matrix: Matrix) -> Tensor:
-        """This process's elements of the gradient with Nesterov's momentum."""
+        """This process's elements of the gradient with Nesterov momentum."""
         assert matrix.owner.grad is not None
         momentum = self.state[matrix.owner]["momentum_buffer"]
         direction = self._own(matrix, matrix.owner.grad).lerp(self._own(matrix, momentum), MOMENTUM)
@@ -108,7 +106,7 @@ class Muon(torch.optim.Optimizer):
         return tensor.view(-1)[matrix.offset : matrix.offset + len(matrix.parts[self._rank])]
 
     def _exchange(self, parts: Sequence[Tensor], lengths: Sequence[int], processes: int) -> list[Tensor]:
-        """Part k goes to process k, and one of lengths[k] comes from it; none goes to or comes from those beyond the last."""
+        """All-to-all: send part k to process k, and receive lengths[k] elements from it. Missing parts are empty."""
         if processes == 1:
             return list(parts)
         sent = [len(part) for part in parts] + [0] * (processes - len(parts))

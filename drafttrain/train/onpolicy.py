@@ -1,5 +1,6 @@
-"""On-policy distillation: some replies of a batch are written by the drafter's own language model, as it is at that step
-(GKD, arXiv 2306.13649; DistillSpec, arXiv 2310.08461). The target then says what it would have written there.
+"""On-policy distillation: the drafter's own language model, at the current step, writes some replies of a batch.
+
+The target then gives its distribution at each position (GKD, arXiv 2306.13649; DistillSpec, arXiv 2310.08461).
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import World
 
-STREAM = 0x6F6E706F  # apart from the seeds of the data and of measurements
+STREAM = 0x6F6E706F  # a separate noise stream from those of the data and of measurements
 
 
 @dataclass(frozen=True, slots=True)
 class OnPolicy:
-    """Which replies of a step's batch are replaced, and what by, is a function of (seed, step) and the weights."""
+    """Replaces replies of a batch. The chosen replies and the new text depend only on seed, step and weights."""
 
     drafter: Drafter
     stop_ids: frozenset[int]
@@ -32,7 +33,10 @@ class OnPolicy:
     world: World
 
     def rows(self, rows: list[Encoded], step: int) -> list[Encoded]:
-        """The batch with `on_policy` of its conversations' last replies rewritten, of those that this process trains on."""
+        """The batch with last replies rewritten, for a share `on_policy` of its conversations.
+
+        Each process rewrites its own part of the batch only.
+        """
         if not self.options.on_policy:
             return rows
         chosen = np.random.default_rng([STREAM, self.options.seed % 2**64, step]).random(len(rows)) < self.options.on_policy
@@ -44,7 +48,7 @@ class OnPolicy:
         return [replaced.get(i, row) for i, row in enumerate(rows)]
 
     def _written(self, rows: list[Encoded], keys: list[int]) -> list[Encoded]:
-        """Their last replies anew, no longer than they were; a key names a reply's noise."""
+        """Rewrite the last replies; none gets longer. keys: request numbers, which seed the noise of each reply."""
         lm = self.drafter.language_model()
         assert lm is not None, "checked before training"
         sampling = Sampling(self.options.on_policy_temperature, seed=self.options.seed + STREAM)
@@ -52,22 +56,22 @@ class OnPolicy:
         decoder = Decoder(lm, None, policy, sampling, self.stop_ids, controls=Controls(capture=False))
         starts = [last_reply(row) for row in rows]
         longest = [min(len(row.token_ids), lm.shape.max_positions) for row in rows]
-        asked = {
+        requests = {
             i: Request(row.token_ids[: starts[i]].tolist(), keys[i], longest[i] - starts[i], stop_ids=self.stop_ids)
             for i, row in enumerate(rows)
-            if longest[i] > starts[i]  # else its prompt fills the model's context
+            if longest[i] > starts[i]  # otherwise the prompt fills the model's context
         }
-        if not asked:
+        if not requests:
             return rows
-        session = Session(decoder, len(asked), max(map(decoder.positions, asked.values())))
-        results = {i: session.submit(request)[0] for i, request in asked.items()}
+        session = Session(decoder, len(requests), max(map(decoder.positions, requests.values())))
+        results = {i: session.submit(request)[0] for i, request in requests.items()}
         for _ in session:
             pass
         return [with_reply(row, starts[i], results[i].tokens) if i in results else row for i, row in enumerate(rows)]
 
 
 def check_on_policy(drafter: Drafter, options: TrainOptions, deepspeed: DeepSpeedOptions) -> None:
-    """Raise UserError for a share or temperature out of range, for a drafter that cannot write, and for sharded weights."""
+    """Raise UserError for options out of range, for a drafter without a language model, and for sharded weights."""
     if not 0.0 <= options.on_policy <= 1.0 or options.on_policy_temperature < 0.0:
         raise UserError(
             f"train.on_policy is {options.on_policy:g}, on_policy_temperature {options.on_policy_temperature:g}; "
@@ -75,24 +79,22 @@ def check_on_policy(drafter: Drafter, options: TrainOptions, deepspeed: DeepSpee
         )
     if options.on_policy and (not drafter.trained or drafter.language_model() is None):
         raise UserError(
-            f"train.on_policy is {options.on_policy:g}, and this drafter has no language model to write replies with; "
+            f"train.on_policy is {options.on_policy:g}, but this drafter has no language model to write replies with; "
             "set train.on_policy=0, or choose a family that has one"
         )
     if options.on_policy and deepspeed.zero_stage == 3:
-        raise UserError(
-            "train.on_policy writes with whole weights, ZeRO stage 3 shards them; set a lower stage, or on_policy=0"
-        )
+        raise UserError("train.on_policy needs whole weights, but ZeRO stage 3 shards them; set a lower stage, or on_policy=0")
 
 
 def last_reply(row: Encoded) -> int:
-    """Where the last supervised stretch begins: in a mask 0 1 1 0 0 1 1 1 at 5."""
+    """The position at which the last supervised run begins: 5 in the mask 0 1 1 0 0 1 1 1."""
     mask = row.mask
     starts = np.flatnonzero(mask[1:] & ~mask[:-1]) + 1  # a first token is never supervised
     return int(starts[-1])
 
 
 def with_reply(row: Encoded, start: int, reply: list[int]) -> Encoded:
-    """The conversation up to `start`, then the reply, supervised whole."""
+    """The conversation up to `start`, then the reply, which is supervised."""
     token_ids = np.concatenate([row.token_ids[:start], np.array(reply, np.int32)])
     mask = np.concatenate([row.mask[:start], np.ones(len(reply), np.bool_)])
     return Encoded(token_ids, mask)

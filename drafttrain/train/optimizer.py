@@ -1,4 +1,4 @@
-"""The drafter's optimiser: AdamW, or Muon for hidden matrices beside AdamW for all else."""
+"""The drafter's optimiser: AdamW, or Muon for hidden matrices and AdamW for the other parameters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ OPTIMIZERS = ("adamw", "muon")
 Group = dict[str, Any]
 
 
-def make_optimizer(objective: Objective, options: TrainOptions, apart: nn.Module | None = None) -> torch.optim.Optimizer:
-    """apart: a part of the objective whose learning rate is another one; its group says `apart`."""
-    other = set() if apart is None else set(apart.parameters())
+def make_optimizer(objective: Objective, options: TrainOptions, rescaled: nn.Module | None = None) -> torch.optim.Optimizer:
+    """The optimiser of the objective's trainable parameters.
+
+    rescaled: a part of the objective with a scaled learning rate; its parameter group has `rescaled` True.
+    """
+    other = set() if rescaled is None else set(rescaled.parameters())
     matrices = hidden_matrices(objective) - other if options.optimizer == "muon" else set()
-    groups: list[Group] = [{"params": [], "apart": n == 1, "muon": n == 2} for n in range(3)]
+    groups: list[Group] = [{"params": [], "rescaled": n == 1, "muon": n == 2} for n in range(3)]
     for parameter in objective.parameters():
         if parameter.requires_grad:
             groups[2 if parameter in matrices else 1 if parameter in other else 0]["params"].append(parameter)
@@ -27,26 +30,27 @@ def make_optimizer(objective: Objective, options: TrainOptions, apart: nn.Module
     if not hidden["params"]:
         return _adamw([group for group in plain if group["params"]], options)
     muon, rest = Muon([hidden], options.lr, options.weight_decay), [group for group in plain if group["params"]]
-    return Together(muon, _adamw(rest, options) if rest else None)
+    return MuonWithAdamW(muon, _adamw(rest, options) if rest else None)
 
 
 def hidden_matrices(objective: Objective) -> set[nn.Parameter]:
-    """Weights of linear maps from states to states: what Muon is for (Jordan et al. 2024, "Muon: an optimizer for hidden
-    layers"). Embeddings, heads, norms and biases are not among them.
+    """Weights of linear layers between hidden states, which Muon is made for (Jordan et al. 2024).
+
+    Embeddings, heads, norms and biases are excluded.
     """
     maps = [m for m in objective.modules() if isinstance(m, nn.Linear) and m.out_features not in objective.vocabularies]
     return {p for m in maps for p in m.parameters() if p.ndim == 2 and p.requires_grad}
 
 
 def _adamw(groups: list[Group], options: TrainOptions) -> torch.optim.Optimizer:
-    """On a GPU all parameters are updated in one kernel."""
+    """AdamW. On a GPU, one fused kernel updates all parameters."""
     fused = all(p.is_cuda for group in groups for p in group["params"])
     betas = (options.betas[0], options.betas[1])
     return torch.optim.AdamW(groups, lr=options.lr, betas=betas, weight_decay=options.weight_decay, fused=fused)
 
 
-class Together(torch.optim.Optimizer):
-    """Optimisers of different parameters as one: their groups side by side, their state in one place."""
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon and AdamW as one optimiser, with common parameter groups and a common state."""
 
     def __init__(self, muon: Muon, adamw: torch.optim.Optimizer | None) -> None:
         self.muon, self.adamw = muon, adamw
@@ -56,7 +60,7 @@ class Together(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Of the groups that stand in `param_groups` now: DeepSpeed sets them one at a time."""
+        """Step the current `param_groups`. DeepSpeed sets them one at a time."""
         assert closure is None, "DeepSpeed steps without one"
         for part in (self.adamw, self.muon):
             if part is not None:

@@ -1,10 +1,10 @@
-"""What a device could compute at most: dense bfloat16 products in FLOP/s, from the makers' data sheets (without sparsity)."""
+"""Peak throughput of devices: dense bfloat16 products in FLOP/s, from the makers' data sheets (without sparsity)."""
 
 from __future__ import annotations
 
 import torch
 
-# The first name that the device's own contains counts, so a longer one stands before the one it begins with.
+# The first name that occurs in the device's name counts. A longer name comes before its prefix.
 PEAKS = (
     ("GB200", 2500e12),  # NVIDIA GB200 NVL72 data sheet, 2024
     ("B200", 2250e12),  # NVIDIA DGX B200 data sheet, 2024: 72 PFLOP/s in FP8 sparse for 8, a quarter of it dense in BF16
@@ -27,9 +27,10 @@ PEAKS = (
 
 
 def peak_of(device: torch.device) -> float | None:
-    """The device's peak in FLOP/s; None for a CPU and for a device that the table does not have."""
+    """The device's peak in FLOP/s; None for a CPU and for a device that is not in the table."""
     return named_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def named_peak(name: str) -> float | None:
+    """The peak in FLOP/s of the device with this name; None if it is not in the table."""
     return next((peak for known, peak in PEAKS if known in name), None)

@@ -1,4 +1,4 @@
-"""A window of training steps as a Chrome trace."""
+"""Profiles some training steps and writes a Chrome trace."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from drafttrain.core.errors import UserError
 
-AFTER, LENGTH = 5, 3  # steps: what is slow once is over by then, and a trace of three is read in a moment
+AFTER, LENGTH = 5, 3  # in steps: one-time costs are over after 5 steps, and a trace of 3 steps is small
 
 
 def window(option: Any, first: int, last: int) -> range:
-    """The steps to record, counted from 1. option: `train.profile`. first: of this session; last: of the run.
+    """The steps to record, counted from 1. Raises UserError for anything but false, true or two steps in order.
 
-    Raises UserError for anything but false, true or two steps in order.
+    option: `train.profile`. first: the steps done before this session. last: the last step of the run.
     """
     if option is False or option is None:
         return range(0)
@@ -32,9 +32,9 @@ def window(option: Any, first: int, last: int) -> range:
 
 
 class Profile:
-    """`step` around each step, counted from 1; what is recorded when the last of `steps` ends, or training, goes to `file`.
+    """Records `steps` (counted from 1) and writes the trace to `file`. `step` wraps each training step.
 
-    file: None where this process records nothing.
+    file: None: record nothing in this process.
     """
 
     def __init__(self, steps: range, file: Path | None, say: Callable[[str], None]) -> None:

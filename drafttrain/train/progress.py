@@ -1,5 +1,4 @@
-"""What training says: its bar with step, loss, tokens per second, where time goes and what is left, and a line now and then
-that stays."""
+"""Console output of training: a progress bar with loss and rate, and a line of figures every few steps."""
 
 from __future__ import annotations
 
@@ -12,32 +11,32 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-WIDE = 100  # columns: the bar has room for more than rate and loss
-WINDOW = 50  # steps that a running mean covers
+WIDE = 100  # columns from which the bar also shows the shares of time
+WINDOW = 50  # steps of a running mean
 AVERAGED = ("loss", "expected_tau")
 
 
 class Bar:
-    """One bar, and the rate since it began."""
+    """The progress bar of training, with the rate since it began."""
 
     def __init__(self, progress: Progress | None, total: int, done: int) -> None:
         self.progress, self.total, self.tokens, self.began = progress, total, 0, monotonic()
         self.task = progress.add_task("training", total=total, completed=done, rate="") if progress else None
 
     def step(self, step: int, tokens: int, values: Mapping[str, Any], line: bool) -> None:
-        """Move on; `line` prints the step's figures above the bar."""
+        """Advance the bar. line: also print the step's figures above the bar."""
         if self.progress is None or self.task is None:
             return
         self.tokens += tokens
         rate = self.tokens / max(monotonic() - self.began, 1e-6)
-        parts = spent(values) if self.progress.console.width >= WIDE else ""
+        parts = shares(values) if self.progress.console.width >= WIDE else ""
         self.progress.update(self.task, completed=step, rate=f"{rate:,.0f} tokens/s  loss {values['loss']:.3f}{parts}")
         if line:
             agreement = " ".join(f"{a:.2f}" for a in values["agreement"])
             loss, tau = (f"{values[name]:.{d}f}{_mean(values, name, d)}" for name, d in (("loss", 3), ("expected_tau", 2)))
             self.progress.console.print(
                 f"step {step:>{len(str(self.total))}}/{self.total}  loss {loss}  agreement {agreement}  "
-                f"expected tau {tau}  {rate:,.0f} tokens/s  lr {values['lr']:.1e}{spent(values)}",
+                f"expected tau {tau}  {rate:,.0f} tokens/s  lr {values['lr']:.1e}{shares(values)}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -49,44 +48,46 @@ class Bar:
 
 
 def _mean(values: Mapping[str, Any], name: str, digits: int) -> str:
-    """The running mean beside a batch's figure, where there is one."""
+    """` (mean 0.123)`: the running mean of a figure, if there is one."""
     mean = values.get(f"{name}_mean{WINDOW}")
     return "" if mean is None else f" (mean {mean:.{digits}f})"
 
 
-class Running:
-    """Means of a batch's figures over the last `WINDOW` steps that this process saw. A resumed run begins anew.
+class RunningMeans:
+    """Means of the figures over the last `WINDOW` steps. They start again when a run is resumed.
 
-    A batch holds few tokens, and its figures jump: expected tau 1.34, 3.81 and 2.28 within 30 steps.
+    A batch has few tokens, so its figures scatter: expected tau was 1.34, 3.81 and 2.28 within 30 steps.
     """
 
     def __init__(self) -> None:
         self._last: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
 
     def step(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """What is logged beside a step's own figures."""
+        """Add a step's figures; returns the running means to log."""
         self._last.append({name: values[name] for name in AVERAGED})
         return {f"{name}_mean{WINDOW}": sum(v[name] for v in self._last) / len(self._last) for name in AVERAGED}
 
 
-def spent(values: Mapping[str, Any]) -> str:
-    """Of the step: the share of the device's peak, and those of the target and of waiting for data."""
+def shares(values: Mapping[str, Any]) -> str:
+    """`  mfu 31%  target 40%  data 2%`: the share of the device's peak, and the shares of the step's time."""
     shares = {"mfu": values["mfu"], "target": values["target_share"], "data": values["data_share"]}
     return "".join(f"  {name} {share:.0%}" for name, share in shares.items() if share is not None)
 
 
 class Console:
-    """What training says to the user; without a rich console (ranks above 0) it says nothing."""
+    """Console output of training. rich: None on ranks above 0, which print nothing."""
 
     def __init__(self, rich: RichConsole | None) -> None:
         self.rich = rich
 
     def say(self, text: str) -> None:
+        """Print a line."""
         if self.rich is not None:
             self.rich.print(text, highlight=False, soft_wrap=True)
 
     @contextmanager
     def bar(self, total: int, done: int) -> Iterator[Bar]:
+        """The progress bar of training."""
         if self.rich is None:
             yield Bar(None, total, done)
             return
@@ -96,7 +97,7 @@ class Console:
 
     @contextmanager
     def counting(self, what: str, total: float, unit: str) -> Iterator[Callable[[float], None]]:
-        """A bar for work that is no training: what it yields is told how much more is done."""
+        """A progress bar for work other than training. Yields a function that advances it by an amount."""
         if self.rich is None:
             yield lambda amount: None
             return

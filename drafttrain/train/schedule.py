@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that a resumed run needs no scheduler state."""
+"""The learning rate schedule: a function of the step alone, so that a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ SCHEDULES = ("cosine", "wsd", "constant")
 
 
 def learning_rate(options: TrainOptions, step: int) -> float:
-    """Rate of `step` (from 0): linear warm-up, then cosine, warmup-stable-decay (linear), or constant.
+    """The learning rate of `step` (from 0): linear warm-up, then cosine, wsd (warmup-stable-decay, linear) or constant.
 
-    With 100 steps, warmup 0.1 and schedule wsd, decay 0.2: rises over steps 0-9, stays to step 79, falls to the end.
+    Example: 100 steps, warmup 0.1, schedule wsd, decay 0.2: rises over steps 0-9, is constant to step 79, then falls.
+    Raises UserError for an unknown schedule.
     """
     if options.schedule not in SCHEDULES:
         raise UserError(f"train.schedule is {options.schedule!r}; choose one of {', '.join(SCHEDULES)}")

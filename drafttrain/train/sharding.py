@@ -1,6 +1,6 @@
-"""The frozen target's weights spread over the training processes, by DeepSpeed's ZeRO-3 without an optimiser.
+"""Shards the frozen target's weights over the training processes, by DeepSpeed's ZeRO-3 without an optimiser.
 
-The decision 014 says what is spread, and why.
+Decision 014 explains which weights are sharded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from drafttrain.train.engine import hushed, load_deepspeed
 
 
 class Trunk(nn.Module):
-    """What DeepSpeed takes for the whole model: a call of it is one pass over the blocks."""
+    """The module that DeepSpeed wraps as the whole model. One call is one pass over the blocks."""
 
     def __init__(self, blocks: nn.ModuleList) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class Trunk(nn.Module):
 
 
 class ZeroShards:
-    """`drafttrain.targets.sharded.Shards` over the processes of the default group, which must have been formed."""
+    """`drafttrain.targets.sharded.Shards` over the processes of the default group, which must exist."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._library: Any = load_deepspeed()
         self._engine: Any = None
         self._settings = {
-            "train_micro_batch_size_per_gpu": 1,  # asked for, and of no meaning without an optimiser
+            "train_micro_batch_size_per_gpu": 1,  # required, but without effect without an optimiser
             "bf16": {"enabled": dtype == torch.bfloat16},
             "fp16": {"enabled": dtype == torch.float16},
             "zero_optimization": {"stage": 3},
@@ -44,7 +44,7 @@ class ZeroShards:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        alive = HfDeepSpeedConfig(self._settings)  # transformers asks a weak reference to it
+        alive = HfDeepSpeedConfig(self._settings)  # transformers holds only a weak reference to it
         try:
             with hushed():
                 yield
@@ -67,7 +67,7 @@ class ZeroShards:
         return trunk
 
     def free(self) -> None:
-        """DeepSpeed's own lists keep the modules, so that their memory is given back by hand."""
+        """Free the weights. DeepSpeed keeps references to the modules, so their tensors are emptied one by one."""
         if self._engine is None:
             return
         for parameter in self._engine.module.parameters():

@@ -1,8 +1,8 @@
-"""The optimiser's state on disk, in pieces that any number of processes at any ZeRO stage can read.
+"""Reads and writes the optimiser's state, in pieces that any number of processes at any ZeRO stage can read.
 
-`optimizer-<rank>.safetensors` holds what its process optimises of each parameter: 1-D tensors named
-`<parameter>:<key>:<first element>`, key being `weight` (the master copy) or the optimiser's own (`exp_avg`, ...). Keys without
-elements, such as Adam's count of steps, are 0-D and named `<parameter>:<key>:`.
+`optimizer-<rank>.safetensors` has the shards of one process: 1-D tensors named `<parameter>:<key>:<first element>`. The key is
+`weight` (the master copy) or a key of the optimiser (`exp_avg`, ...). Keys without elements, such as Adam's step count, are 0-D
+tensors named `<parameter>:<key>:`.
 
 >>> piece_name("drafter.head.weight", "exp_avg", 512)  # elements 512 to 512 + its length of the flattened parameter
 'drafter.head.weight:exp_avg:512'
@@ -29,21 +29,19 @@ MASTER = "weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Elements [start, start + length) of a flattened parameter, which lie at `offset` of `flat`, a tensor that the optimiser
-    steps (a view, flattened) and whose state is found under `owner`. written: those of them that this process saves, counted
-    from `start`; less than all where every process has the same.
-    """
+class ParameterShard:
+    """Elements [start, start + length) of a flattened parameter, in this process."""
 
-    name: str
+    name: str  # of the parameter
     start: int
     length: int
-    owner: Tensor
-    offset: int
-    written: range
+    owner: Tensor  # the tensor that the optimiser steps; the key of its state
+    offset: int  # of the elements in the flattened owner
+    written: range  # elements that this process saves, relative to `start`; a part only, where every process has all elements
 
     @property
     def flat(self) -> Tensor:
+        """The owner, flattened."""
         return self.owner.detach().view(-1)
 
 
@@ -51,43 +49,43 @@ def piece_name(parameter: str, key: str, start: int | None) -> str:
     return f"{parameter}:{key}:{'' if start is None else start}"
 
 
-def write(shares: Sequence[Share], state: dict[Tensor, dict[str, Any]], file: Path) -> None:
-    """This process's pieces; nothing is gathered from others."""
+def write(shards: Sequence[ParameterShard], state: dict[Tensor, dict[str, Any]], file: Path) -> None:
+    """Write this process's pieces. Nothing is gathered from other processes."""
     pieces: dict[str, Tensor] = {}
-    for share in shares:
-        for key, value in {MASTER: share.flat, **state.get(share.owner, {})}.items():
-            if torch.is_tensor(value) and value.numel() == share.owner.numel() and value.dim():
-                begin = share.offset + share.written.start
-                part = value.detach().view(-1)[begin : begin + len(share.written)].cpu()
+    for shard in shards:
+        for key, value in {MASTER: shard.flat, **state.get(shard.owner, {})}.items():
+            if torch.is_tensor(value) and value.numel() == shard.owner.numel() and value.dim():
+                begin = shard.offset + shard.written.start
+                part = value.detach().view(-1)[begin : begin + len(shard.written)].cpu()
                 if len(part):
-                    pieces[piece_name(share.name, key, share.start + share.written.start)] = part
+                    pieces[piece_name(shard.name, key, shard.start + shard.written.start)] = part
             else:
-                pieces[piece_name(share.name, key, None)] = torch.as_tensor(value).detach().cpu().clone()
+                pieces[piece_name(shard.name, key, None)] = torch.as_tensor(value).detach().cpu().clone()
     save_file(pieces, file)
 
 
-def read(shares: Sequence[Share], state: dict[Tensor, dict[str, Any]], directory: Path) -> None:
-    """Fill this process's tensors and state from the pieces that all processes of the saving run wrote.
+def read(shards: Sequence[ParameterShard], state: dict[Tensor, dict[str, Any]], directory: Path) -> None:
+    """Fill this process's tensors and state from the pieces of all processes of the saving run.
 
-    A parameter that the optimiser had not touched has a master copy alone, and zeros beside others that have more.
+    A parameter that the optimiser had not stepped yet has only a master copy; its other state becomes zeros.
     Raises UserError where elements are missing.
     """
     with ExitStack() as stack, torch.no_grad():
         pieces = _Pieces(directory, stack)
-        for share in shares:
-            own = slice(share.offset, share.offset + share.length)
-            share.flat[own] = pieces.elements(share, MASTER).to(share.flat)
-            for key in pieces.keys(share.name) - {MASTER}:
-                kept = state.setdefault(share.owner, {})
-                if (plain := pieces.plain(share.name, key)) is not None:
+        for shard in shards:
+            own = slice(shard.offset, shard.offset + shard.length)
+            shard.flat[own] = pieces.elements(shard, MASTER).to(shard.flat)
+            for key in pieces.keys(shard.name) - {MASTER}:
+                kept = state.setdefault(shard.owner, {})
+                if (plain := pieces.plain(shard.name, key)) is not None:
                     kept[key] = plain
                 else:
-                    kept.setdefault(key, torch.zeros_like(share.owner))
-                    kept[key].view(-1)[own] = pieces.elements(share, key).to(kept[key])
+                    kept.setdefault(key, torch.zeros_like(shard.owner))
+                    kept[key].view(-1)[own] = pieces.elements(shard, key).to(kept[key])
 
 
 class _Pieces:
-    """The pieces of all files, by parameter and key; only what is asked for is read."""
+    """The pieces of all files, by parameter and key. Tensors are read on demand."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory = directory
@@ -108,21 +106,24 @@ class _Pieces:
         return self._keys[parameter]
 
     def plain(self, parameter: str, key: str) -> Any | None:
-        """None: it has elements. Whole numbers as such, which is how DeepSpeed's CPU optimisers count; torch's are tensors."""
+        """The value of a key without elements; None if it has elements.
+
+        An integer is returned as int, for DeepSpeed's CPU optimisers; torch's optimisers keep tensors.
+        """
         value = self._plain.get((parameter, key))
         return value if value is None or value.is_floating_point() else int(value)
 
-    def elements(self, share: Share, key: str) -> Tensor:
-        """[length] the share's elements, from as many pieces as they lie in."""
-        found, reached, end = [torch.empty(0)], share.start, share.start + share.length
-        for start, piece in sorted(self._parts[share.name, key].items()):
+    def elements(self, shard: ParameterShard, key: str) -> Tensor:
+        """[length] the shard's elements, joined from the pieces that have them."""
+        found, reached, end = [torch.empty(0)], shard.start, shard.start + shard.length
+        for start, piece in sorted(self._parts[shard.name, key].items()):
             stop = min(start + piece.get_shape()[0], end)
             if start <= reached < stop:
                 found.append(piece[reached - start : stop - start])
                 reached = stop
         if reached < end:
             raise UserError(
-                f"{self.directory}: its optimiser state lacks elements {reached} to {end} of {share.name} ({key}); "
+                f"{self.directory}: its optimiser state lacks elements {reached} to {end} of {shard.name} ({key}); "
                 "resume from another checkpoint"
             )
         return torch.cat(found)

@@ -1,4 +1,4 @@
-"""What a training step cost: its time by part, its share of the device's peak, its memory."""
+"""Measures the cost of a training step: its time by part, its share of the device's peak, and its memory."""
 
 from __future__ import annotations
 
@@ -18,29 +18,24 @@ from drafttrain.train.peaks import peak_of
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """Of one step in one process. Shares are of its seconds; a target that is trained too has no forward of its own.
-    mfu: of the device's dense bfloat16 peak; None where that is not known. peak_memory: bytes, since the process began.
-    flops: of this process, as `Flops` counts them.
-    """
+class StepCost:
+    """The cost of one step in one process. Shares are shares of its seconds."""
 
     seconds: float
-    target_share: float
-    data_share: float
+    target_share: float  # the frozen target's forward pass; 0 for a target that is trained too
+    data_share: float  # waiting for data
     rest_share: float
-    mfu: float | None
-    peak_memory: int
-    flops: float
+    mfu: float | None  # model FLOPs utilisation, of the dense bfloat16 peak; None if the peak is unknown
+    peak_memory: int  # bytes, since the process began
+    flops: float  # see `Flops`
 
     def values(self) -> dict[str, Any]:
-        """As they are logged; seconds are in the rate already, operations in the share of the peak."""
+        """The figures to log. Seconds are logged as a rate, and operations as mfu."""
         return {name: value for name, value in asdict(self).items() if name not in ("seconds", "flops")}
 
 
 class Meter:
-    """Clocks for the parts of a step, `step` for all of it. On a GPU the target's part is timed by events, which are read once
-    they have passed: nothing waits for them.
-    """
+    """Clocks for the parts of a step. On a GPU, events time the target's part; they are read later, without a sync."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.peak, self.flops = device, peak_of(device), Flops()
@@ -52,14 +47,14 @@ class Meter:
 
     @contextmanager
     def data(self) -> Iterator[None]:
-        """Around what waits for the next batch."""
+        """Wraps waiting for the next batch."""
         began = perf_counter()
         yield
         self._data += perf_counter() - began
 
     @contextmanager
     def target(self) -> Iterator[None]:
-        """Around the frozen target's forward pass."""
+        """Wraps the frozen target's forward pass."""
         if self.device.type != "cuda":
             began = perf_counter()
             yield
@@ -73,13 +68,13 @@ class Meter:
 
     @contextmanager
     def micro_batch(self, batch: TrainBatch) -> Iterator[None]:
-        """Around forward and backward of both models."""
+        """Wraps forward and backward of both models."""
         with self.flops.counting(batch):
             yield
         self._work += self.flops.of(batch)
 
-    def step(self) -> Cost:
-        """What the step took that ends here; the next one begins."""
+    def step(self) -> StepCost:
+        """End a step, and return its cost. The next step begins."""
         target = self._target
         while self._events and self._events[0][1].query():
             first, last = self._events.pop(0)
@@ -87,17 +82,17 @@ class Meter:
         seconds = perf_counter() - self._began
         data, target = min(self._data / seconds, 1.0), min(target / seconds, 1.0)
         mfu = None if self.peak is None else self._work / seconds / self.peak
-        cost = Cost(seconds, target, data, max(0.0, 1.0 - data - target), mfu, peak_memory(self.device), self._work)
+        cost = StepCost(seconds, target, data, max(0.0, 1.0 - data - target), mfu, peak_memory(self.device), self._work)
         self._begin()
         return cost
 
     def pause(self) -> None:
-        """What went on since the last step was no training."""
+        """Leave out the time since the last step, which was not training."""
         self._begin()
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of tensors on the GPU, or of this process on a CPU."""
+    """Peak memory in bytes: of tensors on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

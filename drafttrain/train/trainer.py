@@ -1,4 +1,4 @@
-"""The loop: batch, frozen target, drafter, one optimiser step; then checkpoints that a killed run goes on from."""
+"""The training loop: batch, frozen target, drafter, optimiser step. It saves checkpoints from which a run can resume."""
 
 from __future__ import annotations
 
@@ -28,86 +28,84 @@ from drafttrain.objective.losses import LossOptions, Objective, StepCounts, teac
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
-from drafttrain.train.engine import Engine, World
+from drafttrain.train.checkpoint_manager import CheckpointManager, Progress, save_settings
+from drafttrain.train.engine import TrainingEngine, World
 from drafttrain.train.interrupt import Interrupt
-from drafttrain.train.keeper import Keeper, Progress, save_settings
 from drafttrain.train.logger import Logger
 from drafttrain.train.onpolicy import OnPolicy
 from drafttrain.train.profile import Profile, window
-from drafttrain.train.progress import Console, Running
+from drafttrain.train.progress import Console, RunningMeans
 from drafttrain.train.schedule import learning_rate
-from drafttrain.train.telemetry import Cost, Meter
+from drafttrain.train.telemetry import Meter, StepCost
 from drafttrain.train.ulysses import sequence_group
 from drafttrain.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What is trained on what. options: the family's own, for the checkpoint. nodes: a tree's budget; None: as many as pay.
-    adapter: of a target that is trained too. start: weights to begin with instead of the family's own.
-    features: where the target's states come from; None: from the target, in every step. look: a small measurement of the
-    drafter as it is, on the first process, every `look_every` steps and at each checkpoint.
-    """
+class TrainingJob:
+    """The drafter, target, data and options of a training run."""
 
     loaded: LoadedTarget
     drafter: Drafter
     family: str
-    options: dict[str, Any]
+    options: dict[str, Any]  # the family's options, for the checkpoint
     data: Dataset
     train: TrainOptions
     deepspeed: DeepSpeedOptions
     loss: LossOptions
-    nodes: int | None
-    adapter: Adapter | None = None
-    start: dict[str, Tensor] | None = None
+    nodes: int | None  # node budget of a draft tree; None: the fastest on this machine
+    adapter: Adapter | None = None  # of a target that is trained too
+    start: dict[str, Tensor] | None = None  # initial weights, instead of the family's
     prefetch: bool = False
-    features: Online | Cached | None = None
-    look: Callable[[Drafter], dict[str, float]] | None = None
-    look_every: int = 0
+    features: Online | Cached | None = None  # source of the target's states; None: the target, in every step
+    quick_measure: Callable[[Drafter], dict[str, float]] | None = None  # small measurement, on rank 0
+    quick_measure_every: int = 0  # steps between small measurements; there is also one at each checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One step's batches of this process, or its parts of them, and the number of tokens that all processes read in it."""
+class StepBatches:
+    """The batches of one step."""
 
-    micro: list[TrainBatch]
-    tokens: int
+    micro: list[TrainBatch]  # of this process; with sequence parallelism, its parts of them
+    tokens: int  # that all processes read
 
 
-OUT_OF_REACH = 2**31
-FOLDS = 4  # of held-out texts
+OUT_OF_REACH = 2**31  # a rank that no path contains
+FOLDS = 4  # cross-validation folds of the held-out texts
 
 
 class Trainer:
-    """Trains `job` in `run_dir`; the checkpoints lie in its `checkpoints` folder."""
+    """Trains `job`. Checkpoints go to `<run_dir>/checkpoints`."""
 
-    def __init__(self, job: Job, world: World, run_dir: Path, resumed: Path | None = None) -> None:
-        """resumed: the checkpoint to go on from."""
+    def __init__(self, job: TrainingJob, world: World, run_dir: Path, resumed: Path | None = None) -> None:
+        """resumed: the checkpoint to continue from."""
         self.job, self.world, self.run_dir = job, world, run_dir
         self.device = job.loaded.target.device
         job.drafter.to(self.device)
         if job.train.activation_checkpointing:
             job.drafter.recompute()
         job.drafter.prepare(lambda: token_counts(job.data.train, job.loaded.target.shape.vocab_size))
-        if job.start is not None:  # after the family has prepared itself from the data: the start has what it needs
+        if job.start is not None:  # after `prepare`, so that these weights win
             job.drafter.load_state_dict(job.start)
         self.features = job.features or Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
         self.prefetch = Prefetch(self._states, self.device)
-        self._next: tuple[int, Work] | None = None
-        self._tuned: int | None = None  # the step whose proposal has been fitted
-        self.engine = Engine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
+        self._next: tuple[int, StepBatches] | None = None
+        self._tuned: int | None = None  # the last step at which the proposal was tuned
+        self.engine = TrainingEngine(objective_of(job), job.train, job.deepspeed, world, job.adapter)
         self.group = sequence_group(job.train, world)
         self.on_policy = OnPolicy(job.drafter, job.loaded.target.stop_ids, job.train, world)
-        self.keeper = Keeper(run_dir / "checkpoints", world, self.engine, tensor_names(job), job.train.keep_last)
+        self.checkpoints = CheckpointManager(
+            run_dir / "checkpoints", world, self.engine, tensor_names(job), job.train.keep_last
+        )
         self.meter = Meter(self.device)
-        self.progress = self.keeper.resume(resumed) if resumed else Progress()
+        self.progress = self.checkpoints.resume(resumed) if resumed else Progress()
 
     def train(self, logger: Logger | None, console: Console, interrupt: Interrupt | None = None) -> Progress:
-        """All steps that are left. logger: on rank 0 alone. Raises Interrupted, after a checkpoint, when that is asked for."""
+        """Run the remaining steps. logger: on rank 0 only. When interrupted, saves a checkpoint and raises Interrupted."""
         options, progress, say = self.job.train, self.progress, console.say
         first = progress.step
-        if self.job.drafter.starts_usable and first == 0 and not (self.keeper.folder / checkpoint_name(0)).exists():
-            self._checkpoint(say)  # what distillation is to be compared with
+        if self.job.drafter.starts_usable and first == 0 and not (self.checkpoints.folder / checkpoint_name(0)).exists():
+            self._checkpoint(say)  # the baseline that training is compared with
         with ExitStack() as stack:
             if isinstance(self.features, Cached):
                 stack.callback(self.features.close)
@@ -115,12 +113,12 @@ class Trainer:
             trace = stack.enter_context(Profile(window(options.profile, first, options.steps), self._trace_file(), say))
             bar = stack.enter_context(console.bar(options.steps, first))
             self.meter.pause()
-            running = Running()
+            running = RunningMeans()
             for step in range(first, options.steps):
                 with trace.step(step + 1):
-                    values, tokens, stop = self._step(step, interrupt is not None and interrupt.asked)
+                    values, tokens, stop = self._step(step, interrupt is not None and interrupt.requested)
                 progress.step, progress.loss, progress.tokens = step + 1, values["loss"], progress.tokens + tokens
-                values |= running.step(values) | self._cost(tokens) | self._look(step + 1)
+                values |= running.step(values) | self._cost(tokens) | self._quick_measure(step + 1)
                 if logger is not None:
                     logger.step(step + 1, values)
                 bar.step(step + 1, tokens, values, line=(step + 1) % options.log_every == 0)
@@ -128,29 +126,33 @@ class Trainer:
                 watchdog.alive()
         return progress
 
-    def _look(self, step: int) -> dict[str, float]:
-        """What a small measurement says of the drafter now, where one is due."""
-        options, look = self.job.train, self.job.look
+    def _quick_measure(self, step: int) -> dict[str, float]:
+        """The figures of a small measurement, if one is due."""
+        options, quick_measure = self.job.train, self.job.quick_measure
         self.progress.measured_tau = None
-        due = step % options.checkpoint_every == 0 or step == options.steps or step % (self.job.look_every or step + 1) == 0
-        if look is None or not due:
+        due = (
+            step % options.checkpoint_every == 0
+            or step == options.steps
+            or step % (self.job.quick_measure_every or step + 1) == 0
+        )
+        if quick_measure is None or not due:
             return {}
-        weights = self.engine.whole_state(self.keeper.names.values())
+        weights = self.engine.whole_state(self.checkpoints.names.values())
         found: dict[str, float] = {}
         self._tune()
         if self.world.first:
-            state = {name: weights[inner] for name, inner in self.keeper.names.items()}
+            state = {name: weights[inner] for name, inner in self.checkpoints.names.items()}
             with torch.random.fork_rng(
                 [self.device] if self.device.type == "cuda" else []
-            ):  # training goes on as if nobody had looked
-                found = look(filled(self.run_dir, meta_of(self.job, step), self.job.loaded.target, state))
+            ):  # the measurement must not change training's random numbers
+                found = quick_measure(filled(self.run_dir, meta_of(self.job, step), self.job.loaded.target, state))
         found = dict(self.world.share(found))
         self.progress.measured_tau = found["measured_tau"]
         self.meter.pause()
         return found
 
     def _keep(self, say: Callable[[str], None], stop: bool) -> None:
-        """A checkpoint where one is due, or the way out. Raises Interrupted there, and UserError where the last has no room."""
+        """Save a checkpoint if one is due. stop: save and raise Interrupted. Raises UserError if the last one does not fit."""
         step, options = self.progress.step, self.job.train
         due = step % options.checkpoint_every == 0 or step == options.steps
         if not due and not stop:
@@ -160,8 +162,8 @@ class Trainer:
             raise Interrupted(f"after step {step} of {options.steps}" + (", which is saved" if saved else ""), together=True)
         if not saved and step == options.steps:
             raise UserError(
-                f"disk full while saving the last checkpoint to {self.keeper.folder}; free some of it and repeat with "
-                "resume=auto, which goes on from the one before"
+                f"disk full while saving the last checkpoint to {self.checkpoints.folder}; free some space and repeat with "
+                "resume=auto, which continues from the checkpoint before"
             )
 
     def _cost(self, tokens: int) -> dict[str, Any]:
@@ -173,9 +175,10 @@ class Trainer:
             values |= {f"{name}_by_rank": [c[name] for c in costs] for name in costs[0]}
         return values
 
-    def _spend(self, cost: Cost) -> None:
-        """Add a step to what training has cost; processes work alike, so one's operations stand for each. On a CPU our compiled
-        blocks do part of the work, whose operations nobody counts.
+    def _spend(self, cost: StepCost) -> None:
+        """Add a step's cost to the run's. Processes do equal work, so this process's operations count for each.
+
+        On a CPU, operations are not counted: compiled blocks hide part of them.
         """
         progress, size = self.progress, self.world.size
         progress.seconds += cost.seconds
@@ -184,61 +187,70 @@ class Trainer:
         progress.device = self.device.type
 
     def _trace_file(self) -> Path | None:
-        """Of the first process, or of each."""
+        """The trace file of this process; None if it records nothing."""
         own = self.world.first or self.job.train.per_rank
         return self.run_dir / f"trace-rank{self.world.rank}.json.gz" if own else None
 
-    def _step(self, step: int, asked: bool = False) -> tuple[dict[str, Any], int, bool]:
-        """One optimiser step; its figures over all processes, the number of tokens it read, and whether any process was asked
-        to stop."""
+    def _step(self, step: int, stop_requested: bool = False) -> tuple[dict[str, Any], int, bool]:
+        """Run one optimiser step.
+
+        Returns its figures over all processes, the number of tokens it read, and whether any process must stop.
+        """
         options, progress = self.job.train, (step + 1) / self.job.train.steps
-        work = self._work(step)
-        own = torch.tensor([sum(b.supervised() for b in work.micro)], device=self.device)
+        batches = self._step_batches(step)
+        own = torch.tensor([sum(b.supervised() for b in batches.micro)], device=self.device)
         supervised = int(self.world.sum(own))
         check_supervised(supervised, step + 1)
         total, counted = torch.zeros(1, dtype=torch.float64, device=self.device), None
-        for i, batch in enumerate(work.micro):
+        for i, batch in enumerate(batches.micro):
             with self.meter.micro_batch(batch):
                 filled = batch.to(self.device) if self.job.adapter else self.prefetch.fill(batch)  # its states need gradients
-                self._begin_next(work.micro[i + 1 :], step)
+                self._begin_next(batches.micro[i + 1 :], step)
                 loss, counts = self.engine.forward(filled, progress)
                 self.engine.backward(loss, supervised)
             total += loss.detach().double()
             counted = counts.packed() if counted is None else counted + counts.packed()
-            if i + 1 < len(work.micro):
+            if i + 1 < len(batches.micro):
                 self.engine.micro_done()
         rate = learning_rate(options, step)
         adapter = self.job.adapter
         norm = self.engine.step(rate, rate_scale(adapter.spec, progress, options.warmup) if adapter else 1.0)
         assert counted is not None
-        loss_sum, stop = self.world.sum(torch.cat([total, torch.full_like(total, asked)])).tolist()
+        loss_sum, stop = self.world.sum(torch.cat([total, torch.full_like(total, stop_requested)])).tolist()
         values = {"loss": loss_sum / supervised} | figures(StepCounts.unpacked(self.world.sum(counted)))
         values |= {"lr": rate, "grad_norm": norm, "supervised_tokens": supervised}
-        return values, work.tokens, stop > 0
+        return values, batches.tokens, stop > 0
 
     def _states(self, batch: TrainBatch) -> TrainBatch:
-        """With the frozen target's: computed, or read from disk."""
+        """The batch with the frozen target's states, computed or read from disk."""
         with self.meter.target() if isinstance(self.features, Online) else self.meter.data():
             return self.features.fill(batch)
 
-    def _work(self, step: int) -> Work:
-        """A step's batches, built once."""
+    def _step_batches(self, step: int) -> StepBatches:
+        """The batches of a step; each step's are built once."""
         if self._next is not None and self._next[0] == step:
             return self._next[1]
         with self.meter.data():
             rows = self.job.data.global_batch(step, self.job.train.global_batch)
         rows = self.on_policy.rows(rows, step)
         with self.meter.data():
-            together = self.job.train.sequence_parallel
-            own = shard(rows, self.world.rank // together, self.world.size // together, self.job.train.micro_batch)
+            per_sequence = self.job.train.sequence_parallel
+            own = shard(
+                rows,
+                self.world.rank // per_sequence,
+                self.world.size // per_sequence,
+                self.job.train.micro_batch,
+            )
             micro = [self._batch(part) for part in own]
             if self.group is not None:
                 micro = [batch.part(self.group, self.job.drafter.label_offset) for batch in micro]
-            return Work(micro, sum(len(row.token_ids) for row in rows))
+            return StepBatches(micro, sum(len(row.token_ids) for row in rows))
 
     def _begin_next(self, left: list[TrainBatch], step: int) -> None:
-        """Begin with the next batch's states, if they are to be: cached ones always. left: batches of this step. Replies of the
-        drafter's own model wait for its weights, and the last step has none behind it."""
+        """Start loading or computing the next batch's states, if they are cached or prefetched. left: batches of this step.
+
+        On-policy replies cannot be prefetched: they need the weights after this step.
+        """
         job, cached = self.job, self.features if isinstance(self.features, Cached) else None
         if not (job.prefetch or cached) or job.adapter is not None or job.train.on_policy:
             return
@@ -246,7 +258,7 @@ class Trainer:
         if left:
             begin(left[0])
         elif step + 1 < job.train.steps:
-            self._next = step + 1, self._work(step + 1)
+            self._next = step + 1, self._step_batches(step + 1)
             begin(self._next[1].micro[0])
 
     def _batch(self, rows: Any) -> TrainBatch:
@@ -254,12 +266,12 @@ class Trainer:
         return collate(rows, 0 if pad is None else pad)
 
     def held_out(self) -> Iterator[TrainBatch]:
-        """The conversations set apart, with the target's states."""
+        """Batches of the held-out conversations, with the target's states."""
         for start in range(0, len(self.job.data.held_out), self.job.train.micro_batch):
             yield self.features.fill(self._batch(self.job.data.held_out[start : start + self.job.train.micro_batch]))
 
     def _tune(self) -> None:
-        """Fit the proposal's shape to held-out ranks; note the expected tau (greedy) it gives."""
+        """Tune the proposal on held-out ranks, and record its expected tau (greedy)."""
         if self._tuned == self.progress.step:
             return
         self._tuned = self.progress.step
@@ -279,7 +291,7 @@ class Trainer:
             self.progress.expected_interval = None if interval is None else list(interval)
 
     def _best_nodes(self, texts: list[Tensor]) -> int:
-        """As many as pay on the first process's device; its weights are whole, or `fit` has refused."""
+        """The fastest number of nodes on rank 0's device. Its weights are whole: `fit` refuses sharded weights before."""
         drafter = self.job.drafter
         drafter.eval()
         found = best_nodes(self.job.loaded.target, drafter, texts) if self.world.first else 0
@@ -287,29 +299,29 @@ class Trainer:
         return int(self.world.share(found))
 
     def _checkpoint(self, say: Callable[[str], None], passing: bool = False) -> bool:
-        """Whether there was room for one. passing: in haste, to be resumed from alone."""
+        """Save a checkpoint; False if the disk is full. passing: at an interruption, only for resuming, without tuning."""
         if not passing:
             self._tune()
         self.progress.passing = passing
-        saved = self.keeper.save(self.progress, meta_of(self.job, self.progress.step))
+        saved = self.checkpoints.save(self.progress, meta_of(self.job, self.progress.step))
         if not passing and (tau := self.progress.expected_tau) is not None:
             interval = self.progress.expected_interval
             figure = with_interval(tau, None if interval is None else (interval[0], interval[1]))
             say(f"step {self.progress.step}: expected tau {figure} on {len(self.job.data.held_out)} held-out conversations")
         if not saved:
             say(
-                f"disk full: no checkpoint of step {self.progress.step}, the ones before are kept; "
-                f"free space under {self.keeper.folder}"
+                f"disk full: no checkpoint of step {self.progress.step}; the earlier ones are kept; "
+                f"free space under {self.checkpoints.folder}"
             )
         self.meter.pause()
         return saved
 
 
 def tuned_sums(drafter: Drafter, texts: list[Tensor], nodes: int) -> Tensor:
-    """[texts, 2] drafts accepted and verifications of each text; the drafter is tuned on all of them, where it can be.
+    """[texts, 2] accepted drafts and verifications of each text. A tunable drafter ends up tuned on all texts.
 
-    Each text is counted with the tree that the others gave: with a tree that it helped to choose, tau of a few texts comes
-    out up to a tenth too high.
+    Each text is counted with a tree tuned on the other texts (cross-validation). With a tree tuned on the text itself, tau of a
+    few texts would be up to a tenth too high.
     """
     folds = min(FOLDS, len(texts)) if drafter.proposal.tunable else 1
     sum_C2 = torch.zeros(len(texts), 2, dtype=torch.float64)
@@ -321,20 +333,21 @@ def tuned_sums(drafter: Drafter, texts: list[Tensor], nodes: int) -> Tensor:
     return sum_C2 if folds > 1 else step_sums([arrivals(text, drafter.proposal.paths) for text in texts])
 
 
-def tensor_names(job: Job) -> dict[str, str]:
-    """What a checkpoint calls its tensors, and what the engine's module does."""
+def tensor_names(job: TrainingJob) -> dict[str, str]:
+    """Names of the tensors in the engine's module, by their names in a checkpoint."""
     drafter = {name: f"drafter.{name}" for name in job.drafter.state_dict()}
     return drafter | {name: name for name in adapter_state(job.adapter)}
 
 
-def objective_of(job: Job) -> Objective:
+def objective_of(job: TrainingJob) -> Objective:
+    """The training objective; with an adapter, it trains the target too."""
     if job.adapter is not None:
         return AdaptedObjective(job.drafter, job.loaded.target, job.loss, job.adapter)
     return Objective(job.drafter, job.loaded.target, job.loss)
 
 
-def without_training(job: Job, world: World, run_dir: Path) -> Progress:
-    """The one checkpoint, of step 0, of a drafter that learns nothing: its settings. No engine is started."""
+def without_training(job: TrainingJob, world: World, run_dir: Path) -> Progress:
+    """Write the only checkpoint of a drafter that is not trained: its settings, at step 0."""
     progress = Progress()
     if world.first:
         with atomic_directory(run_dir / "checkpoints" / checkpoint_name(progress.step)) as aside:
@@ -343,13 +356,14 @@ def without_training(job: Job, world: World, run_dir: Path) -> Progress:
     return progress
 
 
-def meta_of(job: Job, step: int) -> CheckpointMeta:
+def meta_of(job: TrainingJob, step: int) -> CheckpointMeta:
+    """The metadata of a checkpoint."""
     adapter = None if job.adapter is None else asdict(job.adapter.spec)
     return CheckpointMeta(job.family, job.options, job.drafter.decode_settings(), TargetRecord.of(job.loaded), step, adapter)
 
 
 def figures(counts: StepCounts) -> dict[str, Any]:
-    """Logged figures: top-1 agreement and expected acceptance per position, and the chain's expected tau (greedy)."""
+    """The figures to log: top-1 agreement, expected acceptance and loss by position, and a chain's expected tau (greedy)."""
 
     def per(part_K: Tensor, whole_K: Tensor) -> Tensor:
         return part_K / whole_K.clamp_min(1.0)

@@ -1,6 +1,6 @@
-"""Processes that hold the same sequences, each its own positions: DeepSpeed Ulysses (arXiv 2309.14509).
+"""Sequence parallelism by DeepSpeed Ulysses (arXiv 2309.14509): processes split the positions of each sequence.
 
-Shapes: as in `drafttrain.core.sequence_shard`. The decision 016 says what is exchanged where.
+Shapes: as in `drafttrain.core.sequence_shard`. Decision 016 describes the exchanges.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from drafttrain.targets.hf import HFTarget
 from drafttrain.train import TrainOptions
 from drafttrain.train.engine import World, head_exchange
 
-HEADS, POSITIONS = 2, 1  # dimensions of what is exchanged
+HEADS, POSITIONS = 2, 1  # dimensions of the exchanged tensors
 
 
 class Ulysses:
-    """`drafttrain.core.sequence_shard.Group` by DeepSpeed's all-to-all, whose backward pass is its inverse."""
+    """`drafttrain.core.sequence_shard.Group` by DeepSpeed's all-to-all. Its backward pass is the inverse exchange."""
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
         self.rank, self.size, self._group, self._exchange = rank, size, group, head_exchange()
@@ -40,7 +40,7 @@ class Ulysses:
 
 
 def sequence_group(options: TrainOptions, world: World) -> Ulysses | None:
-    """The neighbours in rank that hold sequences together; None where each process has its own. Called by all processes."""
+    """The group of processes that split sequences with this one; None without sequence parallelism. All processes call it."""
     size = options.sequence_parallel
     if size == 1:
         return None
@@ -51,16 +51,16 @@ def sequence_group(options: TrainOptions, world: World) -> Ulysses | None:
 def check_sequence_parallel(
     options: TrainOptions, loss: LossOptions, target: HFTarget, drafter: Drafter, adapter: Adapter | None
 ) -> None:
-    """Raise UserError for what cannot be trained on sequences that several processes hold together."""
+    """Raise UserError for what cannot be trained with sequence parallelism."""
     size = options.sequence_parallel
     if size == 1 or not drafter.trained:
         return
-    asked = f"train.sequence_parallel is {size}"
+    setting = f"train.sequence_parallel is {size}"
     if options.on_policy:
-        raise UserError(f"{asked}, and train.on_policy writes replies in one process each; leave one of them out")
+        raise UserError(f"{setting}, but train.on_policy writes each reply in one process; leave one of them out")
     if loss.name == END_TO_END and any(isinstance(m, Drafter) and m.language_model() is not None for m in drafter.modules()):
         raise UserError(
-            f"{asked}, and loss={END_TO_END} joins what a language model accepts over positions of several processes; "
+            f"{setting}, but loss={END_TO_END} needs all positions of a sequence in one process; "
             "choose another loss, or set train.sequence_parallel=1"
         )
     inside = list(drafter.modules())
@@ -69,7 +69,7 @@ def check_sequence_parallel(
     for what, model in models:
         if not model.unmasked:
             raise UserError(
-                f"{asked}, and {what}, {type(model.model).__name__}, attends by masks over whole sequences; "
+                f"{setting}, but {what}, {type(model.model).__name__}, needs attention masks over whole sequences; "
                 "set train.sequence_parallel=1"
             )
     heads = [(what, model.shape.heads) for what, model in models]
@@ -77,6 +77,6 @@ def check_sequence_parallel(
         if count % size:
             able = [n for n in range(2, count + 1) if count % n == 0]
             raise UserError(
-                f"{asked}, which does not divide the {count} attention heads of {what}; "
+                f"{setting}, which does not divide the {count} attention heads of {what}; "
                 f"set it to {' or '.join(map(str, able)) if able else 1}"
             )

@@ -1,4 +1,4 @@
-"""When no step ends for long: the stacks of every process, in files."""
+"""Writes the stacks of every process to files when no step ends for a long time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from time import monotonic
 from types import TracebackType
 from typing import TextIO
 
-ACCURACY = 0.05  # of the timeout: clocks are started anew that often, not after every step
+ACCURACY = 0.05  # of the timeout: least time between restarts of the timers, which are not restarted at every step
 
 
 class Watchdog:
-    """Writes all threads' stacks to `<folder>/rank-<N>.stack` when `alive` is not called for `seconds`, and again after as many
-    more. A thread of C code writes them, which needs nothing of a hanging interpreter. seconds 0: off.
+    """Writes all threads' stacks to `<folder>/rank-<N>.stack` whenever `alive` was not called for `seconds`.
+
+    A C thread (faulthandler) writes them, so it works in a hanging interpreter. seconds: 0: off.
     """
 
     def __init__(self, folder: Path, rank: int, seconds: float, say: Callable[[str], None]) -> None:
@@ -34,7 +35,7 @@ class Watchdog:
         return self
 
     def alive(self) -> None:
-        """A step has ended; the time starts again."""
+        """A step has ended: restart the timers."""
         now = monotonic()
         if self._opened is None or now - self._armed < ACCURACY * self.seconds:
             return
@@ -42,11 +43,11 @@ class Watchdog:
         faulthandler.dump_traceback_later(self.seconds, repeat=True, file=self._opened)
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = threading.Timer(self.seconds, self._tell)
+        self._timer = threading.Timer(self.seconds, self._report)
         self._timer.daemon = True
         self._timer.start()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         stacks = self.file.parent / "rank-*.stack"
         self.say(f"no step has ended for {self.seconds:g} seconds; every process's stacks are in {stacks}")
 
@@ -59,5 +60,5 @@ class Watchdog:
         self._opened.close()
         if not self.file.stat().st_size:
             self.file.unlink()
-            with suppress(OSError):  # another process's is there
+            with suppress(OSError):  # the folder has another process's file
                 self.file.parent.rmdir()

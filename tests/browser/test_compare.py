@@ -12,7 +12,7 @@ from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.page import page
 from drafttrain.measure.compare.ranking import ranked
 from drafttrain.measure.compare.rows import rows_of
-from drafttrain.measure.compare.runs import Found
+from drafttrain.measure.compare.runs import RunReport
 from tests.runs import report
 
 pytest.importorskip("selenium", reason="selenium is not installed")
@@ -27,7 +27,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = [report(2.0, 1.4), report(2.5, 1.8, seed=1), report(2.2, 1.2, seed=2)]
     for times, each in enumerate(made, start=1):
         each["checkpoints"][0]["training"]["process_seconds"] *= 5**times
-    rows = rows_of([Found(f"outputs/a-run-with-a-long-name/{i}", each) for i, each in enumerate(made)], "best")
+    rows = rows_of([RunReport(f"outputs/a-run-with-a-long-name/{i}", each) for i, each in enumerate(made)], "best")
     path = tmp_path_factory.mktemp("page") / "compare.html"
     path.write_text(page(ranked(rows, CompareOptions(samples=200)), "drafttrain compare"), encoding="utf-8")
     return path

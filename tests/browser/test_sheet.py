@@ -72,7 +72,7 @@ def test_it_is_filled_in(sheet: Path, opened: Open, width: int) -> None:
     browser = opened(sheet / "sheet.html", width)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     left = browser.find_element("id", "left")
-    assert left.text == "8 of 8 are open"
+    assert left.text == "8 of 8 are unanswered"
     for i in range(1, 9):
         box = browser.find_elements("css selector", f"input[name=better-{i}]")[i % 3]
         browser.execute_script("arguments[0].click()", box)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from drafttrain.cli.quiet import quiet
 from drafttrain.train import DeepSpeedOptions, TrainOptions
-from drafttrain.train.engine import Engine, World, join_world, leave_world
+from drafttrain.train.engine import TrainingEngine, World, join_world, leave_world
 
 STAGES = (0, 1, 2, 3)
 KINDS = (("adamw", "float32"), ("adamw", "bfloat16"), ("muon", "float32"), ("muon", "bfloat16"))
@@ -46,14 +46,14 @@ class Toy(nn.Module):
         return (out_B3.float() - 1.0).square().sum() + 0.0 * self.unused.float().sum(), None
 
 
-def engine(stage: int, optimizer: str, precision: str, world: World) -> Engine:
+def engine(stage: int, optimizer: str, precision: str, world: World) -> TrainingEngine:
     shared: dict[str, Any] = {"global_batch": ROWS, "micro_batch": 1, "lr": 0.05, "weight_decay": 0.1}
     options = TrainOptions(optimizer=optimizer, precision=precision, **shared)
     toy = Toy()
-    return Engine(toy, options, DeepSpeedOptions(zero_stage=stage), world, apart=toy.outer)
+    return TrainingEngine(toy, options, DeepSpeedOptions(zero_stage=stage), world, rescaled=toy.outer)
 
 
-def steps(trained: Engine, first: int, count: int) -> list[float]:
+def steps(trained: TrainingEngine, first: int, count: int) -> list[float]:
     """Losses of these steps, whose rows are those of any number of processes together."""
     world, losses = trained.world, []
     for step in range(first, first + count):
@@ -70,7 +70,7 @@ def steps(trained: Engine, first: int, count: int) -> list[float]:
     return losses
 
 
-def save(trained: Engine, folder: Path) -> None:
+def save(trained: TrainingEngine, folder: Path) -> None:
     if trained.world.first:
         folder.mkdir(parents=True, exist_ok=True)
     trained.world.wait()
@@ -79,7 +79,7 @@ def save(trained: Engine, folder: Path) -> None:
     trained.world.wait()
 
 
-def save_weights(trained: Engine, file: Path) -> None:
+def save_weights(trained: TrainingEngine, file: Path) -> None:
     weights = trained.whole_state(Toy().state_dict())
     if trained.world.first:
         save_file(weights, file)

@@ -23,7 +23,7 @@ from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import join_world
 from drafttrain.train.progress import Console
-from drafttrain.train.trainer import Job, Trainer
+from drafttrain.train.trainer import Trainer, TrainingJob
 from tests.helpers import tiny_target
 from tests.integration.test_training import arguments, digest, fit, kill_after, losses
 
@@ -34,7 +34,7 @@ class NoWords:
     pad_token_id = 0
 
 
-def job(stage: int = 0, spec: LoraSpec = SPEC, **more: str) -> Job:
+def job(stage: int = 0, spec: LoraSpec = SPEC, **more: str) -> TrainingJob:
     generator = np.random.default_rng(0)
     rows = [Encoded(generator.integers(0, 64, 12 + i % 5).astype(np.int32), np.arange(12 + i % 5) > i % 4) for i in range(20)]
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def job(stage: int = 0, spec: LoraSpec = SPEC, **more: str) -> Job:
     train = TrainOptions(
         steps=6, global_batch=4, micro_batch=2, lr=5e-3, checkpoint_every=3, keep_last=5, weight_decay=0.1, **more
     )
-    return Job(
+    return TrainingJob(
         LoadedTarget(target, NoWords(), "nowhere", about),  # type: ignore[arg-type]
         Medusa(options, target),
         "medusa",
@@ -57,7 +57,7 @@ def job(stage: int = 0, spec: LoraSpec = SPEC, **more: str) -> Job:
     )
 
 
-def trained(folder: Path, work: Job) -> dict[str, torch.Tensor]:
+def trained(folder: Path, work: TrainingJob) -> dict[str, torch.Tensor]:
     Trainer(work, join_world(torch.device("cpu")), folder).train(None, Console(None))
     return read_weights(list_checkpoints(folder / "checkpoints")[-1])
 
@@ -118,20 +118,20 @@ def test_the_commands_load_target_and_drafter_together(
     (material / "two.jsonl").write_text('{"question_id": 1, "turns": ["abc"]}\n{"question_id": 2, "turns": ["hello"]}\n')
     ask = f"prompts={material / 'two.jsonl'}"
     assert command("fit", *small, ask, "deepspeed=zero3") == 2
-    assert "deepspeed.zero_stage is 3, which an adapter" in capsys.readouterr().err
+    assert "deepspeed.zero_stage is 3, but an adapter" in capsys.readouterr().err
     assert not list(Path("outputs").glob("*/*/checkpoints"))
     assert command("fit", *small, ask) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "adapter of the target: rank 32" in said and "NOT the original's" in said
+    assert "adapter of the target: rank 32" in said and "NOT of the original" in said
     (run,) = [path.parent for path in Path("outputs").glob("medusa2/*/report.json")]
     entries = json.loads((run / "report.json").read_text())["checkpoints"]
     assert [e["name"] for e in entries] == ["step-00001", "step-00002"]
     assert all(e["exact_matches"] == 2 and e["target_change"]["perplexity"]["adapted"] for e in entries)
     checkpoint = f"checkpoint={run / 'checkpoints' / 'step-00002'}"
     assert command("measure", checkpoint, *short, ask) == 0
-    assert "NOT the original's" in " ".join(capsys.readouterr().out.split())
+    assert "NOT of the original" in " ".join(capsys.readouterr().out.split())
     assert command("generate", checkpoint, "prompt=abc", "decode.max_new_tokens=5") == 0
-    assert "the adapted target's, not the original's" in capsys.readouterr().err
+    assert "the output is that of the adapted target, not of the original" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from drafttrain.targets.load import load_target
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import join_world, leave_world
 from drafttrain.train.progress import Console
-from drafttrain.train.trainer import Job, Trainer
+from drafttrain.train.trainer import Trainer, TrainingJob
 from tests.contract.test_families import NAMES, SHAPES, build
 from tests.helpers import FEW, chosen
 
@@ -37,7 +37,7 @@ def train_every_family(options: RunOptions, resolved: dict[str, Any]) -> None:
         drafter = build(name, loaded.target)
         shape = asdict(families()[name].options(**SHAPES[name]))
         stage = DeepSpeedOptions(zero_stage=resolved["stage"])
-        job = Job(loaded, drafter, name, shape, data, OPTIONS, stage, LossOptions(), 4)
+        job = TrainingJob(loaded, drafter, name, shape, data, OPTIONS, stage, LossOptions(), 4)
         progress = Trainer(job, world, Path(resolved["output"]) / name).train(None, Console(None))
         if world.first:
             (Path(resolved["output"]) / name / "loss").write_text(str(progress.loss))

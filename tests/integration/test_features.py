@@ -31,7 +31,7 @@ from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.caching import Caching, check_features
 from drafttrain.train.engine import World, join_world
 from drafttrain.train.progress import Console
-from drafttrain.train.trainer import Job, Trainer
+from drafttrain.train.trainer import Trainer, TrainingJob
 from tests.contract.test_families import SHAPES, build
 from tests.integration.test_training import arguments, by_adamw, fit, last_weights, losses
 
@@ -66,7 +66,7 @@ def cached(name: str, loaded: LoadedTarget, data: Dataset, world: World, root: P
 def train(name: str, loaded: LoadedTarget, data: Dataset, world: World, folder: Path, features: Cached | None) -> Path:
     torch.manual_seed(0)
     shape = asdict(families()[name].options(**SHAPES[name]))
-    job = Job(loaded, build(name, loaded.target), name, shape, data, OPTIONS, DeepSpeedOptions(), LossOptions(), 4)
+    job = TrainingJob(loaded, build(name, loaded.target), name, shape, data, OPTIONS, DeepSpeedOptions(), LossOptions(), 4)
     trainer = Trainer(replace(job, features=features), world, folder)
     folder.mkdir()
     (folder / "loss").write_text(str(trainer.train(None, Console(None)).loss))
@@ -114,9 +114,11 @@ def test_no_thread_outlives_a_training_that_is_interrupted(
 ) -> None:
     features, _ = cached("medusa", loaded, data, world, tmp_path)
     shape = asdict(families()["medusa"].options(**SHAPES["medusa"]))
-    job = Job(loaded, build("medusa", loaded.target), "medusa", shape, data, OPTIONS, DeepSpeedOptions(), LossOptions(), 4)
+    job = TrainingJob(
+        loaded, build("medusa", loaded.target), "medusa", shape, data, OPTIONS, DeepSpeedOptions(), LossOptions(), 4
+    )
     trainer = Trainer(replace(job, features=features), world, tmp_path / "run")
-    asked: Any = SimpleNamespace(asked=True)
+    asked: Any = SimpleNamespace(requested=True)
     with pytest.raises(Interrupted):
         trainer.train(None, Console(None), asked)
     assert not [t for t in threading.enumerate() if t.name.startswith("features")]
@@ -131,7 +133,7 @@ def test_fewer_digits_and_fewer_tokens_cost_little(
     options: dict[str, object], error: float, loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path
 ) -> None:
     features, said = cached("eagle3", loaded, data, world, tmp_path, **options)
-    assert ("56 tokens hold" in said) == ("law" in options)
+    assert ("top 56 tokens:" in said) == ("law" in options)
     online = train("eagle3", loaded, data, world, tmp_path / "online", None)
     ours = train("eagle3", loaded, data, world, tmp_path / "cached", features)
     exact, found = (float((folder / "loss").read_text()) for folder in (online, ours))
@@ -165,12 +167,14 @@ def test_no_room_and_no_yes(
     loaded: LoadedTarget, data: Dataset, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "features"
-    with pytest.raises(UserError, match=r"above features.confirm_above=1e-06; add features.yes=true"):
+    with pytest.raises(UserError, match=r"more than features.confirm_above=1e-06; add features.yes=true"):
         cached("medusa", loaded, data, world, root, confirm_above=1e-6)
     assert not root.exists()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(UserError, match=r"the target's states take 0.00 GiB, .* has 0.00 GiB free; set features.format=float8"):
+    with pytest.raises(
+        UserError, match=r"the target's states need 0.00 GiB, but .* has only 0.00 GiB free; set features.format=float8"
+    ):
         cached("medusa", loaded, data, world, root, yes=True)
     assert not root.exists()
     monkeypatch.undo()
@@ -187,7 +191,7 @@ def test_a_person_is_asked_above_a_size(
     console = Console(RichConsole(file=StringIO(), force_terminal=True))
     monkeypatch.setattr("sys.stdin", _Terminal("n\n"))
     monkeypatch.setattr("builtins.input", lambda *_: "n")
-    with pytest.raises(UserError, match="were not agreed to"):
+    with pytest.raises(UserError, match="you did not agree"):
         caching.features(data, world, console)
     assert not (tmp_path / "f").exists()
     monkeypatch.setattr("builtins.input", lambda *_: "y")
@@ -204,8 +208,8 @@ def test_what_cannot_be_cached(loaded: LoadedTarget) -> None:
     options = FeatureOptions("cached")
     for drafter, features, train_options, says in [
         (lookup, options, OPTIONS, "this drafter trains nothing; set features=online"),
-        (medusa, options, replace(OPTIONS, on_policy=0.5), "train.on_policy writes new texts"),
-        (medusa, replace(options, law="top_k", k=8), OPTIONS, "keeps no final state, which this drafter reads"),
+        (medusa, options, replace(OPTIONS, on_policy=0.5), "train.on_policy writes new replies"),
+        (medusa, replace(options, law="top_k", k=8), OPTIONS, "stores no final state, but this drafter reads it"),
         (medusa, replace(options, law="top_k", k=64), OPTIONS, "features.k is 64, the target has 64 tokens"),
         (medusa, replace(options, format="int4"), OPTIONS, "features.format is 'int4'; choose float32, bfloat16, float8"),
         (medusa, FeatureOptions("offline"), OPTIONS, "features.name is 'offline'; choose online, cached"),

@@ -68,7 +68,7 @@ def test_a_disk_without_room_for_a_checkpoint(
     command: Command, material: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    refused(command, capsys, "0.0 MB free, a checkpoint of this drafter and its optimiser takes", *arguments(material))
+    refused(command, capsys, "0.0 MB free, but a checkpoint of this drafter and its optimiser needs", *arguments(material))
 
 
 def test_conversations_for_a_tokenizer_without_a_chat_template(
@@ -108,13 +108,13 @@ def test_a_target_without_weights(command: Command, material: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.global_batch=0", "set the one to a multiple of the number of processes, 1"),
+        ("train.global_batch=0", "set global_batch to a multiple of the number of processes, 1"),
         ("train.schedule=linear", "choose one of cosine"),
         ("train.precision=float8", "choose float32 or bfloat16"),
         ("loss.name=mse", "choose ce, kl, rkl, jsd, tvd, lk"),
         ("deepspeed.zero_stage=4", "choose 0, 1, 2 or 3"),
         ("target.device=tpu", "choose auto, cpu"),
-        ("resume=nowhere", "no run directory"),
+        ("resume=nowhere", "which is not a run directory"),
     ],
 )
 def test_settings_out_of_range(

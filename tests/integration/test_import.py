@@ -53,7 +53,7 @@ def test_from_one_stack_to_another_and_back(
     target = ("target=hf", f"target.path={material / 'target'}")
     assert command("export", f"checkpoint={folder}", "format=speculators", "out=there", *target) == 0
     said = capsys.readouterr().out
-    assert f"imported: {folder} (portable, eagle3, bfloat16)" in said and "golden drafts: none with the checkpoint" in said
+    assert f"imported: {folder} (portable, eagle3, bfloat16)" in said and "golden drafts: the checkpoint has none" in said
     assert f"by other people, imported from `{folder}` (portable, eagle3, bfloat16)" not in Path("there/README.md").read_text()
     assert f"by other people, imported from `{folder}` (portable, bfloat16)" in Path("there/README.md").read_text()
     assert command("export", "checkpoint=there", "format=vllm", "out=back", *target) == 0
@@ -78,7 +78,7 @@ def test_training_goes_on_with_the_options_that_it_names(
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(weights[name.replace("layers.0.", "midlayer.")], tensor), name
     assert command(*arguments(material, "recipe=hydra", f"train.init={folder}")) == 2
-    assert "is of the family eagle3, this drafter of hydra" in capsys.readouterr().err
+    assert "is of the family eagle3, but this drafter is of hydra" in capsys.readouterr().err
 
 
 def test_it_drafts_in_a_chat(command: Command, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

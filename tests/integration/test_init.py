@@ -42,7 +42,7 @@ def test_training_starts_from_the_weights_and_with_another_target(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("recipe=eagle3",), "is of the family medusa, this drafter of eagle3"),
+        (("recipe=eagle3",), "is of the family medusa, but this drafter is of eagle3"),
         (("drafter.heads=2",), "give the options it was trained with"),
         (("recipe=prompt_lookup",), "prompt_lookup trains nothing"),
     ],

@@ -57,7 +57,7 @@ def test_a_step_is_finished_saved_and_gone_on_from(
     broken = tmp_path / "broken"
     said = interrupted(arguments(material, broken, *STEPS, *more, "resume=auto"), broken, number, lines=3)
     done = lines_of(broken)
-    assert f"drafttrain: interrupted after step {done} of 40, which is saved; resume=auto goes on" in said
+    assert f"drafttrain: interrupted after step {done} of 40, which is saved; resume=auto continues the run" in said
     assert "Traceback" not in said and 3 <= done < 40 and f"step-{done:05d}" in checkpoints(broken)
     run = fit(material, broken, *STEPS, *more, "resume=auto")
     assert digest(run) == digest(whole) and losses(run) == losses(whole)
@@ -129,7 +129,7 @@ def test_two_ctrl_c_of_a_terminal_end_it_at_once(more: tuple[str, ...], material
     assert process.returncode in (130, CODE, -signal.SIGINT) and "Traceback" not in said, (
         said
     )  # the last: while Python shut down
-    assert said.count("once more ends at once") <= 1
+    assert said.count("press Ctrl-C again to end at once") <= 1
     assert gone(family)
 
 

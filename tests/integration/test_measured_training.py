@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from drafttrain.core.files import atomic_write_json
-from drafttrain.train.keeper import PROGRESS, Progress, best_checkpoint
+from drafttrain.train.checkpoint_manager import PROGRESS, Progress, best_checkpoint
 from tests.integration.test_training import digest, fit, losses
 
 STEPS = ("recipe=medusa", "train.steps=6", "train.checkpoint_every=4", "decode.max_new_tokens=12")
@@ -49,7 +49,7 @@ def test_the_best_checkpoint_is_the_one_that_measured_best(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("asked", "line"),
     [
-        (("recipe=medusa2", "measure.every=2"), "this family changes it"),
+        (("recipe=medusa2", "measure.every=2"), "this family adapts it"),
         (("measure.every=-1",), "measure.every is -1"),
         (("measure.every=2", "prompts=none.jsonl"), "none.jsonl"),
     ],

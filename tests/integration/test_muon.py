@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drafttrain.cli.launch import launch
 from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.train import DeepSpeedOptions, TrainOptions
-from drafttrain.train.engine import Engine, join_world, leave_world
+from drafttrain.train.engine import TrainingEngine, join_world, leave_world
 
 STEPS, ROWS, CLIP = 4, 128, 50.0
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1}
@@ -83,7 +83,7 @@ def by_two(options: RunOptions, resolved: dict[str, Any]) -> None:
 
     for name, (deepspeed, _) in CASES.items():
         tower, losses = Tower(), []
-        engine = Engine(tower, train, deepspeed, world)
+        engine = TrainingEngine(tower, train, deepspeed, world)
         asked[:] = 0, 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.distributed, "all_to_all_single", counted)
@@ -110,7 +110,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_process_at_stage_0_has_the_bits_of_torch() -> None:
     world, tower = join_world(torch.device("cpu")), Tower()
     train = TrainOptions(optimizer="muon", global_batch=1, micro_batch=1, clip=CLIP, **OPTIONS)
-    engine = Engine(tower, train, DeepSpeedOptions(), world)
+    engine = TrainingEngine(tower, train, DeepSpeedOptions(), world)
     for step in range(STEPS):
         loss, _ = engine.forward(rows(step), 0.0)
         engine.backward(loss, ROWS)

@@ -32,10 +32,10 @@ from drafttrain.targets.load import LoadedTarget, load_target
 from drafttrain.targets.round_robin import RoundRobinTarget, part_among_neighbours
 from drafttrain.targets.sharded import ShardedTarget
 from drafttrain.train import DeepSpeedOptions, LoggerOptions, TrainOptions
-from drafttrain.train.engine import Engine, World, join_world, leave_world
+from drafttrain.train.engine import TrainingEngine, World, join_world, leave_world
 from drafttrain.train.progress import Console
 from drafttrain.train.sharding import ZeroShards
-from drafttrain.train.trainer import Job, Trainer
+from drafttrain.train.trainer import Trainer, TrainingJob
 from tests.helpers import tiny_model
 from tests.integration import test_training as runs
 from tests.reports import counted
@@ -91,7 +91,7 @@ def trained(loaded: LoadedTarget, case: str, world: World, run: Path, data: str)
     drafter = families()[family].build(options, loaded.target)
     dataset = load_dataset(DataOptions(path=data, held_out=2), loaded.tokenizer, progress=False)
     stages = DeepSpeedOptions(zero_stage=stage)
-    job = Job(loaded, drafter, family, asdict(options), dataset, TRAIN, stages, LossOptions(), 4)
+    job = TrainingJob(loaded, drafter, family, asdict(options), dataset, TRAIN, stages, LossOptions(), 4)
     trainer, losses = Trainer(job, world, run / case), []
     step = trainer._step
     trainer._step = lambda *now: losses.append(step(*now)) or losses[-1]  # type: ignore[method-assign]
@@ -103,7 +103,10 @@ def reductions(target: Any, batch: TrainBatch, stage: int, world: World) -> list
     """How many all-reduces each of three micro-batches of one step asks for."""
     drafter = families()["medusa"].build(families()["medusa"].options(heads=1), target)
     train = TrainOptions(global_batch=3 * 2 * world.size, micro_batch=2)
-    engine, asked = Engine(Objective(drafter, target, LossOptions()), train, DeepSpeedOptions(zero_stage=stage), world), [0]
+    engine, asked = (
+        TrainingEngine(Objective(drafter, target, LossOptions()), train, DeepSpeedOptions(zero_stage=stage), world),
+        [0],
+    )
     reduce = distributed.all_reduce
 
     def counted(*tensors: Any, **more: Any) -> Any:

@@ -67,6 +67,6 @@ def test_a_signal_ends_it_for_later(tmp_path: Path) -> None:
     process.terminate()
     shown = process.communicate(timeout=60)[0]
     assert process.returncode == 75
-    assert "drafttrain: interrupted by SIGTERM; the same command goes on" in shown and "Traceback" not in shown
+    assert "drafttrain: interrupted by SIGTERM; the same command continues" in shown and "Traceback" not in shown
     ids = journaled(tmp_path)
     assert len(ids) == len(set(ids))

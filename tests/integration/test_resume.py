@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from drafttrain.core.errors import Interrupted
 from drafttrain.train import shards
+from drafttrain.train.checkpoint_checksums import SUMS
 from drafttrain.train.logger import Logger
-from drafttrain.train.sealed import SUMS
 from tests.integration.test_training import arguments, digest, fit, last_weights, losses
 
 STEPS = ("recipe=medusa", "train.steps=12", "train.checkpoint_every=4")
@@ -47,7 +47,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(name: str, mater
     again = subprocess.run(
         arguments(material, tmp_path, *STEPS, "resume=auto"), capture_output=True, text=True, timeout=300, check=True
     )
-    assert f"checkpoint step-00008 is skipped, and kept as step-00008.damaged: {name} is " in again.stdout
+    assert f"checkpoint step-00008 is damaged and renamed to step-00008.damaged: {name} is " in again.stdout
     assert "(resumed at step 4)" in again.stdout
     assert losses(run) == whole_losses
 
@@ -92,7 +92,7 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_run(
     fitting = (*arguments(material, tmp_path, *STEPS, "resume=auto")[3:],)
     assert command(*fitting) == 2
     said = capsys.readouterr()
-    assert "disk full: no checkpoint of step 8, the ones before are kept; free space under" in said.out
+    assert "disk full: no checkpoint of step 8; the earlier ones are kept; free space under" in said.out
     assert said.err.startswith("drafttrain: disk full while saving the last checkpoint")
     (run,) = (path.parent for path in tmp_path.glob("*/*/run.json"))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00004"], "half of one was left"
@@ -121,7 +121,9 @@ def test_a_signal_saves_the_step_and_the_run_ends_as_it_would_have(
     with monkeypatch.context() as patched:
         patched.setattr(Logger, "step", log_and_hear)
         assert fitted(tmp_path / "broken") == Interrupted.CODE
-    assert capsys.readouterr().err == "drafttrain: interrupted after step 6 of 12, which is saved; resume=auto goes on\n"
+    assert (
+        capsys.readouterr().err == "drafttrain: interrupted after step 6 of 12, which is saved; resume=auto continues the run\n"
+    )
     (whole,), (broken,) = ([path.parent for path in (tmp_path / name).glob("*/*/run.json")] for name in ("whole", "broken"))
     assert sorted(path.name for path in (broken / "checkpoints").iterdir()) == ["step-00004", "step-00006"]
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

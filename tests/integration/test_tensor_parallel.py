@@ -244,10 +244,10 @@ def test_measure_reports_what_one_process_reports(command: Callable[..., int], c
             "processes are 1; set launcher.nproc=2, or start them with torchrun",
         ),
         (("generate", "prompt=x", "target.tensor_parallel=0"), "target.tensor_parallel is 0; set it to 1 or more"),
-        (("generate", "target.tensor_parallel=2"), "share no terminal or standard input; give prompt=TEXT"),
+        (("generate", "target.tensor_parallel=2"), "cannot share a terminal or standard input; give prompt=TEXT"),
         (
             ("fit", "target.tensor_parallel=2"),
-            "target.tensor_parallel is 2, this machine runs 1 of the processes; set launcher.nproc",
+            "target.tensor_parallel is 2, but this machine runs 1 of the processes; set launcher.nproc",
         ),
     ],
 )
@@ -262,7 +262,7 @@ def test_a_mistake_gets_one_line(
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (("decode.fallback=true",), "decode.fallback decides by the clock"),
+        (("decode.fallback=true",), "decode.fallback depends on timings"),
         (("target.device=cuda:1",), "set target.device=auto or cpu"),
     ],
 )

@@ -124,7 +124,7 @@ def test_trees_for_this_machine_are_sized_by_one_process_for_all(material: Path,
     assert json.loads((last_weights(run).parent / "drafter.json").read_text())["decode"]["paths"]
     command = arguments(material, tmp_path / "three", *steps, "deepspeed=zero3")
     refused = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert refused.returncode == 2 and "decode.tree_nodes=null times whole weights" in refused.stderr
+    assert refused.returncode == 2 and "decode.tree_nodes=null needs whole weights" in refused.stderr
     assert not list((tmp_path / "three").glob("*/*/checkpoints/*"))
 
 

@@ -15,7 +15,7 @@ ORDER = (
 )
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 FAMILY_HOMES = ("drafters", "export", "engines")
-ONLY_IN = {"deepspeed": {"train/engine.py"}, "omegaconf": {"cli/main.py", "cli/config.py", "cli/complaints.py"}}
+ONLY_IN = {"deepspeed": {"train/engine.py"}, "omegaconf": {"cli/main.py", "cli/config.py", "cli/error_messages.py"}}
 
 
 def folder(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What two measurements must share before one may be called ahead of the other."""
+"""The conditions that measurements must share before they can be ranked."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SOFTWARE = ("drafttrain", "torch", "transformers")
 
 
 def conditions(row: Row, digests: bool) -> dict[str, Any]:
-    """What decided the figures beside the drafter. digests: name the prompts by their tokens, not by their file."""
-    report, entry = row.found.report, row.entry
+    """The conditions of a measurement, apart from the drafter. digests: identify prompts by their tokens, not by their file."""
+    report, entry = row.run.report, row.entry
     target, environment, measure = report["target"], report["environment"], report["measure"]
     found = {
         "target": target.get("fingerprint") or target.get("path") or target.get("name"),
@@ -35,7 +35,7 @@ def conditions(row: Row, digests: bool) -> dict[str, Any]:
 
 
 def differences(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Conditions that the rows do not share, each with the values found."""
+    """The conditions that the rows do not share, each with its values."""
     digests = all(row.counts() is not None for row in rows)
     found = [conditions(row, digests) for row in rows]
     names = dict.fromkeys(name for each in found for name in each)
@@ -43,28 +43,28 @@ def differences(rows: Sequence[Row]) -> dict[str, list[Any]]:
     return {name: several for name, several in values.items() if len(several) > 1}
 
 
-def said(different: dict[str, list[Any]]) -> str:
+def listed(different: dict[str, list[Any]]) -> str:
     """`policy (greedy; lossless), batch size (1; 4)`."""
     return ", ".join(f"{name} ({'; '.join(map(str, values))})" for name, values in different.items())
 
 
 def check_alike(rows: Sequence[Row], mixed: bool) -> list[str]:
-    """Notes for the table. Raises UserError for rows that were measured under different conditions, unless `mixed`."""
+    """Notes on different conditions. Raises UserError for rows measured under different conditions, unless `mixed`."""
     different = differences(rows)
     if different and not mixed:
         raise UserError(
-            f"the runs were not measured alike, so no rank would mean anything; they differ in {said(different)}; "
-            "each run's report.json holds its own; measure them alike, or set compare.mixed=true"
+            f"the runs were measured under different conditions and cannot be ranked; they differ in {listed(different)}; "
+            "measure them under the same conditions (see each run's report.json), or set compare.mixed=true"
         )
-    notes = [f"measured under different conditions, ranks mean little: {said(different)}"] if different else []
-    versions = {name: list(dict.fromkeys(str(r.found.report["environment"].get(name)) for r in rows)) for name in SOFTWARE}
+    notes = [f"measured under different conditions, so ranks mean little: {listed(different)}"] if different else []
+    versions = {name: list(dict.fromkeys(str(r.run.report["environment"].get(name)) for r in rows)) for name in SOFTWARE}
     if mixed_versions := {name: several for name, several in versions.items() if len(several) > 1}:
-        notes.append(f"measured with different versions: {said(mixed_versions)}")
+        notes.append(f"measured with different versions: {listed(mixed_versions)}")
     return notes
 
 
 def _hardware(environment: dict[str, Any]) -> dict[str, Any]:
-    """On a GPU its name; on a CPU what sets its speed. Reports of version 1 do not name the processor."""
+    """The GPU's name; on a CPU the processor, cores and threads. Reports of version 1 do not name the processor."""
     if environment.get("accelerator"):
         return {"hardware": environment["accelerator"]}
     parts = [environment.get(key) for key in ("processor", "machine")]
@@ -75,4 +75,4 @@ def _hardware(environment: dict[str, Any]) -> dict[str, Any]:
 def _prompts(row: Row) -> str:
     counts = row.counts() or {}
     digest = hashlib.sha256("\n".join(sorted(counts)).encode()).hexdigest()[:8]
-    return f"{row.found.report['measure']['prompts']}, {len(counts)} of digest {digest}"
+    return f"{row.run.report['measure']['prompts']}, {len(counts)} of digest {digest}"

@@ -1,4 +1,4 @@
-"""The comparison as compare.csv, pairs.csv, compare.md and compare.html."""
+"""Writes a comparison as compare.csv, pairs.csv, compare.md and compare.html."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAIRS = ("figure", "first", "second", "prompts", "difference", "low", "high", "p
 
 
 def write_comparison(folder: Path, comparison: Comparison, command: str) -> list[Path]:
-    """Write the four files, each whole or not at all; returns them. Other files in the folder stay."""
+    """Write the four files atomically and return them. Other files in the folder stay."""
     texts = {
         "compare.csv": cells.csv_text(*figure_rows(comparison)),
         "pairs.csv": cells.csv_text(list(PAIRS), [_pair(comparison, pair) for pair in comparison.pairs]),
@@ -29,13 +29,13 @@ def write_comparison(folder: Path, comparison: Comparison, command: str) -> list
 
 
 def markdown(comparison: Comparison) -> str:
-    """The table, the pairs in words, and what to note."""
+    """The comparison as Markdown: table, pairs and notes."""
     parts = [f"# Comparison, by {comparison.sort}", cells.rows(header(comparison), cell_rows(comparison))]
     varied = [(row.label, varied_text(comparison, i, 99)) for i, row in enumerate(comparison.rows) if row.varied]
     if varied:
         parts.append("## Settings in which the runs differ\n\n" + "\n".join(f"- {name}: {text}" for name, text in varied))
     if comparison.pairs:
-        names = ["", "first", "second", "prompts", "first - second [95 %]", "second against first"]
+        names = ["", "first", "second", "prompts", "first - second [95 %]", "second vs first"]
         parts.append("## Pairs\n\n" + cells.rows(names, pair_cells(comparison)))
     if comparison.notes:
         parts.append("## To note\n\n" + "\n".join(f"- {note}" for note in comparison.notes))
@@ -46,4 +46,4 @@ def _pair(comparison: Comparison, pair: Pair) -> list[Any]:
     low, high = (None, None) if pair.interval is None else (pair.interval.low, pair.interval.high)
     names = [comparison.rows[k].label for k in (pair.first, pair.second)]
     figures = [pair.difference, low, high, pair.p, pair.corrected]
-    return [pair.figure, *names, pair.prompts, *figures, pair.words(comparison.level)]
+    return [pair.figure, *names, pair.prompts, *figures, pair.verdict(comparison.level)]

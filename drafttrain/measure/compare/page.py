@@ -1,4 +1,4 @@
-"""The comparison as one HTML file that asks nothing of a network."""
+"""compare.html: the comparison as one page that works offline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = {"wide": (720, 400), "narrow": (340, 340)}
 
 
 def page(comparison: Comparison, command: str) -> str:
-    """command: the command line that made it."""
+    """The whole page. command: the command line to show on it."""
     first = comparison.rows[0]
     return render(
         "compare.html",
@@ -23,7 +23,7 @@ def page(comparison: Comparison, command: str) -> str:
         version=drafttrain.__version__,
         command=command,
         entry=first.entry,
-        target=first.found.report["target"],
+        target=first.run.report["target"],
         header=header(comparison),
         rows=cell_rows(comparison),
         varied=[varied_text(comparison, i, 99) for i in range(len(comparison.rows))],
@@ -38,12 +38,12 @@ def page(comparison: Comparison, command: str) -> str:
 
 
 def tests(comparison: Comparison) -> int:
-    """Pairs that could be tested, of one figure: what Holm's correction is for."""
+    """Number of pairs tested per figure, which Holm's correction takes into account."""
     return max((sum(p.figure == name and p.p is not None for p in comparison.pairs) for name in ("speedup", "tau")), default=0)
 
 
 def plots(comparison: Comparison) -> dict[str, Scatter]:
-    """The scatter of speedup against cost, for a wide and for a narrow screen; none where no run has both."""
+    """The scatter plots of speedup against training cost, for wide and narrow screens; none if no run has both."""
     points = comparison.points()
     if not points:
         return {}

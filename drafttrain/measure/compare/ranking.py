@@ -1,4 +1,4 @@
-"""Rows in order, tested against each other, and which of them no other beats at lower cost."""
+"""Ranks the rows of a comparison, tests their differences, and finds the frontier of speed against training cost."""
 
 from __future__ import annotations
 
@@ -17,50 +17,54 @@ UNITS = {FLOPS: "floating-point operations", HOURS: "hours of all processes", TO
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """rows: best first. tested: the figure by which rows are called ahead, `speedup` or `tau`; pairs have both. tau_intervals:
-    one per row, 95 %.
+    """Ranked rows and the tests of their differences."""
 
-    cost: the kind of the plot. frontier: rows that no other equals in speed at lower cost.
-    """
-
-    rows: list[Row]
+    rows: list[Row]  # best first
     sort: str
-    tested: str
-    pairs: list[Pair]
-    tau_intervals: list[Interval | None]
-    cost: str
-    frontier: frozenset[int]
+    tested: str  # the figure of the verdicts in the table: speedup or tau
+    pairs: list[Pair]  # of both figures
+    tau_intervals: list[Interval | None]  # 95 %, one per row
+    cost: str  # kind of training cost in the plot
     level: float
     notes: list[str]
 
     def against_first(self, i: int) -> str:
-        """How row i stands to the first one, in words."""
+        """The verdict on row i compared with the first row."""
         if i == 0:
             return "-"
         pair = next(p for p in self.pairs if (p.figure, p.first, p.second) == (self.tested, 0, i))
-        return pair.words(self.level)
+        return pair.verdict(self.level)
 
     def points(self) -> list[tuple[int, float, float]]:
-        """(row, cost, speedup) of those that have both."""
+        """(row, cost, speedup) of the rows that have both."""
         found = [(i, row.cost(self.cost), row.entry["speedup"]) for i, row in enumerate(self.rows)]
         return [(i, cost, speed) for i, cost, speed in found if cost is not None and speed is not None]
 
+    @property
+    def frontier(self) -> frozenset[int]:
+        """The rows that no other row dominates in speed and training cost."""
+        return frontier(self.points())
+
 
 def ranked(rows: Sequence[Row], options: CompareOptions, notes: Sequence[str] = ()) -> Comparison:
-    """Raises UserError for bad options, and for rows measured under different conditions, unless `mixed`."""
+    """Rank and test the rows.
+
+    Raises UserError for bad options, and for rows measured under different conditions, unless `mixed`.
+    """
     check_options(options)
-    said = [*notes, *check_alike(rows, options.mixed)]
-    kind = _cost_kind(rows, options.cost)
+    kind = options.cost
+    if kind == "auto":
+        kind = next((kind for kind in KINDS if all(row.cost(kind) is not None for row in rows)), TOKENS)
     ordered = sorted(rows, key=_order(options.sort, kind))
     tested = "tau" if options.sort in ("tau", "alpha") else "speedup"
     pairs = [pair for figure in (speedup, tau) for pair in all_pairs(ordered, figure, options.samples, options.seed)]
-    said.extend(_untested(ordered, pairs))
     intervals = [interval(row, tau, options.samples, options.seed) for row in ordered]
-    found = Comparison(ordered, options.sort, tested, pairs, intervals, kind, frozenset(), options.level, said)
-    return Comparison(ordered, options.sort, tested, pairs, intervals, kind, frontier(found.points()), options.level, said)
+    every_note = [*notes, *check_alike(rows, options.mixed), *_untested(ordered, pairs)]
+    return Comparison(ordered, options.sort, tested, pairs, intervals, kind, options.level, every_note)
 
 
 def check_options(options: CompareOptions) -> None:
+    """Raise UserError for options out of range."""
     if options.sort not in SORTS:
         raise UserError(f"compare.sort is {options.sort!r}; choose {', '.join(SORTS)}")
     if options.checkpoints not in ("best", "all"):
@@ -75,39 +79,28 @@ def check_options(options: CompareOptions) -> None:
 
 
 def frontier(points: Sequence[tuple[int, float, float]]) -> frozenset[int]:
-    """Of (row, cost, speed): the rows that none dominates, being at least as fast and as cheap, and better in one of both."""
+    """Of (row, cost, speed): the rows that no other dominates. One dominates if it is no worse in both and better in one."""
 
-    def dominated(cost: float, speed: float) -> bool:
+    def is_dominated(cost: float, speed: float) -> bool:
         return any(c <= cost and s >= speed and (c < cost or s > speed) for _, c, s in points)
 
-    return frozenset(i for i, cost, speed in points if not dominated(cost, speed))
+    return frozenset(i for i, cost, speed in points if not is_dominated(cost, speed))
 
 
 def _untested(rows: Sequence[Row], pairs: Sequence[Pair]) -> list[str]:
-    """Which differences nothing can be said of, and why."""
-    without = [row.label for row in rows if row.counts() is None]
-    notes = [f"not tested, for want of values by prompt (older reports): {', '.join(without)}"] if without else []
-    few = {
-        pair.figure: pair.prompts for pair in pairs if pair.reason and not {pair.first, pair.second} & _numbers(rows, without)
-    }
+    """Notes on differences that could not be tested, with the reason."""
+    without = {i for i, row in enumerate(rows) if row.counts() is None}
+    labels = ", ".join(rows[i].label for i in sorted(without))
+    notes = [f"not tested, because the report (of an old version) has no figures by prompt: {labels}"] if without else []
+    few = {pair.figure: pair.prompts for pair in pairs if pair.reason and not {pair.first, pair.second} & without}
     return notes + [f"{figure} not tested: too few prompts in common ({count})" for figure, count in few.items()]
-
-
-def _numbers(rows: Sequence[Row], labels: Sequence[str]) -> set[int]:
-    return {i for i, row in enumerate(rows) if row.label in labels}
-
-
-def _cost_kind(rows: Sequence[Row], asked: str) -> str:
-    if asked != "auto":
-        return asked
-    return next((kind for kind in KINDS if all(row.cost(kind) is not None for row in rows)), TOKENS)
 
 
 SORTS = ("speedup", "tau", "alpha", "tokens_per_s", "parameters", "cost", "name")
 
 
 def _order(sort: str, kind: str) -> Callable[[Row], tuple[bool, float | str]]:
-    """Greatest first for what should be great, least first for what should be little; what is not known comes last."""
+    """The sort key: best first, unknown values last."""
 
     def key(row: Row) -> tuple[bool, float | str]:
         if sort == "name":

@@ -1,4 +1,4 @@
-"""One measured checkpoint as a line of the comparison."""
+"""A row of the comparison: one measured checkpoint."""
 
 from __future__ import annotations
 
@@ -10,38 +10,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drafttrain.measure.compare.runs import Found
+from drafttrain.measure.compare.runs import RunReport
 
 FLOPS, HOURS, TOKENS = "flops", "hours", "tokens"
-UNVARIED = ("output", "name", "recipe", "resume", "logger", "launcher", "measure", "out", "runs")  # no drafter's difference
+UNVARIED = ("output", "name", "recipe", "resume", "logger", "launcher", "measure", "out", "runs")  # do not affect the drafter
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """label: its name in the table. varied: settings in which the runs differ. counts, times: by prompt, see below; None in
-    reports of version 1, and for prompts that were not timed.
-    """
+    """One measured checkpoint."""
 
-    label: str
-    found: Found
-    entry: dict[str, Any]
-    varied: dict[str, Any]
+    label: str  # its name in the table
+    run: RunReport
+    entry: dict[str, Any]  # its figures in the report
+    varied: dict[str, Any]  # its values of the settings in which the runs differ
 
     @property
     def family(self) -> str:
-        return str(self.found.report["drafter"].get("family", "-"))
+        return str(self.run.report["drafter"].get("family", "-"))
 
     @property
     def training(self) -> dict[str, Any]:
-        """What training up to this checkpoint took; empty where no one noted it."""
+        """The cost of training up to this checkpoint; empty where it was not recorded."""
         if (own := self.entry.get("training")) is not None:
             return dict(own)
-        whole = self.found.report.get("training") or {}
-        last = max((e["step"] or 0) for e in self.found.report["checkpoints"])
+        whole = self.run.report.get("training") or {}
+        last = max((e["step"] or 0) for e in self.run.report["checkpoints"])
         return dict(whole) if whole and (self.entry["step"] or 0) == last else {}
 
     def cost(self, kind: str) -> float | None:
-        """Of training: floating-point operations, hours of all processes together, or tokens read; None where not known."""
+        """Training cost: floating-point operations, hours of all processes together, or tokens read; None if unknown."""
         if kind == HOURS:
             seconds = self.training.get("process_seconds")
             return None if seconds is None else seconds / 3600
@@ -49,11 +47,14 @@ class Row:
         return None if value is None else float(value)
 
     def counts(self) -> dict[str, NDArray[np.float64]] | None:
-        """By prompt: (emitted, verifications)."""
+        """By prompt: (emitted, verifications); None in reports of version 1."""
         return self._by_prompt(("emitted", "verifications"))
 
     def times(self) -> dict[str, NDArray[np.float64]] | None:
-        """By timed prompt: (plain ms, plain tokens after the first, speculative ms, its tokens after the first)."""
+        """By timed prompt: (plain ms, plain tokens after the first, speculative ms, speculative tokens after the first).
+
+        None in reports of version 1.
+        """
         found = self._by_prompt(("baseline_decode_ms", "baseline_tokens", "decode_ms", "tokens"))
         return None if found is None else {key: x - np.array([0.0, 1.0, 0.0, 1.0]) for key, x in found.items()}
 
@@ -65,8 +66,8 @@ class Row:
         return {f"{p['question_id']} {p['prompt']}": np.array([float(p[key]) for key in keys]) for p in whole} or None
 
 
-def rows_of(runs: Sequence[Found], checkpoints: str) -> list[Row]:
-    """A row per run, or per checkpoint, with labels that tell them apart."""
+def rows_of(runs: Sequence[RunReport], checkpoints: str) -> list[Row]:
+    """A row for each run's best checkpoint, or for each checkpoint, with distinct labels."""
     varied = _varied([run.config for run in runs if run.config])
     pairs = [(run, entry) for run in runs for entry in _chosen(run, checkpoints)]
     labels = _labels(pairs)
@@ -76,15 +77,15 @@ def rows_of(runs: Sequence[Found], checkpoints: str) -> list[Row]:
     ]
 
 
-def _chosen(run: Found, checkpoints: str) -> list[dict[str, Any]]:
+def _chosen(run: RunReport, checkpoints: str) -> list[dict[str, Any]]:
     entries = run.report["checkpoints"]
     if run.checkpoint is not None:
         return [e for e in entries if e["name"].split()[0] == run.checkpoint]
     return [e for e in entries if checkpoints == "all" or e["name"] == run.report["best"]]
 
 
-def _labels(pairs: Sequence[tuple[Found, dict[str, Any]]]) -> list[str]:
-    """The shortest ends of the paths that differ, and the checkpoint where a run has several rows."""
+def _labels(pairs: Sequence[tuple[RunReport, dict[str, Any]]]) -> list[str]:
+    """The shortest path ends that are distinct, and the checkpoint's name where a run has several rows."""
     paths = list(dict.fromkeys(run.where for run, _ in pairs))
     parts = {where: Path(where).parts for where in paths}
     length = next((n for n in range(2, 64) if len({parts[w][-n:] for w in paths}) == len(paths)), 64)
@@ -94,10 +95,10 @@ def _labels(pairs: Sequence[tuple[Found, dict[str, Any]]]) -> list[str]:
 
 
 def _varied(configs: Iterable[dict[str, Any]]) -> list[str]:
-    """Settings that not all of the runs share, where all have them."""
+    """Settings that all runs have and in which they differ."""
     configs = list(configs)
     shared = [key for key in configs[0] if all(key in c for c in configs)] if configs else []
-    if len({c.get("drafter.family") for c in configs}) > 1:  # the table says so, and their keys are not each other's
+    if len({c.get("drafter.family") for c in configs}) > 1:  # the table has a column for it, and families have different keys
         shared = [key for key in shared if not key.startswith("drafter.")]
     of_interest = [key for key in shared if key.split(".")[0] not in UNVARIED]
     return [key for key in of_interest if any(c[key] != configs[0][key] for c in configs)]

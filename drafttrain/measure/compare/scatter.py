@@ -1,4 +1,4 @@
-"""Where the marks of a scatter plot go, in pixels; the page draws them."""
+"""Computes the positions of a scatter plot in pixels; the page draws it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ LOGARITHMIC = 20.0  # ratio of greatest to least cost from which the axis is log
 
 @dataclass(frozen=True, slots=True)
 class Tick:
+    """A tick of an axis: its position in pixels and its label."""
+
     at: float
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """marks: the given ones with x, y, and y_low, y_high of the repeats. steps: the frontier's line as `x,y x,y ...`."""
+    """A scatter plot of speedup against cost. All positions are in pixels."""
 
     width: int
     height: int
-    marks: list[dict[str, Any]]
+    marks: list[dict[str, Any]]  # the marks with x, y, and y_low, y_high of the repeats
     x_ticks: list[Tick]
     y_ticks: list[Tick]
-    one: float
-    steps: str
+    one: float  # y of speedup 1
+    steps: str  # the frontier's line as `x,y x,y ...`
 
     @property
     def box(self) -> dict[str, int]:
@@ -36,7 +38,7 @@ class Scatter:
 
 
 def scatter(marks: Sequence[dict[str, Any]], width: int, height: int) -> Scatter:
-    """marks: rank, cost, speed, low, high, about, ahead. The line of speed 1 is always in the picture."""
+    """Place the marks. Each has rank, cost, speed, low, high, about, ahead. The line of speedup 1 is always visible."""
     costs, speeds = [m["cost"] for m in marks], [x for m in marks for x in (m["low"], m["high"], 1.0)]
     place_x, x_ticks = _cost_axis(costs, LEFT + 2 * RADIUS, width - RIGHT - 2 * RADIUS)
     step = _nice((max(speeds) - min(speeds)) / 4 or 0.1)
@@ -55,7 +57,7 @@ def scatter(marks: Sequence[dict[str, Any]], width: int, height: int) -> Scatter
 
 
 def _steps(marks: Sequence[dict[str, Any]], end: float) -> str:
-    """The frontier as stairs: from each of its marks right, to where the next one is reached."""
+    """The frontier's line as stairs: from each of its marks to the right, then up to the next mark."""
     ahead = sorted((m for m in marks if m["ahead"]), key=lambda m: (m["cost"], m["speed"]))
     corners: list[tuple[float, float]] = []
     for mark in ahead:
@@ -68,7 +70,7 @@ def _steps(marks: Sequence[dict[str, Any]], end: float) -> str:
 
 
 def _cost_axis(costs: Sequence[float], left: float, right: float) -> tuple[Callable[[float], float], list[Tick]]:
-    """Place and ticks; logarithmic where costs differ much and none is 0."""
+    """(position of a cost, ticks). The axis is logarithmic if costs differ much and none is 0."""
     least, most = min(costs), max(costs)
     if least > 0 and most / least >= LOGARITHMIC:
         low, high = math.floor(math.log10(least)), math.ceil(math.log10(most))
@@ -88,7 +90,7 @@ def _cost_axis(costs: Sequence[float], left: float, right: float) -> tuple[Calla
 
 
 def _nice(step: float) -> float:
-    """The least of 1, 2 and 5 times a power of ten that is not below."""
+    """The least of 1, 2 and 5 times a power of ten that is at least `step`."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(power * m for m in (1, 2, 5, 10) if power * m >= step * (1 - 1e-9))
 

@@ -1,4 +1,4 @@
-"""Is a difference more than chance? Paired over prompts: permutation tests, bootstrap intervals, Holm's correction.
+"""Tests whether a difference is significant: paired permutation tests over prompts, bootstrap intervals, Holm's correction.
 
 Shapes: P prompts, C figures of a prompt that are added up, R resamplings.
 """
@@ -18,8 +18,8 @@ from drafttrain.measure.compare.rows import Row
 Array = NDArray[np.float64]
 Samples = dict[str, Array]  # by prompt: [C]
 
-EXACT = 12  # prompts up to which every permutation is taken
-LEAST = 5  # prompts below which the least p-value there is, 2 / 2^P, says nothing
+EXACT = 12  # up to this many prompts, the test enumerates every permutation
+LEAST = 5  # with fewer prompts, even the least possible p-value, 2 / 2^P, is not significant
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +30,20 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two rows' figures, `tau` or `speedup`, on the prompts they share. difference: first - second, with its 95 % bootstrap
-    interval. p: of a two-sided permutation test; corrected: by Holm over all pairs. All are None, and `reason` says why, where
-    none can be given.
-    """
+    """The difference of two rows on the prompts that they share."""
 
     first: int
     second: int
-    figure: str
-    prompts: int
-    reason: str | None = None
-    difference: float | None = None
-    interval: Interval | None = None
-    p: float | None = None
-    corrected: float | None = None
+    figure: str  # tau or speedup
+    prompts: int  # in common
+    reason: str | None = None  # why there is no test; then the fields below are None
+    difference: float | None = None  # first - second
+    interval: Interval | None = None  # 95 %, bootstrap
+    p: float | None = None  # of a two-sided permutation test
+    corrected: float | None = None  # p by Holm over all pairs
 
-    def words(self, level: float) -> str:
-        """Of the second against the first: `behind (p = 0.003)`, `not distinguishable (p = 0.41)`."""
+    def verdict(self, level: float) -> str:
+        """The second row compared with the first: `behind (p = 0.003)`, `not distinguishable (p = 0.41)`."""
         if self.corrected is None or self.difference is None:
             return self.reason or "-"
         p = f"p = {self.corrected:.2g}" if self.corrected >= 0.001 else "p < 0.001"
@@ -56,7 +53,7 @@ class Pair:
 
 
 class Figure(Protocol):
-    """[..., C] sums over prompts -> [...] the pooled figure."""
+    """A pooled figure [...] from sums over prompts [..., C]."""
 
     __name__: str
 
@@ -69,16 +66,17 @@ def tau(sums_C: Array) -> Array:
 
 
 def speedup(sums_C: Array) -> Array:
-    """Time per token of plain decoding / of speculative decoding."""
+    """Time per token of plain decoding / time per token of speculative decoding."""
     return np.asarray((sums_C[..., 0] / sums_C[..., 1]) / (sums_C[..., 2] / sums_C[..., 3]))
 
 
 def samples_of(row: Row, figure: Figure) -> Samples | None:
+    """The counts or times by prompt that a figure needs."""
     return row.times() if figure is speedup else row.counts()
 
 
 def interval(row: Row, figure: Figure, samples: int, seed: int) -> Interval | None:
-    """The 95 % bootstrap interval of a row's own figure, over its prompts; None without figures by prompt."""
+    """The 95 % bootstrap interval of a row's figure, over its prompts; None with too few prompts."""
     found = samples_of(row, figure)
     if found is None or len(found) < LEAST:
         return None
@@ -87,13 +85,13 @@ def interval(row: Row, figure: Figure, samples: int, seed: int) -> Interval | No
 
 
 def all_pairs(rows: Sequence[Row], figure: Figure, samples: int, seed: int) -> list[Pair]:
-    """Every pair of rows, the p-values corrected for their number."""
+    """Every pair of rows, with p-values corrected for the number of pairs."""
     pairs = [_pair(rows, i, j, figure, samples, seed) for i, j in combinations(range(len(rows)), 2)]
     return holm(pairs)
 
 
 def holm(pairs: Sequence[Pair]) -> list[Pair]:
-    """Holm's step-down correction: the k-th least of m p-values times m - k + 1, never below the one before, at most 1."""
+    """Holm's step-down correction: the k-th least of m p-values times m - k + 1, at least the one before, at most 1."""
     tested = sorted((pair for pair in pairs if pair.p is not None), key=lambda pair: pair.p or 0.0)
     corrected: dict[tuple[int, int], float] = {}
     running = 0.0
@@ -104,7 +102,7 @@ def holm(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def permutation_p(a_PC: Array, b_PC: Array, figure: Figure, samples: int, seed: int) -> float:
-    """Two-sided: how often exchanging the two rows' figures, prompt by prompt at random, gives a difference as large."""
+    """p-value of a two-sided test: how often swapping the rows' figures of random prompts gives a difference as large."""
     P, exact = len(a_PC), len(a_PC) <= EXACT
     if exact:
         swapped_RP = (np.arange(2**P)[:, None] >> np.arange(P)) & 1
@@ -114,12 +112,12 @@ def permutation_p(a_PC: Array, b_PC: Array, figure: Figure, samples: int, seed: 
     gap_R = np.abs(figure(a_PC.sum(0) - moved_RC) - figure(b_PC.sum(0) + moved_RC))
     observed = abs(float(figure(a_PC.sum(0)) - figure(b_PC.sum(0))))
     extreme = int((gap_R >= observed * (1 - 1e-9) - 1e-12).sum())
-    return extreme / len(gap_R) if exact else (extreme + 1) / (len(gap_R) + 1)  # what was observed is one of them
+    return extreme / len(gap_R) if exact else (extreme + 1) / (len(gap_R) + 1)  # the observed order is one permutation
 
 
 def _pair(rows: Sequence[Row], i: int, j: int, figure: Figure, samples: int, seed: int) -> Pair:
     ours, theirs = (samples_of(rows[k], figure) for k in (i, j))
-    pair = Pair(i, j, figure.__name__, 0, "no values by prompt")
+    pair = Pair(i, j, figure.__name__, 0, "no figures by prompt")
     if ours is None or theirs is None:
         return pair
     shared = [key for key in ours if key in theirs]
@@ -134,7 +132,7 @@ def _pair(rows: Sequence[Row], i: int, j: int, figure: Figure, samples: int, see
 
 
 def _resamplings(P: int, samples: int, seed: int) -> Array:
-    """[R, P] how often each prompt stands in each resampling."""
+    """[R, P] how often each prompt occurs in each resampling."""
     return np.random.default_rng(seed).multinomial(P, np.full(P, 1 / P), size=samples).astype(np.float64)
 
 

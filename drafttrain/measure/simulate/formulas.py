@@ -1,7 +1,7 @@
-"""Expected tokens of a decode step, and what they are worth.
+"""Formulas for the expected tokens of a decode step and the speedup.
 
-alpha: P(a draft is accepted | those before it are). E: expected tokens of a step, the target's own token included. All laws
-are taken as independent from step to step, which is Leviathan et al.'s assumption (arXiv 2211.17192).
+alpha: P(a draft is accepted | the earlier drafts are accepted). E: expected tokens of a step, including the bonus token. Steps
+are independent, as Leviathan et al. assume (arXiv 2211.17192).
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ from operator import mul
 
 from drafttrain.core.tree import Path
 
-Ranks = Sequence[Sequence[float]]  # [depth][rank]: P(the true token is the choice of this rank | the path above is true)
+Ranks = Sequence[Sequence[float]]  # [depth][rank]: P(the drafter's choice of this rank is true | the path above is true)
 
 
 def expected_tokens(alpha_K: Sequence[float]) -> float:
-    """E of a chain: 1 + the sum of P(the first k are accepted). Of one alpha (1 - alpha^(K+1)) / (1 - alpha), their eq. 1."""
+    """E of a chain: 1 + the sum of P(the first k are accepted).
+
+    With one alpha it is (1 - alpha^(K+1)) / (1 - alpha), their equation 1.
+    """
     return 1.0 + sum(accumulate(alpha_K, mul))
 
 
 def speedup(tokens: float, draft: float, verify: float, other: float = 0.0) -> float:
-    """E / what a step costs, in plain steps. With draft = K c, verify = 1 and other = 0 that is their theorem 3.8."""
+    """E / cost of a step in plain steps. With draft = K c, verify = 1 and other = 0 it is their theorem 3.8."""
     return tokens / (draft + verify + other)
 
 
 def operations(tokens: float, K: int, draft_operations: float) -> float:
-    """How many times the arithmetic of plain decoding a chain takes per token (their theorem 3.11).
+    """Arithmetic per token of a chain, as a multiple of plain decoding's (their theorem 3.11).
 
-    draft_operations: of a draft token, as a share of a target token's.
+    draft_operations: arithmetic of a draft token / of a target token.
     """
     return (K * draft_operations + K + 1) / tokens
 
 
 def geometric_ranks(alpha: float, width: int, depth: int) -> list[list[float]]:
-    """Ranks where every next choice hits as often as the first: alpha, (1 - alpha) alpha, ..."""
+    """Ranks where each choice, given that those before are wrong, is true with alpha: alpha, (1 - alpha) alpha, ..."""
     return [[alpha * (1.0 - alpha) ** r for r in range(width)]] * depth
 
 
@@ -61,7 +64,7 @@ def full_tree(width: int, depth: int) -> list[Path]:
 
 
 def best_tree(ranks: Ranks, nodes: int) -> list[Path]:
-    """The static tree of most expected tokens: the likeliest paths, which hold their own prefixes. Breadth first."""
+    """The static tree with the most expected tokens: the most probable paths, with their prefixes, breadth first."""
     frontier: list[tuple[float, Path]] = [(-share, (rank,)) for rank, share in enumerate(ranks[0])] if ranks else []
     heapq.heapify(frontier)
     chosen: list[Path] = []
@@ -77,5 +80,5 @@ def best_tree(ranks: Ranks, nodes: int) -> list[Path]:
 
 
 def shifted(alpha_K: Sequence[float], change: float) -> list[float]:
-    """Every acceptance so much higher, within 0 and 1."""
+    """Each acceptance changed by `change`, within 0 and 1."""
     return [min(1.0, max(0.0, alpha + change)) for alpha in alpha_K]

@@ -1,4 +1,4 @@
-"""The four pictures of a simulation in one PNG file."""
+"""Draws a simulation: four plots in one PNG file."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from drafttrain.measure.plots import INK, colour, panels, save
-from drafttrain.measure.simulate.outcome import Outcome
+from drafttrain.measure.simulate.simulation import Simulation
 
 SHOWN_LENGTHS = (1, 3, 5, 8)
 
 
-def simulation_plot(outcome: Outcome, alphas: Sequence[float], path: Path) -> Path:
-    """Speedup over draft length, batch size, draft cost and tree size."""
+def simulation_plot(simulation: Simulation, alphas: Sequence[float], path: Path) -> Path:
+    """Draw speedup by draft length, batch size, draft cost and tree size."""
     figure, every = panels(4, 10.0, columns=2, height=7.6)
-    _by_length(every[0], outcome, alphas)
-    _by_batch(every[1], outcome)
-    _by_draft_cost(every[2], outcome)
-    _by_nodes(every[3], outcome)
+    _by_length(every[0], simulation, alphas)
+    _by_batch(every[1], simulation)
+    _by_draft_cost(every[2], simulation)
+    _by_nodes(every[3], simulation)
     for axes in every:
         axes.axhline(1.0, color=INK, linewidth=1, linestyle="--")
         axes.set_ylabel("speedup")
@@ -29,11 +29,11 @@ def simulation_plot(outcome: Outcome, alphas: Sequence[float], path: Path) -> Pa
     return save(figure, path)
 
 
-def _by_length(axes: Axes, outcome: Outcome, alphas: Sequence[float]) -> None:
-    scenario = outcome.scenario
+def _by_length(axes: Axes, simulation: Simulation, alphas: Sequence[float]) -> None:
+    scenario = simulation.scenario
     lengths = sorted(scenario.lengths)
     shown = [(f"acceptance {alpha:g}", scenario.at(alpha), "-") for alpha in alphas if scenario.alpha_K != (alpha,)]
-    for i, (label, each, style) in enumerate([*shown, (_own(outcome), scenario, "-")]):
+    for i, (label, each, style) in enumerate([*shown, (_own(simulation), scenario, "-")]):
         values = [each.chain(K).speedup for K in lengths]
         own, best = i == len(shown), max(range(len(values)), key=lambda k: values[k])
         width, tint = (2.4, INK) if own else (1.4, colour(i))
@@ -43,24 +43,24 @@ def _by_length(axes: Axes, outcome: Outcome, alphas: Sequence[float]) -> None:
     axes.set_xlabel("drafts K (dot: best)")
 
 
-def _by_batch(axes: Axes, outcome: Outcome) -> None:
-    sizes = sorted(outcome.batches)
-    lengths = [K for K in SHOWN_LENGTHS if K in outcome.scenario.lengths] or list(outcome.scenario.lengths)[:3]
+def _by_batch(axes: Axes, simulation: Simulation) -> None:
+    sizes = sorted(simulation.batches)
+    lengths = [K for K in SHOWN_LENGTHS if K in simulation.scenario.lengths] or list(simulation.scenario.lengths)[:3]
     for i, K in enumerate(lengths):
-        values = [outcome.scenario.chain(K, size).speedup for size in sizes]
+        values = [simulation.scenario.chain(K, size).speedup for size in sizes]
         axes.plot(sizes, values, color=colour(i), linewidth=1.4, label=f"K = {K}")
-    axes.plot(sizes, [outcome.batches[s].speedup for s in sizes], color=INK, linewidth=2.4, label="best K")
-    if outcome.break_even_batch is not None and outcome.break_even_batch <= sizes[-1]:
-        axes.plot([outcome.break_even_batch], [1.0], "x", color=INK, markersize=7)
+    axes.plot(sizes, [simulation.batches[s].speedup for s in sizes], color=INK, linewidth=2.4, label="best K")
+    if simulation.break_even_batch is not None and simulation.break_even_batch <= sizes[-1]:
+        axes.plot([simulation.break_even_batch], [1.0], "x", color=INK, markersize=7)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
-    edge = outcome.break_even_batch
+    edge = simulation.break_even_batch
     axes.set_title("Batch size" + (f": no gain from {edge}" if edge else ""), loc="left", fontweight="bold")
     axes.set_xlabel("sequences decoded together")
 
 
-def _by_draft_cost(axes: Axes, outcome: Outcome) -> None:
-    scenario, edge = outcome.scenario, outcome.break_even_draft_cost
+def _by_draft_cost(axes: Axes, simulation: Simulation) -> None:
+    scenario, edge = simulation.scenario, simulation.break_even_draft_cost
     top = max(1.2 * (edge or 0.0), 2 * scenario.costs.draft, 0.1)
     costs = [top * i / 60 for i in range(61)]
     each = [replace(scenario, costs=replace(scenario.costs, draft=cost)) for cost in costs]
@@ -76,19 +76,19 @@ def _by_draft_cost(axes: Axes, outcome: Outcome) -> None:
     axes.set_xlabel("in plain steps (dot: here)")
 
 
-def _by_nodes(axes: Axes, outcome: Outcome) -> None:
-    scenario, lengths = outcome.scenario, sorted(outcome.scenario.lengths)
+def _by_nodes(axes: Axes, simulation: Simulation) -> None:
+    scenario, lengths = simulation.scenario, sorted(simulation.scenario.lengths)
     axes.plot(lengths, [scenario.chain(K).speedup for K in lengths], color=colour(0), linewidth=1.6, label="chain")
-    static = outcome.static_trees
+    static = simulation.static_trees
     axes.plot([s.nodes for s in static], [s.speedup for s in static], color=colour(1), linewidth=1.6, label="static tree")
-    full = [s for s in outcome.trees if s.name.endswith("-ary tree")]
+    full = [s for s in simulation.trees if s.name.endswith("-ary tree")]
     axes.plot([s.nodes for s in full], [s.speedup for s in full], "s", color=colour(2), label=full[0].name if full else None)
     axes.set_title("Trees", loc="left", fontweight="bold")
-    axes.set_xlabel("nodes verified, the root not counted")
+    axes.set_xlabel("drafted nodes")
 
 
-def _own(outcome: Outcome) -> str:
-    if outcome.measured is None:
-        return f"acceptance {outcome.scenario.alpha_K[0]:g} (here)"
-    change = "" if outcome.change is None else f" {outcome.change:+g}"
-    return f"{outcome.measured.name.split('/')[-1]}{change}"
+def _own(simulation: Simulation) -> str:
+    if simulation.measured is None:
+        return f"acceptance {simulation.scenario.alpha_K[0]:g} (here)"
+    change = "" if simulation.change is None else f" {simulation.change:+g}"
+    return f"{simulation.measured.name.split('/')[-1]}{change}"

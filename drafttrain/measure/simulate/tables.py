@@ -1,40 +1,39 @@
-"""A simulation on the console."""
+"""The console output of a simulation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.table import Table
 
+from drafttrain.measure.cells import console_table
 from drafttrain.measure.simulate.formulas import operations
-from drafttrain.measure.simulate.outcome import Outcome
 from drafttrain.measure.simulate.scenario import MOST_BATCH
+from drafttrain.measure.simulate.simulation import Simulation
 
 
-def assumptions(outcome: Outcome) -> list[str]:
-    """What the figures rest on, a sentence each."""
-    scenario, costs = outcome.scenario, outcome.scenario.costs
+def assumptions(simulation: Simulation) -> list[str]:
+    """The assumptions, one sentence each."""
+    scenario, costs = simulation.scenario, simulation.scenario.costs
     alphas = " ".join(f"{alpha:.2f}" for alpha in scenario.alpha_K)
-    where = "at every position" if len(scenario.alpha_K) == 1 else "by position, the last one for all behind"
-    passes = "one pass gives all drafts" if costs.parallel else "a pass for each draft"
-    own = "assumed" if outcome.measured is None else f"from {outcome.measured.name} unless set"
+    where = "at every position" if len(scenario.alpha_K) == 1 else "by position, the last one for all later positions"
+    passes = "one pass gives all drafts" if costs.parallel else "one pass per draft"
+    own = "assumed" if simulation.measured is None else f"from {simulation.measured.name} unless set"
     return [
         f"acceptance {alphas} {where}",
-        f"a draft pass costs {costs.draft:.3g} plain steps ({passes}), a token more in the target's pass {costs.token:.3g}, "
-        f"anything else {costs.other:.3g} per step ({own})",
+        f"costs in plain steps: {costs.draft:.3g} for a draft pass ({passes}), {costs.token:.3g} for each further token in the "
+        f"target's pass, {costs.other:.3g} for the rest of a step ({own})",
     ]
 
 
-def chain_table(outcome: Outcome, alphas: Sequence[float], draft_operations: float) -> Table:
-    """By length: expected tokens, cost, speedup and arithmetic, and the speedup at other acceptances; the best in bold."""
-    table = Table(title="chains at batch 1", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("K", "tokens", "c_v", "speedup", "operations", *(f"at {alpha:g}" for alpha in alphas)):
-        table.add_column(column, justify="right")
-    scenario = outcome.scenario
+def chain_table(simulation: Simulation, alphas: Sequence[float], draft_operations: float) -> Table:
+    """Chains by length: expected tokens, cost, speedup and arithmetic, and the speedup at other acceptances; best in bold."""
+    columns = ("K", "tokens", "c_v", "speedup", "operations", *(f"at {alpha:g}" for alpha in alphas))
+    table = console_table("chains at batch 1", columns, left=())
+    scenario = simulation.scenario
     best = {alpha: scenario.at(alpha).best_chain().depth for alpha in alphas}
     own = scenario.best_chain().depth
-    for chain in outcome.chains:
+    for chain in simulation.chains:
         K = chain.depth
         line = [str(K), f"{chain.tokens:.2f}", f"{scenario.costs.verify(K + 1):.2f}"]
         line += [_bold(f"{chain.speedup:.2f}x", own == K), f"{operations(chain.tokens, K, draft_operations):.2f}x"]
@@ -43,49 +42,56 @@ def chain_table(outcome: Outcome, alphas: Sequence[float], draft_operations: flo
     return table
 
 
-def shape_table(outcome: Outcome) -> Table:
+def shape_table(simulation: Simulation) -> Table:
     """The best chain and trees, and the best chain by batch size."""
-    table = Table(title="best of each shape", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
-    for column in ("shape", "batch", "nodes", "depth", "tokens", "speedup"):
-        table.add_column(column, justify="left" if column == "shape" else "right")
-    rows = [(1, shape) for shape in outcome.trees] + [(size, shape) for size, shape in outcome.batches.items() if size > 1]
+    columns = ("shape", "batch", "nodes", "depth", "tokens", "speedup")
+    table = console_table("best of each shape", columns, left=("shape",), space=2)
+    rows = [(1, shape) for shape in simulation.trees] + [
+        (size, shape) for size, shape in simulation.batches.items() if size > 1
+    ]
     for size, shape in rows:
         figures = (f"{shape.tokens:.2f}", f"{shape.speedup:.2f}x")
         table.add_row(shape.name, str(size), str(shape.nodes), str(shape.depth), *figures)
     return table
 
 
-def findings(outcome: Outcome) -> Iterator[str]:
-    """Break-even points, the simulation beside the formulas, and what a change of alpha is worth."""
-    draft, batch, alpha = outcome.break_even_draft_cost, outcome.break_even_batch, outcome.break_even_alpha
+def findings(simulation: Simulation) -> Iterator[str]:
+    """Break-even points, the simulated trials compared with the formulas, and the effect of the requested acceptance."""
+    draft, batch, alpha = simulation.break_even_draft_cost, simulation.break_even_batch, simulation.break_even_alpha
     yield (
-        "no gain whatever drafts cost" if draft is None else f"no gain where a draft pass costs {draft:.3f} plain steps or more"
+        "no speedup at any draft cost"
+        if draft is None
+        else f"no speedup where a draft pass costs {draft:.3f} plain steps or more"
     )
-    yield "no gain at any acceptance" if alpha is None else f"no gain where acceptance is below {alpha:.3f} at every position"
+    yield (
+        "no speedup at any acceptance"
+        if alpha is None
+        else f"no speedup where acceptance is below {alpha:.3f} at every position"
+    )
     if batch is None:
-        yield f"a gain at every batch size up to {MOST_BATCH}"
+        yield f"a speedup at every batch size up to {MOST_BATCH}"
     else:
-        yield "no gain at any batch size" if batch == 1 else f"no gain from batch size {batch} on"
-    for trial in outcome.trials:
+        yield "no speedup at any batch size" if batch == 1 else f"no speedup from batch size {batch} on"
+    for trial in simulation.trials:
         verdict = "agrees" if trial.agrees else "DIFFERS"
         yield (
             f"{trial.policy} on a {trial.shape}: {trial.mean:.3f} ± {trial.error:.3f} tokens simulated, {trial.formula:.3f} by "
             f"formula: {verdict}"
         )
-    yield from _what_if(outcome)
+    yield from _what_if(simulation)
 
 
-def _what_if(outcome: Outcome) -> Iterator[str]:
-    measured = outcome.measured
+def _what_if(simulation: Simulation) -> Iterator[str]:
+    measured = simulation.measured
     if measured is None:
         return
     tau, speed = measured.expected()
     if measured.chain_K != measured.alpha_K:
-        yield "measured with a tree: chains above are of its first choices, given that the path above is among its first ten"
+        yield "measured with a tree: the chains above take its first choices, given that the path above is among its first ten"
     yield f"{measured.name}: measured tau {measured.tau:.2f}, {measured.speedup:.2f}x; by formula {tau:.2f}, {speed:.2f}x"
-    if outcome.asked is not None:
-        then, faster = measured.expected(outcome.asked_K)
-        change = "with this acceptance" if outcome.change is None else f"with alpha {outcome.change:+g}"
+    if simulation.requested_alpha is not None:
+        then, faster = measured.expected(simulation.requested_alpha_K)
+        change = "with this acceptance" if simulation.change is None else f"with alpha {simulation.change:+g}"
         yield f"{change}, all else as measured: tau {then:.2f}, {faster:.2f}x ({faster / speed - 1:+.0%})"
 
 

@@ -1,4 +1,4 @@
-"""The formulas against our own verifiers: drafts of toy laws, accepted or refused as in decoding.
+"""Checks the formulas against our acceptance policies, with drafts from toy distributions.
 
 Shapes: B trials, N nodes (root included), V vocabulary, K depth.
 """
@@ -16,20 +16,20 @@ from drafttrain.core.tree import DraftTree, Path, TreeShape
 from drafttrain.decoding.acceptance import POLICIES
 from drafttrain.measure.simulate.formulas import Ranks, expected_tokens, tree_tokens
 
-SIGMAS = 4.0  # standard errors within which both must lie
+SIGMAS = 4.0  # mean and formula agree within this many standard errors
 ROWS = 4096  # trials at a time
-DRAFTED = 8  # tokens that the toy drafter draws from; as many more are the target's alone
+DRAFTED = 8  # tokens that the toy drafter samples from; as many further tokens have probability under the target only
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Tokens of a step: by formula, and the mean over trials with its standard error."""
+    """Tokens of a decode step, by formula and simulated."""
 
     policy: str
     shape: str
     formula: float
-    mean: float
-    error: float
+    mean: float  # over the trials
+    error: float  # standard error of the mean
 
     @property
     def agrees(self) -> bool:
@@ -37,12 +37,12 @@ class Trial:
 
 
 def sampled_chain(alpha_K: Sequence[float], trials: int, seed: int) -> Trial:
-    """A chain drawn from q, verified losslessly; p is made so that sum min(p, q) = alpha_k at every position."""
+    """A chain sampled from q under policy lossless. p is constructed so that sum min(p, q) = alpha_k at every position."""
     generator, K = torch.Generator().manual_seed(seed), len(alpha_K)
     q_V = torch.zeros(2 * DRAFTED)
     q_V[:DRAFTED] = torch.rand(DRAFTED, generator=generator) + 0.1
     q_V /= q_V.sum()
-    own_V = q_V.roll(DRAFTED)  # where the drafter never goes
+    own_V = q_V.roll(DRAFTED)  # the tokens with q = 0
     alpha_K1 = torch.tensor([*alpha_K, alpha_K[-1]])[:, None]
     logits_NV = (alpha_K1 * q_V + (1.0 - alpha_K1) * own_V).log()
 
@@ -55,21 +55,21 @@ def sampled_chain(alpha_K: Sequence[float], trials: int, seed: int) -> Trial:
 
 
 def tree_trial(policy: str, ranks: Ranks, paths: Sequence[Path], trials: int, seed: int) -> Trial:
-    """A deterministic tree whose children are tokens 0, 1, ... in order of rank, each true with its rank's probability."""
+    """A deterministic tree. A node's children are tokens 0, 1, ... by rank; each is true with its rank's probability."""
     generator, shape = torch.Generator().manual_seed(seed), TreeShape.of(paths)
     width, N = shape.max_rank + 1, len(shape.paths) + 1
-    law_NV = torch.zeros(N, width + 1)
+    p_NV = torch.zeros(N, width + 1)
     for node, depth in enumerate(shape.depth_N.tolist()):
         row = list(ranks[min(depth, len(ranks) - 1)])[:width]
-        law_NV[node, : len(row)] = torch.tensor(row)
-    law_NV[:, width] = (1.0 - law_NV.sum(-1)).clamp_min(0.0)
+        p_NV[node, : len(row)] = torch.tensor(row)
+    p_NV[:, width] = (1.0 - p_NV.sum(-1)).clamp_min(0.0)
 
     def propose(B: int) -> tuple[DraftTree, Tensor]:
         token_BN = shape.rank_N.expand(B, N).contiguous()
         tree = DraftTree.static(token_BN, shape)
         if policy != "greedy":
-            return tree, law_NV.log().expand(B, N, -1)
-        best_BN = torch.multinomial(law_NV, B, replacement=True, generator=generator).T
+            return tree, p_NV.log().expand(B, N, -1)
+        best_BN = torch.multinomial(p_NV, B, replacement=True, generator=generator).T
         return tree, torch.nn.functional.one_hot(best_BN, width + 1).float()
 
     sampling = Sampling(0.0 if policy == "greedy" else 1.0, seed=seed)
@@ -84,7 +84,7 @@ def _trial(
     trials: int,
     sampling: Sampling,
 ) -> Trial:
-    """Run a policy's own `accept`; every trial is a request of its own, with its own noise."""
+    """Run the policy on the trials. Every trial is a separate request with its own noise."""
     emitted: list[Tensor] = []
     for start in range(0, trials, ROWS):
         B = min(ROWS, trials - start)
@@ -92,6 +92,6 @@ def _trial(
         position_BN = tree.ancestor_BNN.sum(-1)
         request = sampling.rows(torch.arange(start, start + B))
         accepted = POLICIES[policy].accept(tree, tree.ancestor_BNN, logits_BNV.contiguous(), position_BN, request)
-        emitted.append(accepted.count_B.double())  # accepted drafts, and the target's own token in the root's place
+        emitted.append(accepted.count_B.double())  # accepted drafts + 1: the root counts in place of the bonus token
     count_B = torch.cat(emitted)
     return Trial(policy, shape, formula, float(count_B.mean()), float(count_B.std() / len(count_B) ** 0.5))

@@ -41,7 +41,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     [
         (["fot"], "unknown command 'fot'; did you mean fit?"),
         (["xyz"], "unknown command 'xyz'; use one of fit, measure, tune, generate, "),
-        ([], "no command given; use one of fit, measure, tune, generate, "),
+        ([], "there is no command; use one of fit, measure, tune, generate, "),
         (["fit", "recipe=medsa"], "unknown recipe 'medsa'; did you mean medusa or medusa2?"),
         (["fit", "drafter=medsa"], "unknown drafter 'medsa'; did you mean medusa?"),
         (["fit", "train.stepz=3"], "unknown key 'train.stepz'; did you mean train.steps?"),
@@ -57,7 +57,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         (["fit", "recipe"], "cannot read 'recipe': missing EQUAL"),
         (["fit", "recipe=medusa,eagle3"], "Ambiguous value for argument 'recipe=medusa,eagle3'; add -m"),
         (["fit", "--nonsense"], "unrecognized arguments: --nonsense"),
-        (["fit", "--config-dir", "nowhere"], "--config-dir nowhere is no directory"),
+        (["fit", "--config-dir", "nowhere"], "--config-dir nowhere is not a directory"),
         (["fit", "-m", "recipe=medusa,medsa"], "unknown recipe 'medsa'; did you mean medusa or medusa2?"),
         (["fit", "-m", "train.lrr=1,2"], "unknown key 'train.lrr'; did you mean train.lr?"),
         (["fit", "-m", "train.steps=1,x"], "train.steps: Value 'x'"),

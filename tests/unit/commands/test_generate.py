@@ -118,7 +118,7 @@ def test_a_chat_remembers_its_turns(loaded: LoadedTarget, monkeypatch: pytest.Mo
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     writer = Writer(loaded, decoder_of(loaded, DecodeOptions(max_new_tokens=12), None), console, chat=True)
     said = iter(["what is json?", "  ", "and csv?"])
-    monkeypatch.setattr(generate, "asked", lambda console: next(said, None))
+    monkeypatch.setattr(generate, "read_line", lambda console: next(said, None))
     monkeypatch.setattr(generate, "Writer", lambda *a, **k: writer)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     options = SimpleNamespace(

@@ -146,7 +146,7 @@ def test_damaged_lines_are_said_and_their_texts_asked_again(
     assert command("prepare", "data.path=p.jsonl", "out=x", *SHORT) == 0
     shown = capsys.readouterr().out
     assert "3 of them answered before" in shown
-    assert "1 damaged lines are left out, their texts are asked again: x.journal/rank-00000.jsonl:2" in shown
+    assert "1 damaged lines are ignored and their texts written again: x.journal/rank-00000.jsonl:2" in shown
     assert (tmp_path / "x" / "part-00000.jsonl").read_bytes() == whole
 
 

@@ -17,7 +17,7 @@ from drafttrain.data import DataOptions, InspectOptions, SourceOptions
 from drafttrain.data.contamination import contamination, copies
 from drafttrain.data.prompts import Prompt, load_prompts
 from drafttrain.data.sources import Conversation, open_sources, read_conversations
-from drafttrain.measure.data import COUNTS, data_section
+from drafttrain.measure.data_report import COUNTS, data_section
 
 FOX = "The quick brown fox jumps over the lazy dog while the old cat sleeps near the warm stove all day"
 CHINESE = "请解释什么是投机解码以及它为什么能够加快大型语言模型的推理速度"
@@ -134,7 +134,7 @@ def test_terminal_and_page_show_supervised_tokens_figures_and_copies(
     plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
     assert re.search(r"conversations +10\s", plain) and re.search(r"truncated +1 \(10.0%\)", plain)
     assert "1 of 1 prompts (prompts.jsonl) with 50% or more" in plain and "100%  prompt 7" in plain
-    assert "replies by" in plain and "unknown: there is no provenance.json" in plain
+    assert "replies by" in plain and "unknown (there is no provenance.json)" in plain
 
     text = (tmp_path / "look.html").read_text()
     page = Page(text)
@@ -161,7 +161,7 @@ def test_the_histogram_counts_every_conversation(command: Callable[..., int], da
         (["data.path=none.jsonl"], "none.jsonl"),
         (["out=page.txt"], "name the page with out=FILE.html"),
         (["inspect.overlap=0"], "overlap 0"),
-        (["data.max_length=1"], "data.max_length must be at least 2"),
+        (["data.max_length=1"], "data.max_length is 1; set it to 2 or more"),
         (["prompts=none.jsonl"], "none.jsonl"),
         (["target=hf", "target.path=/nowhere"], "target.path '/nowhere' does not exist"),
     ],

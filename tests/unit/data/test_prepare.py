@@ -270,8 +270,8 @@ def test_another_setting_does_not_mix_into_a_journal(
     ("arguments", "line"),
     [
         ([], "out is not set"),
-        (["out=."], "out is '.'; name a directory of its own"),
-        (["out=taken"], "out=taken exists"),
+        (["out=."], "out is '.'; name a new directory"),
+        (["out=taken"], "out=taken is there already"),
         (["out=x", "prepare.drop=[lop]"], "prepare.drop names lop; the rules are empty, truncated, loop, refusal"),
         (["out=x", "prepare.samples=0"], "prepare.samples is 0"),
         (["out=x", "prepare.temperatures=[-1]"], "temperature is -1"),

@@ -202,7 +202,7 @@ def test_a_server_that_stays_away_loses_nothing(
     fake = serve(lambda number, body: "drop" if number >= 13 else None)
     assert prepare(command, fake, prompts, "prepare.patience=0.3") == 2
     err = capfd.readouterr().err
-    assert "no answer (RemoteProtocolError), for 0.3 s; what is answered is kept" in err and err.count("\n") == 1
+    assert "no answer (RemoteProtocolError), for 0.3 s; the answers so far are kept" in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
     kept = {json.loads(line)["id"] for line in (tmp_path / "out.journal" / "rank-00000.jsonl").read_text().splitlines()}
     assert 2 <= len(kept) <= 6

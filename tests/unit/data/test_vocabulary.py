@@ -13,9 +13,9 @@ from drafttrain.data import DataOptions, SourceOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.dataset import load_dataset, token_counts
 from drafttrain.data.vocabulary import coverage
-from drafttrain.measure.data import data_section
+from drafttrain.measure.data_report import data_section
 from drafttrain.measure.plots import data_plot
-from drafttrain.runs.data import data_report, forms, say_counts, say_vocabulary, write_rejected
+from drafttrain.runs.data import data_report, forms, print_counts, print_vocabulary, write_rejected
 from tests.unit.data.test_dataset import WORDS, word_tokenizer, write
 
 
@@ -49,7 +49,7 @@ def test_what_a_run_says_of_its_data(tmp_path: Path) -> None:
     Path(second).write_text(Path(second).read_text() + bad + "\n")
     options = DataOptions(mix=[SourceOptions(first, weight=1), SourceOptions(second, weight=3)], held_out=0, bad_records=1)
     data, said = load_dataset(options, word_tokenizer()), []
-    say_counts(data.summary, options, said.append)
+    print_counts(data.summary, options, said.append)
     assert said == [
         "data: 15 conversations, 45 supervised tokens (2 sources)",
         f"  {first}: 10 records, prompt, 25.0% of an epoch, each 0.40 times",
@@ -57,9 +57,12 @@ def test_what_a_run_says_of_its_data(tmp_path: Path) -> None:
         "  42.9% of tokens supervised; 1 rejected",
     ]
     said.clear()
-    say_vocabulary(data, len(WORDS), 2, said.append)
-    assert said == ["draft vocabulary: the 2 commonest of 44 tokens are 42.2% of those supervised; 44 cover 100.0%"]
-    say_vocabulary(data, len(WORDS), None, said.append)
+    print_vocabulary(data, len(WORDS), 2, said.append)
+    assert said == [
+        "draft vocabulary: the 2 most frequent of 44 tokens cover 42.2% of the supervised tokens; "
+        "the recommended 44 cover 100.0%"
+    ]
+    print_vocabulary(data, len(WORDS), None, said.append)
     assert len(said) == 1
     report = data_report(data, len(WORDS))
     text = data_section(report)

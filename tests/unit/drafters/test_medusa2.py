@@ -248,7 +248,7 @@ def test_each_checkpoint_is_measured_against_its_own_target(tmp_path: Path) -> N
         assert (entry["exact_matches"], entry["transformers_exact_matches"], entry["unexplained"]) == (3, 3, 0)
         assert change["prompts"] == 3 and change["changed"] > 0 and change["mib"] > 0
         assert change["original_outputs"]["adapted"] < change["original_outputs"]["original"]
-        assert any("NOT the original's" in flag for flag in entry["flags"])
+        assert any("NOT of the original" in flag for flag in entry["flags"])
     assert changes[0]["original_outputs"]["original"] == changes[1]["original_outputs"]["original"]
     assert changes[0]["adapted_outputs"] != changes[1]["adapted_outputs"]
     assert "not that of the original" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.engines import http as endpoint_file
 from drafttrain.engines.answers import EngineInfo
 from drafttrain.engines.http import EndpointOptions, counters, endpoint, prometheus
-from drafttrain.measure.enginetext import section
+from drafttrain.measure.engine_report import section
 from tests.served import SMALL, Fake, untrained
 from tests.unit.engines.test_measurement import report_in
 

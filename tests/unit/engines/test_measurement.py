@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from drafttrain.commands import engines as command_file
 from drafttrain.core.errors import UserError
 from drafttrain.engines import process as engine
 from drafttrain.engines.answers import Answer, EngineInfo, TimedText
@@ -18,6 +17,7 @@ from drafttrain.engines.measurement import SPECULATIVE, OwnDecoding, TimingOptio
 from drafttrain.engines.process import ENGINES, Engine, EngineJob
 from drafttrain.engines.timed_process import serving
 from drafttrain.measure.bench import BASELINE
+from drafttrain.runs import serving_engines as command_file
 from drafttrain.runs.options import RunOptions
 from tests.served import SMALL, untrained
 from tests.unit.measure.test_runner import SCHEMA, check
@@ -54,7 +54,7 @@ def test_transformers_counts_as_we_do(command: Command, checkpoint: Path, tmp_pa
     assert entry["speedup_min"] <= entry["speedup"] <= entry["speedup_max"]
     assert min(entry["ttft_ms"], entry["baseline_tpot_ms"], entry["tokens_per_s"]) > 0
     said = capsys.readouterr().out
-    assert "engines beside it" in said and "transformers" in said
+    assert "serving engines, on the same prompts" in said and "transformers" in said
     (page,) = tmp_path.glob("outputs/measure/*/report.md")
     assert "## Engines" in page.read_text(encoding="utf-8") and "format=transformers, float32" in page.read_text(
         encoding="utf-8"
@@ -190,10 +190,10 @@ def test_a_process_that_stays(
         (["engine=speculators"], "engine is 'speculators'; measure takes vllm, openvino, transformers, llamacpp, http, sglang"),
         (["engine=[transformers,nothing]"], "engine is 'nothing'; measure takes"),
         (["engine=vllm"], "vLLM is not in "),
-        (["engine=http"], "name its servers with engine_url=URL (with speculation) and engine_plain_url=URL"),
+        (["engine=http"], "needs a server; name one or both with engine_url=URL (with speculation) and engine_plain_url=URL"),
         (["engine=http", "engine_url=ftp://x"], "engine_url must be http://HOST:PORT/v1"),
         (["engine=http", "engine_url=http://u:p@x/v1"], "a key goes into engine_key_env"),
-        (["engine=transformers", "decode=sampling"], "engines are measured greedily"),
+        (["engine=transformers", "decode=sampling"], "engines are measured with greedy decoding"),
         (["engine=[openvino,vllm]", "engine_python=/x"], "engine_python names the Python of one engine"),
         (["engine=http", "engine_url=http://x", "engine_api=text"], "engine_api is 'text'; choose tokens or chat"),
     ],
@@ -218,7 +218,7 @@ def test_all_leaves_out_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         command_file, "python_of", lambda name, given: absent(name, given) if name != "vllm" else Path("python")
     )
-    asked = command_file.Asked.of(RunOptions(engine="all"), "medusa")
+    asked = command_file.EngineChoice.of(RunOptions(engine="all"), "medusa")
     assert list(asked.pythons) == ["vllm"] and not asked.endpoints
     assert [note.partition(":")[0] for note in asked.notes] == [
         "OpenVINO GenAI was left out",

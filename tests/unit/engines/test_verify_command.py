@@ -94,8 +94,8 @@ def test_an_engine_and_a_broken_export(
     ("arguments", "line"),
     [
         (["engine=sglang"], "engine is 'sglang'; choose one of vllm, openvino, transformers, speculators"),
-        (["engine=vllm", "out=x"], "verify needs out=DIR, what was exported, and checkpoint=DIR, what it was exported from"),
-        (["engine=vllm", "out=x", "checkpoint=y"], "where no export is (no drafttrain.json to read)"),
+        (["engine=vllm", "out=x"], "verify needs out=DIR, an exported directory, and checkpoint=DIR"),
+        (["engine=vllm", "out=x", "checkpoint=y"], "which is not an export (drafttrain.json cannot be read)"),
     ],
 )
 def test_what_is_missing(command: Command, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,18 +110,18 @@ def test_what_does_not_belong_together(
     other.mkdir()
     record: dict[str, Any] = json.loads((exported / "drafttrain.json").read_text())
     for change, line in (
-        ({"checkpoint": "0" * 64}, "was exported from another checkpoint than"),
-        ({"stack": "vllm"}, "was written for vllm; transformers is given exports with format=transformers"),
+        ({"checkpoint": "0" * 64}, "was not exported from"),
+        ({"stack": "vllm"}, "was written for vllm; transformers loads exports with format=transformers"),
     ):
         (other / "drafttrain.json").write_text(json.dumps(record | change))
         assert command(*asked(other, checkpoint)) == 2
         assert line in capsys.readouterr().err
     (other / "drafttrain.json").write_text(json.dumps({"version": "0", "written": ["vllm", "tgi"], "refused": {}}))
     assert command(*asked(other, checkpoint)) == 2
-    assert "which holds exports to several stacks; name one of vllm, tgi in it" in capsys.readouterr().err
+    assert "which has exports for several stacks; name one of vllm, tgi in it" in capsys.readouterr().err
     (other / "drafttrain.json").write_text(json.dumps({"stack": "transformers", "family": "draft_model"}))
     assert command(*asked(other, checkpoint)) == 2
-    assert "holds nothing on layout, dtype, checkpoint; export again" in capsys.readouterr().err
+    assert "has no layout, dtype, checkpoint; export again" in capsys.readouterr().err
     assert command(*asked(exported, checkpoint, "engine_python=/nowhere/python")) == 2
     assert "engine_python is '/nowhere/python', which is no file" in capsys.readouterr().err
 

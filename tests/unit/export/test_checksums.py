@@ -99,7 +99,7 @@ def test_of_several_exports_each_has_its_own_list(tmp_path: Path) -> None:
     written(found, golden, "all", tmp_path / "out")
     lists = sorted(path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob(LISTED))
     assert lists == ["out", "out/official", "out/tgi", "out/vllm"]
-    with pytest.raises(UserError, match="which holds exports to several stacks"):
+    with pytest.raises(UserError, match="which has exports for several stacks"):
         record_of(tmp_path / "out")
     record = tmp_path / "out" / "drafttrain.json"
     record.write_bytes(record.read_bytes().replace(b"vllm", b"vlln"))

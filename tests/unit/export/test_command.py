@@ -29,8 +29,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_stack(command: Command, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("export", f"checkpoint={run}", "format=vllm", "out=a=b c", "dtype=bfloat16") == 0
     said = capsys.readouterr().out
-    assert "golden drafts: none with the checkpoint, made now from the target" in said
-    assert "vllm: a=b c (18 golden drafts reproduced; bfloat16 makes" in said
+    assert "golden drafts: the checkpoint has none; they are made now from the target" in said
+    assert "vllm: a=b c (18 golden drafts reproduced; bfloat16 changes" in said
     assert sorted(p.name for p in Path("a=b c").iterdir()) == [
         "README.md",
         "config.json",
@@ -52,7 +52,7 @@ def test_all_stacks_with_golden_drafts_of_the_run(command: Command, run: Path, c
     finally:
         (run / GOLDEN).unlink()
     said = capsys.readouterr().out
-    assert "golden drafts: none" not in said
+    assert "golden drafts: the checkpoint has none" not in said
     for line in ("vllm: out/vllm (18", "sglang: no, it has no loader for this family", "how to serve it: out/vllm/README.md"):
         assert line in said
     record = json.loads(Path("out/drafttrain.json").read_text())
@@ -87,7 +87,7 @@ def test_a_failed_gate_is_exit_code_3(
             "medusa cannot be exported to sglang: it has no loader for this family; vllm",
         ),
         (["checkpoint={run}", "out=x", "format=vllm", "dtype=int8"], "dtype is 'int8'; choose one of float32"),
-        (["checkpoint={run}", "out=x", "format=vllm", "launcher.nproc=2"], "export runs in one process, 2 were asked for"),
+        (["checkpoint={run}", "out=x", "format=vllm", "launcher.nproc=2"], "export runs in one process, but 2 were started"),
         (["checkpoint={run}/..", "out=x", "format=vllm"], "expected a checkpoint, got no drafter.json there"),
         (["checkpoint={lookup}", "out=x", "format=all"], "prompt_lookup cannot be exported: it has no trained weights"),
         (["checkpoint={cut}", "out=x", "format=vllm"], "drafter.safetensors: damaged or cut off"),

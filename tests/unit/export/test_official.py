@@ -39,7 +39,7 @@ from drafttrain.export.readers import (
     redrafter,
 )
 from drafttrain.model.layers import LayerOptions
-from drafttrain.runs.given_checkpoint import check_start
+from drafttrain.runs.checkpoint_source import check_start
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import LINEAR, TEXTS, deep, loaded
 from tests.official import IDS, LAYOUTS, LLAMA, D, H, Made, V, put
@@ -565,7 +565,7 @@ def test_a_draft_model_can_start_one_that_was_made_otherwise(tmp_path: Path) -> 
     meta = imported(folder)[0].meta
     pruned = dataclasses.asdict(families()["draft_model"].options(blocks=2))
     check_start("hand", meta, pruned, {})
-    with pytest.raises(UserError, match=r"train.init hand: .* has other options than this one; add drafter.lora_rank=0$"):
+    with pytest.raises(UserError, match=r"train.init hand: .* has other options than this run; add drafter.lora_rank=0$"):
         check_start("hand", meta, pruned | {"lora_rank": 4}, {})
 
 

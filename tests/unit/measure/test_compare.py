@@ -23,7 +23,7 @@ from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.compare.columns import cell_rows, figure_rows, header
 from drafttrain.measure.compare.ranking import frontier, ranked
 from drafttrain.measure.compare.rows import rows_of
-from drafttrain.measure.compare.runs import Found
+from drafttrain.measure.compare.runs import RunReport
 from drafttrain.measure.compare.significance import Pair, holm, interval, permutation_p, speedup, tau
 from tests.reports import engine_of
 from tests.runs import report, version_1, write
@@ -33,7 +33,7 @@ FAST = CompareOptions(samples=500)
 
 
 def compared(*reports: dict[str, Any], **options: Any) -> Any:
-    rows = rows_of([Found(f"runs/{i}", made) for i, made in enumerate(reports)], "best")
+    rows = rows_of([RunReport(f"runs/{i}", made) for i, made in enumerate(reports)], "best")
     return ranked(rows, CompareOptions(**({"samples": 500} | options)))
 
 
@@ -79,7 +79,7 @@ def test_holm_corrects_for_the_number_of_pairs_and_keeps_the_order() -> None:
 def test_the_interval_covers_the_mean_it_was_drawn_around() -> None:
     inside = 0
     for seed in range(60):
-        (row,) = rows_of([Found("x", report(tau=2.2, count=40, seed=seed))], "best")
+        (row,) = rows_of([RunReport("x", report(tau=2.2, count=40, seed=seed))], "best")
         found = interval(row, tau, 500, seed)
         assert found is not None and found.low < row.entry["tau"] < found.high
         inside += found.low <= 2.2 <= found.high
@@ -100,7 +100,7 @@ def test_words_say_who_is_ahead_and_what_is_chance() -> None:
     assert found.rows[0].label == "runs/2"
     assert re.fullmatch(r"behind \(p = 0\.00\d+\)", found.against_first(1)) or found.against_first(1) == "behind (p < 0.001)"
     between = next(p for p in found.pairs if p.figure == "tau" and p.first == 1)
-    assert between.words(0.05).startswith("not distinguishable (p = ")
+    assert between.verdict(0.05).startswith("not distinguishable (p = ")
     assert between.difference == pytest.approx(found.rows[1].entry["tau"] - found.rows[2].entry["tau"])
     assert between.prompts == 24
     turned = compared(report(2.0, 1.2), report(3.0, 2.0, seed=3), sort="name")
@@ -146,21 +146,21 @@ def test_same_names_do_not_hide_other_prompts() -> None:
     with pytest.raises(UserError, match="differ in prompts"):
         compared(report(), other)
     pairs = compared(report(), other, mixed=True).pairs
-    assert {pair.words(0.05) for pair in pairs} == {"too few prompts in common (0)"}
+    assert {pair.verdict(0.05) for pair in pairs} == {"too few prompts in common (0)"}
 
 
 def test_older_reports_compare_without_tests() -> None:
     found = compared(version_1(report(2.0)), version_1(report(3.0, 1.9)))
     assert [row.entry["speedup"] for row in found.rows] == [1.9, 1.5]
-    assert found.against_first(1) == "no values by prompt"
+    assert found.against_first(1) == "no figures by prompt"
     assert found.tau_intervals == [None, None]
-    assert any("older reports" in note for note in found.notes)
+    assert any("of an old version" in note for note in found.notes)
     assert found.points() == []
 
 
 def test_costs_are_of_the_checkpoint_or_of_its_whole_run() -> None:
     made = report()
-    rows = rows_of([Found("a", made), Found("b", version_1(made) | {"training": {"tokens": 7}})], "best")
+    rows = rows_of([RunReport("a", made), RunReport("b", version_1(made) | {"training": {"tokens": 7}})], "best")
     assert rows[0].cost("hours") == pytest.approx(120 / 3600)
     assert [row.cost("flops") for row in rows] == [None, None]
     assert [row.cost("tokens") for row in rows] == [50_000, 7]
@@ -263,11 +263,11 @@ def test_runs_are_found(words: list[str], count: int, command: Command, tmp_path
     ("words", "message"),
     [
         ([], "no run is named; give run directories"),
-        (["nowhere"], "no run 'nowhere': neither a path nor a glob, nor a W&B run"),
-        (["no*here"], "'no*here' matches 0 paths, none of them with a report.json"),
+        (["nowhere"], "no run 'nowhere': not a path, a glob, or a W&B run"),
+        (["no*here"], "'no*here' matches 0 paths, but none has a report.json"),
         (["empty"], "empty has no report.json; measure it"),
         (["torn"], "torn/report.json cannot be read as a report"),
-        (["other"], "other/report.json is no report of a measurement"),
+        (["other"], "other/report.json is not the report of a measurement"),
         (["newer"], "newer/report.json: schema_version 99 is newer than 2; update drafttrain"),
         (["fine", "compare.sort=speed"], "compare.sort is 'speed'; choose speedup, tau"),
         (["fine", "compare.checkpoints=last"], "compare.checkpoints is 'last'; choose best or all"),
@@ -275,7 +275,7 @@ def test_runs_are_found(words: list[str], count: int, command: Command, tmp_path
         (["fine", "out=fine/report.json"], "out is 'fine/report.json', a file"),
         (
             ["fine", "slow"],
-            "the runs were not measured alike, so no rank would mean anything; they differ in threads (1; 9); each run's",
+            "the runs were measured under different conditions and cannot be ranked; they differ in threads (1; 9)",
         ),
         (["run/checkpoints/step-00009"], "run/checkpoints/step-00009 was not measured by its run; measure it"),
     ],
@@ -342,7 +342,10 @@ def test_the_comparison_as_a_report_at_wandb(
     monkeypatch.setattr(wr.Report, "url", "https://wandb.ai/me/all/reports/1")
     words = ["here", "logged", "me/drafttrain/abc123", "compare.samples=500", "compare.cost=tokens"]
     assert command("compare", *words, "compare.wandb=me/all") == 0
-    assert "saved https://wandb.ai/me/all/reports/1 (in its table alone, not being at W&B: here)" in capfd.readouterr().out
+    assert (
+        "saved https://wandb.ai/me/all/reports/1 (these runs are not at W&B and are in its table only: here)"
+        in capfd.readouterr().out
+    )
     (made,) = saved
     _, grid, _, table = made.blocks
     assert (made.entity, made.project) == ("me", "all") and "## Pairs" in table.text and "| 3 |" in table.text

@@ -14,7 +14,7 @@ from drafttrain.commands.measure import measure_run
 from drafttrain.data.prompts import encode_prompt
 from drafttrain.drafters import families
 from drafttrain.measure import DecodeOptions, GuardOptions, MeasureOptions, published
-from drafttrain.measure.cases import Case, follow_ups, in_turn
+from drafttrain.measure.cases import Case, follow_ups, interleaved_turns
 from drafttrain.measure.decoding import decoder_of, idle_guards
 from drafttrain.measure.flags import flags
 from drafttrain.measure.monitors import valid_json
@@ -79,7 +79,7 @@ def test_a_lossless_policy_stays_exact_and_says_what_it_cannot_do(loaded: Loaded
     acted = entry["guards"]["json"]
     assert acted["acted"] == acted["baseline_acted"] == (4 if action == "stop" else 0)
     assert (entry["guards"]["with"]["tokens"] < entry["guards"]["without"]["tokens"]) == (action == "stop")
-    assert ("decode.guard.json=plain changes nothing: policy greedy is lossless" in said) == (action == "plain")
+    assert ("decode.guard.json=plain has no effect: policy greedy is lossless" in said) == (action == "plain")
 
 
 def test_every_turn_of_a_dialogue_follows_the_targets_own_replies(loaded: LoadedTarget, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_every_turn_of_a_dialogue_follows_the_targets_own_replies(loaded: Loaded
 
 def test_timed_cases_alternate_between_turns() -> None:
     cases = [Case(str(i), "a", [1], replies=replies) for i, replies in enumerate([(), (), (), ("a",), ("b",)])]
-    assert in_turn(cases) == [0, 3, 1, 4, 2] and in_turn(cases[:3]) == [0, 1, 2]
+    assert interleaved_turns(cases) == [0, 3, 1, 4, 2] and interleaved_turns(cases[:3]) == [0, 1, 2]
 
 
 def test_published_figures_stand_beside_those_of_the_same_set_and_family(loaded: LoadedTarget, tmp_path: Path) -> None:
@@ -155,7 +155,9 @@ def test_a_difference_in_valid_json_is_flagged_where_chance_is_no_cause() -> Non
     part = {"category": "code", "json_prompts": 8, "json_valid": 3, "baseline_json_valid": 6}
     entry["monitors"]["categories"] = [part, part | {"category": "same", "json_valid": 6}]
     entry |= {"policy": "typical", "exact_matches": None}
-    assert [f for f in flags(entry) if "JSON" in f] == ["code: 3 of 8 outputs are the JSON asked for, plainly decoded 6"]
+    assert [f for f in flags(entry) if "JSON" in f] == [
+        "code: 3 of 8 outputs are the JSON asked for; with plain decoding 6 are"
+    ]
     assert not [f for f in flags(entry | {"policy": "lossless"}) if "JSON" in f]
 
 
@@ -164,4 +166,4 @@ def test_guards_without_anything_to_fall_back_to() -> None:
     assert idle_guards(DecodeOptions(policy="typical", guard=GuardOptions(loop="plain"))) is None
     assert idle_guards(DecodeOptions(guard=GuardOptions(loop="stop"))) is None
     said = idle_guards(DecodeOptions(guard=GuardOptions(loop="plain", json="plain")))
-    assert said is not None and said.startswith("decode.guard.loop=plain and decode.guard.json=plain changes nothing")
+    assert said is not None and said.startswith("decode.guard.loop=plain and decode.guard.json=plain has no effect")

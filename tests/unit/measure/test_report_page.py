@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafttrain.measure.flags import broken_promises, flags
+from drafttrain.measure.flags import broken_guarantees, flags
 from drafttrain.measure.page import page
 from drafttrain.measure.samples import samples
 from tests.reports import engine_of, evidence_of, report_of_figures
@@ -60,8 +60,8 @@ def test_samples_are_the_outputs_in_runs() -> None:
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({"commit_ms": 0.5}, "committing and the host, which it leaves out, take 19% of a step"),
-        ({"tau": 3.0, "expected_tau": 3.0}, "the timed prompts' tau is 2.40, that of all 3.00"),
+        ({"commit_ms": 0.5}, "the prediction leaves out commit and host time, which take 19% of a step"),
+        ({"tau": 3.0, "expected_tau": 3.0}, "tau is 2.40 on the timed prompts and 3.00 on all prompts"),
         ({"expected_gap": 0.08}, "expected tau is 8% above the measured"),
         ({"commit_ms": 0.0, "host_ms": 0.0}, "raise measure.timed_prompts"),
     ],
@@ -74,25 +74,25 @@ def test_a_gap_of_the_predicted_speedup_is_explained(changes: dict[str, Any], ca
 
 def test_a_gap_of_expected_tau_is_explained() -> None:
     entry = report_of_figures()["checkpoints"][1] | {"expected_gap_flagged": True, "expected_gap": 0.2}
-    assert "is 20% above the measured 2.40: look for target states" in flags(entry)[0]
-    assert "may be easier" in flags(entry | {"expected_gap": -0.2})[0]
-    assert "50 verifications say little" in flags(entry | {"verifications": 50})[0]
+    assert "is 20% above the measured 2.40: check for target states" in flags(entry)[0]
+    assert "may be much easier" in flags(entry | {"expected_gap": -0.2})[0]
+    assert "50 verifications are too few" in flags(entry | {"verifications": 50})[0]
 
 
 @pytest.mark.parametrize(
     ("figures", "said"),
     [
         ({}, []),
-        ({"unexplained": 2}, ["policy greedy is lossless, 2 of 8 outputs are not plain decoding's"]),
-        ({"policy": "coupled", "distribution_p_value": 1e-9}, ["its samples are not plain sampling's (p = 1e-09)"]),
+        ({"unexplained": 2}, ["policy greedy is lossless, but 2 of 8 outputs differ from plain decoding"]),
+        ({"policy": "coupled", "distribution_p_value": 1e-9}, ["its samples differ from plain sampling (p = 1e-09)"]),
         ({"policy": "typical", "unexplained": 8, "distribution_p_value": 0.0}, []),
     ],
 )
 def test_a_lossless_policy_is_held_to_its_word(figures: dict[str, Any], said: list[str]) -> None:
     report = report_of_figures()
     report["checkpoints"] = [report["checkpoints"][1] | figures]
-    assert [any(part in line for line in broken_promises(report)) for part in said] == [True] * len(said)
-    assert len(broken_promises(report)) == len(said)
+    assert [any(part in line for line in broken_guarantees(report)) for part in said] == [True] * len(said)
+    assert len(broken_guarantees(report)) == len(said)
 
 
 def test_engines_are_drawn_listed_and_flagged() -> None:

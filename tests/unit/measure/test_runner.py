@@ -235,7 +235,7 @@ def test_a_drafter_for_whole_weights_is_measured_on_quantised_ones_and_the_repor
     target = QuantisedTarget(copy.deepcopy(loaded.target.model), "int8", torch.device("cpu"), frozenset({0}))
     here = dataclasses.replace(loaded, target=target)
     report = measure_run(here, [ref], options(tmp_path), tmp_path / "out", Console(quiet=True))
-    said = "step-00001 was trained for this target with whole weights, here it drafts for int8 ones"
+    said = "step-00001 was trained for this target with whole weights; here the target has int8 weights"
     assert said in report["measure"]["notes"]
     entry = report["checkpoints"][0]
     assert (entry["exact_matches"], entry["transformers_exact_matches"]) == (3, 3)

@@ -26,8 +26,8 @@ from drafttrain.measure.simulate.formulas import (
     tree_tokens,
 )
 from drafttrain.measure.simulate.measured import Measured, token_cost
-from drafttrain.measure.simulate.outcome import alpha_of, simulated
 from drafttrain.measure.simulate.scenario import MOST_BATCH, Scenario, StepCosts
+from drafttrain.measure.simulate.simulation import alpha_of, run_simulation
 from drafttrain.measure.simulate.toy import sampled_chain, tree_trial
 from tests.runs import report, version_1, write
 
@@ -133,19 +133,19 @@ def test_a_report_s_figures_come_back_at_its_own_settings() -> None:
     tau, speed = found.expected()
     assert tau == pytest.approx(1 + 0.7 + 0.42) and speed == pytest.approx(2.12 / (0.2 + 1.5 + 0.3 / 4.0))
     assert found.token == pytest.approx((6.0 - 4.0) / (3 - 1) / 4.0)
-    outcome = simulated(SimulateOptions(alpha="+0.05", trials=1000), found)
-    assert outcome.asked_K == pytest.approx((0.75, 0.65)) and outcome.scenario.alpha_K == pytest.approx((0.75, 0.65))
+    outcome = run_simulation(SimulateOptions(alpha="+0.05", trials=1000), found)
+    assert outcome.requested_alpha_K == pytest.approx((0.75, 0.65)) and outcome.scenario.alpha_K == pytest.approx((0.75, 0.65))
     assert outcome.scenario.costs == StepCosts(0.1, found.token, pytest.approx(0.075))
     assert outcome.scenario.ranks[0] == pytest.approx([0.65, 0.2, 0.1])
     assert outcome.plain()["what_if"]["then"]["tau"] == pytest.approx(1 + 0.75 + 0.75 * 0.65)
-    fixed = simulated(SimulateOptions(alpha="0.9", draft_cost=0.0, trials=1000), found)
-    assert fixed.asked_K == (0.9, 0.9) and fixed.change is None and fixed.scenario.costs.draft == 0.0
+    fixed = run_simulation(SimulateOptions(alpha="0.9", draft_cost=0.0, trials=1000), found)
+    assert fixed.requested_alpha_K == (0.9, 0.9) and fixed.change is None and fixed.scenario.costs.draft == 0.0
 
 
 def test_a_chain_is_not_credited_with_a_tree_s_branches() -> None:
     tree = measured(entry__verify_nodes=7.0)
     assert tree.chain_K == (0.6, 0.5) and measured().chain_K == (0.7, 0.6)
-    assert simulated(SimulateOptions(trials=1000), tree).chains[1].tokens == pytest.approx(1 + 0.6 + 0.3)
+    assert run_simulation(SimulateOptions(trials=1000), tree).chains[1].tokens == pytest.approx(1 + 0.6 + 0.3)
     old = Measured.of("old", version_1(report(entry__verify_nodes=7.0))["checkpoints"][0])
     assert old.alpha_K == (0.7, 0.6) == old.chain_K and old.ranks is None
 
@@ -174,7 +174,7 @@ def test_the_command(command: Command, tmp_path: Path, capsys: Any) -> None:
     assert command("simulate", "report=run=1/report.json", *asked) == 0
     said = capsys.readouterr().out
     assert "with alpha +0.05, all else as measured" in said and said.count("agrees") == 4
-    assert "no gain where a draft pass costs" in said and "no gain from batch size" in said
+    assert "no speedup where a draft pass costs" in said and "no speedup from batch size" in said
     assert (tmp_path / "a/b.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "a/b.json").read_text(encoding="utf-8"))
     assert found["what_if"]["then"]["tau"] > found["what_if"]["now"]["tau"]
@@ -187,7 +187,10 @@ def test_the_command(command: Command, tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["simulate.alpha=+0.05"], "simulate.alpha is +0.05, a change, of no report; name one with report=FILE"),
+        (
+            ["simulate.alpha=+0.05"],
+            "simulate.alpha is +0.05, a change, but there is no report to change; name one with report=FILE",
+        ),
         (["simulate.alpha=high"], "simulate.alpha is 'high'; set an acceptance as 0.8"),
         (["simulate.alpha=1.5"], "simulate.alpha is '1.5'"),
         (["simulate.draft_cost=-1"], "simulate.draft_cost, token_cost and other_cost are in plain steps"),
@@ -196,8 +199,8 @@ def test_the_command(command: Command, tmp_path: Path, capsys: Any) -> None:
         (["simulate.nodes=0"], "simulate.nodes is 0; set it to 1 or more"),
         (["simulate.trials=5"], "simulate.trials is 5; set it to 100 or more"),
         (["simulate.alphas=[2]"], "simulate.alphas is [2.0]; give shares"),
-        (["simulate.ranks=[[0.9,0.2]]"], "simulate.ranks is [[0.9, 0.2]]; give for each depth"),
-        (["simulate.ranks=3"], "simulate.ranks is 3; give for each depth"),
+        (["simulate.ranks=[[0.9,0.2]]"], "simulate.ranks is [[0.9, 0.2]]; give the shares of the ranks"),
+        (["simulate.ranks=3"], "simulate.ranks is 3; give the shares of the ranks"),
         (["out=x.pdf"], "out is 'x.pdf'; name the picture with out=FILE.png"),
         (["report=nowhere"], "no run 'nowhere'"),
         (["report=runs"], "runs holds 2 reports; name one of them, such as report=runs/a"),

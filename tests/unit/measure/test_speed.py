@@ -7,7 +7,7 @@ import pytest
 from drafttrain.decoding.decoder import Decoded
 from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Costs
-from drafttrain.measure.cases import Case, spread, waves
+from drafttrain.measure.cases import Case, alternate_categories, waves
 from drafttrain.measure.plan import Budget, Plan, plan
 from drafttrain.measure.speed import Race, costs, race, speedup, throughput, tpot, ttft
 
@@ -86,6 +86,6 @@ def test_budget_never_stops_before_forty_prompts() -> None:
 
 def test_every_prefix_of_the_cases_is_spread_over_the_categories() -> None:
     cases = [Case(str(i), c, [1]) for i, c in enumerate("aaabbc")]
-    assert [c.category for c in spread(cases)] == list("abcaba")
-    assert [c.question_id for c in spread(cases)] == list("035142")
+    assert [c.category for c in alternate_categories(cases)] == list("abcaba")
+    assert [c.question_id for c in alternate_categories(cases)] == list("035142")
     assert waves(5, 2) == [[0, 1], [2, 3], [4]]

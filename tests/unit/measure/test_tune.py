@@ -165,7 +165,7 @@ def test_a_file_that_tune_did_not_write_is_named(loaded: LoadedTarget, tmp_path:
         (("tune.finalists=0",), "tune.finalists is 0; set it to 1 or more"),
         (("tune.minutes=0",), "tune.minutes is 0; give more than 0"),
         (("decode.window=2",), "decode.window is set"),
-        (("measure.limit=8", "tune.batch_size=5"), "8 prompts leave 4 to choose on and as many to decide, a batch has 5"),
+        (("measure.limit=8", "tune.batch_size=5"), "half of the 8 prompts, 4, are fewer than a batch of 5"),
     ],
 )
 def test_a_mistake_gets_one_line(

@@ -45,8 +45,8 @@ def test_a_record_tells_the_targets_own_words_from_others(tmp_path: Path) -> Non
     assert "whose weights are others" in str(foreign(record(tmp_path, target={"fingerprint": "f1"}), TARGET, "t"))
     # a server names no weights
     assert foreign(record(tmp_path, target={"fingerprint": None}), TARGET, "t") is None
-    served = record(tmp_path, target={"fingerprint": None, "path": "org/Other"}, template=None)
-    assert foreign(served, TARGET, "t") == "its replies are those of org/Other"
+    server_answerer = record(tmp_path, target={"fingerprint": None, "path": "org/Other"}, template=None)
+    assert foreign(server_answerer, TARGET, "t") == "its replies are those of org/Other"
     (tmp_path / "provenance.json").write_text("[]")
     with pytest.raises(UserError, match="expected a record of drafttrain prepare"):
         foreign(str(tmp_path), TARGET, "t")
@@ -136,4 +136,4 @@ def test_fit_notes_it_in_its_report(
         assert origin["own"] is known and origin["replies"] == 4 and origin["log_likelihood"] < 0
         assert contaminated == {"copies": [], "prompts": 2, "searched": 12, "records": 12, "ngram": 8, "overlap": 0.5}
         section = report.with_suffix(".md").read_text().split("## Data")[1]
-        assert "nats/token" in section and "0 of 2 evaluation prompts stand in the training data" in section
+        assert "nats/token" in section and "0 of 2 evaluation prompts also occur in the training data" in section

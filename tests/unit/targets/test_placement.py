@@ -266,7 +266,7 @@ class Two(World):
         return [value] * self.size
 
 
-def placed(monkeypatch: pytest.MonkeyPatch, free: int, *more: str) -> tuple[placing.Place, str]:
+def placed(monkeypatch: pytest.MonkeyPatch, free: int, *more: str) -> tuple[placing.Placement, str]:
     """What is chosen for heads on the embedded target over two processes, and the line that says so."""
     register()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -298,12 +298,12 @@ def test_a_placement_is_chosen_from_what_is_free_and_said(monkeypatch: pytest.Mo
     ("more", "line"),
     [
         (("target.placement=nowhere",), "choose auto, replicated, zero3, tensor_parallel"),
-        (("target.placement=zero3", "target.tensor_parallel=2"), "leave one of them out"),
+        (("target.placement=zero3", "target.tensor_parallel=2"), "leave one out"),
         (("target.tensor_parallel=3",), "this machine runs 2 of the processes"),
         (("target.placement=zero3", "target.runner=fast"), "needs whole weights"),
         (("target.placement=zero3", "target.weights=int8"), "needs the whole target in every process"),
-        (("target.placement=zero3", "decode.tree_nodes=null"), "times a whole target in one process"),
-        (("target.placement=zero3", "drafter.adapter.rank=4"), "an adapter of the target needs all of it"),
+        (("target.placement=zero3", "decode.tree_nodes=null"), "needs the whole target in one process"),
+        (("target.placement=zero3", "drafter.adapter.rank=4"), "an adapter needs the whole target"),
     ],
 )
 def test_what_a_shared_target_cannot_do_is_refused(more: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,10 @@ def test_it_ends_what_is_not_held(number: signal.Signals) -> None:
 
 def test_what_is_held_goes_on_and_can_look() -> None:
     with Interrupt() as interrupt:
-        with interrupt.held():
+        with interrupt.deferred():
             hear(signal.SIGTERM)
             hear(signal.SIGUSR1)
-            assert interrupt.asked
+            assert interrupt.requested
         with pytest.raises(Interrupted):
             interrupt.check()
 
@@ -56,7 +56,7 @@ def test_so_does_the_second_ctrl_c() -> None:
         def __del__(self) -> None:
             hear(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt, interrupt.held():
+    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt, interrupt.deferred():
         hear(signal.SIGINT)
         Swallows()
         time.sleep(5)
@@ -76,7 +76,7 @@ def test_a_second_one_does_not_disturb_the_way_out() -> None:
 
 
 def test_what_fails_because_others_ended_is_an_interruption() -> None:
-    with pytest.raises(Interrupted, match="while it was starting"), Interrupt() as interrupt, interrupt.held():
+    with pytest.raises(Interrupted, match="while it was starting"), Interrupt() as interrupt, interrupt.deferred():
         hear(signal.SIGTERM)
         raise RuntimeError("connection closed by peer")
     with pytest.raises(RuntimeError), Interrupt():
@@ -84,11 +84,11 @@ def test_what_fails_because_others_ended_is_an_interruption() -> None:
 
 
 def test_the_first_ctrl_c_lets_a_step_end_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt, interrupt.held():
+    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt, interrupt.deferred():
         hear(signal.SIGINT)
-        assert interrupt.asked
+        assert interrupt.requested
         said = capfd.readouterr().err
-        assert said.count("\n") == 2 and "saved first; once more ends at once" in said
+        assert said.count("\n") == 2 and "saving this step first; press Ctrl-C again to end at once" in said
         hear(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -112,6 +112,6 @@ def test_where_ctrl_c_is_ignored_it_stays_so() -> None:
     try:
         with Interrupt() as interrupt:
             hear(signal.SIGINT)
-            assert not interrupt.asked
+            assert not interrupt.requested
     finally:
         signal.signal(signal.SIGINT, before)

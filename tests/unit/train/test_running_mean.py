@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console as RichConsole
 
-from drafttrain.train.progress import WINDOW, Console, Running
+from drafttrain.train.progress import WINDOW, Console, RunningMeans
 
 
 def figures(tau: float) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def figures(tau: float) -> dict[str, Any]:
 
 
 def test_the_mean_covers_the_last_steps() -> None:
-    running = Running()
+    running = RunningMeans()
     means = [running.step(figures(tau)) for tau in (1.34, 3.81, 2.28)]
     assert [m[f"expected_tau_mean{WINDOW}"] for m in means] == pytest.approx([1.34, 2.575, 7.43 / 3])
     assert means[-1][f"loss_mean{WINDOW}"] == pytest.approx(2 * 7.43 / 3)
@@ -28,7 +28,7 @@ def test_the_mean_covers_the_last_steps() -> None:
 
 def test_the_console_names_it() -> None:
     text = io.StringIO()
-    running = Running()
+    running = RunningMeans()
     with Console(RichConsole(file=text, width=200)).bar(2, 0) as bar:
         for step, tau in enumerate((1.0, 2.0), start=1):
             values = figures(tau)

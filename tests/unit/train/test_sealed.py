@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from drafttrain.commands.measure import spent
+from drafttrain.commands.measure import training_cost
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import CHECKSUM, write_sealed_json
-from drafttrain.train.keeper import PROGRESS, Progress
-from drafttrain.train.sealed import SUMS, damage, file_sums, newest_valid, seal
+from drafttrain.train.checkpoint_checksums import SUMS, damage, file_sums, newest_valid, seal
+from drafttrain.train.checkpoint_manager import PROGRESS, Progress
 from tests.damage import refused
 
 FILES = ("drafter.safetensors", "optimizer-00000.safetensors", "trainer.json")
@@ -116,13 +116,13 @@ def test_any_changed_byte_of_where_training_stood_is_seen_or_changes_nothing(tmp
     write_sealed_json(tmp_path / PROGRESS, content)
 
     def read() -> tuple[Progress, dict[str, Any] | None]:
-        return Progress.of(tmp_path), spent(tmp_path)
+        return Progress.of(tmp_path), training_cost(tmp_path)
 
     assert refused([tmp_path / PROGRESS], read)[PROGRESS] > 0.8
     (tmp_path / PROGRESS).write_text(json.dumps(content))  # as earlier versions wrote it
     assert Progress.of(tmp_path) == Progress(**content)
     (tmp_path / PROGRESS).unlink()
-    assert spent(tmp_path) is None  # a drafter of other people
+    assert training_cost(tmp_path) is None  # a drafter of other people
 
 
 def test_whoever_changes_a_file_on_purpose_removes_its_entry(tmp_path: Path) -> None:

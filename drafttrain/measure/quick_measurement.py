@@ -1,11 +1,11 @@
-"""A small measurement while training goes on: some prompts, once, beside plain decoding."""
+"""A small measurement during training: a few prompts, decoded once with the drafter and once without."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from drafttrain.data.prompts import load_prompts
+from drafttrain.data.prompts import Prompt
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.bench import Bench
 from drafttrain.measure.cases import encode_cases
@@ -17,21 +17,21 @@ from drafttrain.targets.load import LoadedTarget
 NOW, HOURS = "now", 1e9
 
 
-def glance(
-    loaded: LoadedTarget, decode: DecodeOptions, options: MeasureOptions, prompts: str | None = None
+def quick_measurement(
+    loaded: LoadedTarget, decode: DecodeOptions, options: MeasureOptions, prompts: Sequence[Prompt]
 ) -> Callable[[Drafter], dict[str, float]]:
-    """Of a drafter: `measured_tau` and `measured_speedup` at the first batch size, over `every_prompts` prompts.
+    """A function that measures a drafter's `measured_tau` and `measured_speedup`.
 
-    prompts: a file instead of `options.prompts`. Raises UserError for prompts that cannot be read or are all too long.
+    It uses the first batch size and `every_prompts` of the prompts. Raises UserError if all prompts are too long.
     """
     room = loaded.target.shape.max_positions - decode.max_new_tokens
-    cases, _ = encode_cases(load_prompts(prompts or options.prompts, options.limit), loaded.tokenizer, room)
+    cases, _ = encode_cases(prompts, loaded.tokenizer, room)
     cases, size = cases[: options.every_prompts], options.batch_sizes[0]
     once = replace(options, repeats=1, transformers=False)
 
-    def look(drafter: Drafter) -> dict[str, float]:
+    def quick_measure(drafter: Drafter) -> dict[str, float]:
         bench = Bench(loaded, decode, once, Budget(HOURS), lambda *_: None)
         keys = race_keys(bench.race({NOW: drafter.requires_grad_(False)}, cases, size, HOURS, "glance"), NOW)
         return {"measured_tau": keys["tau"] or 1.0, "measured_speedup": keys["speedup"] or 1.0}
 
-    return look
+    return quick_measure

@@ -1,4 +1,4 @@
-"""The comparison as a saved report at W&B: the table in words, and plots of the runs that are there."""
+"""Saves a comparison as a W&B report: its tables, and plots of the runs that are at W&B."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from drafttrain.measure.compare.ranking import Comparison
 PROJECT = re.compile(r"([\w.-]+)/([\w.-]+)")
 
 
-def check_place(place: str | None) -> None:
-    """Raises UserError for what cannot name a project, and where the library that writes reports is missing."""
-    if place is None:
+def check_project(name: str | None) -> None:
+    """Raise UserError for a malformed project name, and if the library that writes reports is missing."""
+    if name is None:
         return
-    if not PROJECT.fullmatch(place):
-        raise UserError(f"compare.wandb is {place!r}; name a project as ENTITY/PROJECT")
+    if not PROJECT.fullmatch(name):
+        raise UserError(f"compare.wandb is {name!r}; name a project as ENTITY/PROJECT")
     try:
         import wandb_workspaces  # noqa: F401
     except ImportError as error:
         raise UserError("compare.wandb needs wandb-workspaces; pip install 'drafttrain[reports]'") from error
 
 
-def save(comparison: Comparison, place: str, known: Sequence[str | None]) -> str:
-    """The address of the new report in this project. known: each row's run at W&B as entity/project/id, None where it has none.
+def save_report(comparison: Comparison, name: str, known: Sequence[str | None]) -> str:
+    """Save the comparison to the project `name`; returns the new report's address.
 
-    Raises UserError where W&B refuses or cannot be reached.
+    known: each row's W&B run as entity/project/id, or None. Raises UserError if W&B refuses or cannot be reached.
     """
     import wandb
 
-    entity, project = place.split("/")
+    entity, project = name.split("/")
     report = _report(comparison, entity, project, [path for path in known if path is not None])
     try:
         report.save()
     except (wandb.Error, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"cannot save the report in {place}: {reason}; check the name, and wandb login") from error
+        raise UserError(f"cannot save the report in {name}: {reason}; check the name, and wandb login") from error
     return str(report.url)
 
 
 def _report(comparison: Comparison, entity: str, project: str, runs: Sequence[str]) -> Any:
-    """With plots for the runs that are at W&B; what is said in words has all of them."""
+    """The report: tables of all runs, and plots of the runs that are at W&B."""
     import wandb_workspaces.reports.v2 as wr
 
     title = f"{len(comparison.rows)} runs by {comparison.sort}"
@@ -55,7 +55,7 @@ def _report(comparison: Comparison, entity: str, project: str, runs: Sequence[st
 
 
 def _runsets(runs: Sequence[str]) -> list[Any]:
-    """One for each project."""
+    """A run set for each project."""
     import wandb_workspaces.reports.v2 as wr
 
     found: dict[tuple[str, str], list[str]] = {}

@@ -1,4 +1,4 @@
-"""Everything a simulation finds, from the options and, where there is one, a report."""
+"""Runs a simulation from the options and, if one is given, a report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from drafttrain.core.errors import UserError
+from drafttrain.core.errors import UserError, check_at_least
 from drafttrain.measure.simulate import SimulateOptions
 from drafttrain.measure.simulate.formulas import Ranks, best_tree, full_tree, geometric_ranks, shifted
 from drafttrain.measure.simulate.measured import Measured
@@ -15,43 +15,41 @@ from drafttrain.measure.simulate.scenario import Scenario, Shape, StepCosts
 from drafttrain.measure.simulate.toy import Trial, sampled_chain, tree_trial
 
 ASSUMED = {"alpha": 0.7, "draft": 0.05, "token": 0.01, "other": 0.0}
-WIDE = 10  # ranks of a tree's level where a report does not say
+WIDE = 10  # ranks of a tree's level without a report
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """trees: the best chain, W-ary and static tree. batches: the best chain at each batch size. asked: what `simulate.alpha`
-    says; change: the same where it is a change.
-    """
+class Simulation:
+    """The results of a simulation."""
 
     scenario: Scenario
     measured: Measured | None
-    asked: float | None
-    change: float | None
+    requested_alpha: float | None  # `simulate.alpha`
+    change: float | None  # `simulate.alpha`, if it is a change of the report's acceptance
     chains: list[Shape]
-    trees: list[Shape]
+    trees: list[Shape]  # the best chain, W-ary tree and static tree
     static_trees: list[Shape]
-    batches: dict[int, Shape]
+    batches: dict[int, Shape]  # the best chain at each batch size
     break_even_draft_cost: float | None
     break_even_alpha: float | None
     break_even_batch: int | None
     trials: list[Trial]
 
     @property
-    def asked_K(self) -> tuple[float, ...]:
-        """The measured proposal's acceptance by position with what was asked for instead, or with the change."""
-        if self.measured is None or self.asked is None:
+    def requested_alpha_K(self) -> tuple[float, ...]:
+        """Acceptance by position of the measured proposal, with the requested value or change."""
+        if self.measured is None or self.requested_alpha is None:
             return self.measured.alpha_K if self.measured else self.scenario.alpha_K
         if self.change is None:
-            return (self.asked,) * len(self.measured.alpha_K)
+            return (self.requested_alpha,) * len(self.measured.alpha_K)
         return tuple(shifted(self.measured.alpha_K, self.change))
 
     def plain(self) -> dict[str, Any]:
-        """For a JSON file."""
-        kept = {name: getattr(self, f"break_even_{name}") for name in ("draft_cost", "alpha", "batch")}
+        """The results as plain values, for a JSON file."""
+        break_even = {name: getattr(self, f"break_even_{name}") for name in ("draft_cost", "alpha", "batch")}
         what_if = None
         if self.measured is not None:
-            now, then = self.measured.expected(), self.measured.expected(self.asked_K)
+            now, then = self.measured.expected(), self.measured.expected(self.requested_alpha_K)
             what_if = {"now": dict(zip(("tau", "speedup"), now, strict=True))}
             what_if |= {"then": dict(zip(("tau", "speedup"), then, strict=True))}
         return {
@@ -61,15 +59,15 @@ class Outcome:
             "trees": [asdict(shape) for shape in self.trees],
             "static_trees": [asdict(shape) for shape in self.static_trees],
             "batches": {str(size): asdict(shape) for size, shape in self.batches.items()},
-            "break_even": kept,
+            "break_even": break_even,
             "measured": None if self.measured is None else asdict(self.measured),
             "what_if": what_if,
             "trials": [asdict(trial) | {"agrees": trial.agrees} for trial in self.trials],
         }
 
 
-def simulated(options: SimulateOptions, measured: Measured | None = None) -> Outcome:
-    """Raises UserError for options out of range."""
+def run_simulation(options: SimulateOptions, measured: Measured | None = None) -> Simulation:
+    """Run a simulation. measured: the report's checkpoint to start from. Raises UserError for options out of range."""
     check(options)
     scenario, change = scenario_of(options, measured)
     trees = [scenario.best_chain()]
@@ -77,10 +75,10 @@ def simulated(options: SimulateOptions, measured: Measured | None = None) -> Out
         trees.append(full)
     static = scenario.static_trees(options.nodes)
     trees += [max(static, key=lambda shape: shape.speedup)] if static else []
-    return Outcome(
+    return Simulation(
         scenario=scenario,
         measured=measured,
-        asked=alpha_of(options.alpha)[0],
+        requested_alpha=alpha_of(options.alpha)[0],
         change=change,
         chains=[scenario.chain(K) for K in options.lengths],
         trees=trees,
@@ -94,13 +92,13 @@ def simulated(options: SimulateOptions, measured: Measured | None = None) -> Out
 
 
 def scenario_of(options: SimulateOptions, measured: Measured | None) -> tuple[Scenario, float | None]:
-    """The scenario, and the change of alpha that was asked for, if it was one."""
+    """The scenario, and the requested change of alpha if there is one."""
     alpha_K = measured.chain_K if measured else (ASSUMED["alpha"],)
     value, relative = alpha_of(options.alpha)
     if relative and measured is None:
         raise UserError(
-            f"simulate.alpha is {options.alpha}, a change, of no report; name one with report=FILE or checkpoint=DIR, or "
-            "set an acceptance as simulate.alpha=0.75"
+            f"simulate.alpha is {options.alpha}, a change, but there is no report to change; name one with report=FILE or "
+            "checkpoint=DIR, or set an acceptance as simulate.alpha=0.75"
         )
     if value is not None:
         alpha_K = tuple(shifted(alpha_K, value)) if relative else (value,)
@@ -109,8 +107,10 @@ def scenario_of(options: SimulateOptions, measured: Measured | None) -> tuple[Sc
         token=ASSUMED["token"] if measured is None else measured.token,
         other=ASSUMED["other"] if measured is None else measured.other,
     )
-    given = {"draft": options.draft_cost, "token": options.token_cost, "other": options.other_cost}
-    costs = StepCosts(**{**asdict(known), **{k: v for k, v in given.items() if v is not None}, "parallel": options.parallel})
+    overrides = {"draft": options.draft_cost, "token": options.token_cost, "other": options.other_cost}
+    costs = StepCosts(
+        **{**asdict(known), **{k: v for k, v in overrides.items() if v is not None}, "parallel": options.parallel}
+    )
     ranks = _ranks(options, measured, alpha_K, value if relative else None)
     return Scenario(alpha_K, ranks, costs, options.lengths), value if relative else None
 
@@ -125,21 +125,21 @@ def alpha_of(text: str | None) -> tuple[float | None, bool]:
 
 
 def check(options: SimulateOptions) -> None:
+    """Raise UserError for options out of range."""
     costs = (options.draft_cost, options.token_cost, options.other_cost)
     if any(cost is not None and cost < 0 for cost in costs):
         raise UserError("simulate.draft_cost, token_cost and other_cost are in plain steps; set them to 0 or more")
     for name in ("lengths", "batch_sizes"):
         if not getattr(options, name) or min(getattr(options, name)) < 1:
             raise UserError(f"simulate.{name} is {getattr(options, name)}; give one or more numbers of at least 1")
-    for name, least in (("width", 1), ("nodes", 1), ("trials", 100)):
-        if getattr(options, name) < least:
-            raise UserError(f"simulate.{name} is {getattr(options, name)}; set it to {least} or more")
+    check_at_least(1, "simulate", options, "width", "nodes")
+    check_at_least(100, "simulate", options, "trials")
     if any(not 0.0 <= alpha <= 1.0 for alpha in options.alphas):
         raise UserError(f"simulate.alphas is {list(options.alphas)}; give shares within 0 and 1")
 
 
 def trials_of(scenario: Scenario, options: SimulateOptions) -> list[Trial]:
-    """A sampled chain, and a static tree under every policy that is exact."""
+    """Simulations of accept/reject: a sampled chain, and a static tree under every lossless policy."""
     K, nodes = min(5, max(options.lengths)), min(15, options.nodes)
     alpha_K = [*scenario.alpha_K, *[scenario.alpha_K[-1]] * K][:K]
     trials = [sampled_chain(alpha_K, options.trials, options.seed)]
@@ -150,7 +150,7 @@ def trials_of(scenario: Scenario, options: SimulateOptions) -> list[Trial]:
 
 
 def _ranks(options: SimulateOptions, measured: Measured | None, alpha_K: Sequence[float], change: float | None) -> Ranks:
-    """The table that trees are built from: given, measured, or that of choices which all hit alike often."""
+    """Ranks for trees: from the options, from the report, or from alpha alone (`geometric_ranks`)."""
     if options.ranks is not None:
         return _checked(options.ranks)
     if measured is None or measured.ranks is None or (options.alpha is not None and change is None):
@@ -161,7 +161,7 @@ def _ranks(options: SimulateOptions, measured: Measured | None, alpha_K: Sequenc
 
 
 def _raised(row: Sequence[float], change: float) -> list[float]:
-    """The first choice hits so much more often, at the cost of the others where they would come to more than 1 together."""
+    """A row of ranks with the first choice changed by `change`. The others shrink where the row would exceed 1."""
     first, rest = min(1.0, max(0.0, row[0] + change)), sum(row[1:])
     scale = min(1.0, (1.0 - first) / rest) if rest else 1.0
     return [first, *(share * scale for share in row[1:])]
@@ -175,6 +175,6 @@ def _checked(ranks: Any) -> Ranks:
     )
     if not good:
         raise UserError(
-            f"simulate.ranks is {ranks}; give for each depth its ranks' shares, of at most 1 together: [[0.6, 0.2], [0.5]]"
+            f"simulate.ranks is {ranks}; give the shares of the ranks for each depth, at most 1 in sum: [[0.6, 0.2], [0.5]]"
         )
     return [[float(x) for x in row] for row in ranks]

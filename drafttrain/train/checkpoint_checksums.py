@@ -1,4 +1,4 @@
-"""Which checkpoints training can go on from: those whose files are, byte by byte, what was saved."""
+"""Checksums of a checkpoint's files, and the newest checkpoint whose files are undamaged."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from drafttrain.drafters.checkpoint import WEIGHTS, list_checkpoints
 from drafttrain.train.shards import PATTERN
 
 SUMS = "checksums.json"
-TENSORS = (WEIGHTS, PATTERN)  # files that training reads and that nobody edits
+TENSORS = (WEIGHTS, PATTERN)  # files that training reads and users do not edit
 
 
 def seal(directory: Path, sums: Mapping[str, str]) -> None:
-    """Write down each file's sha256 by its name, with a checksum of them all: a checkpoint's last file."""
+    """Write the file of checksums: each file's sha256 by name, and a checksum of the whole. It is written last."""
     write_sealed_json(directory / SUMS, dict(sorted(sums.items())))
 
 
 def file_sums(*files: Path) -> dict[str, str]:
-    """Each file's sha256 by its name. They are on the disk when this returns."""
+    """Each file's sha256 by name. The files are flushed to disk first."""
     return {file.name: file_sum(file, durable=True) for file in files}
 
 
 def damage(directory: Path) -> str | None:
-    """What is wrong with a checkpoint: its first bad file by name. None: nothing.
+    """A sentence on the first damaged file of a checkpoint; None if all files are as saved.
 
-    What is written into a checkpoint later, such as decode.json and golden drafts, has a checksum of its own.
+    Files that are written later, such as decode.json and golden drafts, have their own checksums.
     """
     try:
         sums = read_sealed_json(directory / SUMS, "checksums", "")
@@ -41,12 +41,12 @@ def damage(directory: Path) -> str | None:
 
 
 def newest_valid(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The last whole checkpoint. Damaged ones above it step aside as `<name>.damaged`, with a line to `say` for each."""
+    """The newest undamaged checkpoint. Newer, damaged ones are renamed to `<name>.damaged`, with a line to `say` for each."""
     for path in reversed(list_checkpoints(folder)):
         if (found := damage(path)) is None:
             return path
         aside = path.with_name(f"{path.name}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
-        say(f"checkpoint {path.name} is skipped, and kept as {aside.name}: {found}")
+        say(f"checkpoint {path.name} is damaged and renamed to {aside.name}: {found}")
     return None

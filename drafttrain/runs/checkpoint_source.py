@@ -1,13 +1,10 @@
-"""The checkpoint that a command was given: one of ours, or a drafter of other people, on disk or by hub id."""
+"""The checkpoint that the user names: one of ours, or a published drafter, by directory or hub id."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-
-from rich.console import Console
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters.checkpoint import META, CheckpointMeta, check_shape, list_checkpoints, read_meta
@@ -17,31 +14,32 @@ from drafttrain.export.importers.table import recognised
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_shape
 
-RECORDED = ("name", "path", "revision", "dtype", "weights")  # of the target
+RECORDED = ("name", "path", "revision", "dtype", "weights")  # target settings that a checkpoint records
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """meta: of one of ours; foreign: what else there is."""
+class CheckpointSource:
+    """A checkpoint that the user named. Either `meta` or `foreign` is set."""
 
     directory: Path
-    meta: CheckpointMeta | None = None
-    foreign: Foreign | None = None
+    meta: CheckpointMeta | None = None  # of our checkpoint
+    foreign: Foreign | None = None  # a published drafter
 
     @staticmethod
-    def of(name: str) -> Given:
-        """Raises UserError for a path or hub id without a drafter, and for a damaged one."""
+    def of(name: str) -> CheckpointSource:
+        """Find a checkpoint by path or hub id. Raises UserError for a missing or damaged one."""
         directory = Path(name).expanduser()
         if not directory.exists() and _hub_id(name):
             directory = fetched(name)
         if not directory.is_dir() or (directory / META).is_file() or _of_a_run(directory):
-            return Given(directory, read_meta(directory))
+            return CheckpointSource(directory, read_meta(directory))
         found = Foreign(directory, name)
         recognised(found)
-        return Given(directory, None, found)
+        return CheckpointSource(directory, None, found)
 
     @property
     def family(self) -> str:
+        """The drafter's family."""
         if self.foreign is not None:
             return recognised(self.foreign).family
         assert self.meta is not None
@@ -49,7 +47,7 @@ class Given:
 
     @property
     def dtype(self) -> str:
-        """What it is exported in where nothing is said: as the target was loaded in training, or as the weights are."""
+        """The default dtype of exports: that of the target in training, or that of a published drafter's weights."""
         if self.foreign is not None:
             return recognised(self.foreign).dtype(self.foreign)
         assert self.meta is not None
@@ -57,12 +55,13 @@ class Given:
 
     @property
     def step(self) -> int | None:
+        """The training step; None for a published drafter."""
         return None if self.meta is None else self.meta.step
 
     def target(self, options: TargetOptions) -> TargetOptions:
         """The target that the user names, else the one that the checkpoint records.
 
-        Raises UserError for one of another shape than the checkpoint was trained for, before its weights are read.
+        Raises UserError for a target of another shape, before its weights are read.
         """
         if self.meta is None:
             return options
@@ -72,28 +71,22 @@ class Given:
         return options
 
     def checkpoint(self, loaded: LoadedTarget, say: Callable[[str], None]) -> Path:
-        """Ours; what is not is converted. Raises UserError where that is not possible for this target."""
+        """Our checkpoint, or the conversion of a published drafter. Raises UserError if it does not fit this target."""
         return self.directory if self.foreign is None else converted(self.foreign, loaded, say)
 
 
-def say_plainly(console: Console) -> Callable[[str], None]:
-    """Lines as they are, paths in them included."""
-    return partial(console.print, soft_wrap=True, highlight=False, markup=False)
-
-
 def check_start(name: str, meta: CheckpointMeta, options: dict[str, object], settled: dict[str, object]) -> None:
-    """Raise UserError unless training goes on with the network that was imported: with all options that its files determine.
+    """Raise UserError unless this run's drafter has the options that an imported drafter's files determine.
 
-    options: of this run's drafter; settled: those of them that were left to a rule.
+    options: of this run's drafter; settled: values of the options that were left to a rule.
     """
-    about = meta.imported
-    if about is None:
+    if meta.imported is None:
         return
     here = options | settled
-    apart = [key for key in about["determined"] if here[key] != meta.options[key]]
-    if apart:
-        words = " ".join(f"drafter.{word}" for key in apart for word in _overrides(key, meta.options[key], here[key]))
-        raise UserError(f"train.init {name}: its {meta.family} drafter has other options than this one; add {words}")
+    different = [key for key in meta.imported["determined"] if here[key] != meta.options[key]]
+    if different:
+        words = " ".join(f"drafter.{word}" for key in different for word in _overrides(key, meta.options[key], here[key]))
+        raise UserError(f"train.init {name}: its {meta.family} drafter has other options than this run; add {words}")
 
 
 def _overrides(key: str, wanted: object, here: object) -> list[str]:
@@ -103,7 +96,7 @@ def _overrides(key: str, wanted: object, here: object) -> list[str]:
 
 
 def _hydra(value: object) -> str:
-    """As it is typed on the command line."""
+    """A value as it is typed on the command line."""
     if isinstance(value, bool) or value is None:
         return "null" if value is None else str(value).lower()
     if isinstance(value, list):
@@ -114,10 +107,10 @@ def _hydra(value: object) -> str:
 
 
 def _hub_id(name: str) -> bool:
-    """As `owner/name` or `owner/name@revision`, and no path."""
+    """Whether a name is a hub id, `owner/name` or `owner/name@revision`, and not a path."""
     return not name.startswith((".", "/", "~")) and name.partition("@")[0].count("/") == 1
 
 
 def _of_a_run(directory: Path) -> bool:
-    """A run's directory or one inside it, which `read_meta` explains."""
+    """Whether this is a run's directory or its `checkpoints`; `read_meta` then raises an error with an explanation."""
     return bool(list_checkpoints(directory)) or bool(list_checkpoints(directory / "checkpoints"))

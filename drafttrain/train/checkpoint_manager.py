@@ -1,4 +1,4 @@
-"""Checkpoints of a run: all processes write each one together, as a whole directory or not at all."""
+"""Saves, prunes and loads the checkpoints of a run. All processes write each one together, atomically as a directory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from drafttrain.drafters.checkpoint import (
     read_weights,
     save_drafter,
 )
-from drafttrain.train.engine import Engine, World
-from drafttrain.train.sealed import file_sums, seal
+from drafttrain.train.checkpoint_checksums import file_sums, seal
+from drafttrain.train.engine import TrainingEngine, World
 
 PROGRESS = "trainer.json"
 Result = TypeVar("Result")
@@ -33,27 +33,24 @@ Result = TypeVar("Result")
 
 @dataclass
 class Progress:
-    """What a checkpoint must remember beside tensors. seconds: of training, all sessions of the run together;
-    process_seconds: times the processes of each. flops: of target and drafter, all processes together, on a GPU.
-    device: cuda or cpu. passing: saved on the way out, to be resumed from and then removed; its proposal is not tuned.
-    """
+    """The progress of training, as a checkpoint stores it (trainer.json)."""
 
     step: int = 0
     tokens: int = 0
-    seconds: float = 0.0
-    process_seconds: float = 0.0
-    flops: float = 0.0
-    device: str | None = None
+    seconds: float = 0.0  # of training, over all sessions of the run
+    process_seconds: float = 0.0  # the same, times the number of processes
+    flops: float = 0.0  # of target and drafter in all processes; counted on GPUs only
+    device: str | None = None  # cuda or cpu
     loss: float | None = None
     expected_tau: float | None = None
     expected_interval: list[float] | None = None  # 95 %, over the held-out conversations
     measured_tau: float | None = None
-    passing: bool = False
+    passing: bool = False  # saved at an interruption: only for resuming, removed later; its proposal is not tuned
 
     @staticmethod
     def of(checkpoint: Path) -> Progress:
-        """Raises UserError for a file that is missing or damaged."""
-        file, what = checkpoint / PROGRESS, "where training stood"
+        """Read a checkpoint's progress. Raises UserError for a file that is missing or damaged."""
+        file, what = checkpoint / PROGRESS, "the progress of training"
         try:
             return Progress(**read_sealed_json(file, what, ANOTHER))
         except (OSError, TypeError) as error:
@@ -61,20 +58,20 @@ class Progress:
 
 
 class NoSpaceError(Exception):
-    """Some process found its disk full; raised in all of them."""
+    """A process's disk is full. Raised in all processes."""
 
 
-class Keeper:
-    """Saves to and prunes `folder`, which all processes see. Its methods are called by all of them together.
+class CheckpointManager:
+    """The checkpoints in `folder`, which all processes share. All processes call its methods together.
 
-    names: the tensors of a checkpoint by what they are called in the engine's module.
+    names: names of the tensors in the engine's module, by their names in the checkpoint.
     """
 
-    def __init__(self, folder: Path, world: World, engine: Engine, names: Mapping[str, str], keep_last: int) -> None:
+    def __init__(self, folder: Path, world: World, engine: TrainingEngine, names: Mapping[str, str], keep_last: int) -> None:
         self.folder, self.world, self.engine, self.names, self.keep_last = folder, world, engine, names, keep_last
 
     def save(self, progress: Progress, meta: CheckpointMeta) -> bool:
-        """A new checkpoint, after which old ones go. False where the disk is full: everything is as it was then."""
+        """Write a new checkpoint and prune old ones. False if the disk is full; then nothing has changed."""
         weights = self.engine.whole_state(self.names.values())
         try:
             with ExitStack() as stack:
@@ -87,13 +84,13 @@ class Keeper:
         return True
 
     def resume(self, checkpoint: Path) -> Progress:
-        """Load weights and optimiser; where training stood then."""
+        """Load weights and optimiser state; returns the progress of training."""
         saved = read_weights(checkpoint)
         self.engine.load_state(checkpoint, {self.names[name]: tensor for name, tensor in saved.items()})
         return Progress.of(checkpoint)
 
     def _write(self, stack: ExitStack, weights: dict[str, Tensor], progress: Progress, meta: CheckpointMeta) -> None:
-        """Every process its own files, side by side; the checksums last, and then the directory's name."""
+        """Write each process's files to a temporary directory, then the checksums, and then rename the directory."""
         first, final = self.world.first, self.folder / checkpoint_name(progress.step)
         aside = self._each(lambda: stack.enter_context(atomic_directory(final)) if first else final)[0]
         sums = self._each(lambda: file_sums(self.engine.save_state(aside)))
@@ -106,7 +103,7 @@ class Keeper:
         self._each(lambda: complete() if first else None)
 
     def _each(self, work: Callable[[], Result]) -> list[Result]:
-        """What `work` gives in every process, on all of them. Raises NoSpaceError on all where one finds its disk full."""
+        """Results of `work` in every process, on all of them. Raises NoSpaceError on all if one finds its disk full."""
         own: list[Result] = []
         try:
             own = [work()]
@@ -119,7 +116,7 @@ class Keeper:
         return [result for (result,) in results]
 
     def _prune(self) -> None:
-        """Old ones but the best, and those that were saved in passing; never the newest."""
+        """Remove old checkpoints except the best, and those saved at an interruption. The newest stays."""
         checkpoints = list_checkpoints(self.folder)
         for old in checkpoints[:-1]:
             if Progress.of(old).passing:
@@ -135,14 +132,14 @@ def save_settings(
     progress: Progress,
     others: Mapping[str, str] | None = None,
 ) -> None:
-    """The first process's files, the checksums last. others: checksums of what else lies there."""
+    """Write rank 0's files, the checksums last. others: checksums of the other files."""
     save_drafter(directory, state, meta)
     write_sealed_json(directory / PROGRESS, asdict(progress))
     seal(directory, file_sums(*(directory / name for name in (WEIGHTS, META, PROGRESS))) | dict(others or {}))
 
 
 def best_checkpoint(folder: Path) -> Path:
-    """The one of the highest tau: measured, where all have been, else expected on held-out text; without any, the newest."""
+    """The checkpoint of the highest tau: measured if all were measured, else expected on held-out text. Ties: the newest."""
     known = {path: Progress.of(path) for path in list_checkpoints(folder)}
     measured = all(progress.measured_tau is not None for progress in known.values() if not progress.passing)
 

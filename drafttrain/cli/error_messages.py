@@ -1,4 +1,4 @@
-"""Which errors are the user's, and the one line that each of them gets."""
+"""Turns errors that the user can fix into one-line messages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The way out of a misspelt name: `did you mean a or b?`, or all names when none is near."""
+    """A hint for an unknown name: `did you mean a or b?`, or all names when none is similar."""
     known = list(names)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(known)}"
 
 
 def explain(error: BaseException) -> str | None:
-    """One line for a mistake of the user's or a full disk; None for anything else, which is a bug and keeps its traceback."""
+    """One line for a user's mistake or a full disk; None for anything else, which is a bug and keeps its traceback."""
     chain = list(_chain(error))
     for link in chain:
         if isinstance(link, UserError):
@@ -45,11 +45,11 @@ def _disk_full(error: BaseException) -> str | None:
     if not disk_full(error):
         return None
     where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
-    return f"no space left on the disk{where}; free some, or write elsewhere with output=DIR"
+    return f"no space left on the disk{where}; free some space, or write elsewhere with output=DIR"
 
 
 def _configuration(chain: Sequence[BaseException]) -> str | None:
-    """Errors of Hydra, OmegaConf and YAML. Only the command line uses these, so all of them are about what the user typed."""
+    """The message for an error of Hydra, OmegaConf or YAML. Only the command line uses these, so the user's input is wrong."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
     from yaml import YAMLError
@@ -77,12 +77,12 @@ def _configuration(chain: Sequence[BaseException]) -> str | None:
 def _unknown_choice(wanted: str, options: Sequence[str]) -> str:
     group, _, name = wanted.rpartition("/")
     if not group:
-        return f"no configuration {name!r} in the --config-dir"
+        return f"there is no configuration {name!r} in the --config-dir"
     return f"unknown {group} {name!r}; {nearest(name, [option for option in options if not option.endswith('_schema')])}"
 
 
 def _unknown_key(key: str, free: bool) -> str:
-    """free: the key's parent takes any key, once asked with a plus."""
+    """The message for an unknown key. free: its parent takes any key, with a plus."""
     from drafttrain.cli.config import known_keys
 
     if free:
@@ -90,7 +90,7 @@ def _unknown_key(key: str, free: bool) -> str:
     keys = known_keys()
     parent, _, leaf = key.rpartition(".")
     if key in keys:
-        return f"{key!r} is a key of another choice of {parent}; drafttrain fit --cfg job prints the keys of this one"
+        return f"{key!r} is a key of another choice of {parent}; drafttrain fit --cfg job prints the keys of this choice"
     siblings = [known for known in keys if known.rpartition(".")[0] == parent]
     while parent and not siblings:
         parent = parent.rpartition(".")[0]
@@ -102,7 +102,7 @@ def _unknown_key(key: str, free: bool) -> str:
 
 
 def _unknown_inner(key: str, error: OmegaConfBaseException) -> str | None:
-    """Of a key that takes a list of mappings, whose own keys are known."""
+    """The message for an unknown key inside a list of mappings whose keys are known; None in other cases."""
     from drafttrain.cli.config import known_keys
 
     if key not in known_keys() or not is_dataclass(error.object_type) or str(error.key) == key.rpartition(".")[2]:
@@ -115,7 +115,7 @@ def _by_leaf(keys: Iterable[str]) -> dict[str, str]:
 
 
 def _overridden(chain: Sequence[BaseException]) -> str | None:
-    """The key as it was typed; OmegaConf names only the part of it that it could not find."""
+    """The key as the user typed it. OmegaConf's error has only the part that it did not find."""
     for link in chain:
         if match := re.match(r"Could not override '(.+?)'", str(link)):
             return match[1]
@@ -123,7 +123,7 @@ def _overridden(chain: Sequence[BaseException]) -> str | None:
 
 
 def _raised_by_hydra(error: BaseException) -> bool:
-    """Hydra raises plain ValueErrors for some command lines, such as a number as a group's choice."""
+    """Whether Hydra raised a plain ValueError, as it does for some command lines, such as a number as a group's choice."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, ValueError) and bool(frames) and "/hydra/" in frames[-1].filename.replace("\\", "/")
 

@@ -1,4 +1,4 @@
-"""The help pages, read from the first comment line of each YAML file; nothing heavy is imported for them."""
+"""The help pages. Texts on recipes and groups come from the first comment of each YAML file. Imports stay light."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand: the function `drafttrain.commands.<name>.<name>`, its help line and usage examples."""
+    """The help of a command, which is the function `drafttrain.commands.<name>.<name>`."""
 
     summary: str
     examples: tuple[str, ...]
@@ -28,7 +28,7 @@ COMMANDS = {
         ),
     ),
     "measure": Command(
-        "measure a checkpoint: acceptance, speed, exactness, and serving engines beside our decoder",
+        "measure a checkpoint: acceptance, speed and exactness, also in serving engines",
         (
             "drafttrain measure checkpoint=DIR",
             "drafttrain measure checkpoint=DIR prompts=FILE decode=sampling",
@@ -38,7 +38,7 @@ COMMANDS = {
         ),
     ),
     "tune": Command(
-        "find the draft length or tree that is fastest here, and keep it with the checkpoint",
+        "find the fastest draft length or tree on this machine, and store it with the checkpoint",
         (
             "drafttrain tune checkpoint=DIR",
             "drafttrain tune checkpoint=DIR tune.batch_size=8 tune.objective=throughput prompts=FILE",
@@ -46,7 +46,7 @@ COMMANDS = {
         ),
     ),
     "generate": Command(
-        "complete or chat with a checkpoint, streaming; accepted draft tokens are coloured",
+        "complete a prompt or chat with a checkpoint, streaming; accepted draft tokens are coloured",
         (
             "drafttrain generate checkpoint=DIR prompt='def main('",
             "drafttrain generate checkpoint=DIR decode=sampling",
@@ -54,7 +54,7 @@ COMMANDS = {
         ),
     ),
     "prepare": Command(
-        "have the target answer a data set's prompts again, so that drafters learn what it says",
+        "have the target answer the prompts of a data set again: drafters learn best from replies of their target",
         (
             "drafttrain prepare target=hf target.path=DIR data.path=FILE out=DIR",
             "drafttrain prepare target=hf target.path=DIR data.path=FILE out=DIR launcher.nproc=8",
@@ -64,7 +64,7 @@ COMMANDS = {
         ),
     ),
     "inspect": Command(
-        "look at training data as the drafter will see it: supervised tokens, statistics, copies of the evaluation prompts",
+        "show training data as the drafter sees it: supervised tokens, statistics, copies of evaluation prompts",
         (
             "drafttrain inspect",
             "drafttrain inspect target=hf target.path=DIR data.path=FILE",
@@ -72,7 +72,7 @@ COMMANDS = {
         ),
     ),
     "export": Command(
-        "write a checkpoint for a serving stack, and check that it drafts there as it does here",
+        "write a checkpoint for a serving stack, and check that it drafts the same tokens there",
         (
             "drafttrain export checkpoint=DIR format=vllm out=DIR",
             "drafttrain export checkpoint=DIR format=all out=DIR dtype=bfloat16",
@@ -82,7 +82,7 @@ COMMANDS = {
         ),
     ),
     "verify": Command(
-        "run a serving engine on what was exported, and check that it accepts as many drafts as are accepted here",
+        "run a serving engine on an export, and check that it accepts as many drafts as our decoder",
         (
             "drafttrain verify engine=vllm out=DIR checkpoint=DIR",
             "drafttrain verify engine=openvino out=DIR checkpoint=DIR prompts=FILE decode.draft_length=3",
@@ -90,7 +90,7 @@ COMMANDS = {
         ),
     ),
     "compare": Command(
-        "rank measured runs side by side, and say which differences are more than chance",
+        "rank measured runs, and test which differences are significant",
         (
             "drafttrain compare RUN RUN",
             "drafttrain compare 'outputs/NAME/*' ENTITY/PROJECT/RUN out=DIR",
@@ -98,7 +98,7 @@ COMMANDS = {
         ),
     ),
     "simulate": Command(
-        "what acceptance, draft cost, batch size and tree shape are worth, and where the gain ends",
+        "compute speedup and break-even points from acceptance, draft cost, batch size and tree shape",
         (
             "drafttrain simulate simulate.alpha=0.8 simulate.draft_cost=0.05",
             "drafttrain simulate checkpoint=DIR simulate.alpha=+0.05",
@@ -120,7 +120,7 @@ FLAGS = {
 
 
 def general_help(config_dir: Path | None = None) -> str:
-    """What `drafttrain --help` prints."""
+    """The text of `drafttrain --help`."""
     return "\n".join(
         [
             "usage: drafttrain COMMAND [recipe=NAME] [group=CHOICE] [key=value] [flags]",
@@ -134,7 +134,7 @@ def general_help(config_dir: Path | None = None) -> str:
 
 
 def command_help(name: str, config_dir: Path | None = None) -> str:
-    """What `drafttrain <name> --help` prints."""
+    """The text of `drafttrain <name> --help`."""
     return "\n".join(
         [
             f"drafttrain {name}: {COMMANDS[name].summary}",
@@ -150,7 +150,7 @@ def command_help(name: str, config_dir: Path | None = None) -> str:
 
 
 def recipe_files(config_dir: Path | None = None) -> dict[str, Traversable]:
-    """Recipes by name: the package's own, then the user's, which win."""
+    """Recipes by name: the package's, and the user's, which take precedence."""
     folders: list[Traversable] = [resources.files("drafttrain.recipes")]
     if config_dir is not None and (config_dir / "recipes").is_dir():
         folders.append(config_dir / "recipes")
@@ -183,7 +183,7 @@ def _yaml_files(folder: Traversable) -> dict[str, Traversable]:
 
 
 def _headline(file: Traversable) -> str:
-    """The first comment that is text, not a Hydra directive."""
+    """The first comment of a YAML file that is not a Hydra directive."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("#") and not line.startswith("# @package") and line.strip("# "):
             return line.strip("# ")

@@ -1,0 +1,109 @@
+"""The serving engines of a report, compared with our decoder: for the console, report.md and report.html."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from drafttrain.measure import cells
+from drafttrain.measure.flags import best_entry
+
+Report = dict[str, Any]
+Entry = dict[str, Any]
+
+HEADER = (
+    *("engine", "batch", "tokens/s: speculative / plain", "speedup [min-max]", "TTFT ms (plain)", "TPOT ms (plain)"),
+    *("tau", "our tau, same chains", "identical to its plain output", "plain output is ours", "prompts x repeats"),
+)
+SHOWN = ("engine", "tokens/s", "plain", "speedup", "tau", "our tau", "identical", "prompts")
+
+
+def engines_of(report: Report) -> list[Entry]:
+    """The engines that were measured."""
+    return [entry for entry in report.get("engines") or [] if entry["error"] is None]
+
+
+def failures(report: Report) -> list[str]:
+    """The engines that failed, each with the reason."""
+    return [f"{entry['label']}: {entry['error']}" for entry in report.get("engines") or [] if entry["error"] is not None]
+
+
+def flags(report: Report) -> list[str]:
+    """Warnings on the engines' figures, and failures."""
+    return [*(flag for entry in engines_of(report) for flag in entry["flags"]), *failures(report)]
+
+
+def version(entry: Entry) -> str:
+    """`OpenVINO GenAI 2026.4.0.0`; for a server, the name and version that it reports."""
+    name, found = next(iter(entry["versions"].items()), ("", ""))
+    return f"{entry['label']} {f'({name} {found})' if entry['url'] else found}".rstrip(" ()")
+
+
+def section(report: Report) -> str:
+    """The section of report.md; empty without engines."""
+    engines = engines_of(report)
+    if not engines:
+        return ""
+    own = best_entry(report)
+    lines = [_own(own, entry) for entry in own["slices"] if entry["by"] == "batch_size"]
+    lines += [_line(version(entry), entry, part) for entry in engines for part in entry["slices"]]
+    summary = (
+        "Serving engines decoded the same prompts greedily, with the exported drafter and without it, each in a separate "
+        "process. The engine counts its own tau; the next column is the tau of our decoder with the same chains."
+    )
+    about = [f"- {version(entry)}: {_about(entry)}" for entry in engines]
+    return f"## Engines\n\n{summary}\n\n{cells.rows(HEADER, lines)}\n\n" + "\n".join(about)
+
+
+def engines_table(report: Report) -> Table:
+    """A row for our decoder and one for each engine, at the first batch size."""
+    table = cells.console_table("serving engines, on the same prompts", SHOWN, left=("engine",))
+    own = best_entry(report)
+    table.add_row(*_row("drafttrain", own, "", own["timed_prompts"]))
+    for entry in engines_of(report):
+        table.add_row(*_row(version(entry), entry, cells.number(entry["tau_here"]), entry["prompts"]))
+    if warnings := flags(report):
+        table.caption = Text("\n".join(f"! {line}" for line in warnings), style="yellow")
+    return table
+
+
+def _row(name: str, entry: Entry, our_tau: str, prompts: int) -> list[str | Text]:
+    rates = [cells.number(entry[key], 0) for key in ("tokens_per_s", "baseline_tokens_per_s")]
+    tau = Text(cells.number(entry["tau"]), style="red" if entry.get("tau_gap_flagged") else "")
+    return [name, *rates, cells.speedups(entry).replace(" ", "\n"), tau, our_tau, cells.exact(entry), str(prompts)]
+
+
+def short(entry: Entry) -> str:
+    """`OpenVINO GenAI 1.42x [1.40-1.44], 512 / 360 tokens/s, tau 1.85`."""
+    return f"{entry['label']} {cells.speedups(entry)}, {_rates(entry)} tokens/s, tau {cells.number(entry['tau'])}"
+
+
+def _own(own: Entry, part: Entry) -> list[str]:
+    runs = f"{part.get('timed_prompts', part['prompts'])} x {part.get('repeats', 1)}"
+    return [*_common(f"drafttrain, {own['name']}", part), "", cells.exact(part), "", runs]
+
+
+def _line(name: str, entry: Entry, part: Entry) -> list[str]:
+    same, runs = f"{entry['same_as_here']}/{entry['prompts']}", f"{part['prompts']} x {part['repeats']}"
+    return [*_common(name, part), cells.number(part["tau_here"]), cells.exact(part), same, runs]
+
+
+def _common(name: str, part: Entry) -> list[str]:
+    times = [cells.with_plain(part, key) for key in ("ttft_ms", "tpot_ms")]
+    return [name, str(part["value"]), _rates(part), cells.speedups(part), *times, cells.number(part["tau"])]
+
+
+def _rates(part: Entry) -> str:
+    return " / ".join(cells.number(part[key], 0) for key in ("tokens_per_s", "baseline_tokens_per_s"))
+
+
+def _about(entry: Entry) -> str:
+    if entry["url"]:
+        return f"at {entry['url']}, with the weights and settings of that server"
+    accepted, drafted = (cells.count(entry[key]) for key in ("accepted", "drafted"))
+    return (
+        f"format={entry['stack']}, {entry['dtype']}, {entry['threads']} threads, chains of {entry['draft_length']}; it "
+        f"accepted {accepted} of {drafted} drafts in {cells.count(entry['verifications'])} verifications (over all repeats)"
+    )
