@@ -24,19 +24,19 @@ from matplotlib.figure import Figure
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.prompts import load_prompts
-from drafttrain.decoding import step as rounds
+from drafttrain.decoding import step as decode_steps
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.scheduler import Session
 from drafttrain.drafters.checkpoint import load_checkpoint
-from drafttrain.measure.cases import encode_cases, spread
+from drafttrain.measure.cases import alternate_categories, encode_cases
 from drafttrain.measure.plots import COLOURS
-from drafttrain.model.drafter import Drafter
+from drafttrain.model.drafter import Drafter, DraftState
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Target
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import LoadedTarget, load_target
 
-PARTS = ("propose", "target", "verify", "keep", "commit", "observe", "record")
+PARTS = ("propose", "target", "accept", "keep", "commit", "observe", "record")
 
 
 class Timed:
@@ -59,13 +59,13 @@ class Clock:
         self.session, self.began = session, 0.0
         self.steps: list[tuple[list[tuple[str, float, float]], float]] = []
         self.spans: list[tuple[str, float, float]] = []
-        round = session.round
-        if round.drafter is not None:
-            own = {name: self._timed(getattr(round.drafter, name), name) for name in ("propose", "observe")}
-            round.drafter = cast(Drafter, Timed(round.drafter, own))
-        round.target = cast(Target, Timed(round.target, {"__call__": self._timed(round.target, "target")}))
-        round.kv = cast(KVCache, Timed(round.kv, {"keep": self._timed(round.kv.keep, "keep")}))
-        round.policy = replace(round.policy, verify=self._timed(round.policy.verify, "verify"))
+        step = session.decode_step
+        if step.state is not None:
+            own = {name: self._timed(getattr(step.state, name), name) for name in ("propose", "observe")}
+            step.state = cast(DraftState, Timed(step.state, own))
+        step.target = cast(Target, Timed(step.target, {"__call__": self._timed(step.target, "target")}))
+        step.kv = cast(KVCache, Timed(step.kv, {"keep": self._timed(step.kv.keep, "keep")}))
+        step.policy = replace(step.policy, accept=self._timed(step.policy.accept, "accept"))
         session._record = self._timed(session._record, "record")  # type: ignore[method-assign]
 
     def _timed(self, original: Any, part: str) -> Callable[..., Any]:
@@ -80,7 +80,7 @@ class Clock:
     def step(self) -> None:
         """One step of the session. The function of its module that lays out the accepted path is timed meanwhile."""
         self.spans, self.began = [], perf_counter()
-        with patch.object(rounds, "commit_of", self._timed(rounds.commit_of, "commit")):
+        with patch.object(decode_steps, "commit_of", self._timed(decode_steps.commit_of, "commit")):
             self.session.step()
         self.steps.append((self.spans, perf_counter() - self.began))
 
@@ -89,7 +89,7 @@ def timeline(loaded: LoadedTarget, drafter: Drafter | None) -> tuple[list[tuple[
     """Median start and end of each part, and of the whole step, in milliseconds."""
     cases, _ = encode_cases(load_prompts("embedded", None), loaded.tokenizer, 512)
     steps: list[Any] = []
-    for case in spread(cases)[:4]:
+    for case in alternate_categories(cases)[:4]:
         decoder = Decoder(loaded.target, drafter, "greedy", Sampling(), max_new_tokens=96)
         request = decoder.request(case.tokens)
         session = Session(decoder, 1, decoder.positions(request))

@@ -144,8 +144,8 @@ def print_verification(console: Console, found: EngineCheck, outcome: EngineResu
         table.add_row(line.prompt, str(line.tokens), text, str(line.ours), theirs_text, style=None if line.holds else "red")
     if len(found.lines) > len(shown):
         table.add_row(f"... {len(found.lines) - len(shown)} more")
-    tokens, texts = sum(line.tokens for line in found.lines), f"{found.same_texts} of {len(found.lines)} as the target"
-    table.add_row("all", str(tokens), texts, str(found.ours), str(found.theirs), style="bold")
+    tokens, outputs = sum(line.tokens for line in found.lines), f"{found.same_texts} of {len(found.lines)} as the target"
+    table.add_row("all", str(tokens), outputs, str(found.ours), str(found.theirs), style="bold")
     for i, (ours, theirs) in enumerate(zip(found.ours_by_position, found.theirs_by_position, strict=True), start=1):
         table.add_row(f"position {i}", "", "", str(ours), str(theirs), style=None if ours == theirs else "red")
     console.print(table)

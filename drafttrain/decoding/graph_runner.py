@@ -89,7 +89,7 @@ class GraphRunner:
         bind((self.step.kv, *(state.caches if state is not None else [])), longest, self.max_new_positions)
 
     def _graph(self, rows: int, limit: int | None) -> _Graph:
-        key = (rows, self.step.kv.static_length, limit, self.step.processors.kind, self.step.slots.stop.most)
+        key = (rows, self.step.kv.static_length, limit, self.step.logits_processors.kind, self.step.slots.stop.most)
         graph = self._graphs.pop(key, None)
         if graph is None:
             while len(self._graphs) >= GRAPHS:

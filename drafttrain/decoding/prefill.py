@@ -71,7 +71,7 @@ class Prefill:
 
     def _first(self, last_SV: Tensor, slot_S: Tensor, token_S1: Tensor, length_S: Tensor) -> Tensor:
         """The first token of every sequence, from the logits at its prompt's last token."""
-        processors, slots = self.decode_step.processors, self.decode_step.slots
+        processors, slots = self.decode_step.logits_processors, self.decode_step.slots
         if not processors.idle:
             one_S11 = torch.ones(len(slot_S), 1, 1, dtype=torch.bool, device=slot_S.device)
             last_SV = processors(last_SV[:, None], token_S1, one_S11, slot_S, torch.zeros_like(slot_S))[:, 0]

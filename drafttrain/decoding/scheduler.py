@@ -64,11 +64,11 @@ class Session:
         target, device, every = decoder.target, decoder.target.device, slots + 1  # the last one is the padding slot
         self.kv = target.new_cache(slots, max_len, pages)
         self.state = decoder.drafter.open(every, max_len) if decoder.drafter else None
-        self.processors = LogitsProcessors(every, target.shape.vocab_size, decoder.sampling.repetition_penalty, device)
+        self.logits_processors = LogitsProcessors(every, target.shape.vocab_size, decoder.sampling.repetition_penalty, device)
         self.slots = SlotState(every, decoder.sampling, device)
         self.decode_step = DecodeStep(
             target, decoder.drafter, decoder.policy, decoder.sampling, decoder.controls.window,
-            self.kv, self.state, self.slots, self.processors, decoder.may_fall_back, decoder.cut,
+            self.kv, self.state, self.slots, self.logits_processors, decoder.may_fall_back, decoder.cut,
         )  # fmt: skip
         self.runner = GraphRunner(self.decode_step, decoder.captures) if decoder.read_every else None
         self.prefill = Prefill(self.decode_step, decoder.prefill_chunk, self.runner is not None)
@@ -202,7 +202,7 @@ class Session:
                 self.kv.reserve(slots[0], positions)
             for number, slot in enumerate(slots):
                 self.slots.enter(slot, request, request.key + number)
-                self.processors.enter(slot, request)
+                self.logits_processors.enter(slot, request)
                 waiting.results[number].started = perf_counter()
             entering.append((waiting, slots))
             tokens += len(request.prompt)
@@ -214,8 +214,8 @@ class Session:
         slot_S, root_S = self.prefill([w.request.prompt for w, _ in entering], [slots for _, slots in entering])
         self._share(entering)
         self.slots.begin(slot_S, root_S)
-        if not self.processors.idle:
-            self.processors.add(slot_S, root_S, root_S[:, None], torch.ones_like(root_S))
+        if not self.logits_processors.idle:
+            self.logits_processors.add(slot_S, root_S, root_S[:, None], torch.ones_like(root_S))
         return self._entered(slot_S.tolist(), root_S.tolist())
 
     def _entered(self, slots: list[int], roots: list[int]) -> list[Chunk]:

@@ -112,7 +112,7 @@ class DecodeStep:
     kv: KVCache
     state: DraftState | None  # None: without a drafter
     slots: SlotState
-    processors: LogitsProcessors
+    logits_processors: LogitsProcessors
     may_fall_back: bool = False  # rows may fall back to plain decoding
     cut: Cut | None = None  # chooses how much of a chain to verify, in steps that sync with the host anyway
     drafted: int = 0  # depth of the last such draft before it was cut
@@ -137,16 +137,16 @@ class DecodeStep:
         assert out.logits_BRV is not None
         self._mark()
         logits_BNV = out.logits_BRV
-        if not self.processors.idle:
-            logits_BNV = self.processors(logits_BNV, tree.token_BN, ancestor_BNN, slot_B, self.slots.made_S[slot_B])
+        if not self.logits_processors.idle:
+            logits_BNV = self.logits_processors(logits_BNV, tree.token_BN, ancestor_BNN, slot_B, self.slots.made_S[slot_B])
         accepted = self.policy.accept(tree, ancestor_BNN, logits_BNV, position_BN, sampling)
         accepted = self._without_done(accepted, slot_B, limit) if fixed else accepted.trimmed()
         kv.keep(accepted.path_BA, accepted.count_B)
         commit = commit_of(tree, accepted, out)
         self._observe(commit, slot_B, limit)
-        self.processors.add(slot_B, tree.token_BN[:, 0], commit.next_BA, accepted.count_B)
+        self.logits_processors.add(slot_B, tree.token_BN[:, 0], commit.next_BA, accepted.count_B)
         self.slots.root_S[slot_B] = accepted.bonus_B
-        if fixed or not self.processors.idle:
+        if fixed or not self.logits_processors.idle:
             self.slots.go_on(slot_B, commit.next_BA, accepted.count_B)
         real_BN = torch.arange(tree.token_BN.shape[1], device=slot_B.device) < tree.count_B[:, None]
         has_child_B = ((tree.parent_BN == accepted.last_B[:, None]) & real_BN).any(-1)
@@ -201,7 +201,7 @@ class DecodeStep:
         """Continue the slot's text after these tokens by plain decoding. Later positions are forgotten."""
         self.kv.crop_slot(slot, len(prompt) + len(tokens) - 1)  # the last one is the root, which no cache holds yet
         self.slots.fall_back(slot, tokens)
-        self.processors.see(slot, [*prompt, *tokens])
+        self.logits_processors.see(slot, [*prompt, *tokens])
 
     @contextmanager
     def marked(self, events: list[Any]) -> Iterator[None]:

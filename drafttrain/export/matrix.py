@@ -52,7 +52,7 @@ def renewed(page: str, facts: dict[str, Any]) -> str:
     return _between(page, BEGIN_ENGINES, END_ENGINES, engines(facts))
 
 
-def facts_beside(page: Path) -> dict[str, Any]:
+def facts_next_to(page: Path) -> dict[str, Any]:
     """The engines' results, from the file next to the page."""
     facts: dict[str, Any] = json.loads((page.parent / FACTS).read_text(encoding="utf-8"))
     return facts
@@ -102,4 +102,4 @@ def _reasons() -> list[str]:
 
 if __name__ == "__main__":
     file = Path(sys.argv[1])
-    file.write_text(renewed(file.read_text(encoding="utf-8"), facts_beside(file)), encoding="utf-8")
+    file.write_text(renewed(file.read_text(encoding="utf-8"), facts_next_to(file)), encoding="utf-8")

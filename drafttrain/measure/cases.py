@@ -60,16 +60,16 @@ def _case(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Case:
 
 
 def follow_ups(
-    cases: Sequence[Case], texts: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, room: int, most: int | None
+    cases: Sequence[Case], outputs: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, room: int, most: int | None
 ) -> tuple[list[Case], int]:
     """(the next turns of these cases, number of next turns left out as longer than `room` tokens).
 
-    texts: the replies to these cases, as token ids. most: turns of a dialogue at most.
+    outputs: the replies to these cases, as token ids. most: turns of a dialogue at most.
     """
     found = []
-    for case, text in zip(cases, texts, strict=True):
+    for case, output in zip(cases, outputs, strict=True):
         if case.turn < len(case.turns) and (most is None or case.turn < most):
-            replies = (*case.replies, str(tokenizer.decode(text, skip_special_tokens=True)).strip())
+            replies = (*case.replies, str(tokenizer.decode(output, skip_special_tokens=True)).strip())
             found.append(replace(case, tokens=encode_prompt(tokenizer, case.turns, replies), replies=replies))
     fitting = [case for case in found if len(case.tokens) <= room]
     return fitting, len(found) - len(fitting)

@@ -156,9 +156,9 @@ def _of_cases(evidence: Evidence, chosen: Sequence[int]) -> Keys:
     expected = everywhere = None
     if evidence.hits is not None:
         hits, ours = [evidence.hits[i] for i in chosen], [evidence.speculative[i] for i in chosen]
-        texts = [(case.origin, case.question_id, case.turns) for case in (evidence.cases[i] for i in chosen)]
+        dialogues = [(case.origin, case.question_id, case.turns) for case in (evidence.cases[i] for i in chosen)]
         counts_C2 = torch.tensor([[r.emitted - r.verifications, r.verifications] for r in ours])
-        expected = predicted(hits, evidence.paths, evidence.sampled, texts, counts_C2)
+        expected = predicted(hits, evidence.paths, evidence.sampled, dialogues, counts_C2)
         everywhere = expected_tau(hits, evidence.paths, evidence.sampled, visited=False)
     keys = acceptance_keys(pooled(evidence.speculative[i] for i in chosen), expected)
     keys |= {"expected_tau_all_positions": everywhere, "prompts": len(chosen)}

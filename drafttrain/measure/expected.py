@@ -69,11 +69,11 @@ class Prediction:
 
 
 def predicted(
-    hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, texts: Sequence[Hashable], measured_C2: Tensor
+    hits: Sequence[Hits], paths: Sequence[Path], sampled: bool, dialogues: Sequence[Hashable], measured_C2: Tensor
 ) -> Prediction | None:
     """Expected tau of these samples, compared with the measured tau; None without samples.
 
-    hits: one per case. texts: names the dialogue of each case, so that its turns count as one text. measured_C2: accepted
+    hits: one per case. dialogues: names the dialogue of each case, so that its turns count as one text. measured_C2: accepted
     drafts and verifications of each case. The gap covers all cases. Its interval pairs each text's prediction with its
     measurement, because a text that is hard to draft lowers both.
     """
@@ -81,7 +81,7 @@ def predicted(
     if tau is None:
         return None
     forced_C2 = step_sums([_arrivals(h, paths, sampled) for h in hits])
-    both_C4 = added_by(texts, torch.cat([forced_C2, measured_C2.double()], 1))
+    both_C4 = added_by(dialogues, torch.cat([forced_C2, measured_C2.double()], 1))
     paired_C4 = both_C4[(both_C4[:, 1] > 0) & (both_C4[:, 3] > 0)]
 
     def apart(sum_4: Tensor) -> Tensor:
@@ -122,9 +122,9 @@ def counted_paths(drafter: Drafter, hits: Sequence[Hits] | None, depth: int | No
     found in training is the best one for the training data.
     """
     proposal = drafter.proposal
-    texts = [h.rank_MK[:, :depth] for h in hits or () if len(h.rank_MK)]
-    if proposal.grown and texts:
-        return tuned_paths(texts, proposal.max_nodes - 1) or proposal.paths[:1]
+    ranks = [h.rank_MK[:, :depth] for h in hits or () if len(h.rank_MK)]
+    if proposal.grown and ranks:
+        return tuned_paths(ranks, proposal.max_nodes - 1) or proposal.paths[:1]
     return [path for path in drafter.proposal.paths if depth is None or len(path) <= depth]
 
 

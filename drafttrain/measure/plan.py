@@ -41,9 +41,9 @@ class Plan:
 def plan(seconds_per_wave: float, seconds: float, waves: int, repeats: int) -> Plan:
     """As many of the wanted waves and repeats as fit into `seconds`. Waves are cut first, then repeats; one of each remains.
 
-    round_seconds: all contenders once over one wave.
+    seconds_per_wave: all contenders once over one wave.
     """
-    rounds = max(1, int(seconds / seconds_per_wave)) if seconds_per_wave > 0 else waves * repeats
-    if rounds >= waves * repeats:
+    passes = max(1, int(seconds / seconds_per_wave)) if seconds_per_wave > 0 else waves * repeats
+    if passes >= waves * repeats:
         return Plan(waves, repeats)
-    return Plan(max(1, min(waves, rounds // repeats)), min(repeats, rounds))
+    return Plan(max(1, min(waves, passes // repeats)), min(repeats, passes))

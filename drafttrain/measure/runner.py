@@ -196,8 +196,8 @@ def _baseline(bench: Bench, cases: Sequence[Case], passes: int) -> tuple[list[Ca
     found = turn = list(cases[: len(plain)])
     replies, room = plain, bench.loaded.target.shape.max_positions - bench.decode.max_new_tokens
     while True:
-        texts = [r.tokens for r in replies]
-        turn, left_out = follow_ups(turn, texts, bench.loaded.tokenizer, room, bench.options.turns)
+        outputs = [r.tokens for r in replies]
+        turn, left_out = follow_ups(turn, outputs, bench.loaded.tokenizer, room, bench.options.turns)
         if left_out:
             bench.budget.notes.append(f"{left_out} further turns are too long for the target and were left out")
         if not turn:

@@ -10,14 +10,14 @@ from drafttrain.decoding.request import Result
 from drafttrain.measure.entry import Evidence
 from drafttrain.measure.exactness import Match
 
-TEXTS = 8  # outputs per checkpoint: the first ones, because the prompts alternate between categories
+OUTPUTS = 8  # outputs per checkpoint: the first ones, because the prompts alternate between categories
 PROMPT = 400  # characters of a prompt's end that are shown
 HALF = "\ufffd"  # a tokenizer decodes an incomplete character to this
 
 
 def samples(evidence: Evidence, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """`[accepted drafts, their text, the target's text]` for each verification of the first outputs."""
-    chosen = range(min(TEXTS, len(evidence.cases)))
+    chosen = range(min(OUTPUTS, len(evidence.cases)))
     return [_sample(evidence, i, tokenizer) for i in chosen]
 
 

@@ -19,7 +19,7 @@ from drafttrain.measure.entry import Evidence
 from drafttrain.measure.flags import best_entry
 from drafttrain.measure.html import render
 
-TEXTS = 50  # pairs of a sheet at most: a person reads them in an hour
+PAIRS = 50  # pairs of a sheet at most: a person reads them in an hour
 PLAIN, SPECULATIVE = "plain", "speculative"
 
 
@@ -31,10 +31,10 @@ def outputs(evidence: Evidence, tokenizer: PreTrainedTokenizerBase) -> list[dict
 
     found = []
     for case, plain, ours in zip(evidence.cases, evidence.plain, evidence.speculative, strict=True):
-        texts = {PLAIN: text(plain.tokens), SPECULATIVE: text(ours.tokens)}
-        if texts[PLAIN] != texts[SPECULATIVE]:
-            found.append({"question_id": case.question_id, "category": case.category, "prompt": text(case.tokens)} | texts)
-    return found[:TEXTS]
+        pair = {PLAIN: text(plain.tokens), SPECULATIVE: text(ours.tokens)}
+        if pair[PLAIN] != pair[SPECULATIVE]:
+            found.append({"question_id": case.question_id, "category": case.category, "prompt": text(case.tokens)} | pair)
+    return found[:PAIRS]
 
 
 def write_sheet(folder: Path, report: dict[str, Any]) -> list[Path]:

@@ -33,15 +33,15 @@ class Original:
         """The report's `target_change`. outputs: plain outputs of the adapted target."""
         count, adapted = min(len(self.outputs), len(outputs)), restored.loaded.target
         targets = {"original": self.loaded.target, "adapted": adapted}
-        texts = {"original_outputs": self.outputs[:count], "adapted_outputs": outputs[:count]}
+        lists = {"original_outputs": self.outputs[:count], "adapted_outputs": outputs[:count]}
         keys: dict[str, Any] = {
             "prompts": count,
-            "changed": sum(a != b for a, b in zip(*texts.values(), strict=True)),
+            "changed": sum(a != b for a, b in zip(*lists.values(), strict=True)),
             "perplexity": {kind: perplexity(target, self.held_out, target.device) for kind, target in targets.items()},
             "parameters": restored.matrices,
             "mib": own_bytes(adapted, self.loaded.target) / 2**20,
         }
-        for name, text in texts.items():
+        for name, text in lists.items():
             keys[name] = {
                 kind: mean_log_likelihood(target, self.prompts[:count], text, target.device) for kind, target in targets.items()
             }

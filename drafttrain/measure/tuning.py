@@ -73,7 +73,7 @@ def surface(
     return sorted(found, key=lambda p: -p.speedup)
 
 
-def shapes_of(drafter: Drafter, texts: Sequence[Tensor], trees: bool) -> list[Shape]:
+def shapes_of(drafter: Drafter, sequences: Sequence[Tensor], trees: bool) -> list[Shape]:
     """The proposals to compare: depths; for drafters with a tunable tree, depths and node counts, each with its best paths."""
     depths = [d for d in DEPTHS if d < drafter.draft_length] + [drafter.draft_length]
     proposal = drafter.proposal
@@ -82,7 +82,7 @@ def shapes_of(drafter: Drafter, texts: Sequence[Tensor], trees: bool) -> list[Sh
         return [Shape(d, sum(len(path) <= d for path in own)) for d in depths]
     found = {}
     for depth in depths:
-        cut = [text[:, :depth] for text in texts]
+        cut = [rank_MK[:, :depth] for rank_MK in sequences]
         for nodes in (n for n in CANDIDATES if n < MOST_NODES):
             paths = tuple(tuned_paths(cut, nodes))
             if paths:

@@ -273,9 +273,9 @@ def _here(opened: Opened, ids: list[list[int]], ending: Ending, length: int, dty
     def decode(begins: str) -> OwnDecoding:
         outputs = [decoded(target, drafter, prompt, ending, length, begins) for prompt in ids]
         tokens = [one.tokens[: ending.of(one.tokens)] for one in outputs]
-        texts = [str(opened.loaded.tokenizer.decode(own, skip_special_tokens=True)) for own in tokens]
+        strings = [str(opened.loaded.tokenizer.decode(own, skip_special_tokens=True)) for own in tokens]
         emitted = [max(0, len(own) - one.first) for own, one in zip(tokens, outputs, strict=True)]
-        return OwnDecoding(tokens, texts, emitted, [len(one.counted(ending, "cut")) for one in outputs])
+        return OwnDecoding(tokens, strings, emitted, [len(one.counted(ending, "cut")) for one in outputs])
 
     return decode
 

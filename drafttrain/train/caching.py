@@ -88,9 +88,9 @@ class Caching:
         description = {"target": target.fingerprint, "dtype": self.loaded.description["dtype"]}
         return Store(self.root.resolve(), layout, form, description)
 
-    def _collate(self, texts: Sequence[Ids]) -> TrainBatch:
+    def _collate(self, sequences: Sequence[Ids]) -> TrainBatch:
         pad = self.loaded.tokenizer.pad_token_id
-        return collate([Encoded(ids, np.ones(len(ids), np.bool_)) for ids in texts], 0 if pad is None else pad)
+        return collate([Encoded(ids, np.ones(len(ids), np.bool_)) for ids in sequences], 0 if pad is None else pad)
 
     def _missing(self, store: Store, world: World, console: Console) -> list[int]:
         """Numbers of the shards that are missing or damaged. Every process checks its share."""

@@ -71,7 +71,7 @@ class StepBatches:
 
 
 OUT_OF_REACH = 2**31  # a rank that no path contains
-FOLDS = 4  # cross-validation folds of the held-out texts
+FOLDS = 4  # cross-validation folds of the held-out sequences
 
 
 class Trainer:
@@ -282,19 +282,21 @@ class Trainer:
         confidences = [(h.confidence_MK, h.rank_MK == 0, h.mass_MK) for h in hits if h.confidence_MK is not None]
         if confidences and drafter.calibration is not None:
             drafter.calibration.fit(*(torch.cat(column) for column in zip(*confidences, strict=True)))
-        texts = [text for h in hits for text in h.rank_MK.split(h.length_D)]
+        sequences = [rank_MK for h in hits for rank_MK in h.rank_MK.split(h.length_D)]
         if not target.trees:  # a rank that no path reaches: what is left to choose from is the chain
-            texts = [torch.where(text == 0, 0, OUT_OF_REACH) for text in texts]
-        if texts:
-            sum_C2 = tuned_sums(drafter, texts, (self.job.nodes or self._best_nodes(texts)) if drafter.proposal.tunable else 0)
+            sequences = [torch.where(rank_MK == 0, 0, OUT_OF_REACH) for rank_MK in sequences]
+        if sequences:
+            sum_C2 = tuned_sums(
+                drafter, sequences, (self.job.nodes or self._best_nodes(sequences)) if drafter.proposal.tunable else 0
+            )
             self.progress.expected_tau, interval = float(accepted_length(sum_C2.sum(0))), tau_interval(sum_C2)
             self.progress.expected_interval = None if interval is None else list(interval)
 
-    def _best_nodes(self, texts: list[Tensor]) -> int:
+    def _best_nodes(self, sequences: list[Tensor]) -> int:
         """The fastest number of nodes on rank 0's device. Its weights are whole: `fit` refuses sharded weights before."""
         drafter = self.job.drafter
         drafter.eval()
-        found = best_nodes(self.job.loaded.target, drafter, texts) if self.world.first else 0
+        found = best_nodes(self.job.loaded.target, drafter, sequences) if self.world.first else 0
         drafter.train()
         return int(self.world.share(found))
 
@@ -317,20 +319,20 @@ class Trainer:
         return saved
 
 
-def tuned_sums(drafter: Drafter, texts: list[Tensor], nodes: int) -> Tensor:
-    """[texts, 2] accepted drafts and verifications of each text. A tunable drafter ends up tuned on all texts.
+def tuned_sums(drafter: Drafter, sequences: list[Tensor], nodes: int) -> Tensor:
+    """[sequences, 2] accepted drafts and verifications of each sequence. A tunable drafter ends up tuned on all sequences.
 
-    Each text is counted with a tree tuned on the other texts (cross-validation). With a tree tuned on the text itself, tau of a
-    few texts would be up to a tenth too high.
+    Each sequence is counted with a tree tuned on the other ones (cross-validation). With a tree tuned on the sequence itself,
+    tau of a few sequences would be up to a tenth too high.
     """
-    folds = min(FOLDS, len(texts)) if drafter.proposal.tunable else 1
-    sum_C2 = torch.zeros(len(texts), 2, dtype=torch.float64)
+    folds = min(FOLDS, len(sequences)) if drafter.proposal.tunable else 1
+    sum_C2 = torch.zeros(len(sequences), 2, dtype=torch.float64)
     for fold in range(folds if folds > 1 else 0):
-        drafter.proposal.tune([text for i, text in enumerate(texts) if i % folds != fold], nodes)
-        sum_C2[fold::folds] = step_sums([arrivals(text, drafter.proposal.paths) for text in texts[fold::folds]])
+        drafter.proposal.tune([rank_MK for i, rank_MK in enumerate(sequences) if i % folds != fold], nodes)
+        sum_C2[fold::folds] = step_sums([arrivals(rank_MK, drafter.proposal.paths) for rank_MK in sequences[fold::folds]])
     if drafter.proposal.tunable:
-        drafter.proposal.tune(texts, nodes)
-    return sum_C2 if folds > 1 else step_sums([arrivals(text, drafter.proposal.paths) for text in texts])
+        drafter.proposal.tune(sequences, nodes)
+    return sum_C2 if folds > 1 else step_sums([arrivals(rank_MK, drafter.proposal.paths) for rank_MK in sequences])
 
 
 def tensor_names(job: TrainingJob) -> dict[str, str]:

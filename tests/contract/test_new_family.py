@@ -17,7 +17,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.drafters import Family, families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, checkpoint_name, load_drafter, save_drafter
-from drafttrain.export.table import asked
+from drafttrain.export.table import stacks_for
 from drafttrain.features.online import Online
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.model.batch import TrainBatch
@@ -121,7 +121,7 @@ def test_a_family_of_one_file(family: Family, tmp_path: Path) -> None:
     entry = report["checkpoints"][0]
     assert 1.0 <= entry["tau"] <= 2.0 and entry["exact_matches"] == 3
     with pytest.raises(UserError, match="one_head cannot be exported: no layout is written for it yet"):
-        asked("one_head", "vllm")
+        stacks_for("one_head", "vllm")
 
 
 def _fit(drafter: torch.nn.Module, target: object, tokens: list[int], steps: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from drafttrain.cli.config import compose_run
-from drafttrain.cli.overview import COMMANDS, recipe_files
+from drafttrain.cli.help import COMMANDS, recipe_files
 from drafttrain.export import serve
 from drafttrain.export.files import Source
 

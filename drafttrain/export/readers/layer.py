@@ -155,6 +155,6 @@ def _llama3(plain_F: Tensor, scaling: dict[str, Any]) -> Tensor:
     """Divide low frequencies by `factor`, keep high ones, and blend those between (Llama 3.1)."""
     factor, length = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    turns_F = length * plain_F / (2 * torch.pi)
-    share_F = ((turns_F - low) / (high - low)).clamp(0.0, 1.0)
+    cycles_F = length * plain_F / (2 * torch.pi)
+    share_F = ((cycles_F - low) / (high - low)).clamp(0.0, 1.0)
     return plain_F * (share_F + (1.0 - share_F) / factor)

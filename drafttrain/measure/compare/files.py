@@ -17,15 +17,15 @@ PAIRS = ("figure", "first", "second", "prompts", "difference", "low", "high", "p
 
 def write_comparison(folder: Path, comparison: Comparison, command: str) -> list[Path]:
     """Write the four files atomically and return them. Other files in the folder stay."""
-    texts = {
+    contents = {
         "compare.csv": cells.csv_text(*figure_rows(comparison)),
         "pairs.csv": cells.csv_text(list(PAIRS), [_pair(comparison, pair) for pair in comparison.pairs]),
         "compare.md": markdown(comparison),
         "compare.html": page(comparison, command),
     }
-    for name, text in texts.items():
+    for name, text in contents.items():
         atomic_write_text(folder / name, text)
-    return [folder / name for name in texts]
+    return [folder / name for name in contents]
 
 
 def markdown(comparison: Comparison) -> str:

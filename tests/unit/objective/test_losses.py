@@ -13,7 +13,7 @@ from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import FINAL
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
-from drafttrain.ops.divergence import AT_ONCE, NAMES, divergence, outcome, reference
+from drafttrain.ops.divergence import AT_ONCE, NAMES, divergence, reference, scores
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 
@@ -63,12 +63,12 @@ def test_the_twin_works_on_some_rows_at_a_time(name: str, rows: int, monkeypatch
     monkeypatch.setitem(AT_ONCE, "cpu", rows * 11)
     q, p = torch.randn(7, 11, generator=torch.Generator().manual_seed(0)), torch.randn(7, 11)
     label = torch.arange(7)
-    whole, parts = reference(q, p, label, name, want_slope=True), outcome(q, p, label, name, want_slope=True)
+    whole, parts = reference(q, p, label, name, want_slope=True), scores(q, p, label, name, want_slope=True)
     for a, b in zip(parts, whole, strict=True):
         assert a is not None and b is not None
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-    assert outcome(q, p, label, name, want_slope=False).slope_CV is None
-    assert outcome(q, p, label, name, want_slope=True, into=q).slope_CV is q
+    assert scores(q, p, label, name, want_slope=False).slope_CV is None
+    assert scores(q, p, label, name, want_slope=True, into=q).slope_CV is q
     torch.testing.assert_close(q, whole.slope_CV, rtol=1e-6, atol=1e-7)
 
 
