@@ -22,7 +22,7 @@ from drafttrain.drafters.checkpoint import (
 )
 from drafttrain.drafters.checkpoint import save_drafter as save_weights
 from drafttrain.model.drafter import Drafter
-from drafttrain.runs.given_checkpoint import Given
+from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.placement import built
 from drafttrain.targets.load import LoadedTarget
 
@@ -114,7 +114,7 @@ def load_drafter(checkpoint: str | Path, target: LoadedTarget, *, trainable: boo
     Raises:
         UserError: The checkpoint is missing, damaged or of another target, or it has an adapter and `trainable` is set.
     """
-    found = Given.of(str(checkpoint))
+    found = CheckpointSource.of(str(checkpoint))
     directory = found.checkpoint(target, _silent)
     meta = read_meta(directory)
     options = options_of(directory, meta)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar
 
-from drafttrain.cli.complaints import nearest
 from drafttrain.cli.config import Run, compose_run, override
+from drafttrain.cli.error_messages import nearest
 from drafttrain.cli.main import user_errors
 from drafttrain.core.errors import UserError
 from drafttrain.targets import TargetOptions

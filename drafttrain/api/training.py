@@ -100,7 +100,7 @@ def _named(records: Listed | None, conversations: Any) -> dict[str, Any]:
 
 def _trained(options: Any, resolved: dict[str, Any], ready: Ready) -> TrainingRun:
     from drafttrain.commands.fit import fit  # DeepSpeed is needed from here on
-    from drafttrain.train.keeper import Progress, best_checkpoint
+    from drafttrain.train.checkpoint_manager import Progress, best_checkpoint
 
     try:
         with user_errors():

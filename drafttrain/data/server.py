@@ -177,7 +177,7 @@ class _Sender:
                 until = until or monotonic() + self.options.patience
                 if monotonic() >= until:
                     raise UserError(
-                        f"{self.options.url}: {retry}, for {self.options.patience:g} s; what is answered is kept: start the "
+                        f"{self.options.url}: {retry}, for {self.options.patience:g} s; the answers so far are kept: start the "
                         "server and repeat the command, or raise prepare.patience"
                     ) from retry
                 if retry.after:

@@ -95,11 +95,13 @@ def join(size: int, device: torch.device) -> Part:
 def end_at_exit() -> None:
     """Destroy the process group at exit if the process has not done so itself, because of an error or a mistake.
 
-    Otherwise gloo's threads would abort the process with another exit code than its own.
+    Otherwise gloo's threads would abort the process with another exit code than its own. A forked child has the group without
+    its threads and leaves it alone.
     """
+    owner = os.getpid()
 
     def end() -> None:
-        if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        if os.getpid() == owner and distributed.is_initialized() and distributed.get_backend() == "gloo":
             distributed.destroy_process_group()
 
     atexit.register(end)

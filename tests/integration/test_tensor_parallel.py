@@ -241,7 +241,7 @@ def test_measure_reports_what_one_process_reports(command: Callable[..., int], c
     [
         (
             ("generate", "prompt=x", "target.tensor_parallel=2"),
-            "processes are 1; set launcher.nproc=2, or start them with torchrun",
+            "number of processes is 1; set launcher.nproc=2, or start them with torchrun",
         ),
         (("generate", "prompt=x", "target.tensor_parallel=0"), "target.tensor_parallel is 0; set it to 1 or more"),
         (("generate", "target.tensor_parallel=2"), "cannot share a terminal or standard input; give prompt=TEXT"),

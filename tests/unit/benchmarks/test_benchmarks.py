@@ -110,7 +110,7 @@ def test_the_objective_s_memory_is_a_chunk_s(monkeypatch: pytest.MonkeyPatch) ->
     short, long = beyond(512, 4096), beyond(2048, 4096)
     assert 2.5 * chunk < short < 4 * chunk
     assert long - short < 0.3 * chunk
-    monkeypatch.setattr(losses, "LOGITS", 64 * 4096)
+    monkeypatch.setattr(losses, "MAX_LOGITS", 64 * 4096)
     assert abs(beyond(512, 16_384) - short) < 0.3 * chunk
 
 

@@ -271,7 +271,7 @@ def test_another_setting_does_not_mix_into_a_journal(
     [
         ([], "out is not set"),
         (["out=."], "out is '.'; name a new directory"),
-        (["out=taken"], "out=taken is there already"),
+        (["out=taken"], "out=taken exists"),
         (["out=x", "prepare.drop=[lop]"], "prepare.drop names lop; the rules are empty, truncated, loop, refusal"),
         (["out=x", "prepare.samples=0"], "prepare.samples is 0"),
         (["out=x", "prepare.temperatures=[-1]"], "temperature is -1"),

@@ -1,5 +1,7 @@
 """How a batch is divided among processes and micro-batches."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -35,3 +37,18 @@ def test_processes_that_hold_sequences_together_share_a_batch_as_one() -> None:
     for together in (0, 3, 8):
         with pytest.raises(UserError, match=r"train.sequence_parallel is .; set it to a divisor .* 4"):
             divided(replace(options, sequence_parallel=together), world)
+
+
+def test_a_forked_child_leaves_the_group_of_its_parent_alone() -> None:
+    """gloo's threads are not in the child, which would end with signal 11."""
+    script = (
+        "import atexit, os, torch\n"
+        "from drafttrain.train.engine import join_world\n"
+        "join_world(torch.device('cpu'))\n"
+        "pid = os.fork()\n"
+        "if not pid:\n"
+        "    atexit._run_exitfuncs()\n"
+        "    os._exit(0)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120).returncode == 0
