@@ -152,28 +152,11 @@ def _prepare(options: RunOptions, world: World, where: Placement, console: Conso
         raise UserError("train.on_policy needs one conversation per row, but data.pack puts several in a row; leave one out")
     check_features(options.features, drafter, options.train, loaded.target.shape.vocab_size)
     _check_end(options, loaded, drafter)
-    about, path = loaded.description, loaded.description["path"] or loaded.description["name"]
-    size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
-    console.say(f"target: {about['architecture']}, {size} ({path}, {about['runner']} runner)")
     if options.decode.tree_nodes is None and drafter.proposal.tunable and options.deepspeed.zero_stage == 3:
         raise UserError(
             "decode.tree_nodes=null needs whole weights, but ZeRO stage 3 shards them; set decode.tree_nodes or a lower stage"
         )
-    if about["runner_reason"]:
-        console.say(f"the fast runner cannot run this target: {about['runner_reason']}")
-    if about["attention_reason"]:
-        console.say(f"target.attention is eager: {about['attention_reason']}")
-    if about.get("weights"):
-        console.say(f"target.weights={about['weights']} saves memory, not time: weights are dequantised for each product")
-    operators = library.state_on(loaded.target.device)
-    if not operators.loaded:
-        console.say(f"operators: {operators.text}")
-    begun = f", from {options.train.init}" if start and options.train.init else ""
-    console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters{begun}")
-    if adapter is not None:
-        console.say(f"adapter of the target: rank {adapter.spec.rank}, {trainable(adapter):,} trainable parameters")
-    if drafter.remark:
-        console.say(drafter.remark)
+    _print_models(options, loaded, drafter, adapter, bool(start), console)
     data = Dataset([], [], {})
     if drafter.trained:
         records = ready.records if ready else None
@@ -197,6 +180,30 @@ def _prepare(options: RunOptions, world: World, where: Placement, console: Conso
         quick_measure=quick_measure,
         quick_measure_every=options.measure.every,
     )
+
+
+def _print_models(
+    options: RunOptions, loaded: LoadedTarget, drafter: Drafter, adapter: Adapter | None, started: bool, console: Console
+) -> None:
+    """Print target, drafter and adapter with their sizes. started: training begins with the weights of `train.init`."""
+    about, path = loaded.description, loaded.description["path"] or loaded.description["name"]
+    size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
+    console.say(f"target: {about['architecture']}, {size} ({path}, {about['runner']} runner)")
+    if about["runner_reason"]:
+        console.say(f"the fast runner cannot run this target: {about['runner_reason']}")
+    if about["attention_reason"]:
+        console.say(f"target.attention is eager: {about['attention_reason']}")
+    if about.get("weights"):
+        console.say(f"target.weights={about['weights']} saves memory, not time: weights are dequantised for each product")
+    operators = library.state_on(loaded.target.device)
+    if not operators.loaded:
+        console.say(f"operators: {operators.text}")
+    begun = f", from {options.train.init}" if started and options.train.init else ""
+    console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters{begun}")
+    if adapter is not None:
+        console.say(f"adapter of the target: rank {adapter.spec.rank}, {trainable(adapter):,} trainable parameters")
+    if drafter.remark:
+        console.say(drafter.remark)
 
 
 def _check_end(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> None:

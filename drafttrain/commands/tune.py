@@ -16,7 +16,8 @@ from rich.console import Console
 from drafttrain.core.errors import UserError, check_at_least
 from drafttrain.core.files import atomic_write_json
 from drafttrain.decoding.decoder import Decoded
-from drafttrain.drafters.checkpoint import TUNED, keep_tuned, load_checkpoint, read_meta
+from drafttrain.drafters.checkpoint import load_checkpoint, read_meta
+from drafttrain.drafters.tuned_settings import TUNED, keep_tuned
 from drafttrain.measure import MeasureOptions, TuneOptions, cells
 from drafttrain.measure.acceptance import pooled
 from drafttrain.measure.bench import Bench

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from drafttrain import __version__
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import read_sealed_json, remove_directory, remove_leftovers, write_sealed_json
 from drafttrain.drafters import families
+from drafttrain.drafters.tuned_settings import tuned_settings
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import LoraSpec, Target, TargetShape
 from drafttrain.targets.adapt import Adapter, adapted
@@ -32,7 +33,6 @@ from drafttrain.targets.quantised import whole_fingerprint
 SCHEMA_VERSION = 1
 WEIGHTS = "drafter.safetensors"
 META = "drafter.json"
-TUNED = "decode.json"
 ADAPTER = "adapter."
 NAME = re.compile(r"step-(\d+)")
 ANOTHER = "use another checkpoint of the run, or train it again"
@@ -216,48 +216,6 @@ def _checked(meta: CheckpointMeta) -> CheckpointMeta:
         if not isinstance(value := getattr(meta, name), kind):
             raise TypeError(f"{name} is {value!r:.60}")
     return meta
-
-
-def tuned_settings(directory: Path) -> dict[str, Any]:
-    """The settings that `drafttrain tune` found best; empty without its file. Raises UserError for a damaged one."""
-    file = directory / TUNED
-    if not file.is_file():
-        return {}
-    settings = read_sealed_json(file, "what drafttrain tune writes", "delete it, or tune again").get("settings")
-    wrong = _wrong_setting(settings) if isinstance(settings, dict) else "no settings"
-    if wrong is not None:
-        raise UserError(f"{file}: expected what drafttrain tune writes, got {wrong}; delete it, or tune again")
-    assert isinstance(settings, dict)
-    return settings
-
-
-def _wrong_setting(settings: dict[str, Any]) -> str | None:
-    """The first that is unknown, or has another type than its own."""
-
-    def whole(value: Any, least: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-    kinds: dict[str, Callable[[Any], bool]] = {
-        "draft_length": lambda value: whole(value, 1),
-        "nodes": lambda value: whole(value, 1),
-        "paths": lambda value: (
-            isinstance(value, list) and all(isinstance(p, list) and p and all(whole(rank, 0) for rank in p) for p in value)
-        ),
-        "draft_temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
-        "temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
-    }
-    for name, value in settings.items():
-        if name not in kinds:
-            return f"the setting {name!r}"
-        if not kinds[name](value):
-            return f"{name} {value!r}"[:80]
-    return None
-
-
-def keep_tuned(directory: Path, settings: dict[str, Any], about: dict[str, Any]) -> Path:
-    """Write the settings that the checkpoint is decoded with from here on; about: where they come from."""
-    write_sealed_json(directory / TUNED, {"settings": settings, "tuned": about})
-    return directory / TUNED
 
 
 def check_target(directory: Path, trained: TargetRecord, target: Target) -> None:

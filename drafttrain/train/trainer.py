@@ -14,7 +14,6 @@ from torch import Tensor
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.core.files import atomic_directory
 from drafttrain.core.intervals import accepted_length, tau_interval, with_interval
-from drafttrain.core.tree import arrivals, step_sums
 from drafttrain.data.dataset import Dataset, check_supervised, collate, shard, token_counts
 from drafttrain.decoding.tree_size import best_nodes
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, adapter_state, checkpoint_name, filled
@@ -37,6 +36,7 @@ from drafttrain.train.profile import Profile, window
 from drafttrain.train.progress import Console, RunningMeans
 from drafttrain.train.schedule import learning_rate
 from drafttrain.train.telemetry import Meter, StepCost
+from drafttrain.train.tree_tuning import tuned_sums
 from drafttrain.train.ulysses import sequence_group
 from drafttrain.train.watchdog import Watchdog
 
@@ -71,7 +71,6 @@ class StepBatches:
 
 
 OUT_OF_REACH = 2**31  # a rank that no path contains
-FOLDS = 4  # cross-validation folds of the held-out sequences
 
 
 class Trainer:
@@ -317,22 +316,6 @@ class Trainer:
             )
         self.meter.pause()
         return saved
-
-
-def tuned_sums(drafter: Drafter, sequences: list[Tensor], nodes: int) -> Tensor:
-    """[sequences, 2] accepted drafts and verifications of each sequence. A tunable drafter ends up tuned on all sequences.
-
-    Each sequence is counted with a tree tuned on the other ones (cross-validation). With a tree tuned on the sequence itself,
-    tau of a few sequences would be up to a tenth too high.
-    """
-    folds = min(FOLDS, len(sequences)) if drafter.proposal.tunable else 1
-    sum_C2 = torch.zeros(len(sequences), 2, dtype=torch.float64)
-    for fold in range(folds if folds > 1 else 0):
-        drafter.proposal.tune([rank_MK for i, rank_MK in enumerate(sequences) if i % folds != fold], nodes)
-        sum_C2[fold::folds] = step_sums([arrivals(rank_MK, drafter.proposal.paths) for rank_MK in sequences[fold::folds]])
-    if drafter.proposal.tunable:
-        drafter.proposal.tune(sequences, nodes)
-    return sum_C2 if folds > 1 else step_sums([arrivals(rank_MK, drafter.proposal.paths) for rank_MK in sequences])
 
 
 def tensor_names(job: TrainingJob) -> dict[str, str]:

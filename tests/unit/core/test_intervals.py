@@ -20,7 +20,7 @@ from drafttrain.measure import cells
 from drafttrain.measure.expected import Prediction, counted_paths, expected_tau, predicted
 from drafttrain.measure.table import console_table
 from drafttrain.objective.losses import Hits
-from drafttrain.train.trainer import tuned_sums
+from drafttrain.train.tree_tuning import tuned_sums
 from tests.helpers import tiny_target
 from tests.reports import entry_of
 

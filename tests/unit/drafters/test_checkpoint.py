@@ -25,8 +25,8 @@ from drafttrain.drafters.checkpoint import (
     read_meta,
     read_weights,
     save_drafter,
-    tuned_settings,
 )
+from drafttrain.drafters.tuned_settings import TUNED, keep_tuned, tuned_settings
 from drafttrain.model.target import TargetShape
 
 
@@ -272,11 +272,11 @@ def test_other_failures_are_not_called_a_full_disk(tmp_path: Path, monkeypatch: 
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", [checkpoint.META, checkpoint.TUNED])
+@pytest.mark.parametrize("name", [checkpoint.META, TUNED])
 def test_a_changed_byte_is_found_or_changes_nothing(name: str, saved: Path) -> None:
     """Every byte of the file, to a few others."""
     settings = {"draft_length": 2, "paths": [[0], [0, 1]], "draft_temperature": 0.7, "temperature": 0.8}
-    checkpoint.keep_tuned(saved, settings, {"batch_size": 1, "environment": {"device": "cpu"}})
+    keep_tuned(saved, settings, {"batch_size": 1, "environment": {"device": "cpu"}})
     file, wanted = saved / name, (read_meta(saved), tuned_settings(saved))
     before, found = file.read_bytes(), 0
     for at in range(len(before)):
@@ -309,6 +309,6 @@ WRONG += [("temperature", "NaN"), ("draft_temperature", "-0.5"), ("lenght", "2")
 
 @pytest.mark.parametrize("content", [*NO_SETTINGS, *(f'{{"settings": {{"{name}": {value}}}}}' for name, value in WRONG)])
 def test_decode_settings_of_another_kind_are_one_line(content: str, saved: Path) -> None:
-    (saved / checkpoint.TUNED).write_text(content)
-    with pytest.raises(UserError, match=rf"{checkpoint.TUNED}: expected what drafttrain tune writes, got .*; delete it"):
+    (saved / TUNED).write_text(content)
+    with pytest.raises(UserError, match=rf"{TUNED}: expected what drafttrain tune writes, got .*; delete it"):
         tuned_settings(saved)

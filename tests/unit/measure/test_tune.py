@@ -14,7 +14,8 @@ import torch
 from drafttrain.commands import tune as tune_file
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
-from drafttrain.drafters.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter, tuned_settings
+from drafttrain.drafters.checkpoint import CheckpointMeta, checkpoint_name, load_drafter, save_drafter
+from drafttrain.drafters.tuned_settings import tuned_settings
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.cases import Case
 from drafttrain.measure.decoding import decoder_of, depth_limit

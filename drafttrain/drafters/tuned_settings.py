@@ -1,0 +1,54 @@
+"""The settings that `drafttrain tune` found best for a checkpoint, in its `decode.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from drafttrain.core.errors import UserError
+from drafttrain.core.files import read_sealed_json, write_sealed_json
+
+TUNED = "decode.json"
+
+
+def tuned_settings(directory: Path) -> dict[str, Any]:
+    """The settings that `drafttrain tune` found best; empty without its file. Raises UserError for a damaged one."""
+    file = directory / TUNED
+    if not file.is_file():
+        return {}
+    settings = read_sealed_json(file, "what drafttrain tune writes", "delete it, or tune again").get("settings")
+    wrong = _wrong_setting(settings) if isinstance(settings, dict) else "no settings"
+    if wrong is not None:
+        raise UserError(f"{file}: expected what drafttrain tune writes, got {wrong}; delete it, or tune again")
+    assert isinstance(settings, dict)
+    return settings
+
+
+def _wrong_setting(settings: dict[str, Any]) -> str | None:
+    """The first that is unknown, or has another type than its own."""
+
+    def whole(value: Any, least: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "draft_length": lambda value: whole(value, 1),
+        "nodes": lambda value: whole(value, 1),
+        "paths": lambda value: (
+            isinstance(value, list) and all(isinstance(p, list) and p and all(whole(rank, 0) for rank in p) for p in value)
+        ),
+        "draft_temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
+        "temperature": lambda value: isinstance(value, float) and 0.0 <= value < float("inf"),
+    }
+    for name, value in settings.items():
+        if name not in kinds:
+            return f"the setting {name!r}"
+        if not kinds[name](value):
+            return f"{name} {value!r}"[:80]
+    return None
+
+
+def keep_tuned(directory: Path, settings: dict[str, Any], about: dict[str, Any]) -> Path:
+    """Write the settings that the checkpoint is decoded with from here on; about: where they come from."""
+    write_sealed_json(directory / TUNED, {"settings": settings, "tuned": about})
+    return directory / TUNED
