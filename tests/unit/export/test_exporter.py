@@ -342,12 +342,12 @@ def test_lmdeploy_takes_blocks_for_qwen3_alone(tmp_path: Path) -> None:
 def test_the_page_shows_the_table_of_now() -> None:
     file = ROOT / "docs" / "export.md"
     page = file.read_text(encoding="utf-8")
-    assert matrix.renewed(page, matrix.facts_beside(file)) == page, "run make export-matrix"
+    assert matrix.renewed(page, matrix.facts_next_to(file)) == page, "run make export-matrix"
 
 
 def test_the_page_shows_no_run_that_did_not_hold() -> None:
     """And of broken exports none that got past: the texts were the target's own, what was accepted was not ours."""
-    facts = matrix.facts_beside(ROOT / "docs" / "export.md")
+    facts = matrix.facts_next_to(ROOT / "docs" / "export.md")
     assert all(run["ours"] == run["theirs"] and run["same_texts"] == run["prompts"] for run in facts["runs"].values())
     assert all(run["ours"] != run["theirs"] and run["same_texts"] == run["prompts"] for run in facts["broken"].values())
     assert all(isinstance(TABLE[run["family"]][run["stack"]], Layout) for run in facts["runs"].values())
