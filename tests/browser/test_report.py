@@ -61,7 +61,7 @@ def test_marks_say_the_reports_figures(opened: Open, file: Path) -> None:
     assert "step-00002, position 2, accepted 60.0%, if all earlier drafts were, 95% interval 50% to 70%" in marks(
         browser, "acceptance"
     )
-    assert "step-00001, batch 4, 0.80x (0.70 to 0.90), tau 2.00, 100 against 100 tokens/s" in marks(browser, "speedup")
+    assert "step-00001, batch 4, 0.80x (0.70 to 0.90), tau 2.00, 100 tokens/s, plain 100" in marks(browser, "speedup")
     assert (
         "step-00002: faster than plain decoding up to a batch size of about 3." in browser.find_element(By.ID, "crossover").text
     )
