@@ -38,6 +38,7 @@ WHEELS = (  # without dependencies: torch and transformers themselves ask for ji
     "python-dateutil", "rich", "typing-inspection", "xxhash",
 )  # fmt: skip
 HEAVY = {  # bytes for Python 3.12; what does without it
+    "llguidance": "3 MB: no `decode.guard.json`, no count of valid JSON; the suites use neither",
     "matplotlib": "with its own dependencies 25 MB: reports have no figures",
     "pandas": "12 MB: `datasets` reads nothing; the suites read JSON lines",
     "wandb": "20 MB: runs log to files, `logger=none`",

@@ -6,8 +6,10 @@ Blanks may surround the value, and so may a ``` fence with or without a language
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher, LLTokenizer
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 TICKS = "```"
 BLANKS = " \t\n\r"
@@ -65,6 +67,8 @@ class JsonText:
 @cache
 def _start(fence: bool) -> LLMatcher:
     """A matcher at the beginning of a text; to be copied."""
+    from llguidance import LLMatcher, LLTokenizer  # only here: the GPU suites run without it
+
     matcher = LLMatcher(LLTokenizer("byte"), FENCED if fence else BARE)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
