@@ -12,6 +12,8 @@ from typing import Any
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Target
 
+OTHERS = ("checkpoint", "common", "tuned_settings")  # no families; `checkpoint` imports peft, which the GPU suites run without
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -27,6 +29,8 @@ def families() -> dict[str, Family]:
     """Every family by name, found by looking at the files of this folder."""
     found = {}
     for module in pkgutil.iter_modules(__path__):
+        if module.name in OTHERS:
+            continue
         family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
         if isinstance(family, Family):
             found[family.name] = family

@@ -64,7 +64,7 @@ def test_an_engine_and_a_broken_export(
 ) -> None:
     assert command(*asked(exported, checkpoint)) == 0
     said = capsys.readouterr().out
-    assert "by transformers" in said and "2 of 2 the target's" in said and "tau" in said
+    assert "by transformers" in said and "2 of 2 as the target" in said and "tau" in said
     (file,) = tmp_path.glob("outputs/verify/*/verification.json")
     report = json.loads(file.read_text())
     assert report["holds"] and report["ours"] == report["theirs"] > 0
@@ -86,7 +86,7 @@ def test_an_engine_and_a_broken_export(
         weights.write_bytes(whole)
         (exported / LISTED).write_bytes(sums)
     caught = capsys.readouterr()
-    assert "2 of 2 the target's" in caught.out
+    assert "2 of 2 as the target" in caught.out
     assert "drafttrain: Parity: accepted drafts: transformers accepts" in caught.err
 
 
