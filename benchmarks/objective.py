@@ -1,4 +1,4 @@
-"""The objective, chunk by chunk and recomputed (`drafttrain/objective/losses.py`), compared with one that keeps all logits.
+"""The objective, chunk by chunk (`drafttrain/objective/losses.py`), compared with one that keeps all logits.
 
 Head, divergence KL(p || q) and all gradients, for a drafter whose only weights are its output matrix. The alternative is the
 simple way: both models' logits of all positions as [T, V] tensors, with autograd's saved tensors. It computes neither the

@@ -6,7 +6,7 @@ For a drafter of one layer trained on its own outputs: EAGLE-3 with the settings
 micro-batch of T tokens in rows of S, on each of n processes:
 
     operations = T (2 N + 4 L S A)              the target's forward: N weights in its L blocks, attention of width A
-               + T K 2 V H                      its head, for each of K predictions
+               + T 2 V H                        its head, once for all K predictions
                + T (4 F + K (6 (W + D H) + 14 S A))   the drafter: fusion F, layer W and head D H trained, attention
     bytes      = 2 (n - 1) / n G                the drafter's gradients, G bytes: summed, and weights or gradients returned
                + (n - 1) / n B                  target.placement=zero3: B bytes of blocks
@@ -94,7 +94,7 @@ class Sizes:
         return tokens * (2.0 * self.N + 4.0 * self.L * length * self.A)
 
     def operations(self, tokens: int, length: int) -> float:
-        predictions = 2.0 * self.K * self.V * self.H
+        predictions = 2.0 * self.V * self.H
         drafter = 4.0 * self.F + self.K * (6.0 * (self.W + self.D * self.H) + 14.0 * length * self.A)
         return self.target_operations(tokens, length) + tokens * (predictions + drafter)
 

@@ -19,6 +19,7 @@ class Settings:
     repeats: int
     divide: int = 1  # all sizes are divided by it
     say: Callable[[str], None] = lambda text: None  # shows a line of progress
+    base: Path | None = None  # an older checkout to compare with
 
     def of(self, size: int, least: int = 1) -> int:
         """A size, divided."""

@@ -36,11 +36,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, target: HFTarget, noise: float = 0.0) -> Drafter:
-    """A fresh drafter. With noise its weights are perturbed, so that none has a special value."""
+def build(name: str, target: HFTarget, noise: float = 0.0, **options: Any) -> Drafter:
+    """A fresh drafter. With noise its weights are perturbed, so that none has a special value. options: replace its own."""
     family = families()[name]
     torch.manual_seed(1)
-    drafter = family.build(family.options(**SHAPES.get(name, {})), target)
+    drafter = family.build(family.options(**SHAPES.get(name, {}) | options), target)
     for parameter in drafter.parameters():
         parameter.data.add_(noise * torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0).clamp_min(0.02))
     return drafter.eval()

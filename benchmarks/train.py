@@ -1,6 +1,6 @@
 """Training compared with named alternatives, as ratios taken in one run: interleaved, median of repeats.
 
-    python -m benchmarks.train [SECTION ...] [--repeats 5] [--device auto] [--divide N] [--results DIR]
+    python -m benchmarks.train [SECTION ...] [--repeats 5] [--device auto] [--divide N] [--results DIR] [--base DIR]
 
 The compared sides of a section must compute the same before timing; otherwise only that is printed, and the exit code is 1.
 Each section writes its figures to DIR/SECTION.json, and a plot where there is one.
@@ -9,7 +9,7 @@ packing: rows that hold several conversations, compared with one conversation pe
 compared with one that keeps all logits: time and peak memory by vocabulary and length. attention: of unrolled and of block
 drafters, compared with a dense mask: time and peak memory by length. overlap: the target's next states started before the
 drafter's step, compared with one after the other. reading: cached features read while the batch before them trains, compared
-with one after the other.
+with one after the other. steps: a drafter's step compared with the one of an older checkout, --base; without it, alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks.overlap import overlap
 from benchmarks.packing import packing
 from benchmarks.reading import reading
 from benchmarks.section import Found, Settings
+from benchmarks.steps import steps
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.errors import UserError
 from drafttrain.targets.devices import device_of
@@ -38,6 +39,7 @@ SECTIONS: dict[str, Callable[[Settings], Found]] = {
     "attention": attention,
     "overlap": overlap,
     "reading": reading,
+    "steps": steps,
 }
 RESULTS = Path("outputs") / "benchmarks" / "train"
 
@@ -48,6 +50,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--divide", type=int, default=1, help="all sizes by this, where time or memory is short")
+    parser.add_argument("--base", type=Path, help="an older checkout with its .venv, for steps")
     parser.add_argument("--results", type=Path, default=RESULTS)
     found = parser.parse_args(given)
     if unknown := [name for name in found.sections if name not in SECTIONS]:
@@ -65,7 +68,7 @@ def main(given: list[str] | None = None) -> int:
     asked, differ, console = arguments(given), False, Console(width=WIDTH)
     quiet()
     settings = Settings(
-        asked.device, asked.repeats, asked.divide, lambda text: console.print(text, style="dim", soft_wrap=True)
+        asked.device, asked.repeats, asked.divide, lambda text: console.print(text, style="dim", soft_wrap=True), asked.base
     )
     for name in asked.sections or SECTIONS:
         try:

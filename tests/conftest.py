@@ -6,19 +6,25 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 
+from drafttrain.cli import config
 from drafttrain.cli import main as cli
 from drafttrain.cli.quiet import quiet
+from drafttrain.drafters import families
 
 quiet()
 os.environ["WANDB_MODE"] = "offline"
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
+REGISTER, GET_MODE = config.register, Hydra.get_mode
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +41,30 @@ def ctrl_c_is_heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@cache
+def schemas_registered(names: tuple[str, ...]) -> None:
+    """Once for all commands that bring no folder of recipes, rather than for each. names: of the families."""
+    REGISTER()
+
+
+def register(config_dir: Path | None = None) -> None:
+    if config_dir is None:
+        schemas_registered(tuple(families()))
+    else:
+        REGISTER(config_dir)
+        schemas_registered.cache_clear()
+
+
+def mode_of(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+    """Hydra composes every configuration twice, the first time only to learn whether it asks for a sweep by `hydra.mode`."""
+    return GET_MODE(hydra, config_name, overrides) if any("hydra.mode" in word for word in overrides) else None
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Run `drafttrain ARGUMENTS` in this process, from an empty folder; the exit code."""
+    monkeypatch.setattr(config, "register", register)
+    monkeypatch.setattr(Hydra, "get_mode", mode_of)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["drafttrain"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
@@ -46,7 +73,11 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., in
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tests marked `sampled`, all cases but a few are slow: see `a_few`."""
+    """Of tests marked `sampled`, all cases but a few are slow: see `a_few`.
+
+    The longest tests, those that start processes, come first, so that two workers end together.
+    """
+    items.sort(key=lambda item: "tests/integration/" not in item.nodeid)
     by_test: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sampled") and hasattr(item, "callspec"):

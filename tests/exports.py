@@ -18,7 +18,7 @@ from drafttrain.export.golden import Golden, made, store
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import stacks_for
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.target import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget

@@ -53,10 +53,14 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
 }
 
 
+EAGER = ("gemma2", "gpt-oss")  # transformers computes their scores in no other implementation
+
+
 def tiny_model(name: str = "llama", seed: int = 0) -> torch.nn.Module:
     """A random model with weights large enough that its greedy text is no constant."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(ARCHITECTURES[name]), attn_implementation="sdpa")
+    attention = "eager" if name in EAGER else "sdpa"
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(ARCHITECTURES[name]), attn_implementation=attention)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.ndim == 2:

@@ -13,6 +13,7 @@ So a step that replays right depends on device tensors alone, and on none that g
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -101,6 +102,12 @@ class Call:
     made: list[Tensor | None]
     shapes: list[tuple[int, ...]]
 
+    @property
+    def computes(self) -> bool:
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in self.func._schema.arguments)
+        fresh = short(self.func) in (*FRESH, LIFTED)
+        return not fresh and (writes or any(made is not None for made in self.made))
+
     def again(self) -> None:
         try:
             args, kwargs = (tree_map_only(Held, lambda held: held(), of) for of in (self.args, self.kwargs))
@@ -168,6 +175,12 @@ class Recorded(TorchDispatchMode):
             for x in call.made:
                 if x is not None and not x.is_mkldnn and short(call.func) != LIFTED:
                     poison(x)
+
+    @property
+    def kernels(self) -> Counter[str]:
+        """Operations that compute something, by name: a GPU launches at least one kernel for each. Views and empty tensors do
+        not count."""
+        return Counter(short(call.func) for call in self.calls if call.computes)
 
     @property
     def shapes(self) -> list[Any]:

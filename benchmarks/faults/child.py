@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import mmap
+import multiprocessing.util
 import os
 import resource
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,6 +203,7 @@ def _become(
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _count_changes(folder, steps, die_at)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        forget_exit_functions()
         steps[8] = 1
         code = work()
     except KeyboardInterrupt:  # outside the command's own code: end as Python does
@@ -218,6 +221,15 @@ def _become(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def forget_exit_functions() -> None:
+    """Leave what the parent process registered for its end to the parent: a child would delete its temporary folders."""
+    atexit._clear()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    atexit.register(multiprocessing.util._exit_function)  # its entries know their process
 
 
 def _redirect(said: tuple[Path, Path]) -> None:

@@ -34,10 +34,11 @@ class Append(Case):
     width: int
     context: int = 100
     normed: bool = False
+    earlier: int | None = None  # nodes of the tree that are in the cache already; None: none
 
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
         draw, D = generator(device, seed), self.width
-        pages, table_BQ = paged(self.rows, self.context + self.nodes, PAGE, device, seed)
+        pages, table_BQ = paged(self.rows, self.context + (self.earlier or 0) + self.nodes, PAGE, device, seed)
         angle = torch.arange(self.context + FARTHEST, device=device)[:, None] * 1e4 ** -(
             torch.arange(0, D, 2, device=device) / D
         )
@@ -58,8 +59,10 @@ class Append(Case):
     def run(self, given: Tensors) -> Tensors:
         q_weight, k_weight = (given["q_weight"], given["k_weight"]) if self.normed else (None, None)
         at = (given["position"], given["table"], given["length"], given["keys"], given["values"])
-        query = append_op.append(given["qkv"], given["cos"], given["sin"], q_weight, k_weight, EPS, *at, self.heads)
-        return {"query": query, "keys": given["keys"], "values": given["values"]}
+        query = append_op.append(
+            given["qkv"], given["cos"], given["sin"], q_weight, k_weight, EPS, *at, self.heads, self.earlier or 0
+        )
+        return ({"query": query} if self.heads else {}) | {"keys": given["keys"], "values": given["values"]}
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         B, N, D = self.rows, self.nodes, self.width
@@ -71,10 +74,11 @@ class Append(Case):
                 x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
             return x * cos + torch.cat([x[..., D // 2 :], x[..., : D // 2]], -1) * sin
 
-        at = wide["length"][:, None] + torch.arange(N, device=q.device)
+        at = wide["length"][:, None] + (self.earlier or 0) + torch.arange(N, device=q.device)
         page, place = wide["table"].gather(1, at // PAGE), at % PAGE
         wide["keys"][page, place], wide["values"][page, place] = turned(k, wide["k_weight"]), v
-        return {"query": turned(q, wide["q_weight"]), "keys": wide["keys"], "values": wide["values"]}
+        query = {"query": turned(q, wide["q_weight"])} if self.heads else {}
+        return query | {"keys": wide["keys"], "values": wide["values"]}
 
     def moved(self, dtype: torch.dtype) -> int:
         """The projection, read and written once, and a cosine and a sine for each node."""
@@ -93,6 +97,7 @@ class TreeAttention(Case):
     width: int = 128
     window: int | None = None
     uneven: bool = False  # rows of all lengths up to the context
+    earlier: int | None = None  # of the nodes, the first ones: they have keys and values alone; None: none
 
     def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
         draw, pages_for = generator(device, seed), self.context + self.nodes
@@ -103,33 +108,37 @@ class TreeAttention(Case):
         ancestor_BNN = ancestors(random_parents(self.rows, self.nodes, device, seed))
         pool = (pages, PAGE, self.kv_heads, self.width)
         return {
-            "q": torch.randn(self.rows, self.nodes, self.heads, self.width, device=device, generator=draw).to(dtype),
+            "q": torch.randn(self.rows, self.queries, self.heads, self.width, device=device, generator=draw).to(dtype),
             "keys": torch.randn(*pool, device=device, generator=draw, dtype=dtype),
             "values": torch.randn(*pool, device=device, generator=draw, dtype=dtype),
             "table": table_BQ,
             "length": length_B,
-            "bits": bits_of(ancestor_BNN),
-            "position": length_B[:, None] + ancestor_BNN.sum(-1) - 1,
+            "bits": bits_of(ancestor_BNN)[:, self.earlier or 0 :],
+            "position": (length_B[:, None] + ancestor_BNN.sum(-1) - 1)[:, self.earlier or 0 :],
         }
+
+    @property
+    def queries(self) -> int:
+        return self.nodes - (self.earlier or 0)
 
     def run(self, given: Tensors) -> Tensors:
         cache = (given["keys"], given["values"], given["table"], given["length"])
         tree, bound = (given["bits"], given["position"]), self.context + self.nodes
-        out = attention_op.tree_attention(given["q"], *cache, *tree, self.width**-0.5, self.window, bound)
+        out = attention_op.tree_attention(given["q"], *cache, *tree, self.width**-0.5, self.window, bound, self.earlier or 0)
         return {"out": out}
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         return {"out": torch.stack([self._row(wide, row) for row in range(self.rows)])}
 
     def _row(self, wide: Tensors, row: int) -> Tensor:
-        """[N, h D]: one row's attention by its definition."""
+        """[queries, h D]: one row's attention by its definition."""
         N, length, groups = self.nodes, int(wide["length"][row]), self.heads // self.kv_heads
         keys, values = (wide[name][wide["table"][row]].flatten(0, 1)[: length + N] for name in ("keys", "values"))
         position_N = wide["position"][row]
-        place_P = torch.cat([torch.arange(length, device=position_N.device), position_N])
         node_NN = (wide["bits"][row][:, None] >> torch.arange(N, device=position_N.device)) & 1
-        seen_NP = torch.cat([torch.ones_like(place_P[:length]).expand(N, -1), node_NN], 1).bool()
-        if self.window is not None:
+        seen_NP = torch.cat([torch.ones_like(node_NN[:, :1]).expand(-1, length), node_NN], 1).bool()
+        if self.window is not None:  # there are no earlier nodes then
+            place_P = torch.cat([torch.arange(length, device=position_N.device), position_N])
             seen_NP = seen_NP & (position_N[:, None] - place_P < self.window)
         keys, values = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (keys, values))
         score_hNP = wide["q"][row].transpose(0, 1) @ keys.transpose(1, 2) * self.width**-0.5
@@ -139,7 +148,7 @@ class TreeAttention(Case):
     def moved(self, dtype: torch.dtype) -> int:
         """Keys and values that some node sees, the queries, the output."""
         seen = min(self.context, self.window or self.context) + self.nodes
-        per_row = 2 * seen * self.kv_heads + 2 * self.nodes * self.heads
+        per_row = 2 * seen * self.kv_heads + 2 * self.queries * self.heads
         return dtype.itemsize * self.rows * self.width * per_row
 
 

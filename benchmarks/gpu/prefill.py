@@ -3,7 +3,9 @@
 torch decides on the order at a process's first attention, from the GPU and TORCH_CUDNN_SDPA_DEPRIORITIZED, so each order has
 its own process. cuDNN builds a plan for every new shape, so the first call of a length is timed as well as the second.
 
-Shapes: T positions of a prompt, h query heads, g KV heads, D head width.
+Chunks after a prefix are timed too, without a mask as the decoder computes them, and with a dense mask.
+
+Shapes: T positions of a prompt, N of a chunk, P those and its prefix, h query heads, g KV heads, R = N h / g, D head width.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from benchmarks.gpu import check
@@ -28,6 +31,7 @@ from benchmarks.gpu.machine import WARM, Machine
 from benchmarks.gpu.results import ROOT
 from benchmarks.gpu.suite import Job, RedError
 from drafttrain.model.causal_attention import causal
+from drafttrain.model.prefill_attention import row_attention
 
 ORDERS = {"torch's order": None, "cuDNN after the others": "1"}  # of TORCH_CUDNN_SDPA_DEPRIORITIZED
 VARIABLE = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
@@ -43,10 +47,12 @@ class Sizes:
     lengths: tuple[int, ...]  # of prompts that are timed repeatedly
     fresh: int  # how many new lengths are tried, from `above` on
     above: int
+    chunk: int  # positions of a chunk
+    prefixes: tuple[int, ...]  # positions before it
 
 
-LLAMA = Sizes(32, 8, 128, (512, 2048, 8192, 32768), 16, 1000)  # Llama-3.1-8B's
-TINY = Sizes(4, 2, 16, (16, 40), 3, 50)
+LLAMA = Sizes(32, 8, 128, (512, 2048, 8192, 32768), 16, 1000, 2048, (0, 2048, 14336, 63488))  # Llama-3.1-8B's
+TINY = Sizes(4, 2, 16, (16, 40), 3, 50, 20, (0, 30))
 
 
 def inputs(sizes: Sizes, length: int, machine: Machine) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,6 +90,29 @@ def fresh(sizes: Sizes, machine: Machine) -> dict[str, float]:
     return {"first_ms": first, "second_ms": second}
 
 
+@torch.inference_mode()
+def chunks(sizes: Sizes, machine: Machine) -> dict[str, dict[str, float]]:
+    """By prefix: milliseconds of a chunk's attention as the decoder computes it, and with a dense mask; medians, in turn."""
+    found = {}
+    for prefix in sizes.prefixes:
+        q_1hPD, k_1gPD, v_1gPD = inputs(sizes, prefix + sizes.chunk, machine)
+        q_1hND, P = q_1hPD[:, :, prefix:], prefix + sizes.chunk
+        # all query heads of one KV head as rows of one attention, since kernels with masks share no keys among heads
+        groups = sizes.heads // sizes.kv_heads
+        seen_RP = torch.ones(sizes.chunk, P, dtype=torch.bool, device=machine.device).tril(prefix).repeat(groups, 1)
+        q_1gRD = q_1hND.reshape(1, sizes.kv_heads, -1, sizes.width)
+        each = {
+            "ms": partial(row_attention, q_1hND[0], k_1gPD[0], v_1gPD[0], None, None),
+            "masked_ms": partial(F.scaled_dot_product_attention, q_1gRD, k_1gPD, v_1gPD, seen_RP),
+        }
+        outputs = [work().float().flatten() for work in each.values()]
+        if not bool((outputs[0] - outputs[1]).norm() < 0.02 * outputs[1].norm()):
+            raise RedError(f"a chunk of {sizes.chunk} after {prefix} positions differs from attention with a mask")
+        rounds = [{name: machine.seconds(work) for name, work in each.items()} for _ in range(WARM + REPEATS)][WARM:]
+        found[str(prefix)] = {name: 1e3 * median(times[name] for times in rounds) for name in each}
+    return found
+
+
 def kernel(sizes: Sizes, machine: Machine) -> str:
     """The kernel of torch that is used."""
     q, k, v = inputs(sizes, sizes.lengths[0], machine)
@@ -94,7 +123,7 @@ def kernel(sizes: Sizes, machine: Machine) -> str:
 def of_this_process(sizes: Sizes, machine: Machine) -> dict[str, Any]:
     """The figures of this process's order."""
     found = {str(length): repeated(sizes, length, machine) for length in sizes.lengths}
-    return {"kernel": kernel(sizes, machine), "ms": found} | fresh(sizes, machine)
+    return {"kernel": kernel(sizes, machine), "ms": found, "chunks": chunks(sizes, machine)} | fresh(sizes, machine)
 
 
 def measure(machine: Machine) -> dict[str, Any]:
@@ -118,11 +147,8 @@ def _elsewhere(setting: str | None, machine: Machine) -> dict[str, Any]:
 
 def jobs(machine: Machine) -> list[Job]:
     needs = check.needed((), machine, texts=[PLAIN])
-    return [
-        Job(
-            "prefill attention", "prefill attention", ("drafttrain.model.causal_attention",), partial(measure, machine), **needs
-        )
-    ]
+    modules = ("drafttrain.model.causal_attention", "drafttrain.model.prefill_attention")
+    return [Job("prefill attention", "prefill attention", modules, partial(measure, machine), **needs)]
 
 
 def main() -> int:

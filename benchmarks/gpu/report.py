@@ -51,6 +51,7 @@ def of_machine(known: dict[str, Any]) -> Iterable[str]:
     yield from titled("Drafters' steps", drafting(bench))
     yield from titled("Compared with transformers", against_transformers(bench))
     yield from titled("Attention of a prompt", prefills(bench))
+    yield from titled("Attention of a prompt's chunk", prompt_chunks(bench))
     yield from titled("Operators", operators(bench))
     yield from titled("Training steps", trainings(train))
     yield from titled("The training loss", losses(train))
@@ -143,6 +144,17 @@ def prefills(bench: Section) -> list[str]:
                 rows = table("order", "kernel", *(f"{n} tokens, ms" for n in f["ms"]), "new length, ms", "again, ms")
             times = (number(ms, 3) for ms in f["ms"].values())
             rows.append(row(order + age(entry), f["kernel"], *times, number(f["first_ms"], 3), number(f["second_ms"], 3)))
+    return rows
+
+
+def prompt_chunks(bench: Section) -> list[str]:
+    """One row for each order of torch's kernels and each prefix."""
+    rows = table("order", "positions before", "ms", "with a mask, ms", "times faster")
+    for _, entry in measured(bench, "prefill attention"):
+        for order, f in entry["figures"].items():
+            for prefix, own in f.get("chunks", {}).items():
+                times = f"{number(own['ms'], 3)}{age(entry)}", number(own["masked_ms"], 3)
+                rows.append(row(order, f"{int(prefix):,}", *times, f"{own['masked_ms'] / own['ms']:.1f}"))
     return rows
 
 

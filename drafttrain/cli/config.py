@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from drafttrain.cli.help import recipe_files
 from drafttrain.core.errors import UserError
-from drafttrain.drafters import families
+from drafttrain.drafters import schemas
 from drafttrain.runs.options import RunOptions
 
 
@@ -40,8 +40,8 @@ def register(config_dir: Path | None = None) -> None:
     """
     store = ConfigStore.instance()
     store.store(name="run_schema", node=RunOptions)
-    for family in families().values():
-        store.store(group="drafter", name=f"{family.name}_schema", node=family.options)
+    for family, schema in schemas().items():
+        store.store(group="drafter", name=f"{family}_schema", node=schema)
     for name, file in recipe_files(config_dir).items():
         store.store(group="recipe", name=name, node=_read_recipe(name, file.read_text(encoding="utf-8")), package="_global_")
     OmegaConf.register_new_resolver("drafttrain_required", _required, replace=True)
@@ -99,8 +99,8 @@ def _run(composed: DictConfig, recipe: str | None, overrides: list[str]) -> Run:
 
 def known_keys() -> list[str]:
     """Every key that an override may name, such as `train.lr`, including the families' `drafter.*`."""
-    schemas = [OmegaConf.create({"drafter": OmegaConf.structured(family.options)}) for family in families().values()]
-    return sorted({key for node in [OmegaConf.structured(RunOptions), *schemas] for key in _flatten(node)})
+    drafters = [OmegaConf.create({"drafter": OmegaConf.structured(schema)}) for schema in schemas().values()]
+    return sorted({key for node in [OmegaConf.structured(RunOptions), *drafters] for key in _flatten(node)})
 
 
 def _strays(node: Any, prefix: str = "") -> Iterator[str]:

@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.cli.worker import INTERRUPTED, NOTES, log_of, work_in_process
 from drafttrain.core.errors import Interrupted, UserError, WorkerError, check_at_least
 from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.train.interrupt import SAVING, SIGNALS
+
+if TYPE_CHECKING:  # torchelastic takes long to import, and one process needs none of it
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
 
 Work = Callable[[RunOptions, dict[str, Any]], object]
 LAST = 20  # lines of a failed process's log to show
@@ -56,6 +56,10 @@ def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
 
 
 def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], folder: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.launcher.nproc)))
     for library in ("torch.distributed", "torch.multiprocessing.spawn"):
         logging.getLogger(library).setLevel(logging.CRITICAL)  # the processes report errors themselves
@@ -73,6 +77,8 @@ def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], fold
 
 
 def _config(launcher: LauncherOptions, name: str) -> LaunchConfig:
+    from torch.distributed.launcher.api import LaunchConfig
+
     here = launcher.nodes == 1 or str(launcher.rendezvous).split(":")[0] in ("localhost", "127.0.0.1")
     return LaunchConfig(
         min_nodes=launcher.nodes,

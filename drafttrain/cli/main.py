@@ -6,6 +6,7 @@ Hydra composes the configuration; a user's mistake becomes one line on stderr an
 from __future__ import annotations
 
 import argparse
+import gc
 import glob
 import os
 import re
@@ -76,6 +77,7 @@ def main() -> NoReturn:
         code = 130
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it would print tracebacks in exit handlers
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.freeze()  # Python would otherwise look for garbage in all modules before it ends, which takes a second
     sys.exit(code)
 
 
@@ -204,7 +206,8 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
 
 
 def _execute(command: str, run: Run, config_dir: Path | None) -> None:
-    function = getattr(import_module(f"drafttrain.commands.{command}"), command)
+    with _without_collection():
+        function = getattr(import_module(f"drafttrain.commands.{command}"), command)
     if command == "doctor":
         function(Path(run.options.output))
         return
@@ -217,6 +220,18 @@ def _execute(command: str, run: Run, config_dir: Path | None) -> None:
         raise UserError(f"launcher.name is {launcher.name!r}; choose local or slurm")
     launch = import_module("drafttrain.cli.launch").launch
     launch(partial(_run_explained, function), run.options, run.resolved)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Without garbage collection. Imports make a million objects that stay; searching them takes a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _run_explained(function: Callable[[Any, dict[str, Any]], object], options: Any, resolved: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from drafttrain.core.errors import UserError
 from drafttrain.ops import build, jit, library
 from drafttrain.runs.environment import versions
-from drafttrain.train.logger import logged_in
+from drafttrain.train.login import logged_in
 
 
 def doctor(output: Path = Path("outputs")) -> int:

@@ -28,8 +28,8 @@ from drafttrain.data.statistics import Bin, Sample, Statistics, chosen, sample_o
 from drafttrain.data.templates import read_template
 from drafttrain.measure.html import render
 from drafttrain.runs.console import print_line
-from drafttrain.runs.directory import dated_path
 from drafttrain.runs.options import RunOptions
+from drafttrain.runs.paths import dated_path
 from drafttrain.targets.load import load_tokenizer, path_of
 
 SUPERVISED, REST, BAR = "black on green", "dim", "green"

@@ -16,8 +16,8 @@ from drafttrain.measure.simulate.measured import Measured
 from drafttrain.measure.simulate.plot import simulation_plot
 from drafttrain.measure.simulate.simulation import run_simulation
 from drafttrain.measure.simulate.tables import assumptions, chain_table, findings, shape_table
-from drafttrain.runs.directory import dated_path
 from drafttrain.runs.options import RunOptions
+from drafttrain.runs.paths import dated_path
 
 
 def simulate(options: RunOptions, resolved: dict[str, Any]) -> Path:

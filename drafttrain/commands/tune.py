@@ -33,10 +33,10 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.console import line_printer, print_line
 from drafttrain.runs.data import measurement_prompts
-from drafttrain.runs.directory import dated_path
 from drafttrain.runs.environment import environment
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
+from drafttrain.runs.paths import dated_path
 from drafttrain.runs.progress import progress_bars
 from drafttrain.targets.load import load_target
 

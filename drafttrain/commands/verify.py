@@ -23,9 +23,9 @@ from drafttrain.export.opened import Opened
 from drafttrain.runs.checkpoint_source import CheckpointSource
 from drafttrain.runs.console import print_line, print_note
 from drafttrain.runs.data import measurement_prompts
-from drafttrain.runs.directory import dated_path
 from drafttrain.runs.lock_step import shared_target
 from drafttrain.runs.options import RunOptions
+from drafttrain.runs.paths import dated_path
 from drafttrain.runs.serving_engines import target_place
 from drafttrain.targets.load import LoadedTarget, load_target
 

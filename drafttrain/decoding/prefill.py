@@ -45,8 +45,10 @@ class Prefill:
         for start in range(0, token_BT.shape[1], self.chunk):
             chunk_BT = token_BT[:, start : start + self.chunk]
             stop = start + chunk_BT.shape[1]
+            counts = [min(max(length - start, 0), chunk_BT.shape[1]) for length in lengths]
             count_B = (length_B - start).clamp(0, chunk_BT.shape[1])
             chunk_BV, hidden = self._pass(chunk_BT, count_B)
+            decode.kv.extend(counts)
             ends_B1 = ((count_B > 0) & (start + count_B == length_B))[:, None]
             last_BV = chunk_BV if last_BV is None else torch.where(ends_B1, chunk_BV, last_BV)
             if any(start < length <= stop for length in lengths):
@@ -61,12 +63,14 @@ class Prefill:
         return slot_S, root_S
 
     def _pass(self, chunk_BT: Tensor, count_B: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """One chunk through the target and into its cache: the logits [B, V] at its last token, and the tapped states."""
+        """One chunk through the target: the logits [B, V] at each row's last token of it, and the tapped states.
+
+        Its keys and values are scratch positions of the target's cache, which the caller commits.
+        """
         decode, column_T = self.decode_step, torch.arange(chunk_BT.shape[1], device=chunk_BT.device)
         position_BT = decode.kv.length_B[:, None] + column_T
         out = decode.target(chunk_BT, decode.kv, None, position_BT, decode.taps, (count_B - 1).clamp_min(0)[:, None])
         assert out.logits_BRV is not None
-        decode.kv.keep(column_T.expand_as(chunk_BT), count_B)
         return out.logits_BRV[:, 0], out.hidden
 
     def _first(self, last_SV: Tensor, slot_S: Tensor, token_S1: Tensor, length_S: Tensor) -> Tensor:

@@ -7,12 +7,17 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drafttrain.model.drafter import Drafter
-from drafttrain.model.target import Target
+from drafttrain.drafters import options
 
-OTHERS = ("checkpoint", "common", "tuned_settings")  # no families; `checkpoint` imports peft, which the GPU suites run without
+if TYPE_CHECKING:
+    from drafttrain.model.drafter import Drafter
+    from drafttrain.model.target import Target
+
+META = "drafter.json"  # the description of a checkpoint, see `checkpoint.py`
+# No families. `checkpoint` imports peft, which the GPU suites run without.
+OTHERS = ("checkpoint", "common", "options", "tuned_settings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +32,23 @@ class Family:
 @cache
 def families() -> dict[str, Family]:
     """Every family by name, found by looking at the files of this folder."""
-    found = {}
-    for module in pkgutil.iter_modules(__path__):
-        if module.name in OTHERS:
-            continue
-        family = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FAMILY", None)
-        if isinstance(family, Family):
-            found[family.name] = family
-    return found
+    found = (_family(name) for name in _files())
+    return {family.name: family for family in found if family is not None}
+
+
+@cache
+def schemas() -> dict[str, type]:
+    """Every family's options by name. A family with a file in `options/` is not imported, and neither is torch."""
+    apart = {module.name for module in pkgutil.iter_modules(options.__path__)}
+    found = {name: importlib.import_module(f"{options.__name__}.{name}").OPTIONS for name in _files() if name in apart}
+    whole = (_family(name) for name in _files() if name not in apart)
+    return found | {family.name: family.options for family in whole if family is not None}
+
+
+def _files() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(__path__) if module.name not in OTHERS]
+
+
+def _family(name: str) -> Family | None:
+    family = getattr(importlib.import_module(f"{__name__}.{name}"), "FAMILY", None)
+    return family if isinstance(family, Family) else None

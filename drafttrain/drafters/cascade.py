@@ -8,7 +8,7 @@ Shapes: B rows, N tree nodes, A accepted nodes, K draft length, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from drafttrain.decoding.step import commit_of
 from drafttrain.drafters import Family, families
 from drafttrain.drafters.common.merged import Merged
 from drafttrain.drafters.common.pending import CachedState, with_root
+from drafttrain.drafters.options.cascade import CascadeOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.frozen_ref import FrozenRef
@@ -29,16 +30,6 @@ from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Target, TargetOut
 from drafttrain.ops.sample import sample
-
-
-@dataclass
-class CascadeOptions:
-    """The options of two families, each with its `family`."""
-
-    family: str = "cascade"
-    middle: Any = field(default_factory=lambda: {"family": "draft_model"})  # trained; the figures are its own
-    inner: Any = field(default_factory=lambda: {"family": "prompt_lookup"})  # drafts for the middle's model, or for the target
-    join: str = "auto"  # verify: the middle's model verifies the inner's drafts. merge: one tree. auto: verify where it has one
 
 
 class CascadeProposal(Proposal):

@@ -22,17 +22,18 @@ from torch import Tensor
 from drafttrain import __version__
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import read_sealed_json, remove_directory, remove_leftovers, write_sealed_json
-from drafttrain.drafters import families
+from drafttrain.drafters import META, families
 from drafttrain.drafters.tuned_settings import tuned_settings
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.target import LoraSpec, Target, TargetShape
+from drafttrain.model.lora import LoraSpec
+from drafttrain.model.shapes import TargetShape
+from drafttrain.model.target import Target
 from drafttrain.targets.adapt import Adapter, adapted
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import whole_fingerprint
 
 SCHEMA_VERSION = 1
 WEIGHTS = "drafter.safetensors"
-META = "drafter.json"
 ADAPTER = "adapter."
 NAME = re.compile(r"step-(\d+)")
 ANOTHER = "use another checkpoint of the run, or train it again"

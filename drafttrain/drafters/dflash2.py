@@ -13,7 +13,7 @@ Other tokens are never drafted: the draft distribution has C tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,11 @@ from torch import Tensor, nn
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter, Choices
-from drafttrain.drafters.common.block_options import BlockOptions
+from drafttrain.drafters.options.dflash2 import DFlash2Options
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.target import Target
 
 STD = 0.02  # of A and P at the start
-
-
-@dataclass
-class DFlash2Options(BlockOptions):
-    family: str = "dflash2"
-    group: int = 16  # channels that share what a position adds to the kernel of a convolution
-    rank: int = 256  # of the selector
-    candidates: int = 16  # tokens of a slot that it chooses from
 
 
 class CandidateSelector(nn.Module):

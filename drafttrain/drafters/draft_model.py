@@ -15,31 +15,15 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.autoregressive import Autoregressive
-from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
+from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.translation import TranslatedDraft, Translation
+from drafttrain.drafters.options.draft_model import DraftModelOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.ops.quantised import BITS, cost
 from drafttrain.targets.companion import companion, from_scratch
-
-
-@dataclass
-class DraftModelOptions(TreeOptions):
-    """Where the draft model comes from, which of its weights are trained, and how it drafts."""
-
-    family: str = "draft_model"
-    tree: str = "chain"
-    source: str = "pruned"  # pruned: the target's first blocks. scratch: its architecture, fresh weights. hf: `path`
-    path: str | None = None  # hf: directory or hub id of a causal LM, safetensors
-    revision: str | None = None
-    blocks: int = 3  # pruned, scratch
-    hidden_size: int | None = None  # scratch; null: the target's
-    lora_rank: int = 0  # of adapters on every linear map but the head (arXiv 2106.09685); 0: all weights are trained
-    lora_alpha: int = 16  # adapters count alpha / rank
-    quantize: str | None = None  # int8, int4: of the weights that it decodes with; measured next to the unquantised ones
-    draft_length: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +126,10 @@ class DraftModel(Autoregressive):
     ) -> Tensor | None:
         logits_BRV: Tensor | None = self.lm(token_BN, caches[0], ancestor_BNN, position_BN, Taps(), row_BR).logits_BRV
         return logits_BRV
+
+    @property
+    def generations(self) -> bool:
+        return bool(self.lm.generations)
 
     @property
     def last_position(self) -> int:

@@ -11,7 +11,7 @@ Slots are shifted: slot k has the position of the token before its own, the root
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +21,13 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter, Choices
-from drafttrain.drafters.common.block_options import BlockOptions
 from drafttrain.drafters.common.calibration import PlattCalibration
+from drafttrain.drafters.options.dspark import DSparkOptions
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.layers import Linear
 from drafttrain.model.target import Target
 
 STD = 0.01  # of W1 at the start
-
-
-@dataclass
-class DSparkOptions(BlockOptions):
-    family: str = "dspark"
-    block_size: int = 7
-    slots: str = "shifted"
-    rank: int = 256  # of the bias that the token before gives
 
 
 class MarkovHead(nn.Module):
@@ -42,7 +35,7 @@ class MarkovHead(nn.Module):
 
     def __init__(self, vocab: int, rank: int) -> None:
         super().__init__()
-        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, vocab, bias=False)
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), Linear(rank, vocab, bias=False)
         nn.init.normal_(self.markov_w1.weight, std=STD)
 
 

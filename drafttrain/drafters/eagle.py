@@ -9,7 +9,7 @@ Shapes: B rows, N positions or nodes, T positions, H hidden, M predictions, C a 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,30 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
+from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
+from drafttrain.drafters.options.eagle import EagleOptions
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.layers import Attention, DecoderLayer, LayerOptions
+from drafttrain.model.layers import DecoderLayer, Linear
+from drafttrain.model.shapes import LayerOptions
 from drafttrain.model.target import FINAL, Taps, Target
 
 CHUNK = 1024  # predictions whose logits the loss on the likeliest tokens holds at once
-
-
-@dataclass
-class EagleOptions(TreeOptions):
-    """The losses' weights are the official ones."""
-
-    family: str = "eagle"
-    tree: str = "chain"
-    steps: int = 1  # forwards of training: the first on the target's features, each further one on the drafter's own
-    draft_length: int = 4
-    bias: bool = True  # of fc, as officially; not every serving stack has a place for one (docs/export.md)
-    law_weight: float = 0.1  # of the divergence between the distributions
-    feature_weight: float = 1.0  # of the smooth L1 distance between the features
-    noise: float = 0.0  # uniform in +- noise * 512 / length, added to the target's features in training; officially 0.1
-    top_weight: float = 0.0  # of a cross-entropy over the target's likeliest tokens alone (HASS: 1)
-    top_k: int = 10  # how many those are
-    layer: LayerOptions = field(default_factory=LayerOptions)
 
 
 class Eagle(Recurrent):
@@ -54,16 +39,12 @@ class Eagle(Recurrent):
             raise UserError(f"drafter.steps is {options.steps}, drafter.top_k {options.top_k}; both must be 1 or more")
         shape, self.options, self.taps = LayerOptions.of(options.layer).shape(target.shape), options, Taps(final=True)
         self.layer_shape = shape
-        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=options.bias)
+        self.fc = Linear(2 * shape.hidden_size, shape.hidden_size, bias=options.bias)
         self.layers = nn.ModuleList([DecoderLayer(shape, input_norm=False)])
 
     @property
     def layer(self) -> DecoderLayer:
         return self.layers[0]  # type: ignore[return-value]
-
-    @property
-    def attention(self) -> Attention:
-        return self.layer.self_attn
 
     def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
         return hidden[FINAL].to(self.fc.weight.dtype)
@@ -72,13 +53,15 @@ class Eagle(Recurrent):
         joined_BNH = self.fc(torch.cat([self.embed(token_BN, state_BNH), state_BNH], -1))
         return joined_BNH, joined_BNH
 
-    def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
-        return self.layer.leave(residual_BNH, attended_BNH)
+    def normed(self, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The layer has no norm after it: its output is a feature."""
+        state_H = x_H if delta_H is None else x_H + delta_H
+        return state_H, state_H
 
-    def logits(self, state_H: Tensor) -> Tensor:
+    def head(self, normed_H: Tensor) -> Tensor:
         """By the target's head, in the target's dtype."""
         target = self._target.module
-        return target.head(state_H.to(target.head_weight.dtype))
+        return target.head(normed_H.to(target.head_weight.dtype))
 
     def resolved_options(self) -> dict[str, Any]:
         return {"layer": asdict(LayerOptions.between(self.layer_shape, self._target.module.shape))}

@@ -11,7 +11,7 @@ x[t+1+i] and its own state of step i-1 *at the same index*, and predicts x[t+2+i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -19,31 +19,16 @@ from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
+from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
+from drafttrain.drafters.options.eagle3 import Eagle3Options
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.frozen_ref import FrozenRef
-from drafttrain.model.layers import Attention, DecoderLayer, LayerOptions, RMSNorm
-from drafttrain.model.target import Taps, Target, TargetShape
-
-
-@dataclass
-class Eagle3Options(TreeOptions):
-    """By default a chain over the target's whole vocabulary."""
-
-    family: str = "eagle3"
-    tree: str = "chain"
-    steps: int = 3  # of training-time test
-    draft_length: int = 4
-    taps: list[int] | None = None  # three block outputs, from 0; None: by the rule
-    tap_rule: str = "official"  # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks
-    step_decay: float = 0.8  # step i (from 0) weighs step_decay ** i in the loss
-    draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data; None: all
-    fc_norm: bool = False  # EAGLE 3.1: an RMS norm of each tapped state
-    norm_output: bool = False  # EAGLE 3.1: the normed state goes to the next step too
-    norm_before_residual: bool = False  # the residual is the normed state; officially not
-    layer: LayerOptions = field(default_factory=LayerOptions)
+from drafttrain.model.layers import DecoderLayer, Linear, RMSNorm
+from drafttrain.model.shapes import LayerOptions, TargetShape
+from drafttrain.model.target import Taps, Target
+from drafttrain.ops.rms_norm import norm
 
 
 class Eagle3Layer(DecoderLayer):
@@ -74,14 +59,14 @@ class FusedDrafter(Drafter):
         self.taps = Taps(tuple(blocks))
         self.taps.check(shape.blocks)
         self.fc_norm = nn.ModuleList(RMSNorm(shape.hidden_size, shape.norm_eps) for _ in (blocks if fc_norm else ()))
-        self.fc = nn.Linear(len(blocks) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.fc = Linear(len(blocks) * shape.hidden_size, shape.hidden_size, bias=False)
 
     def add_head(self, vocab: int | None) -> None:
         """Make the head. vocab: so many of the target's tokens; None: all."""
         of = self._target.module.shape
         if vocab is not None and not 1 <= vocab <= of.vocab_size:
             raise UserError(f"drafter.draft_vocab is {vocab}; the target has {of.vocab_size} tokens, leave it out for all")
-        self.lm_head = nn.Linear(of.hidden_size, vocab or of.vocab_size, bias=False)
+        self.lm_head = Linear(of.hidden_size, vocab or of.vocab_size, bias=False)
         self.register_buffer("d2t", None if vocab is None else torch.zeros(vocab, dtype=torch.long))
         self.register_buffer("t2d", None if vocab is None else torch.zeros(of.vocab_size, dtype=torch.bool))
         self._choose(torch.arange(vocab or of.vocab_size))
@@ -108,7 +93,7 @@ class FusedDrafter(Drafter):
 
     def fused(self, states: list[Tensor]) -> Tensor:
         if len(self.fc_norm):
-            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+            states = [normed(state) for normed, state in zip(self.fc_norm, states, strict=True)]
         fused_H: Tensor = self.fc(torch.cat(states, -1))
         return fused_H
 
@@ -130,8 +115,8 @@ class Eagle3(FusedDrafter, Recurrent):
         self.add_head(options.draft_vocab)
 
     @property
-    def attention(self) -> Attention:
-        return self.midlayer.self_attn
+    def layer(self) -> DecoderLayer:
+        return self.midlayer
 
     def resolved_options(self) -> dict[str, Any]:
         own = LayerOptions.between(self.layer_shape, self._target.module.shape)
@@ -140,12 +125,11 @@ class Eagle3(FusedDrafter, Recurrent):
     def enter(self, token_BN: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
         return self.midlayer.enter(self.embed(token_BN, state_BNH), state_BNH, self.before)
 
-    def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
-        state_BNH = self.midlayer.leave(residual_BNH, attended_BNH)
-        return self.norm(state_BNH) if self.norm_output else state_BNH
+    def normed(self, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return norm(self.norm, x_H, delta_H)
 
-    def logits(self, state_H: Tensor) -> Tensor:
-        logits_D: Tensor = self.lm_head(state_H if self.norm_output else self.norm(state_H))
+    def head(self, normed_H: Tensor) -> Tensor:
+        logits_D: Tensor = self.lm_head(normed_H)
         return logits_D
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:

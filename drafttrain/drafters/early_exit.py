@@ -11,32 +11,23 @@ The adapter's output matrix is zero at first, so that it begins as the plain exi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.autoregressive import Autoregressive
-from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
+from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import UnrolledAttention
+from drafttrain.drafters.options.early_exit import EarlyExitOptions
+from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.cached_layers import CachedLayers, FusedAttention
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention, AttentionShape, RMSNorm, recomputed
-from drafttrain.model.target import Taps, Target, TargetShape
-
-
-@dataclass
-class EarlyExitOptions(TreeOptions):
-    """Where the exit is, and whether something is trained there."""
-
-    family: str = "early_exit"
-    tree: str = "chain"
-    blocks: int | None = None  # of the target, from its first; null: a third of them
-    adapter: bool = False  # one attention layer at the exit, the only thing trained
-    draft_length: int = 4
+from drafttrain.model.shapes import TargetShape
+from drafttrain.model.target import Taps, Target
 
 
 class ExitAdapter(nn.Module):
@@ -65,6 +56,8 @@ class EarlyExit(Autoregressive):
         self.trained = self.starts_usable = options.adapter
         self.taps = Taps((self.blocks - 1,)) if options.adapter else Taps()
         self.adapter = ExitAdapter(shape) if options.adapter else None
+        self._angles: tuple[Tensor, Tensor] | None = None
+        self.fused_attention = None if self.adapter is None else FusedAttention(self.adapter.self_attn)
 
     def resolved_options(self) -> dict[str, Any]:
         return {"blocks": self.blocks}
@@ -96,12 +89,25 @@ class EarlyExit(Autoregressive):
         return self._first.module if self.adapter is None else None
 
     @property
+    def generations(self) -> bool:
+        return self._first.module.generations
+
+    @property
     def last_position(self) -> int:
         return self._target.module.shape.max_positions - 1
 
     def new_caches(self, slots: int, max_len: int) -> list[KVCache]:
         caches = [self._first.module.new_cache(slots, max_len)]
-        return caches if self.adapter is None else [*caches, KVCache(1, slots, max_len, self._target.module.device)]
+        if self.adapter is not None and self.fused_attention is not None:
+            caches.append(CachedLayers(self.fused_attention, slots, max_len, self._angle_table(self.adapter.self_attn)).kv)
+        return caches
+
+    def _angle_table(self, attention: Attention) -> tuple[Tensor, Tensor]:
+        """The rotary angles of all positions, made once: captured graphs of earlier sessions read them there."""
+        like, made = attention.o_proj.weight, self._angles
+        if made is None or (made[0].device, made[0].dtype) != (like.device, like.dtype):
+            made = self._angles = attention.angle_table(self._target.module.shape.max_positions)
+        return made
 
     def run(
         self, caches: list[KVCache], token_BN: Tensor, ancestor_BNN: Tensor | None, position_BN: Tensor, row_BR: Tensor
@@ -111,10 +117,11 @@ class EarlyExit(Autoregressive):
             return first(token_BN, kv, ancestor_BNN, position_BN, Taps(), row_BR).logits_BRV
         out = first(token_BN, kv, ancestor_BNN, position_BN, self.taps, token_BN[:, :0])
         exit_BNH, (adapter_kv,) = out.hidden[self.blocks - 1], others
-        B, N = token_BN.shape
-        if ancestor_BNN is None:
-            ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=token_BN.device).tril().expand(B, N, N)
-        added_BNH = self.adapter.self_attn.cached(self.adapter.read(exit_BNH), position_BN, adapter_kv, 0, ancestor_BNN)
+        assert self.fused_attention is not None
+        earlier = 0 if ancestor_BNN is None else ancestor_BNN.shape[2] - ancestor_BNN.shape[1]
+        angles = self._angle_table(self.adapter.self_attn)
+        meta = AttentionMetadata(adapter_kv, position_BN, ancestor_BNN, *angles, None, earlier)
+        added_BNH = self.fused_attention.run(self.adapter.read(exit_BNH), meta)
         at_BRH = row_BR[..., None].expand(-1, -1, exit_BNH.shape[-1])
         return self._logits((exit_BNH + added_BNH).gather(1, at_BRH)) if row_BR.shape[1] else None
 

@@ -8,7 +8,6 @@ of a batch, K heads, M predictions, S slots, H hidden, I = (D + 1) H, V vocabula
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,25 +20,17 @@ from drafttrain.drafters import Family
 from drafttrain.drafters.common.dynamic_tree import Generation, Grower, Scored
 from drafttrain.drafters.common.last_state import LastState
 from drafttrain.drafters.common.pending import CachedState
-from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
+from drafttrain.drafters.common.proposal import TreeProposal
+from drafttrain.drafters.options.hydra import HydraOptions
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.causal_attention import causal
 from drafttrain.model.drafter import Commit, Drafter
 from drafttrain.model.frozen_ref import FrozenRef
-from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.layers import DecoderLayer, ResidualBlock, RMSNorm, recomputed
-from drafttrain.model.target import FINAL, Taps, Target, TargetShape
-
-
-@dataclass
-class HydraOptions(TreeOptions):
-    """K sequentially dependent heads; with `prefix_layer` Hydra++."""
-
-    family: str = "hydra"
-    heads: int = 4
-    layers: int = 4  # blocks per head; the first one narrows state and embeddings to the hidden size
-    prefix_layer: bool = False  # one decoder layer over the target's states, with its own KV cache
-    head_decay: float = 1.0  # head k (from 1) weighs head_decay ** k in the loss
+from drafttrain.model.layers import DecoderLayer, Linear, ResidualBlock, RMSNorm, recomputed
+from drafttrain.model.shapes import TargetShape
+from drafttrain.model.target import FINAL, Taps, Target
+from drafttrain.ops.rms_norm import norm
 
 
 class GroundedBlock(nn.Module):
@@ -47,7 +38,7 @@ class GroundedBlock(nn.Module):
 
     def __init__(self, in_width: int, width: int) -> None:
         super().__init__()
-        self.linear, self.res_connection = nn.Linear(in_width, width), nn.Linear(in_width, width)
+        self.linear, self.res_connection = Linear(in_width, width), Linear(in_width, width)
         for zero in (self.linear.weight, self.linear.bias, self.res_connection.bias):
             nn.init.zeros_(zero)
         nn.init.eye_(self.res_connection.weight)
@@ -69,32 +60,6 @@ class PrefixLayer(DecoderLayer):
         q_BhTD, k_BhTD, v_BhTD = self.self_attn.qkv(self.input_layernorm(hidden_BTH), batch.position_BT)
         out_BTH: Tensor = self.norm(self.leave(hidden_BTH, self.self_attn.out(causal(q_BhTD, k_BhTD, v_BhTD, batch.sees()))))
         return out_BTH
-
-    def store(self, hidden_BAH: Tensor, kv: KVCache, count_B: Tensor) -> None:
-        """Only the keys and values: later positions need nothing else of these."""
-        k_BhAD, v_BhAD = self.self_attn.kv(self.input_layernorm(hidden_BAH), _positions(kv, hidden_BAH))
-        kv.append(0, k_BhAD, v_BhAD)
-        _keep(kv, hidden_BAH, count_B)
-
-    def last(self, hidden_BAH: Tensor, kv: KVCache, count_B: Tensor) -> Tensor:
-        """[B, H] at each row's last position; its first `count` positions stay in the cache."""
-        B, A, H = hidden_BAH.shape
-        causal_BAA = torch.ones(A, A, dtype=torch.bool, device=hidden_BAH.device).tril().expand(B, A, A)
-        normed_BAH, at_BA = self.input_layernorm(hidden_BAH), _positions(kv, hidden_BAH)
-        attended_BAH = self.self_attn.cached(normed_BAH, at_BA, kv, 0, causal_BAA)
-        _keep(kv, hidden_BAH, count_B)
-        last_B1H = (count_B - 1).clamp_min(0)[:, None, None].expand(-1, 1, H)
-        out_B1H: Tensor = self.norm(self.leave(hidden_BAH.gather(1, last_B1H), attended_BAH.gather(1, last_B1H)))
-        return out_B1H[:, 0]
-
-
-def _positions(kv: KVCache, hidden_BAH: Tensor) -> Tensor:
-    return kv.length_B[:, None] + torch.arange(hidden_BAH.shape[1], device=hidden_BAH.device)
-
-
-def _keep(kv: KVCache, hidden_BAH: Tensor, count_B: Tensor) -> None:
-    B, A, _ = hidden_BAH.shape
-    kv.keep(torch.arange(A, device=hidden_BAH.device).expand(B, A), count_B)
 
 
 class HydraBase(Drafter):
@@ -120,7 +85,7 @@ class HydraBase(Drafter):
             nn.Sequential(GroundedBlock((k + 2) * width, width), *(ResidualBlock(width) for _ in range(options.layers - 1)))
             for k in range(options.heads)
         )
-        self.hydra_lm_head = nn.ModuleList(nn.Linear(width, shape.vocab_size) for _ in range(options.heads))
+        self.hydra_lm_head = nn.ModuleList(Linear(width, shape.vocab_size) for _ in range(options.heads))
         for head in self.hydra_lm_head:
             head.weight.data.copy_(target.head_weight.detach())  # type: ignore[operator]
             nn.init.zeros_(head.bias)  # type: ignore[arg-type]
@@ -182,6 +147,7 @@ class HydraPlus(HydraBase):
     def __init__(self, options: HydraOptions, target: Target) -> None:
         super().__init__(options, target)
         self.prefix = PrefixLayer(target.shape)
+        self.fused_layers = FusedLayers([self.prefix])
 
     def base(self, batch: TrainBatch) -> Tensor:
         return self.prefix.whole(batch.hidden[FINAL], batch)
@@ -194,19 +160,29 @@ class PrefixState(CachedState):
     """The prefix layer's cache."""
 
     def __init__(self, drafter: HydraPlus, slots: int, max_len: int) -> None:
-        kv = KVCache(1, slots, max_len, next(drafter.parameters()).device)
-        super().__init__(kv, slots, drafter.draft_length)
-        self.drafter, self.grower = drafter, drafter.proposal.grower(kv.device)
+        self.cached = CachedLayers(drafter.fused_layers, slots, max_len)
+        super().__init__(self.cached.kv, slots, drafter.draft_length)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(self.kv.device)
 
     def consume(self, commit: Commit, slot_B: Tensor) -> None:
+        """Only the keys and values: later positions need nothing else of these."""
         self.kv.rows(slot_B)
-        self.drafter.prefix.store(self._final(commit), self.kv, commit.count_B)
+        normed_BAH = self.drafter.prefix.input_layernorm(self._final(commit))
+        self.drafter.fused_layers.write(normed_BAH, self.cached.meta(self.cached.after_prefix(normed_BAH.shape[1])))
+        self.cached.keep_first(commit.count_B)
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         self.kv.rows(slot_B)
         pending = self.take_pending(slot_B)
-        base_BH = self.drafter.prefix.last(self._final(pending), self.kv, pending.count_B)
-        return self.drafter.grow(self.grower, base_BH, pending.root_B, depth)
+        return self.drafter.grow(self.grower, self._base(pending), pending.root_B, depth)
+
+    def _base(self, commit: Commit) -> Tensor:
+        """[B, H] the prefix layer's output at each row's last position; its first `count` positions stay in the cache."""
+        final_BAH, cached = self._final(commit), self.cached
+        x_BAH, delta_BAH = self.drafter.fused_layers.run(final_BAH, cached.meta(cached.after_prefix(final_BAH.shape[1])))
+        cached.keep_first(commit.count_B)
+        last_B1H = commit.last_B1[..., None].expand(-1, 1, final_BAH.shape[-1])
+        return norm(self.drafter.prefix.norm, (x_BAH + delta_BAH).gather(1, last_B1H))[1][:, 0]
 
     def _final(self, commit: Commit) -> Tensor:
         """The target's post-norm states in the drafter's dtype."""

@@ -6,7 +6,6 @@ Shapes: B rows, N tree nodes, K heads, R ranks, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,25 +16,15 @@ from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.dynamic_tree import StaticTree, grown_from_slots
 from drafttrain.drafters.common.last_state import LastState
-from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
+from drafttrain.drafters.common.proposal import TreeProposal
+from drafttrain.drafters.options.medusa import MedusaOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import ResidualBlock, recomputed
-from drafttrain.model.target import FINAL, LoraSpec, Taps, Target
+from drafttrain.model.lora import LoraSpec
+from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.ops.residual_heads import ResidualHeads, ranked, residual
-
-
-@dataclass
-class MedusaOptions(TreeOptions):
-    """K residual heads, how they start, and the tree that their choices make."""
-
-    family: str = "medusa"
-    heads: int = 4
-    layers: int = 1  # residual blocks per head
-    init: str = "copy"  # copy: own output matrices, from the target's. share: the target's own, frozen
-    head_decay: float = 0.8  # head k (from 1) weighs head_decay ** k in the loss
-    adapter: LoraSpec = field(default_factory=lambda: LoraSpec(rank=0))  # Medusa-2, from rank 1: the target is trained too
 
 
 class MedusaHead(nn.Module):

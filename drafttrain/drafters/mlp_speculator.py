@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,24 +27,14 @@ from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.dynamic_tree import Generation, Scored
 from drafttrain.drafters.common.last_state import LastState
-from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
+from drafttrain.drafters.common.proposal import TreeProposal
+from drafttrain.drafters.options.mlp_speculator import MLPSpeculatorOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.layers import recomputed
+from drafttrain.model.layers import Linear, recomputed
 from drafttrain.model.target import FINAL, Taps, Target
 
 EPS = 1e-6
-
-
-@dataclass
-class MLPSpeculatorOptions(TreeOptions):
-    """n_predict stages, each with embeddings, a projection, a norm and a head of its own, or all with one."""
-
-    family: str = "mlp_speculator"
-    n_predict: int = 3
-    inner_dim: int | None = None  # of the states; null: the target's hidden size
-    tie_weights: bool = False  # one set for all stages; the first projection stays apart where the widths differ
-    scale_input: bool = False  # the target's state is brought to a root mean square of 1 / sqrt 2 first
 
 
 class ShiftedNorm(nn.Module):
@@ -86,9 +75,9 @@ class MLPSpeculator(Drafter):
         sets = 1 if options.tie_weights else count
         widths = [of.hidden_size] + [inner] * ((options.tie_weights and of.hidden_size != inner) + sets - 1)
         self.emb = nn.ModuleList(nn.Embedding(of.vocab_size, inner) for _ in range(sets))
-        self.proj = nn.ModuleList(nn.Linear(width, inner, bias=False) for width in widths)
+        self.proj = nn.ModuleList(Linear(width, inner, bias=False) for width in widths)
         self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(sets))
-        self.head = nn.ModuleList(nn.Linear(inner, of.vocab_size, bias=False) for _ in range(sets))
+        self.head = nn.ModuleList(Linear(inner, of.vocab_size, bias=False) for _ in range(sets))
         self._initialise(target, inner)
 
     def _initialise(self, target: Target, inner: int) -> None:

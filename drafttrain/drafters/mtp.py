@@ -14,33 +14,21 @@ One module makes every depth, as serving stacks run it, and is trained on its ow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
-from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
+from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.common.recurrent import Recurrent
+from drafttrain.drafters.options.mtp import MTPOptions
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.layers import Attention, DecoderLayer, LayerOptions, RMSNorm
-from drafttrain.model.target import FINAL, Taps, Target, TargetShape
-
-
-@dataclass
-class MTPOptions(TreeOptions):
-    """How deep the module is trained on its own outputs, and what its block is like."""
-
-    family: str = "mtp"
-    tree: str = "chain"
-    steps: int = 3  # of training on own outputs
-    step_decay: float = 0.8  # step i (from 0) weighs step_decay ** i in the loss
-    draft_length: int = 4
-    norm_output: bool = False  # the normed state goes to the next depth; DeepSeek's is not normed
-    qk_norm: bool = False  # of each head's query and key, as in Qwen3's blocks
-    layer: LayerOptions = field(default_factory=LayerOptions)
+from drafttrain.model.layers import DecoderLayer, Linear, RMSNorm
+from drafttrain.model.shapes import LayerOptions, TargetShape
+from drafttrain.model.target import FINAL, Taps, Target
 
 
 class MTPModule(DecoderLayer):
@@ -50,7 +38,7 @@ class MTPModule(DecoderLayer):
         super().__init__(shape, qk_norm=qk_norm)
         width, eps = shape.hidden_size, shape.norm_eps
         self.enorm, self.hnorm = RMSNorm(width, eps), RMSNorm(width, eps)
-        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.eh_proj = Linear(2 * width, width, bias=False)
 
 
 class MTP(Recurrent):
@@ -69,8 +57,8 @@ class MTP(Recurrent):
         self.module = MTPModule(shape, options.qk_norm)
 
     @property
-    def attention(self) -> Attention:
-        return self.module.self_attn
+    def layer(self) -> DecoderLayer:
+        return self.module
 
     def resolved_options(self) -> dict[str, Any]:
         return {"layer": asdict(LayerOptions.between(self.layer_shape, self._target.module.shape))}
@@ -83,18 +71,15 @@ class MTP(Recurrent):
         joined_BNH = module.eh_proj(torch.cat([module.enorm(embedded_BNH), module.hnorm(state_BNH)], -1))
         return joined_BNH, module.input_layernorm(joined_BNH)
 
-    def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
-        state_BNH = self.module.leave(residual_BNH, attended_BNH)
-        return self._normed(state_BNH).to(state_BNH.dtype) if self.norm_output else state_BNH
+    def normed(self, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """By the target's norm, in the target's dtype."""
+        target, state_H = self._target.module, x_H if delta_H is None else x_H + delta_H
+        return state_H, target.norm(state_H.to(target.head_weight.dtype))
 
-    def logits(self, state_H: Tensor) -> Tensor:
-        """By the target's norm and head, in the target's dtype."""
+    def head(self, normed_H: Tensor) -> Tensor:
+        """By the target's head, in its dtype."""
         target = self._target.module
-        return target.head(state_H.to(target.head_weight.dtype) if self.norm_output else self._normed(state_H))
-
-    def _normed(self, state_H: Tensor) -> Tensor:
-        target = self._target.module
-        return target.norm(state_H.to(target.head_weight.dtype))
+        return target.head(normed_H.to(target.head_weight.dtype))
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Each step's state feeds the next, at the same index, not detached."""

@@ -9,7 +9,6 @@ root, and the masks before it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +23,12 @@ from drafttrain.drafters.common.autoregressive import AutoregressiveState
 from drafttrain.drafters.common.dynamic_tree import grown_from_slots
 from drafttrain.drafters.common.pending import with_root
 from drafttrain.drafters.common.proposal import TreeProposal
-from drafttrain.drafters.draft_model import DraftModel, DraftModelOptions, Model, check, model_of
+from drafttrain.drafters.draft_model import DraftModel, Model, check, model_of
+from drafttrain.drafters.options.pard import PardOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.mask_chains import Chains, Retention
 from drafttrain.model.target import FINAL, Taps, Target
-
-
-@dataclass
-class PardOptions(DraftModelOptions):
-    """The model is chosen as a draft model is."""
-
-    family: str = "pard"
-    width: int = 4
-    draft_length: int = 8
-    mask_token: int | None = None  # an id that the model embeds; None: the last one
-    retention: float = 0.7  # in training a share retention ** d of the anchors has a mask d
-    least_retention: float = 0.2  # and no less than this
 
 
 def build(options: PardOptions, target: Target) -> Drafter:

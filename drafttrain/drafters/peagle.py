@@ -10,7 +10,7 @@ before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,38 +23,20 @@ from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.dynamic_tree import grown_from_slots
 from drafttrain.drafters.common.pending import CachedState
-from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
+from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.drafters.eagle3 import Eagle3Layer, FusedDrafter, taps_of
+from drafttrain.drafters.options.peagle import PEagleOptions
 from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.drafter import Commit
 from drafttrain.model.frozen_ref import FrozenRef
-from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.layers import Attention, DecoderLayer, LayerOptions, RMSNorm, recomputed
+from drafttrain.model.layers import Attention, DecoderLayer, RMSNorm, recomputed
 from drafttrain.model.mask_chain_attention import attended
 from drafttrain.model.mask_chains import Chains, Retention
+from drafttrain.model.shapes import LayerOptions
 from drafttrain.model.target import Target
 
-Attend = Callable[[int, Attention, Tensor], Tensor]
-
-
-@dataclass
-class PEagleOptions(TreeOptions):
-    """By default a chain over the target's whole vocabulary."""
-
-    family: str = "peagle"
-    tree: str = "chain"
-    width: int = 4
-    draft_length: int = 8
-    layers: int = 4
-    taps: list[int] | None = None  # three block outputs, from 0; None: by the rule
-    tap_rule: str = "official"  # official: 1, n/2 - 1, n - 4. thirds: the last of each third of the n blocks
-    mask_token: int | None = None  # an id of the embedding; None: the last one
-    retention: float = 0.8  # in training a share retention ** d of the anchors has a slot d
-    least_retention: float = 0.2  # and no less than this
-    draft_vocab: int | None = None  # so many of the target's tokens, the commonest in the training data; None: all
-    fc_norm: bool = False  # EAGLE 3.1: an RMS norm of each tapped state
-    norm_before_residual: bool = False  # the residual of the first layer is the normed state
-    layer: LayerOptions = field(default_factory=LayerOptions)
+Attend = Callable[[Attention, Tensor], Tensor]
 
 
 class MaskState(nn.Module):
@@ -96,6 +78,7 @@ class PEagle(FusedDrafter):
         token_V = torch.arange(of.vocab_size, device=target.device)
         self.embed_tokens.weight.data.copy_(target.embed(token_V).detach())
         self.layers = nn.ModuleList([Eagle3Layer(of), *(DecoderLayer(of) for _ in range(options.layers - 1))])
+        self.fused_layers = FusedLayers(list(self.layers))  # type: ignore[arg-type]
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
         self.add_head(options.draft_vocab)
 
@@ -118,17 +101,22 @@ class PEagle(FusedDrafter):
         """[1, 1, H] fused."""
         return self.fused(list(self.mask().chunk(len(self.taps.blocks), -1)))
 
+    def enter(self, token_BN: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
+        """(the residual, the input of attention) of the first layer."""
+        layer: Any = self.layers[0]
+        entered: tuple[Tensor, Tensor] = layer.enter(self.embed_tokens(token_BN), state_BNH, self.before)
+        return entered
+
     def through(self, token_BN: Tensor, state_BNH: Tensor, attend: Attend) -> Tensor:
-        """[B, N, H] the last layer's output. attend: (number of a layer, its attention, its input) -> its output."""
-        embedded_BNH = self.embed_tokens(token_BN)
+        """[B, N, H] the last layer's output. attend: (attention of a layer, its input) -> its output."""
 
         def run(number: int, state_BNH: Tensor) -> Tensor:
             layer: Any = self.layers[number]
             if number:
                 residual_BNH, read_BNI = state_BNH, layer.input_layernorm(state_BNH)
             else:
-                residual_BNH, read_BNI = layer.enter(embedded_BNH, state_BNH, self.before)
-            left_BNH: Tensor = layer.leave(residual_BNH, attend(number, layer.self_attn, read_BNI))
+                residual_BNH, read_BNI = self.enter(token_BN, state_BNH)
+            left_BNH: Tensor = layer.leave(residual_BNH, attend(layer.self_attn, read_BNI))
             return left_BNH
 
         for number in range(len(self.layers)):
@@ -142,7 +130,7 @@ class PEagle(FusedDrafter):
         B, slots = len(batch.token_BT), chains.position_BN.shape[1] - chains.columns
         state_BNH = torch.cat([self.fuse(batch.hidden), self.mask_state().expand(B, slots, -1)], 1)
 
-        def attend(number: int, attention: Attention, read_BNI: Tensor) -> Tensor:
+        def attend(attention: Attention, read_BNI: Tensor) -> Tensor:
             return attention.out(attended(*attention.qkv(read_BNI, chains.position_BN), chains))
 
         state_BNH = self.through(chains.append_masks(batch.after(1), self.mask_token), state_BNH, attend)
@@ -164,9 +152,11 @@ class PEagle(FusedDrafter):
 class PEagleState(CachedState):
     def __init__(self, drafter: PEagle, slots: int, max_len: int) -> None:
         """Slots take positions after the text, even if few of their drafts become nodes."""
-        kv = KVCache(len(drafter.layers), slots, max_len + drafter.draft_length, drafter.fc.weight.device)
-        super().__init__(kv, slots, drafter.draft_length)
-        self.drafter, self.grower = drafter, drafter.proposal.grower(kv.device)
+        self.cached = CachedLayers(drafter.fused_layers, slots, max_len + drafter.draft_length)
+        super().__init__(self.cached.kv, slots, drafter.draft_length)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(self.kv.device)
+        with torch.no_grad():
+            self._mask_11H = drafter.mask_state()
 
     def consume(self, commit: Commit, slot_B: Tensor) -> None:
         self.kv.rows(slot_B)
@@ -174,21 +164,16 @@ class PEagleState(CachedState):
 
     def _process(self, commit: Commit, slots: int) -> Tensor:
         """[B, N, H] the states of each row's positions and of so many slots after its last; the positions stay in the cache."""
-        drafter, kv, (B, A) = self.drafter, self.kv, commit.next_BA.shape
+        drafter, cached, A = self.drafter, self.cached, commit.next_BA.shape[1]
         column_N = torch.arange(A + slots, device=commit.next_BA.device)
         real_BN = column_N < commit.count_B[:, None]
         token_BN = torch.where(real_BN, F.pad(commit.next_BA, (0, slots)), drafter.mask_token)
         state_BNH = F.pad(drafter.fuse(commit.hidden), (0, 0, 0, slots))
-        state_BNH = torch.where(real_BN[..., None], state_BNH, drafter.mask_state())
-        causal_BNN = torch.ones(A + slots, A + slots, dtype=torch.bool, device=column_N.device).tril().expand(B, -1, -1)
-        position_BN = kv.length_B[:, None] + column_N
-
-        def attend(number: int, attention: Attention, read_BNI: Tensor) -> Tensor:
-            return attention.cached(read_BNI, position_BN, kv, number, causal_BNN)
-
-        state_BNH = drafter.through(token_BN, state_BNH, attend)
-        kv.keep(column_N[:A].expand(B, A), commit.count_B)
-        return state_BNH
+        state_BNH = torch.where(real_BN[..., None], state_BNH, self._mask_11H)
+        residual_BNH, read_BNI = drafter.enter(token_BN, state_BNH)
+        x_BNH, delta_BNH = drafter.fused_layers.run(residual_BNH, cached.meta(cached.after_prefix(A + slots)), read_BNI)
+        cached.keep_first(commit.count_B)
+        return x_BNH + delta_BNH
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter = self.drafter

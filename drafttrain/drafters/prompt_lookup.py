@@ -7,7 +7,6 @@ Shapes: S slots, B rows, A committed positions, P positions of a text, K drafts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,21 +15,12 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
+from drafttrain.drafters.options.prompt_lookup import PromptLookupOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps, Target
-
-
-@dataclass
-class PromptLookupOptions:
-    """How much of the text must occur again, and how much is copied."""
-
-    family: str = "prompt_lookup"
-    max_ngram: int | None = 3  # tokens matched at most; null: the longest suffix of the text that occurred before
-    min_ngram: int = 1  # tokens matched at least
-    draft_length: int = 10  # tokens copied at most
 
 
 class PromptLookup(Drafter):

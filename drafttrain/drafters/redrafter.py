@@ -23,28 +23,16 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, TreeShape, tuned_paths
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.last_state import LastState
+from drafttrain.drafters.options.redrafter import ReDrafterOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.frozen_ref import FrozenRef
-from drafttrain.model.layers import ResidualBlock, recomputed
+from drafttrain.model.layers import Linear, ResidualBlock, recomputed
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
-from drafttrain.ops.top import top
+from drafttrain.ops.top import top, top_log
 from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of
-
-
-@dataclass
-class ReDrafterOptions:
-    """The head, how far it is unrolled in training, and the beam search."""
-
-    family: str = "redrafter"
-    layers: int = 2  # residual blocks before the output matrix
-    steps: int = 5  # unrolled in training
-    width: int = 10  # beams
-    length: int = 4  # drafts in a beam; the official length counts the root too
-    nodes: int | None = None  # most drafts of a proposal, the likeliest first; None: decode.tree_nodes, set after training
-    dropped: bool = True  # offer also the states that the search had among its beams once and left; officially not
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +42,7 @@ class Search:
     token_BM: Tensor
     parent_BM: Tensor  # -1 for the root
     score_BM: Tensor  # log-probability of the path from the root
-    final_BM: Tensor  # whether a final beam begins with it
+    final_BM: Tensor | None  # whether a final beam begins with it; None: every state is offered
 
 
 class BeamProposal(Proposal):
@@ -113,7 +101,7 @@ class ReDrafter(Drafter):
         self.taps, self.steps, self.dropped = Taps(final=True), options.steps, options.dropped
         self.rnn_w = nn.Linear(width, width, bias=False)  # of the token's embedding
         self.rnn_u = nn.Linear(width, width)  # of the state before
-        output = nn.Linear(2 * width, vocab, bias=False)
+        output = Linear(2 * width, vocab, bias=False)
         output.weight.data.zero_()[:, :width].copy_(target.head_weight.detach())
         self.lm_head = nn.Sequential(*(ResidualBlock(2 * width) for _ in range(options.layers)), output)
         self._target = FrozenRef(target)
@@ -179,7 +167,7 @@ class ReDrafterState(LastState):
         drafter = self.drafter
         steps = min(drafter.draft_length, depth or drafter.draft_length)
         found = self._search(self.hidden_SH[slot_B], self.root_S[slot_B], steps)
-        return prefix_tree(found, 1 + min(drafter.proposal.nodes, found.token_BM.shape[1] - 1), drafter.dropped)
+        return prefix_tree(found, 1 + min(drafter.proposal.nodes, found.token_BM.shape[1] - 1))
 
     def _search(self, hidden_BH: Tensor, root_B: Tensor, steps: int) -> Search:
         """Each step keeps the `beams` likeliest continuations of all; two that share a prefix share its nodes."""
@@ -190,18 +178,21 @@ class ReDrafterState(LastState):
         for step in range(steps):
             recurrent_BwH = drafter.recur(token_Bw, recurrent_BwH)
             joined_BwI = drafter.head_input(hidden_B1H.expand_as(recurrent_BwH), recurrent_BwH)
-            logits_XV = drafter.lm_head[-1](joined_BwI).flatten(0, 1)
-            best_XW, choice_XW = top(logits_XV, beams)
-            log_XW = best_XW - logits_XV.float().logsumexp(-1, keepdim=True)
-            reach_BX = (score_Bw[..., None] + log_XW.view(*token_Bw.shape, beams)).flatten(1)
-            score_Bw, place_BW = top(reach_BX, beams)
-            from_BW = place_BW // beams
-            token_Bw = choice_XW.view(reach_BX.shape).gather(1, place_BW)
-            recurrent_BwH = recurrent_BwH.gather(1, from_BW[..., None].expand(-1, -1, recurrent_BwH.shape[-1]))
+            log_XW, choice_XW = top_log(drafter.lm_head[-1](joined_BwI).flatten(0, 1), beams)
+            if step:
+                reach_BX = (score_Bw[..., None] + log_XW.view(*token_Bw.shape, beams)).flatten(1)
+                score_Bw, place_BW = top(reach_BX, beams)
+                from_BW, token_Bw = place_BW // beams, choice_XW.view(reach_BX.shape).gather(1, place_BW)
+                recurrent_BwH = recurrent_BwH.gather(1, from_BW[..., None].expand(-1, -1, recurrent_BwH.shape[-1]))
+            else:  # the root's choices are in order already
+                score_Bw, token_Bw, from_BW = log_XW, choice_XW, torch.zeros_like(choice_XW)
+                recurrent_BwH = recurrent_BwH.expand(-1, beams, -1)
             first = 1 + (step - 1) * beams if step else 0  # of the level above
             tokens, parents, scores = [*tokens, token_Bw], [*parents, first + from_BW], [*scores, score_Bw]
             picked.append(from_BW)
-        final_BM = torch.cat([torch.ones_like(root_B, dtype=torch.bool)[:, None], *survivors(picked)], 1)
+        final_BM = None
+        if not drafter.dropped:
+            final_BM = torch.cat([torch.ones_like(root_B, dtype=torch.bool)[:, None], *survivors(picked)], 1)
         return Search(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), final_BM)
 
 
@@ -218,22 +209,22 @@ def survivors(picked: Sequence[Tensor]) -> list[Tensor]:
     return levels
 
 
-def prefix_tree(found: Search, nodes: int, dropped: bool) -> DraftTree:
+def prefix_tree(found: Search, nodes: int) -> DraftTree:
     """The `nodes` likeliest candidates: of all, or of those that a final beam begins with. Padding follows if they are fewer.
 
     Beams that share a prefix share its candidates, so each prefix occurs once.
     """
-    stays_BM = torch.ones_like(found.final_BM) if dropped else found.final_BM
-    order_BM = (~stays_BM).long().argsort(stable=True, dim=-1)
-    place_BM = stays_BM.cumsum(-1) - 1
-    real_BM = stays_BM.gather(1, order_BM)
-    above_BM = found.parent_BM.gather(1, order_BM)
-    parent_BM = torch.where(above_BM < 0, -1, place_BM.gather(1, above_BM.clamp_min(0)).where(real_BM, 0))
-    score_BM = found.score_BM.gather(1, order_BM).where(real_BM, -torch.inf)
+    token_BM, parent_BM, score_BM, count_B = found.token_BM, found.parent_BM, found.score_BM, None
+    if found.final_BM is not None:
+        order_BM, place_BM = (~found.final_BM).long().argsort(stable=True, dim=-1), found.final_BM.cumsum(-1) - 1
+        real_BM = found.final_BM.gather(1, order_BM)
+        above_BM = parent_BM.gather(1, order_BM)
+        parent_BM = torch.where(above_BM < 0, -1, place_BM.gather(1, above_BM.clamp_min(0)).where(real_BM, 0))
+        token_BM, score_BM = token_BM.gather(1, order_BM), score_BM.gather(1, order_BM).where(real_BM, -torch.inf)
+        count_B = found.final_BM.sum(-1).clamp_max(nodes)
     built = build_tree(parent_BM, score_BM, nodes)
-    token_BN = found.token_BM.gather(1, order_BM).gather(1, built.kept_BN)
-    count_B = stays_BM.sum(-1).clamp_max(nodes)
-    return DraftTree(token_BN, built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BN))
+    count_B = torch.full_like(token_BM[:, 0], nodes) if count_B is None else count_B
+    return DraftTree(token_BM.gather(1, built.kept_BN), built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BN))
 
 
 FAMILY = Family("redrafter", ReDrafterOptions, ReDrafter)

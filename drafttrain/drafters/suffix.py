@@ -24,6 +24,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters import Family
+from drafttrain.drafters.options.suffix import SuffixOptions
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.proposal import Proposal
@@ -31,19 +32,6 @@ from drafttrain.model.target import Taps, Target
 
 END = -1  # separates two texts of one tree
 UNDONE = 512  # tokens that can be removed again without rebuilding a tree
-
-
-@dataclass
-class SuffixOptions:
-    """How long matches are, and how much of a continuation is drafted."""
-
-    family: str = "suffix"
-    depth: int = 32  # tokens of a text's end matched at most
-    draft_length: int = 16
-    factor: float = 1.0  # after a match of m tokens at most factor * m + offset are drafted
-    offset: float = 0.0
-    min_probability: float = 0.1  # a draft ends where its frequencies multiply to less
-    past: int = 65536  # tokens of earlier texts kept, about; 0: each text by itself
 
 
 class Node:

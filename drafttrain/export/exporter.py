@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peft.tuners.lora import LoraLayer
-
 from drafttrain import __version__
 from drafttrain.core.checksums import list_files
 from drafttrain.core.errors import UserError
@@ -88,6 +86,8 @@ def _apart(opened: Opened, wanted: Wanted) -> bool:
     """Whether the drafter's own low-rank matrices are exported. For a trained target, adapter=true concerns only the target."""
     if not wanted.adapter or opened.meta.adapter is not None:
         return False
+    from peft.tuners.lora import LoraLayer  # takes seconds, and few runs need it
+
     if not any(isinstance(module, LoraLayer) for module in opened.drafter.modules()):
         raise UserError(f"adapter=true, but this {opened.meta.family} drafter has no low-rank adapter; leave it out")
     return True

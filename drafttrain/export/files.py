@@ -17,7 +17,7 @@ from drafttrain.export.ggufs import SUFFIX, cast, write_gguf
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.opened import Opened
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.target import TargetShape
+from drafttrain.model.shapes import TargetShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = "model.safetensors"

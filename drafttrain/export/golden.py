@@ -29,8 +29,8 @@ from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.export.opened import Opened
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.layers import LayerShape
-from drafttrain.model.target import FINAL, Taps, TargetShape
+from drafttrain.model.shapes import LayerShape, TargetShape
+from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.load import LoadedTarget
 
 GOLDEN = "golden.safetensors"

@@ -22,7 +22,8 @@ from drafttrain.drafters.checkpoint import (
     read_weights,
 )
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.target import TargetOut, TargetShape
+from drafttrain.model.shapes import TargetShape
+from drafttrain.model.target import TargetOut
 from drafttrain.targets.load import LoadedTarget
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch import Tensor
 
@@ -154,6 +153,8 @@ def rounded(opened: Opened, golden: Golden, dtype: str) -> Golden:
     """
     if dtype == "float32":
         return golden
+    from peft.tuners.lora import LoraLayer  # takes seconds, and few runs need it
+
     drafter = filled(opened.directory, opened.meta, opened.target, opened.tensors)
     for module in drafter.modules():
         if isinstance(module, LoraLayer):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.decoding.decoder import Decoded
-from drafttrain.model.target import TargetShape
+from drafttrain.model.shapes import TargetShape
 from drafttrain.ops.quantised import stored_bytes
 
 

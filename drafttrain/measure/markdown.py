@@ -10,7 +10,7 @@ from drafttrain.measure.cells import rows
 from drafttrain.measure.data_report import data_section
 from drafttrain.measure.engine_report import flags, section
 from drafttrain.measure.flags import best_entry
-from drafttrain.measure.guards import guards_section, monitors_section
+from drafttrain.measure.guard_sections import guards_section, monitors_section
 from drafttrain.measure.published import published_section
 
 Report = dict[str, Any]

@@ -9,15 +9,17 @@ import hashlib
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.core.files import atomic_write_text
 from drafttrain.measure import cells
-from drafttrain.measure.entry import Evidence
 from drafttrain.measure.flags import best_entry
 from drafttrain.measure.html import render
+
+if TYPE_CHECKING:  # `compare` and `simulate` read reports without loading a model
+    from transformers import PreTrainedTokenizerBase
+
+    from drafttrain.measure.entry import Evidence
 
 PAIRS = 50  # pairs of a sheet at most: a person reads them in an hour
 PLAIN, SPECULATIVE = "plain", "speculative"

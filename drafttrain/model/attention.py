@@ -2,25 +2,34 @@
 
 Shapes: B rows, N new positions, P cached + new positions, M rotary positions, h heads, g query heads per KV head,
 D head width, X = (h + 2 h_kv) D.
+
+A draft tree may be computed in several passes. The new positions of a pass are then its last N nodes, and `earlier` nodes are
+scratch positions of the cache already.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafttrain.core.errors import UserError
+from drafttrain.model.capped_attention import capped_attention
+from drafttrain.model.causal_attention import by_document
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.kv_storage import PageView
 from drafttrain.model.mask_chain_attention import attended
+from drafttrain.model.mask_chains import Chains
 from drafttrain.model.masks import Documents, additive, attention_mask
+from drafttrain.model.prefill_attention import chunk_attention
 from drafttrain.ops import library
 from drafttrain.ops.append import append
 from drafttrain.ops.rms_norm import norm
-from drafttrain.ops.tree_attention import bits_of
+from drafttrain.ops.tree_attention import ancestors_of, bits_of, causal_bits
 
 FEW = 64  # new positions up to which the operators that read pages in place are faster
 
@@ -36,6 +45,13 @@ class Heads:
     window: int | None = None  # positions that a query sees at most, its own included; None: all
     q_norm: Any = None  # RMS norm of each query head; None: there is none
     k_norm: Any = None  # RMS norm of each key head
+    cap: float | None = None  # scores are cap * tanh(score / cap), as in Gemma-2
+    sinks: Tensor | None = None  # [h] a score of each head that takes its share of the softmax and adds nothing, as in gpt-oss
+
+    @property
+    def plain(self) -> bool:
+        """Whether the fused operators compute these scores."""
+        return self.cap is None and self.sinks is None
 
 
 def pages_in_place(kv: KVCache) -> PageView | None:
@@ -55,15 +71,24 @@ class AttentionMetadata:
         ancestor_BNN: Tensor | Documents | None,
         cos_MD: Tensor,
         sin_MD: Tensor,
+        bits_BN: Tensor | None = None,
+        earlier: int = 0,
     ) -> None:
-        """cos_MD, sin_MD: of every position; the first half of each sine is negated. ancestor_BNN None: causal."""
+        """cos_MD, sin_MD: of every position; the first half of each sine is negated.
+
+        bits_BN: the nodes of the tree that each new position sees, as bits, in place of ancestor_BNN. Both None: causal.
+        """
         self.kv, self.position_BN, self.cos_MD, self.sin_MD = kv, position_BN, cos_MD, sin_MD
         self.documents = ancestor_BNN if isinstance(ancestor_BNN, Documents) else None  # of rows that hold several
         self.ancestor_BNN = None if isinstance(ancestor_BNN, Documents) else ancestor_BNN
+        self.earlier = earlier
+        # a chunk of a prompt, which needs no mask (`chunk_attention`); a static length has its rows' lengths on the device
+        self.chunk = kv is not None and ancestor_BNN is None and position_BN.shape[1] > FEW and not kv.static
         self._angles: tuple[Tensor, Tensor] | None = None
-        self._bits_BN: Tensor | None = None
+        self._bits_BN = bits_BN
         self._masks: dict[tuple[int | None, int], Tensor | None] = {}
-        self.pages = kv.page_view() if kv is not None and position_BN.shape[1] <= FEW else None
+        self._visible: dict[int | None, Tensor] = {}
+        self.pages = kv.page_view() if kv is not None and earlier + position_BN.shape[1] <= FEW else None
         few, width = kv is not None and self.pages is not None, cos_MD.shape[1]
         # one compiled operator appends and attends; it runs on a CPU
         self.compiled = few and not cos_MD.is_cuda and library.serves(cos_MD) and width in range(2, 257, 2)
@@ -71,7 +96,8 @@ class AttentionMetadata:
         self.two_kernels = few and not self.compiled and kv is not None and pages_in_place(kv) is not None
         if self.compiled:
             self.position_BN = position_BN.contiguous()
-            self.ancestor_BNN = None if self.ancestor_BNN is None else self.ancestor_BNN.contiguous()
+            seen = self.ancestor_BNN if bits_BN is None else bits_BN
+            self.seen = None if seen is None else seen.contiguous()  # as the compiled operators take it
 
     def rotate(self, x_BNhD: Tensor) -> Tensor:
         """Rotate each head's vector to its position (Su et al. 2021), halves paired as transformers pairs them."""
@@ -85,10 +111,10 @@ class AttentionMetadata:
         """The new positions that each new position sees, as bits."""
         if self._bits_BN is None:
             B, N = self.position_BN.shape
-            ancestor_BNN = self.ancestor_BNN
-            if ancestor_BNN is None:
-                ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=self.position_BN.device).tril().expand(B, N, N)
-            self._bits_BN = bits_of(ancestor_BNN)
+            if self.ancestor_BNN is None:
+                self._bits_BN = causal_bits(N, self.position_BN.device, self.earlier).expand(B, N)
+            else:
+                self._bits_BN = bits_of(self.ancestor_BNN)
         return self._bits_BN
 
     def mask(self, window: int | None, groups: int) -> Tensor | None:
@@ -97,12 +123,20 @@ class AttentionMetadata:
             self._masks[window, groups] = self._mask(window, groups)
         return self._masks[window, groups]
 
+    def visible(self, window: int | None) -> Tensor:
+        """[B, N, P] bool: the keys that each new position sees."""
+        if window not in self._visible:
+            ancestor_BNN = self.ancestor_BNN
+            if ancestor_BNN is None and (self.earlier or self._bits_BN is not None):
+                ancestor_BNN = ancestors_of(self.bits_BN, self.earlier + self.position_BN.shape[1])
+            self._visible[window] = attention_mask(self.kv, ancestor_BNN, self.position_BN, window)
+        return self._visible[window]
+
     def _mask(self, window: int | None, groups: int) -> Tensor | None:
         kv, N = self.kv, self.position_BN.shape[1]
-        if kv is not None and N == 1 and kv.equal_lengths and (window is None or kv.longest < window):
+        if kv is not None and N == 1 and self.earlier == 0 and kv.equal_lengths and (window is None or kv.longest < window):
             return None
-        mask_BNP = attention_mask(kv, self.ancestor_BNN, self.position_BN, window)
-        return additive(mask_BNP.repeat(1, groups, 1), self.cos_MD.dtype)
+        return additive(self.visible(window).repeat(1, groups, 1), self.cos_MD.dtype)
 
 
 def attend(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads) -> Tensor:
@@ -111,7 +145,9 @@ def attend(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads) -
     qkv_BNX: query heads, then key heads, then value heads, as projected.
     """
     pages = meta.pages
-    if pages is None or not (meta.compiled or meta.two_kernels) or not qkv_BNX.is_contiguous():
+    if pages is None or not (meta.compiled or meta.two_kernels) or not qkv_BNX.is_contiguous() or not shape.plain:
+        return reference(qkv_BNX, meta, layer, shape)
+    if shape.q_norm is not None and shape.q_norm.weight.dtype != qkv_BNX.dtype:
         return reference(qkv_BNX, meta, layer, shape)
     keys, values = pages.layer(layer)
     table_BQ, length_B = pages.table_BQ, pages.rows.length_B
@@ -120,14 +156,30 @@ def attend(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads) -
         q_weight, k_weight, eps = shape.q_norm.weight, shape.k_norm.weight, shape.q_norm.variance_epsilon
     if meta.two_kernels:
         at = (meta.position_BN, table_BQ, length_B, keys, values)
-        q_BNhD = append(qkv_BNX, meta.cos_MD, meta.sin_MD, q_weight, k_weight, eps, *at, shape.heads)
-        return pages.attend(layer, q_BNhD, meta.bits_BN, meta.position_BN, shape.scale, shape.window)
+        q_BNhD = append(qkv_BNX, meta.cos_MD, meta.sin_MD, q_weight, k_weight, eps, *at, shape.heads, meta.earlier)
+        seen = (meta.bits_BN, meta.position_BN)
+        return pages.attend(layer, q_BNhD, *seen, shape.scale, shape.window, meta.earlier)
     out_BNI = qkv_BNX.new_empty(*qkv_BNX.shape[:2], shape.heads * shape.width)
     torch.ops.drafttrain.attend(
         qkv_BNX, meta.cos_MD, meta.sin_MD, q_weight, k_weight, eps, shape.scale, shape.window or 0,
-        meta.position_BN, table_BQ, length_B, meta.ancestor_BNN, keys, values, out_BNI,
+        meta.position_BN, table_BQ, length_B, meta.seen, meta.earlier, keys, values, out_BNI,
     )  # fmt: skip
     return out_BNI
+
+
+def write(kv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads) -> None:
+    """Write keys and values of positions that have no queries. kv_BNX: key heads, then value heads, as projected."""
+    kv = meta.kv
+    assert kv is not None
+    pages = kv.page_view()
+    k_weight, eps = (None, 0.0) if shape.k_norm is None else (shape.k_norm.weight, shape.k_norm.variance_epsilon)
+    if pages is not None and library.serves(kv_BNX):
+        at = (meta.position_BN, pages.table_BQ, pages.rows.length_B, *pages.layer(layer))
+        append(kv_BNX.contiguous(), meta.cos_MD, meta.sin_MD, None, k_weight, eps, *at, 0, meta.earlier)
+        return
+    k_BNhD, v_BNhD = kv_BNX.unflatten(-1, (-1, shape.width)).chunk(2, 2)
+    k_BNhD = meta.rotate(k_BNhD if shape.k_norm is None else norm(shape.k_norm, k_BNhD)[1])
+    kv.append(layer, k_BNhD.transpose(1, 2), v_BNhD.transpose(1, 2), meta.earlier)
 
 
 def reference(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads) -> Tensor:
@@ -145,8 +197,13 @@ def reference(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads
     if meta.kv is None:
         out_BhND = without_cache(q_BNhD.transpose(1, 2), k_BhND, v_BhND, meta, shape)
         return out_BhND.transpose(1, 2).reshape(B, N, h * D)
-    meta.kv.append(layer, k_BhND, v_BhND)
-    keys_BhPD, values_BhPD = meta.kv.read(layer, N)
+    meta.kv.append(layer, k_BhND, v_BhND, meta.earlier)
+    if not shape.plain:
+        out_BhND = over_cache(q_BNhD.transpose(1, 2), meta, layer, shape)
+        return out_BhND.transpose(1, 2).reshape(B, N, h * D)
+    if meta.chunk and not torch.is_grad_enabled():
+        return chunk_attention(q_BNhD, meta.kv, layer, shape.scale, shape.window).view(B, N, h * D)
+    keys_BhPD, values_BhPD = meta.kv.read(layer, meta.earlier + N)
     # the query heads of one KV head become rows of one attention: no key is repeated in memory
     groups = h // k
     rows_BhRD = q_BNhD.view(B, N, k, groups, D).permute(0, 2, 3, 1, 4).reshape(B, k, -1, D)
@@ -156,8 +213,32 @@ def reference(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads
     return out_BhRD.view(B, k, groups, N, D).permute(0, 3, 1, 2, 4).reshape(B, N, h * D)
 
 
+def over_cache(q_BhND: Tensor, meta: AttentionMetadata, layer: int, shape: Heads) -> Tensor:
+    """[B, h, N, D]: attention with capped scores or sinks to the prefix and the ancestors, whose keys are written."""
+    kv, N = meta.kv, q_BhND.shape[2]
+    assert kv is not None
+    one = partial(capped_attention, scale=shape.scale, window=shape.window, cap=shape.cap, sinks_h=shape.sinks)
+    if meta.chunk:
+        rows = [[x[None] for x in kv.read_row(layer, row, N)] for row in range(len(q_BhND))]
+        return torch.cat([one(q_hND[None], *row) for q_hND, row in zip(q_BhND, rows, strict=True)])
+    return one(q_BhND, *kv.read(layer, meta.earlier + N), mask_BNP=meta.visible(shape.window))
+
+
+def _capped(q_BhND: Tensor, k_BhND: Tensor, v_BhND: Tensor, meta: AttentionMetadata, shape: Heads) -> Tensor:
+    """`without_cache` with capped scores or sinks. Raises UserError where a process holds some columns of a sequence."""
+    if meta.documents is not None and meta.documents.span is not None:
+        raise UserError("train.sequence_parallel does not take a target with attention sinks or capped scores; set it to 1")
+    one = partial(capped_attention, scale=shape.scale, window=shape.window, cap=shape.cap, sinks_h=shape.sinks)
+    seen = meta.documents if isinstance(meta.documents, Chains) else meta.ancestor_BNN
+    if seen is None:
+        return by_document(one, meta.documents, q_BhND, k_BhND, v_BhND)
+    return one(q_BhND, k_BhND, v_BhND, mask_BNP=attention_mask(None, seen, meta.position_BN, shape.window))
+
+
 def without_cache(q_BhND: Tensor, k_BhND: Tensor, v_BhND: Tensor, meta: AttentionMetadata, shape: Heads) -> Tensor:
     """[B, h, N, D]: attention within whole sequences."""
+    if not shape.plain:
+        return _capped(q_BhND, k_BhND, v_BhND, meta, shape)
     if meta.ancestor_BNN is None:
         return attended(q_BhND, k_BhND, v_BhND, meta.documents, shape.window, shape.scale)
     mask = meta.mask(shape.window, 1)

@@ -251,7 +251,11 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predictions of one step: a hidden state and a label for each source, and the head that gives logits."""
+    """The predictions of one step: a hidden state and a label for each source, and the head that gives logits.
+
+    The head's result depends on its input and on parameters alone: the objective calls it on some predictions at a time, of
+    several steps where they have the same head, outside the graph that made the states. Steps with one head have one vocab_D.
+    """
 
     step: int  # draft depth, from 0
     source_M: Tensor

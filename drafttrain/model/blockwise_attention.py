@@ -1,14 +1,17 @@
 """Attention of many blocks of slots, each to its own part of one context (arXiv 2602.06036, section 4; 2602.01469).
 
-Blocks are computed a few at a time: no mask or score of all slots is in memory at once.
+Blocks are computed a few at a time, a tile: no mask or score of all slots is in memory at once. On a CPU a tile has only the
+part of the context that its blocks see, and the backward pass gives torch's kernel each tile's output and log-sum-exp.
 
-Shapes: B rows, T positions of the context, A blocks of a row, C of them at once, S slots of a block, R = C S, P = T + R keys,
-h heads, D head width. Keys and values may have fewer heads.
+Shapes: B rows, T positions of the context, A blocks of a row, C of them at once, S slots of a block, R = C S, P keys of a tile,
+h heads, g KV heads, x = h / g, D head width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from drafttrain.model.batch import Context
 
 LEAST_TILE, MOST_TILE = 64, 512  # slots whose attention is computed at once in training
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +47,14 @@ def blockwise_attention(
 ) -> Tensor:
     """[B, h, A, S, D]: every slot attends to slots of its own block and to its anchor's part of the context.
 
-    With gradients the backward pass recomputes each tile: its keys, mask and scores are not stored.
+    Keys and values have g heads. The backward pass makes each tile's keys and mask again, and on a GPU its attention: they are
+    not stored.
     """
     A, S = q_BhASD.shape[2:4]
+    if q_BhASD.device.type == "cpu":
+        tiles = Tiles(seen, rule, max(1, LEAST_TILE // S), S)
+        out_BhASD: Tensor = _Tiled.apply(tiles, q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD)
+        return out_BhASD
     slots = min(max(context_k_BhTD.shape[2] // 2, LEAST_TILE), MOST_TILE)  # scores between its blocks are masked, wasted
     blocks = max(1, slots // S)
     again, mixed = torch.is_grad_enabled() and blocks < A, []
@@ -67,6 +76,76 @@ def _tile(
     )
     mixed_BhRD = F.scaled_dot_product_attention(q_BhCSD.flatten(2, 3), keys, values, mask_B1RP, scale=rule.scale)
     return mixed_BhRD.view(*q_BhCSD.shape[:4], -1)
+
+
+class Tiles:
+    """Which blocks are computed together on a CPU, and the columns of the context that they see."""
+
+    def __init__(self, seen: Context, rule: Rule, blocks: int, slots: int) -> None:
+        self.rule, self.slots = rule, slots
+        parts = seen.split(blocks)
+        low = torch.stack([part.first_BA.min() for part in parts]).tolist()
+        high = torch.stack([part.last_BA.max() + 1 for part in parts]).tolist()
+        self.columns = [slice(a, max(a, b)) for a, b in zip(low, high, strict=True)]
+        starts = range(0, seen.last_BA.shape[1], blocks)
+        self.blocks = [slice(a, a + part.last_BA.shape[1]) for a, part in zip(starts, parts, strict=True)]
+        self.parts = [Context(p.first_BA - c.start, p.last_BA - c.start) for p, c in zip(parts, self.columns, strict=True)]
+
+    def masks(self, groups: int, dtype: torch.dtype) -> Iterator[tuple[slice, slice, Tensor]]:
+        """(blocks, columns, [B, 1, x R, P] what is added to the scores) of each tile."""
+        for own, columns, seen in zip(self.blocks, self.columns, self.parts, strict=True):
+            mask_BRP = _mask(seen, own.stop - own.start, self.slots, columns.stop - columns.start, self.rule)
+            added_BRP = torch.zeros(mask_BRP.shape, dtype=dtype).masked_fill_(~mask_BRP, -torch.inf)
+            yield own, columns, added_BRP[:, None].repeat(1, 1, groups, 1)
+
+
+class _Tiled(torch.autograd.Function):
+    """Attention of all tiles by torch's kernel for CPUs. The queries of the heads that share a KV head are rows of one."""
+
+    @staticmethod
+    def forward(ctx: Any, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor) -> Tensor:
+        out_BhASD, logs, kv_heads = torch.empty_like(q, memory_format=torch.contiguous_format), [], k.shape[1]
+        for own, columns, mask in tiles.masks(q.shape[1] // kv_heads, q.dtype):
+            keys, values = _keys(k, context_k, own, columns), _keys(v, context_v, own, columns)
+            rows_BgXD = _folded(q[:, :, own], kv_heads)
+            kernel = aten._scaled_dot_product_flash_attention_for_cpu
+            mixed, log = kernel(rows_BgXD, keys, values, 0.0, False, attn_mask=mask, scale=tiles.rule.scale)
+            out_BhASD[:, :, own] = _unfolded(mixed, out_BhASD[:, :, own])
+            logs.append(log)
+        ctx.tiles, ctx.logs = tiles, logs
+        ctx.save_for_backward(q, k, v, context_k, context_v, out_BhASD)
+        return out_BhASD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, context_k, context_v, out_BhASD = ctx.saved_tensors
+        to_q, to_k, to_v, to_context_k, to_context_v = (torch.zeros_like(x) for x in (q, k, v, context_k, context_v))
+        tiles, kv_heads, kernel = ctx.tiles, k.shape[1], aten._scaled_dot_product_flash_attention_for_cpu_backward
+        masks = tiles.masks(q.shape[1] // kv_heads, q.dtype)
+        for (own, columns, mask), log in zip(masks, ctx.logs, strict=True):
+            keys, values = _keys(k, context_k, own, columns), _keys(v, context_v, own, columns)
+            grad, rows, mixed = (_folded(x[:, :, own], kv_heads) for x in (grads[0], q, out_BhASD))
+            found = kernel(grad, rows, keys, values, mixed, log, 0.0, False, attn_mask=mask, scale=tiles.rule.scale)
+            to_q[:, :, own] = _unfolded(found[0], to_q[:, :, own])
+            width = columns.stop - columns.start
+            for to_own, to_context, to_both in ((to_k, to_context_k, found[1]), (to_v, to_context_v, found[2])):
+                to_context[:, :, columns] += to_both[:, :, :width]
+                to_own[:, :, own] = to_both[:, :, width:].unflatten(2, (-1, tiles.slots))
+        return None, to_q, to_k, to_v, to_context_k, to_context_v
+
+
+def _keys(own_BgASD: Tensor, context_BgTD: Tensor, own: slice, columns: slice) -> Tensor:
+    """[B, g, P, D] the keys (or values) of a tile: of its part of the context, then of its own slots."""
+    return torch.cat([context_BgTD[:, :, columns], own_BgASD[:, :, own].flatten(2, 3)], 2)
+
+
+def _folded(x_BhCSD: Tensor, kv_heads: int) -> Tensor:
+    """[B, g, x R, D]."""
+    return x_BhCSD.unflatten(1, (kv_heads, -1)).flatten(2, 4)
+
+
+def _unfolded(x_BgXD: Tensor, like_BhCSD: Tensor) -> Tensor:
+    return x_BgXD.reshape(like_BhCSD.shape)
 
 
 def _mask(seen: Context, blocks: int, slots: int, columns: int, rule: Rule) -> Tensor:

@@ -32,7 +32,7 @@ def causal(
 
     def one(q_BhTD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor) -> Tensor:
         if window is not None and window < q_BhTD.shape[2]:
-            return _windowed(q_BhTD, k_BgTD, v_BgTD, window, scale)
+            return windowed(q_BhTD, k_BgTD, v_BgTD, window, scale)
         return _fused(q_BhTD, k_BgTD, v_BgTD, None, scale)
 
     if documents is None or documents.span is None:
@@ -52,16 +52,17 @@ def by_document(function: Callable[..., Tensor], documents: Documents | None, *i
     return torch.cat(rows)
 
 
-def _windowed(q_BhTD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, window: int, scale: float | None) -> Tensor:
-    """Sliding-window attention, one block of queries at a time."""
-    T, masks, mixed = q_BhTD.shape[2], dict[tuple[int, int], Tensor](), []
-    for start in range(0, T, ROWS):
-        stop, first = min(start + ROWS, T), max(0, start - window + 1)
+def windowed(q_BhTD: Tensor, k_BgPD: Tensor, v_BgPD: Tensor, window: int, scale: float | None) -> Tensor:
+    """[B, h, T, D] sliding-window attention, one block of queries at a time. The queries are the last T of P positions."""
+    P, masks, mixed = k_BgPD.shape[2], dict[tuple[int, int], Tensor](), []
+    before = P - q_BhTD.shape[2]
+    for start in range(before, P, ROWS):
+        stop, first = min(start + ROWS, P), max(0, start - window + 1)
         size = stop - start, stop - first
         if size not in masks:
             masks[size] = _seen(*size, window, q_BhTD.device)
-        at, keys = slice(start, stop), slice(first, stop)
-        mixed.append(_fused(q_BhTD[:, :, at], k_BgTD[:, :, keys], v_BgTD[:, :, keys], masks[size], scale))
+        at, keys = slice(start - before, stop - before), slice(first, stop)
+        mixed.append(_fused(q_BhTD[:, :, at], k_BgPD[:, :, keys], v_BgPD[:, :, keys], masks[size], scale))
     return torch.cat(mixed, 2)
 
 

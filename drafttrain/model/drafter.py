@@ -21,8 +21,10 @@ from drafttrain.core.sampling import Lane, Sampling, distribution
 from drafttrain.core.tree import DraftTree
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.lora import LoraSpec
 from drafttrain.model.proposal import Proposal
-from drafttrain.model.target import LoraSpec, PrunedTarget, Taps, Target, TargetShape
+from drafttrain.model.shapes import TargetShape
+from drafttrain.model.target import PrunedTarget, Taps, Target
 from drafttrain.ops.sample import sample
 
 

@@ -19,7 +19,7 @@ from drafttrain.ops import library
 class BlockWeights:
     """One block's weights; its projections are packed by `ops.linear.pack`."""
 
-    norm_H: Tensor  # before attention
+    norm_H: Tensor | None  # before attention; None: the block is given the input of its projections
     qkv: Tensor
     qkv_bias: Tensor | None
     out: Tensor
@@ -46,17 +46,23 @@ class Blocks:
             tensors += [b.norm_H, b.qkv, b.qkv_bias, q_norm, k_norm, b.out, b.out_bias]
             tensors += [b.norm2_H, b.gate_up, b.gate_up_bias, b.down, b.down_bias]
         self._kept = library.KeptWeights(tensors)
+        self._taps: dict[tuple[int, ...], Tensor] = {}  # block numbers as tensors, made once: captured passes bring no data
 
     def run(
-        self, x_BNH: Tensor, meta: AttentionMetadata, taps: tuple[int, ...]
+        self, x_BNH: Tensor, meta: AttentionMetadata, taps: tuple[int, ...] = (), read_BNI: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
-        """(x, delta, tapped block outputs): the last block's output is x + delta. x is changed in place."""
+        """(x, delta, tapped block outputs): the last block's output is x + delta. x is changed in place.
+
+        read_BNI: input of the first block's projections; None: the norm of x.
+        """
         pages = meta.pages
         assert pages is not None and meta.compiled
+        if taps not in self._taps:
+            self._taps[taps] = torch.tensor(taps, dtype=torch.long)
         tapped = x_BNH.new_empty(len(taps), *x_BNH.shape)
         delta_BNH = torch.ops.drafttrain.run_blocks(
-            self._kept.number, x_BNH, meta.cos_MD, meta.sin_MD, self.eps, self.head_eps, self.scale, self.windows,
-            meta.position_BN, pages.table_BQ, pages.rows.length_B, meta.ancestor_BNN, pages.store,
-            torch.tensor(taps, dtype=torch.long), tapped,
+            self._kept.number, x_BNH, read_BNI, meta.cos_MD, meta.sin_MD, self.eps, self.head_eps, self.scale, self.windows,
+            meta.position_BN, pages.table_BQ, pages.rows.length_B, meta.seen, meta.earlier, pages.store,
+            self._taps[taps], tapped,
         )  # fmt: skip
         return x_BNH, delta_BNH if delta_BNH.numel() else None, dict(zip(taps, tapped, strict=True))

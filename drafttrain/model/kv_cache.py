@@ -10,7 +10,7 @@ Other files use `KVCache` alone. It counts positions; a `Storage` holds keys and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,8 @@ class KVCache:
     pages: None gives every slot its own pages from the start. A number is a pool that `reserve`, `fork` and `release`
     share out, so that requests of different lengths may need less than slots * max_len positions.
     `rows(slot_B)` chooses the slots of the following calls. `padding_slot` is one slot more, for rows that only fill a batch.
-    Memory is allocated by `allocate` or at the first write, in the dtype of what is written.
+    Memory is allocated by `allocate`, or layer by layer at the first write in the dtype of what is written. Layers may differ
+    in shape, and values in width from keys.
 
     By default the host follows every row's length. `use_static_length` fixes all shapes instead, for CUDA graphs.
     """
@@ -68,6 +69,11 @@ class KVCache:
     @property
     def device(self) -> torch.device:
         return self._length_S.device
+
+    @property
+    def capacity(self) -> int:
+        """Positions that a slot has memory for."""
+        return self.storage.capacity
 
     @property
     def slot_B(self) -> Tensor:
@@ -123,14 +129,21 @@ class KVCache:
 
     # -- keys and values
 
-    def allocate(self, heads: int, width: int, dtype: torch.dtype) -> None:
-        """Allocate all layers' memory now."""
-        for number in range(self.layers):
-            self.storage.allocate(number, heads, width, dtype)
+    def allocate(
+        self,
+        heads: int,
+        width: int,
+        dtype: torch.dtype,
+        value_width: int | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        """Allocate these layers' memory now, in one piece. value_width: None: that of the keys. layers: None: all."""
+        layers = range(self.layers) if layers is None else layers
+        self.storage.allocate(layers, heads, width, width if value_width is None else value_width, dtype)
 
-    def append(self, layer: int, k_BhND: Tensor, v_BhND: Tensor) -> None:
-        """Write N scratch positions after each row's prefix."""
-        self.storage.write(layer, self._rows, k_BhND, v_BhND)
+    def append(self, layer: int, k_BhND: Tensor, v_BhND: Tensor, earlier: int = 0) -> None:
+        """Write N scratch positions after each row's prefix and its `earlier` scratch positions."""
+        self.storage.write(layer, self._rows, k_BhND, v_BhND, earlier)
 
     def read(self, layer: int, nodes: int) -> tuple[Tensor, Tensor]:
         """Keys and values of prefixes and `nodes` scratch positions, [B, h, longest + nodes, D]; no more than the capacity.
@@ -138,6 +151,17 @@ class KVCache:
         Columns past a row's own length + nodes hold old data: the caller's mask must hide them.
         """
         return self.storage.read(layer, self.longest + nodes)
+
+    def read_row(self, layer: int, row: int, nodes: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one row's prefix and `nodes` scratch positions, [h, length + nodes, D]; the host knows lengths.
+
+        A view of the cache where the row's memory is in one piece.
+        """
+        assert not self.static, "with a static length the host does not know the rows' lengths"
+        slot = self._host_slots[row]
+        positions = self._host_lengths[slot] + nodes
+        assert positions <= self.storage.capacity, f"{positions} positions exceed the storage's {self.storage.capacity}"
+        return self.storage.read_row(layer, slot, positions)
 
     def page_view(self) -> PageView | None:
         """The pages of the rows in use, for operators that address them; None: the storage offers none, use `read`."""
@@ -147,6 +171,14 @@ class KVCache:
         """Commit the scratch positions named by `path_BA` (tree nodes, root first), `count_B` of each row; drop the rest."""
         self.storage.move(self._rows, path_BA, count_B)
         self.crop(self.length_B + count_B)
+
+    def extend(self, counts: Sequence[int]) -> None:
+        """Commit the first `counts[b]` scratch positions of each row. Nothing moves, and nothing is read from the device."""
+        assert not self.static, "with a static length the host does not know the rows' lengths"
+        self._length_S[self.slot_B] = self.length_B + torch.tensor(counts, device=self.device)
+        for slot, count in zip(self._host_slots, counts, strict=True):
+            self._host_lengths[slot] += count
+        self._refresh(self.slot_B)
 
     def crop(self, length_B: Tensor) -> None:
         """Set the rows' lengths: positions past them are dropped."""

@@ -8,6 +8,7 @@ are in page 7 and in the first position of page 2; the next position that is wri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,7 +37,7 @@ class PageView:
     """A storage's pages, for operators that read and write them in place."""
 
     layers: list[tuple[Tensor, Tensor] | None]  # each layer's keys and values, [Q, PAGE, h, D]; None before its first write
-    stores: list[Tensor]  # [L, 2, Q, PAGE, h, D]; one tensor where all layers have one shape
+    stores: list[Tensor]  # [L, 2, Q, PAGE, h, D]; one tensor where all layers were allocated together
     table_BQ: Tensor  # each row's pages
     rows: Rows
 
@@ -53,13 +54,20 @@ class PageView:
         return self.stores[0]
 
     def attend(
-        self, layer: int, q_BNhD: Tensor, bits_BN: Tensor, position_BN: Tensor, scale: float, window: int | None = None
+        self,
+        layer: int,
+        q_BNhD: Tensor,
+        bits_BN: Tensor,
+        position_BN: Tensor,
+        scale: float,
+        window: int | None = None,
+        earlier: int = 0,
     ) -> Tensor:
         """[B, N, h D]: attention of nodes whose keys and values are written; arguments as for `tree_attention`."""
         keys, values = self.layer(layer)
-        bound = min(self.rows.longest + q_BNhD.shape[1], self.table_BQ.shape[1] * keys.shape[1])
+        bound = min(self.rows.longest + earlier + q_BNhD.shape[1], self.table_BQ.shape[1] * keys.shape[1])
         at = (self.table_BQ, self.rows.length_B, bits_BN, position_BN)
-        return tree_attention(q_BNhD, keys, values, *at, scale, window, bound)
+        return tree_attention(q_BNhD, keys, values, *at, scale, window, bound, earlier)
 
 
 class Storage(Protocol):
@@ -78,16 +86,20 @@ class Storage(Protocol):
         """Name the rows of the following calls. in_order: row b is slot b, for all slots."""
         ...
 
-    def allocate(self, layer: int, heads: int, width: int, dtype: torch.dtype) -> None:
-        """Reserve one layer's memory, if that has not been done."""
+    def allocate(self, layers: Sequence[int], heads: int, width: int, value_width: int, dtype: torch.dtype) -> None:
+        """Reserve the memory of those of these layers that have none. width: of keys."""
         ...
 
-    def write(self, layer: int, rows: Rows, k_BhND: Tensor, v_BhND: Tensor) -> None:
-        """Write N positions after each row's length; allocates the layer's memory at its first call."""
+    def write(self, layer: int, rows: Rows, k_BhND: Tensor, v_BhND: Tensor, earlier: int) -> None:
+        """Write N positions from each row's length + earlier on; allocates the layer's memory at its first call."""
         ...
 
     def read(self, layer: int, positions: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first positions of each row, [B, h, P, D]."""
+        ...
+
+    def read_row(self, layer: int, slot: int, positions: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a slot's first positions, [h, P, D]; views where the storage allows it."""
         ...
 
     def view(self, rows: Rows) -> PageView | None:
@@ -112,7 +124,10 @@ class Storage(Protocol):
 
 
 class PagedStorage:
-    """Pages of `PAGE` positions, in one tensor for all layers of one shape; a table names each slot's pages."""
+    """Pages of `PAGE` positions, in one tensor for all layers that are allocated together; a table names each slot's pages.
+
+    Values of another width than the keys follow them in the same row, so that a position moves with one copy.
+    """
 
     def __init__(self, layers: int, slots: int, max_len: int, device: torch.device, pages: int | None) -> None:
         self.slots, self.max_len, self.page, self._device = slots, max_len, PAGE, device
@@ -127,7 +142,8 @@ class PagedStorage:
         self.free = list(range(self.pages - 1, -1, -1)) if self.pooled else []
         self.owned: list[list[int]] = [[] for _ in range(slots)]  # each slot's pages, where they come from a pool
         self.uses = [0] * self.pages  # slots that have reserved each page of a pool
-        self.stores: list[Tensor] = []  # each [layers or 1, 2, Q, PAGE, h, D]; one, unless layers differ in shape
+        # one per call of `allocate`: [layers, 2, Q, PAGE, h, D], or [layers, 1, Q, PAGE, h, key width + value width]
+        self.stores: list[Tensor] = []
         self._layers: list[tuple[Tensor, Tensor] | None] = [None] * layers  # keys and values of each, [Q, PAGE, h, D]
 
     @property
@@ -138,30 +154,32 @@ class PagedStorage:
         self._table_BQ = self.table_SQ[rows.slot_B]
         self._adjacent = in_order and not self.pooled  # row b's pages are the b-th run of the store: it is read as a view
 
-    def allocate(self, layer: int, heads: int, width: int, dtype: torch.dtype) -> None:
-        self._layer(layer, heads, width, dtype)
+    def allocate(self, layers: Sequence[int], heads: int, width: int, value_width: int, dtype: torch.dtype) -> None:
+        new = [number for number in layers if self._layers[number] is None]
+        if not new:
+            return
+        same = width == value_width
+        shape = (2, self.pages + 1, PAGE, heads, width) if same else (1, self.pages + 1, PAGE, heads, width + value_width)
+        store = torch.zeros(len(new), *shape, dtype=dtype, device=self._device)
+        self.stores.append(store)
+        for place, number in enumerate(new):
+            own = store[place]
+            self._layers[number] = (own[0], own[1]) if same else (own[0, ..., :width], own[0, ..., width:])
 
-    def _layer(self, layer: int, heads: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        both = self._layers[layer]
-        if both is None:
-            shape = (2, self.pages + 1, PAGE, heads, width)
-            if not self.stores:
-                self.stores.append(torch.zeros(len(self._layers), *shape, dtype=dtype, device=self._device))
-            elif self.stores[0].shape[1:] != shape:
-                self.stores.append(torch.zeros(1, *shape, dtype=dtype, device=self._device))
-            store = self.stores[0][layer] if self.stores[0].shape[1:] == shape else self.stores[-1][0]
-            both = self._layers[layer] = (store[0], store[1])
-        return both
-
-    def write(self, layer: int, rows: Rows, k_BhND: Tensor, v_BhND: Tensor) -> None:
+    def write(self, layer: int, rows: Rows, k_BhND: Tensor, v_BhND: Tensor, earlier: int) -> None:
         N = k_BhND.shape[2]
-        keys, values = self._layer(layer, k_BhND.shape[1], k_BhND.shape[3], k_BhND.dtype)
+        if self._layers[layer] is None:
+            self.allocate([layer], k_BhND.shape[1], k_BhND.shape[3], v_BhND.shape[3], k_BhND.dtype)
+        both = self._layers[layer]
+        assert both is not None
+        keys, values = both
         if self._adjacent and rows.equal_lengths:
             for pool, new_BhND in ((keys, k_BhND), (values, v_BhND)):
-                self._runs(pool)[:, rows.longest : rows.longest + N] = new_BhND.transpose(1, 2)
+                self._runs(pool)[:, rows.longest + earlier : rows.longest + earlier + N] = new_BhND.transpose(1, 2)
             return
-        at_BN = flat(self._table_BQ, rows.length_B[:, None] + torch.arange(N, device=k_BhND.device), PAGE)
-        keys.flatten(0, 1)[at_BN], values.flatten(0, 1)[at_BN] = k_BhND.transpose(1, 2), v_BhND.transpose(1, 2)
+        at_BN = flat(self._table_BQ, rows.length_B[:, None] + torch.arange(earlier, earlier + N, device=k_BhND.device), PAGE)
+        for pool, new_BhND in ((keys, k_BhND), (values, v_BhND)):
+            pool.view(pool.shape[0] * PAGE, *pool.shape[2:])[at_BN] = new_BhND.transpose(1, 2)
 
     def read(self, layer: int, positions: int) -> tuple[Tensor, Tensor]:
         both = self._layers[layer]
@@ -172,6 +190,21 @@ class PagedStorage:
         if self._adjacent:
             return self._runs(pool)[:, :positions].transpose(1, 2)
         return pool[self._table_BQ[:, : pages_for(positions)]].flatten(1, 2)[:, :positions].transpose(1, 2)
+
+    def read_row(self, layer: int, slot: int, positions: int) -> tuple[Tensor, Tensor]:
+        both, pages = self._layers[layer], pages_for(positions)
+        assert both is not None, "storage is allocated at the first write, or by allocate"
+        first = self._adjacent_from(slot, pages)
+        which = self.table_SQ[slot, :pages] if first is None else slice(first, first + pages)
+        keys, values = (pool[which].flatten(0, 1)[:positions].transpose(0, 1) for pool in both)
+        return keys, values
+
+    def _adjacent_from(self, slot: int, pages: int) -> int | None:
+        """The slot's first page, if its first pages are adjacent in the store."""
+        if not self.pooled:
+            return slot * self._slot_pages if slot < self.slots and pages <= self._slot_pages else None
+        own = self.owned[slot][:pages] if slot < self.slots else []
+        return own[0] if len(own) == pages > 0 and own == list(range(own[0], own[0] + pages)) else None
 
     def _runs(self, pool: Tensor) -> Tensor:
         """[S, P, h, D] view of pages in the order of the slots."""

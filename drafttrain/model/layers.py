@@ -1,13 +1,14 @@
-"""Layers that drafters share: RMS norm, residual block, rotary attention over a KV cache, gated MLP.
+"""Layers that drafters share: RMS norm, residual block, rotary attention, gated MLP. `cached_layers` decodes with them.
 
-Shapes: B rows, N positions, P key positions, h heads, D head width, F half of it, H hidden, I input width of a projection.
+Shapes: B rows, N positions, P positions of a table, h heads, D head width, F half of it, H hidden, I input width of a
+projection.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,17 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drafttrain.core.errors import UserError
-from drafttrain.model.attention import pages_in_place
-from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.target import TargetShape
-from drafttrain.ops.tree_attention import MOST_NODES, bits_of, visible
-
-SCALINGS = {  # of rotary positions: kind -> the numbers it needs
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+from drafttrain.model.shapes import SCALINGS, LayerShape, TargetShape
+from drafttrain.ops.linear import PACKS, linear
+from drafttrain.ops.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -35,9 +28,24 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
+    @property
+    def variance_epsilon(self) -> float:
+        """`eps`, as transformers' modules name it."""
+        return self.eps
+
     def forward(self, x_H: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return rms_norm(x_H, None, self.weight, self.eps)[1]
         wide_H = x_H.float()
         return (wide_H * torch.rsqrt(wide_H.pow(2).mean(-1, keepdim=True) + self.eps)).to(x_H.dtype) * self.weight
+
+
+class Linear(nn.Linear):
+    """A linear map that decoding computes with a packed copy of its weight, where that is large and frozen (`ops.linear`)."""
+
+    def forward(self, x_I: Tensor) -> Tensor:
+        packed = None if torch.is_grad_enabled() else PACKS.of(self, self.weight, x_I)
+        return linear(x_I, self.weight, self.bias, packed)
 
 
 class ResidualBlock(nn.Module):
@@ -45,7 +53,7 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.linear = Linear(width, width)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -65,76 +73,6 @@ class GatedMLP(nn.Module):
     def forward(self, x_H: Tensor) -> Tensor:
         out_H: Tensor = self.down_proj(F.silu(self.gate_proj(x_H)) * self.up_proj(x_H))
         return out_H
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape(TargetShape):
-    """The dimensions of a drafter's own decoder layers."""
-
-    rope_scaling: dict[str, Any] | None = None  # of rotary positions, in transformers' form; None: none, whatever the target's
-
-
-@dataclass
-class LayerOptions:
-    """Dimensions of a drafter's own decoder layers; null: the target's. Published drafters often have another rope_theta."""
-
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    rope_theta: float | None = None
-    norm_eps: float | None = None
-    rope_scaling: Any = None  # {rope_type: linear or llama3, factor: ..., ...}; null: none. Any: Hydra fills no null mapping
-
-    @staticmethod
-    def of(given: LayerOptions | Mapping[str, Any]) -> LayerOptions:
-        """From LayerOptions or a checkpoint's plain data. Raises UserError for an unknown setting."""
-        if isinstance(given, LayerOptions):
-            return given
-        known = [f.name for f in fields(LayerOptions)]
-        unknown = sorted(given.keys() - set(known))
-        if unknown:
-            raise UserError(f"drafter.layer has no setting {', '.join(unknown)}; it has {', '.join(known)}")
-        return LayerOptions(**given)
-
-    @staticmethod
-    def between(shape: TargetShape | None, target: TargetShape) -> LayerOptions:
-        """The options that give this shape for this target."""
-        if shape is None:
-            return LayerOptions()
-        apart = {
-            f.name: getattr(shape, f.name)
-            for f in fields(LayerOptions)
-            if f.name != "rope_scaling" and getattr(shape, f.name) != getattr(target, f.name)
-        }
-        return LayerOptions(**apart, rope_scaling=shape.rope_scaling if isinstance(shape, LayerShape) else None)
-
-    def shape(self, target: TargetShape) -> LayerShape:
-        """The layers' dimensions. Raises UserError for values that no layer can have."""
-        check_scaling(self.rope_scaling)
-        own = {name: value for name, value in asdict(self).items() if value is not None}
-        shape = LayerShape(**asdict(target) | own)
-        for name in set(own) - {"rope_scaling"}:
-            if own[name] <= 0:
-                raise UserError(f"drafter.layer.{name} is {own[name]}; set it above 0, or to null: as the target's")
-        if shape.heads % shape.kv_heads or shape.head_dim % 2:
-            raise UserError(
-                f"drafter.layer has {shape.heads} heads of width {shape.head_dim} over {shape.kv_heads} KV heads; choose an "
-                "even width, and KV heads that divide the heads"
-            )
-        return shape
-
-
-def check_scaling(scaling: Mapping[str, Any] | None) -> None:
-    """Raise UserError for a scaling of positions that these layers do not have."""
-    if scaling is None:
-        return
-    kind = str(scaling.get("rope_type", "default"))
-    if kind not in SCALINGS:
-        raise UserError(f"rope_scaling is of the type {kind!r}; layers of drafters know {', '.join(SCALINGS)}")
-    lacking = [name for name in SCALINGS[kind] if not isinstance(scaling.get(name), int | float)]
-    if lacking:
-        raise UserError(f"rope_scaling of the type {kind} lacks {', '.join(lacking)}; add numbers for them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +117,25 @@ class Attention(nn.Module):
             nn.Identity() if shape.qk_eps is None else RMSNorm(shape.head_dim, shape.qk_eps) for _ in range(2)
         )
 
+    @property
+    def head_dim(self) -> int:
+        """The width of a head, as transformers' modules name it."""
+        return self.shape.head_dim
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the scores, as transformers' modules name it."""
+        return float(self.shape.head_dim**-0.5)
+
+    def angle_table(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions 0, 1, 2, ..., [positions, D]; the first half of each sine is negated."""
+        like = self.o_proj.weight
+        position_1P = torch.arange(positions, device=like.device)[None]
+        cos_1PD, sin_1PD = self._angles(position_1P, like.dtype)
+        sin_PD = sin_1PD[0].clone()
+        sin_PD[:, : self.shape.head_dim // 2] *= -1
+        return cos_1PD[0], sin_PD
+
     def qkv(self, x_BNI: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, h, N, D], k and v [B, h_kv, N, D]; q and k rotated to their positions."""
         angles = self._angles(position_BN, x_BNI.dtype)
@@ -205,23 +162,6 @@ class Attention(nn.Module):
         B, _, N, _ = mixed_BhND.shape
         out_BNH: Tensor = self.o_proj(mixed_BhND.transpose(1, 2).reshape(B, N, -1))
         return out_BNH
-
-    def cached(self, x_BNI: Tensor, position_BN: Tensor, kv: KVCache, layer: int, ancestor_BNN: Tensor) -> Tensor:
-        """[B, N, H]: write the new positions' keys and values; attend to the prefix and to the ancestors."""
-        q_BhND, k_BhND, v_BhND = self.qkv(x_BNI, position_BN)
-        N = x_BNI.shape[1]
-        kv.append(layer, k_BhND, v_BhND)
-        pages = pages_in_place(kv) if N <= MOST_NODES else None
-        if pages is not None:
-            q_BNhD, scale = q_BhND.transpose(1, 2), q_BhND.shape[-1] ** -0.5
-            out_BNH: Tensor = self.o_proj(pages.attend(layer, q_BNhD, bits_of(ancestor_BNN), position_BN, scale))
-            return out_BNH
-        keys_BhPD, values_BhPD = kv.read(layer, N)
-        seen_BNP = visible(kv.length_B, kv.longest, ancestor_BNN)
-        mixed_BhND = F.scaled_dot_product_attention(
-            q_BhND, self.grouped(keys_BhPD), self.grouped(values_BhPD), attn_mask=seen_BNP[:, None]
-        )
-        return self.out(mixed_BhND)
 
 
 class DecoderLayer(nn.Module):

@@ -36,11 +36,17 @@ class Documents:
 
 
 def attention_mask(
-    kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor, window: int | None
+    kv: KVCache | None,
+    ancestor_BNN: Tensor | Documents | None,
+    position_BN: Tensor,
+    window: int | None,
+    chunk: int | None = None,
 ) -> Tensor:
     """[B, N, P] bool: the keys that each new position attends to: the prefix and its ancestors.
 
-    kv None: there is no prefix. window: positions that a query sees at most, its own included; None: all.
+    kv None: there is no prefix. ancestor_BNN: [B, N, M] where the N new positions are the last of a tree of M. window:
+    positions that a query sees at most, its own included; None: all, as it must be for M above N. chunk: a query sees its own
+    chunk of so many positions alone: with 8, position 9 sees positions 8 and 9.
     """
     B, N = position_BN.shape
     if isinstance(ancestor_BNN, Documents):
@@ -48,13 +54,17 @@ def attention_mask(
     if ancestor_BNN is None:
         ancestor_BNN = torch.ones(N, N, dtype=torch.bool, device=position_BN.device).tril().expand(B, N, N)
     mask_BNP = ancestor_BNN if kv is None else visible(kv.length_B, kv.longest, ancestor_BNN)
-    if window is None:
+    if window is None and chunk is None:
         return mask_BNP
-    if kv is None:
-        return mask_BNP & (position_BN[..., None] - position_BN[:, None] < window)
-    key_BP = torch.arange(mask_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
-    key_BP = key_BP.scatter(1, kv.length_B[:, None] + torch.arange(N, device=position_BN.device), position_BN)
-    return mask_BNP & (position_BN[..., None] - key_BP[:, None] < window)
+    key_BP = position_BN
+    if kv is not None:
+        key_BP = torch.arange(mask_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
+        key_BP = key_BP.scatter(1, kv.length_B[:, None] + torch.arange(N, device=position_BN.device), position_BN)
+    if window is not None:
+        mask_BNP = mask_BNP & (position_BN[..., None] - key_BP[:, None] < window)
+    if chunk is not None:
+        mask_BNP = mask_BNP & (position_BN[..., None] // chunk == key_BP[:, None] // chunk)
+    return mask_BNP
 
 
 def additive(mask_BNP: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,12 +5,13 @@ No [T, T] tensor outlives a block of rows. A fused kernel computes attention to 
 products of one index's query and key; they are merged with the kernel's result by log-sum-exp. Memory is O(T) for each step.
 The backward pass gives the fused kernel the merged output and log-sum-exp, so that it recomputes the merged softmax.
 
-Shapes: B rows, T positions, R rows of a block, P keys of a block, h heads, D head width.
+Shapes: B rows, T positions, R rows of a block, P keys of a block, h heads, g KV heads, D head width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from torch import Tensor
 from drafttrain.model.causal_attention import by_document
 from drafttrain.model.masks import Documents
 
+DOT = 1024  # positions whose vectors are float32 at once
 ROWS = 256  # queries whose scores are in memory at once, where there is no fused kernel
 aten = torch.ops.aten
 
 
 def unrolled(q_BhTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents | None) -> Tensor:
-    """[B, h, T, D]: attention of the last step's queries to keys and values [B, h, T, D] of each step.
+    """[B, h, T, D]: attention of the last step's queries to keys and values [B, g, T, D] of each step; g divides h.
 
     documents: step 0's keys are seen within one document, and each is computed alone; None: every row is one. Scores are
     scaled by D ** -0.5.
@@ -43,10 +45,10 @@ class _Unrolled(torch.autograd.Function):
         keys, values = both[:steps], both[steps:]
         first_BhTD, lse_BhT = _causal(q_BhTD, keys[0], values[0])
         own_iBhT = [_dot(q_BhTD, k) * q_BhTD.shape[-1] ** -0.5 for k in keys[1:]]
-        joint_BhT = torch.stack([lse_BhT, *own_iBhT]).logsumexp(0)
-        out_BhTD = first_BhTD * (lse_BhT - joint_BhT).exp()[..., None]
-        for own_BhT, value_BhTD in zip(own_iBhT, values[1:], strict=True):
-            out_BhTD = out_BhTD + value_BhTD * (own_BhT - joint_BhT).exp()[..., None]
+        joint_BhT = torch.stack([lse_BhT, *own_iBhT]).logsumexp(0) if own_iBhT else lse_BhT
+        out_BhTD = first_BhTD * (lse_BhT - joint_BhT).exp()[..., None] if own_iBhT else first_BhTD
+        for own_BhT, value_BgTD in zip(own_iBhT, values[1:], strict=True):
+            out_BhTD = out_BhTD + _scaled((own_BhT - joint_BhT).exp(), value_BgTD)
         out_BhTD = out_BhTD.to(q_BhTD.dtype)
         ctx.steps = steps
         ctx.save_for_backward(q_BhTD, out_BhTD, joint_BhT, *both)
@@ -58,29 +60,57 @@ class _Unrolled(torch.autograd.Function):
         q_BhTD, out_BhTD, joint_BhT, *both = ctx.saved_tensors
         keys, values, scale = both[: ctx.steps], both[ctx.steps :], q_BhTD.shape[-1] ** -0.5
         to_q, to_k, to_v = _causal_backward(grad_BhTD, q_BhTD, keys[0], values[0], out_BhTD, joint_BhT)
-        to_keys, to_values, mean_BhT = [to_k], [to_v], _dot(grad_BhTD, out_BhTD)
-        for key_BhTD, value_BhTD in zip(keys[1:], values[1:], strict=True):
-            share_BhT = (_dot(q_BhTD, key_BhTD) * scale - joint_BhT).exp()
-            slope_BhT1 = (share_BhT * (_dot(grad_BhTD, value_BhTD) - mean_BhT) * scale)[..., None].to(q_BhTD.dtype)
-            to_q = to_q + slope_BhT1 * key_BhTD
-            to_keys.append(slope_BhT1 * q_BhTD)
-            to_values.append(share_BhT[..., None].to(q_BhTD.dtype) * grad_BhTD)
+        to_keys, to_values = [to_k], [to_v]
+        if ctx.steps == 1:
+            return to_q, None, to_k, to_v
+        mean_BhT = _dot(grad_BhTD, out_BhTD)
+        for key_BgTD, value_BgTD in zip(keys[1:], values[1:], strict=True):
+            share_BhT = (_dot(q_BhTD, key_BgTD) * scale - joint_BhT).exp()
+            slope_BhT = (share_BhT * (_dot(grad_BhTD, value_BgTD) - mean_BhT) * scale).to(q_BhTD.dtype)
+            to_q = to_q + _scaled(slope_BhT, key_BgTD)
+            to_keys.append(_summed(slope_BhT, q_BhTD, key_BgTD))
+            to_values.append(_summed(share_BhT.to(q_BhTD.dtype), grad_BhTD, value_BgTD))
         return to_q, None, *to_keys, *to_values
 
 
-def _dot(a_BhTD: Tensor, b_BhTD: Tensor) -> Tensor:
-    """[B, h, T] inner products, in float32 or float64."""
-    product_BhT: Tensor = torch.linalg.vecdot(_wide(a_BhTD), _wide(b_BhTD))
-    return product_BhT
+def _dot(a_BhTD: Tensor, b_BgTD: Tensor) -> Tensor:
+    """[B, h, T] inner products, in float32 or float64; each of b's heads serves h / g of a's. No copy of b's is made."""
+    a_BgxTD, b_Bg1TD = a_BhTD.unflatten(1, (b_BgTD.shape[1], -1)), b_BgTD[:, :, None]
+    rows = [torch.linalg.vecdot(_wide(a), _wide(b)) for a, b in zip(a_BgxTD.split(DOT, 3), b_Bg1TD.split(DOT, 3), strict=True)]
+    return torch.cat(rows, 3).flatten(1, 2)
+
+
+def _scaled(scale_BhT: Tensor, x_BgTD: Tensor) -> Tensor:
+    """[B, h, T, D] each position's vector times its head's scale."""
+    scaled_BgxTD = scale_BhT.unflatten(1, (x_BgTD.shape[1], -1))[..., None] * x_BgTD[:, :, None]
+    return scaled_BgxTD.flatten(1, 2)
+
+
+def _summed(scale_BhT: Tensor, x_BhTD: Tensor, like_BgTD: Tensor) -> Tensor:
+    """[B, g, T, D] the sum of the scaled vectors over the heads that share a KV head."""
+    scaled_BhTD = scale_BhT[..., None] * x_BhTD
+    groups = x_BhTD.shape[1] // like_BgTD.shape[1]
+    return scaled_BhTD if groups == 1 else scaled_BhTD.unflatten(1, (-1, groups)).sum(2)
 
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _repeated(x_BgTD: Tensor, heads: int) -> Tensor:
+    return x_BgTD.repeat_interleave(heads // x_BgTD.shape[1], 1)
+
+
+def _shared(x_BhTD: Tensor, kv_heads: int) -> Tensor:
+    """[B, g, T, D] the sum over the heads that share a KV head."""
+    return x_BhTD if x_BhTD.shape[1] == kv_heads else x_BhTD.unflatten(1, (kv_heads, -1)).sum(2)
+
+
 def _causal(q_BhTD: Tensor, k_BhTD: Tensor, v_BhTD: Tensor) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp of the scores [B, h, T])."""
     kernel = _kernel(q_BhTD)
+    if kernel is None or not _shares_keys(q_BhTD):
+        k_BhTD, v_BhTD = (_repeated(x, q_BhTD.shape[1]) for x in (k_BhTD, v_BhTD))
     if kernel is not None:
         out_BhTD, lse_BhT = kernel(q_BhTD, k_BhTD, v_BhTD)
         return out_BhTD, lse_BhT[..., : q_BhTD.shape[2]]
@@ -95,8 +125,13 @@ def _causal_backward(
     grad_BhTD: Tensor, q_BhTD: Tensor, k_BhTD: Tensor, v_BhTD: Tensor, out_BhTD: Tensor, lse_BhT: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k and v; the log-sum-exp and the output may include terms of later steps."""
-    if _kernel(q_BhTD) is not None:
+    kernel, kv_heads = _kernel(q_BhTD), k_BhTD.shape[1]
+    if kernel is not None and _shares_keys(q_BhTD):
         return _fused_backward(grad_BhTD, q_BhTD, k_BhTD, v_BhTD, out_BhTD, lse_BhT)
+    k_BhTD, v_BhTD = (_repeated(x, q_BhTD.shape[1]) for x in (k_BhTD, v_BhTD))
+    if kernel is not None:
+        to_q, to_k, to_v = _fused_backward(grad_BhTD, q_BhTD, k_BhTD, v_BhTD, out_BhTD, lse_BhT)
+        return to_q, _shared(to_k, kv_heads), _shared(to_v, kv_heads)
     to_q, to_k, to_v = torch.empty_like(q_BhTD), torch.zeros_like(k_BhTD), torch.zeros_like(v_BhTD)
     mean_BhT, scale = _dot(grad_BhTD, out_BhTD), q_BhTD.shape[-1] ** -0.5
     for at, seen, score_BhRP in _blocks(q_BhTD, k_BhTD):
@@ -106,7 +141,7 @@ def _causal_backward(
         to_q[:, :, at] = slope_BhRP @ k_BhTD[:, :, seen]
         to_k[:, :, seen] += slope_BhRP.transpose(-1, -2) @ q_BhTD[:, :, at]
         to_v[:, :, seen] += share_BhRP.to(q_BhTD.dtype).transpose(-1, -2) @ grad_BhTD[:, :, at]
-    return to_q, to_k, to_v
+    return to_q, _shared(to_k, kv_heads), _shared(to_v, kv_heads)
 
 
 def _blocks(q_BhTD: Tensor, k_BhTD: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -130,6 +165,19 @@ def _kernel(q_BhTD: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
     return lambda q, k, v: aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[:2]
 
 
+def _shares_keys(q_BhTD: Tensor) -> bool:
+    """Whether the kernel takes fewer heads of keys and values than of queries; the memory-efficient one does not."""
+    return _cpu_kernel_shares_keys() if q_BhTD.device.type == "cpu" else _flash(q_BhTD)
+
+
+@cache
+def _cpu_kernel_shares_keys() -> bool:
+    """Whether this version of torch has a kernel for CPUs that gives all heads the only KV head's values."""
+    x_1218 = torch.arange(16.0).view(1, 2, 1, 8)  # one position: the output is the value; a second KV head is in memory
+    out_1218, _ = aten._scaled_dot_product_flash_attention_for_cpu(x_1218, x_1218[:, :1], x_1218[:, :1], 0.0, True)
+    return bool((out_1218 == x_1218[:, :1]).all())
+
+
 def _flash(q_BhTD: Tensor) -> bool:
     return q_BhTD.dtype in (torch.float16, torch.bfloat16) and q_BhTD.shape[-1] <= 256
 
@@ -149,6 +197,7 @@ def _fused_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 
 def reference(q_BhTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents | None) -> Tensor:
     """The twin of `unrolled`: all scores at once."""
+    keys, values = ([_repeated(x, q_BhTD.shape[1]) for x in both] for both in (keys, values))
     T, scale = q_BhTD.shape[2], q_BhTD.shape[-1] ** -0.5
     seen_BTT = torch.ones(1, T, T, dtype=torch.bool, device=q_BhTD.device).tril()
     if documents is not None:

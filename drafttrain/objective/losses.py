@@ -6,57 +6,23 @@ positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from drafttrain.core.errors import UserError
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.target import Target
-from drafttrain.objective.scores import Scores, Terms, offered, restricted
-from drafttrain.objective.teacher import Distribution, target_distribution
-from drafttrain.ops import divergence
+from drafttrain.objective.chunks import chunks
+from drafttrain.objective.options import END_TO_END, LossOptions
+from drafttrain.objective.scoring import Gradients, Scoring, StepScores
+from drafttrain.objective.teacher import target_distribution
 
-END_TO_END, MIX = "e2e_tv", "mix"
-NAMES = (*divergence.NAMES, END_TO_END, MIX)
 EVAL_CHUNK = 1024  # predictions whose logits are in memory at once in evaluation
-MAX_LOGITS = 1 << 27  # logits of one model that are in memory at once: 1,024 predictions over 131,072 tokens
-
-
-@dataclass
-class LossOptions:
-    """The divergence between the drafter's distribution q and the target's distribution p."""
-
-    name: str = "kl"  # ce: the token itself. kl: KL(p || q). rkl: KL(q || p). jsd, tvd. lk: -log sum min(p, q). e2e_tv, mix
-    chunk: int = 1024  # predictions whose logits are in memory at once; fewer where the target has more than 131,072 tokens
-    mix: dict[str, float] = field(default_factory=dict)  # weight of each divergence by name; for name=mix only
-
-    def check(self) -> None:
-        """Raise UserError for an unknown loss, a chunk below 1, or weights that do not fit the loss."""
-        if self.chunk < 1 or self.name not in NAMES:
-            choice = f"choose {', '.join(NAMES)}, and a chunk of 1 or more"
-            raise UserError(f"loss.name is {self.name!r}, loss.chunk {self.chunk}; {choice}")
-        known = all(name in divergence.NAMES and weight > 0 for name, weight in self.mix.items())
-        if not known or (self.name == MIX) != bool(self.mix):
-            raise UserError(
-                f"loss.name is {self.name!r}, loss.mix {self.mix}; a mix, and nothing else, has weights above 0 of some of "
-                f"{', '.join(divergence.NAMES)}"
-            )
-
-    @property
-    def terms(self) -> Terms:
-        """Divergences and their weights. The end-to-end loss is built from 1 - acceptance, the total variation."""
-        return self.mix if self.name == MIX else {"tvd" if self.name == END_TO_END else self.name: 1.0}
-
-    def at_once(self, vocab: int) -> int:
-        """Predictions per chunk. The logits of a chunk never exceed `MAX_LOGITS`, however large the vocabulary is."""
-        return max(1, min(self.chunk, MAX_LOGITS // vocab))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +91,9 @@ class EndToEndLoss:
 class Objective(nn.Module):
     """Drafter and loss in one module, so that the engine wraps everything that is trained.
 
-    The first chunk of predictions keeps one tensor of the logits' size for the backward pass. The logits of later chunks are
-    recomputed there, one chunk at a time. at_once: predictions per chunk.
+    The target's logits are computed once per position, and gradients of heads together with the loss, a chunk at a time
+    (`Scoring`). Only the end-to-end loss, and parameters that ZeRO-3 divides, compute the chunks again in the backward pass.
+    at_once: predictions per chunk.
     """
 
     def __init__(self, drafter: Drafter, target: Target, options: LossOptions) -> None:
@@ -146,76 +113,67 @@ class Objective(nn.Module):
 
         progress: share of the training steps that are done after this one, for objectives that change during training.
         """
-        distribution, token_P = target_distribution(batch, self._target.module), batch.token_BT.flatten()
-        alive_P = torch.ones_like(token_P, dtype=torch.bool)
-        total, rows, seen = token_P.new_zeros((), dtype=torch.float32), [], 0
-        end_to_end = EndToEndLoss(batch, self.drafter.proposal.predicted_depths) if self.options.name == END_TO_END else None
-        for prediction in _predictions(self.drafter, batch):
-            place_M, label_M = batch.teacher_index(prediction.label_M), token_P[prediction.label_M]
-            seen += len(label_M)
-            step = self._step(prediction, distribution, place_M, label_M, keep=seen <= self.at_once)
-            weight = prediction.weight
-            if end_to_end is not None and prediction.counted:
-                weight, step = (
-                    1.0 / self.drafter.proposal.predicted_depths,
-                    replace(step, loss_M=end_to_end.missed(prediction, step.loss_M)),
-                )
-            total = total + _weighted_sum(weight, step.loss_M)
+        predictions, token_P = list(_predictions(self.drafter, batch)), batch.token_BT.flatten()
+        depths, distribution = self.drafter.proposal.predicted_depths, target_distribution(batch, self._target.module)
+        scoring = Scoring(predictions, batch, distribution, self.options.terms, self.at_once, self.options.name == END_TO_END)
+        steps, gradients = self._scored(scoring)
+        steps, total = self._weighed(predictions, steps, EndToEndLoss(batch, depths))
+        total = total if gradients is None else gradients.attach(total)
+        for prediction, step in zip(predictions, steps, strict=True):
             if prediction.confidence is not None:
-                total = total + _weighted_sum(prediction.weight, step.confidence_loss_M)
+                total = total + _weighted_sum(prediction.weight, _confidence_loss(prediction, step.mass_M))
             if prediction.aux is not None:
                 total = total + prediction.aux
-            if not prediction.counted:
-                continue
-            alive_M, hit_M = alive_P[prediction.source_M], step.hit_M
-            alive_P = torch.zeros_like(alive_P).scatter(0, prediction.source_M, alive_M & hit_M)
-            counts = (
-                step.loss_M.detach().sum(),
-                len(hit_M),
-                hit_M.sum(),
-                step.mass_M.sum(),
-                alive_M.sum(),
-                (alive_M & hit_M).sum(),
-            )
-            row = torch.stack([torch.as_tensor(c, dtype=torch.float64, device=token_P.device) for c in counts])
-            rows += [row] * (self.drafter.proposal.predicted_depths if prediction.every_step else 1)
-        return total, StepCounts.stack(rows)
+        return total, StepCounts.stack(_rows(predictions, steps, token_P, depths))
 
-    def _step(
-        self, prediction: Prediction, distribution: Distribution, place_M: Tensor, label_M: Tensor, keep: bool
-    ) -> StepScores:
-        """keep: compute all predictions in one chunk and keep what the backward pass needs."""
+    def _scored(self, scoring: Scoring) -> tuple[list[StepScores], Gradients | None]:
+        """Every step's scores, and the gradients of the weighted losses; None: the losses have gradients themselves."""
+        if not torch.is_grad_enabled():
+            return scoring.run(None, None), None
+        if any(hasattr(p, "ds_id") for p in self.drafter.parameters()):  # divided by ZeRO-3
+            return scoring.recomputed(), None
+        return (scoring.differentiable(), None) if self.options.name == END_TO_END else scoring.weighted()
 
-        def chunk(hidden_CH: Tensor, place_C: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            logits_CV = prediction.head(hidden_CH)
-            with torch.no_grad():
-                target_logits_CV = distribution.logits(place_C, prediction, logits_CV)
-            loss_C, hit_C, mass_C = self._scores(prediction, logits_CV, target_logits_CV, label_C)
-            if prediction.confidence is None:
-                return loss_C, hit_C, mass_C, torch.zeros_like(mass_C)
-            confidence_loss_C = F.binary_cross_entropy_with_logits(
-                prediction.confidence(hidden_CH).float(), mass_C, reduction="none"
-            )
-            return loss_C, hit_C, mass_C, confidence_loss_C
+    def _weighed(
+        self, predictions: Sequence[Prediction], steps: Sequence[StepScores], end_to_end: EndToEndLoss
+    ) -> tuple[list[StepScores], Tensor]:
+        """(scores, the weighted sum of all losses). In the end-to-end loss a counted step's loss is the missed probability."""
+        total, found = predictions[0].hidden_MH.new_zeros((), dtype=torch.float32), []
+        for prediction, step in zip(predictions, steps, strict=True):
+            weight = prediction.weight
+            if self.options.name == END_TO_END and prediction.counted:
+                weight, step = 1.0 / end_to_end.depths, replace(step, loss_M=end_to_end.missed(prediction, step.loss_M))
+            found.append(step)
+            total = total + _weighted_sum(weight, step.loss_M)
+        return found, total
 
-        if keep:
-            return StepScores(*chunk(prediction.hidden_MH, place_M, label_M))
-        parts = [
-            checkpoint(chunk, *pieces, use_reentrant=False)
-            for pieces in zip(*(t.split(self.at_once) for t in (prediction.hidden_MH, place_M, label_M)), strict=True)
-        ]
-        return StepScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
-    def _scores(
-        self, prediction: Prediction, logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        terms, end_to_end = self.options.terms, self.options.name == END_TO_END
-        if prediction.vocab_D is not None:
-            return restricted(logits_CV, target_logits_CV, label_C, terms, prediction.vocab_D, end_to_end)
-        if prediction.offers is not None:
-            return offered(logits_CV, target_logits_CV, label_C, terms, prediction.offers, end_to_end)
-        found: tuple[Tensor, Tensor, Tensor] = Scores.apply(logits_CV, target_logits_CV, label_C, terms)
-        return found
+def _rows(predictions: Sequence[Prediction], steps: Sequence[StepScores], token_P: Tensor, depths: int) -> list[Tensor]:
+    """[6] sums of each counted step, in the order of `StepCounts`."""
+    alive_P, rows = torch.ones_like(token_P, dtype=torch.bool), []
+    for prediction, step in zip(predictions, steps, strict=True):
+        if not prediction.counted:
+            continue
+        alive_M, hit_M = alive_P[prediction.source_M], step.hit_M
+        alive_P = torch.zeros_like(alive_P).scatter(0, prediction.source_M, alive_M & hit_M)
+        counts = (
+            step.loss_M.detach().sum(),
+            len(hit_M),
+            hit_M.sum(),
+            step.mass_M.sum(),
+            alive_M.sum(),
+            (alive_M & hit_M).sum(),
+        )
+        row = torch.stack([torch.as_tensor(c, dtype=torch.float64, device=token_P.device) for c in counts])
+        rows += [row] * (depths if prediction.every_step else 1)
+    return rows
+
+
+def _confidence_loss(prediction: Prediction, mass_M: Tensor) -> Tensor:
+    """[M] the cross-entropy between the drafter's confidence in each draft and its acceptance."""
+    assert prediction.confidence is not None
+    logit_M = prediction.confidence(prediction.hidden_MH).float()
+    return F.binary_cross_entropy_with_logits(logit_M, mass_M, reduction="none")
 
 
 def _predictions(drafter: Drafter, batch: TrainBatch) -> Iterator[Prediction]:
@@ -226,16 +184,6 @@ def _predictions(drafter: Drafter, batch: TrainBatch) -> Iterator[Prediction]:
 
 def _weighted_sum(weight: float | Tensor, loss_M: Tensor) -> Tensor:
     return (weight * loss_M).sum() if isinstance(weight, Tensor) else weight * loss_M.sum()
-
-
-@dataclass(frozen=True, slots=True)
-class StepScores:
-    """Scores of one step's predictions, [M] each."""
-
-    loss_M: Tensor  # divergence
-    hit_M: Tensor  # whether the top-1 token is the target's
-    mass_M: Tensor  # acceptance, sum min(p, q)
-    confidence_loss_M: Tensor  # cross-entropy between predicted confidence and acceptance; 0 without confidences
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,16 +203,11 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     Only sources count whose first token and whole future of K tokens are supervised. The batch must carry the target's states
     or its top-k distribution.
     """
-    distribution, token_P = target_distribution(batch, target), batch.token_BT.flatten()
-    K, confident = drafter.proposal.predicted_depths, False
+    token_P, K, confident = batch.token_BT.flatten(), drafter.proposal.predicted_depths, False
     rank_PK = torch.full((len(token_P), K), -1, device=token_P.device)
     mass_PK, confidence_PK = (torch.zeros(len(token_P), K, device=token_P.device) for _ in range(2))
-    for prediction in _predictions(drafter, batch):
-        if not prediction.counted:
-            continue
-        pieces = zip(prediction.hidden_MH.split(EVAL_CHUNK), prediction.label_M.split(EVAL_CHUNK), strict=True)
-        found = [_ranks_and_mass(prediction, distribution, hidden_CH, label_C, batch, width) for hidden_CH, label_C in pieces]
-        rank_M, mass_M = (torch.cat(column) for column in zip(*found, strict=True))
+    predictions = [p for p in _predictions(drafter, batch) if p.counted]
+    for prediction, (rank_M, mass_M) in zip(predictions, _ranks_and_mass(predictions, batch, target, width), strict=True):
         if not prediction.every_step:
             if prediction.step < K:
                 rank_PK[prediction.source_M, prediction.step] = rank_M
@@ -291,13 +234,23 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
 
 
 def _ranks_and_mass(
-    prediction: Prediction, distribution: Distribution, hidden_CH: Tensor, label_C: Tensor, batch: TrainBatch, width: int
-) -> tuple[Tensor, Tensor]:
-    """[C] the true token's rank among the choices, `width` if beyond, and the acceptance sum min(p, q)."""
-    draft_CD = prediction.head(hidden_CH)
-    p_CV = distribution.logits(batch.teacher_index(label_C), prediction, draft_CD)
-    q_CV = prediction.whole(draft_CD, p_CV.shape[-1])
-    best_CR = q_CV.topk(min(width, q_CV.shape[-1]), -1)
-    hit_CR = (best_CR.indices == batch.token_BT.flatten()[label_C][:, None]) & (best_CR.values > -torch.inf)
-    rank_C = hit_CR.int().argmax(-1).masked_fill(~hit_CR.any(-1), width)
-    return rank_C, torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)
+    predictions: Sequence[Prediction], batch: TrainBatch, target: Target, width: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Of each step: [M] the true token's rank among the choices, `width` if beyond, and the acceptance sum min(p, q)."""
+    distribution, token_P = target_distribution(batch, target), batch.token_BT.flatten()
+    found = [(torch.empty_like(p.label_M), torch.empty(len(p.label_M), device=token_P.device)) for p in predictions]
+    places = [batch.teacher_index(p.label_M) for p in predictions]
+    for chunk in chunks(places, list(range(len(predictions))), EVAL_CHUNK):
+        rows = distribution.at(chunk.position_U)
+        for (part,) in chunk.pieces:
+            prediction = predictions[part.step]
+            draft_CD = prediction.head(prediction.hidden_MH[part.row_C])
+            p_CV = rows(part.place_C, prediction, draft_CD).logits()
+            q_CV = prediction.whole(draft_CD, p_CV.shape[-1])
+            best_CR = q_CV.topk(min(width, q_CV.shape[-1]), -1)
+            hit_CR = best_CR.indices == token_P[prediction.label_M[part.row_C]][:, None]
+            hit_CR = hit_CR & (best_CR.values > -torch.inf)
+            rank_M, mass_M = found[part.step]
+            rank_M[part.row_C] = hit_CR.int().argmax(-1).masked_fill(~hit_CR.any(-1), width)
+            mass_M[part.row_C] = torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)
+    return found

@@ -6,11 +6,13 @@ Shapes: C predictions, V vocabulary, D tokens of the drafter's own vocabulary or
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from drafttrain.model.batch import Prediction
+from drafttrain.objective.teacher import TargetRows
 from drafttrain.ops import divergence
 
 Terms = Mapping[str, float]  # weight of each divergence in the loss, by its name in `ops.divergence`
@@ -20,15 +22,17 @@ class Scores(torch.autograd.Function):
     """Autograd function: (loss_C, hit_C, mass_C) from the logits of both models.
 
     It saves one tensor for the backward pass, dloss/dlogits, which is computed together with the loss (`ops.divergence`).
+    spend: it may take the place of the logits, which nothing reads afterwards.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, terms: Terms
+        ctx: Any, logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, terms: Terms, spend: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         wanted = ctx.needs_input_grad[0]
         (first, weight), *others = terms.items()
-        found = divergence.scores(logits_CV, target_logits_CV, label_C, first, wanted)
+        into_CV = logits_CV if spend and not others else None
+        found = divergence.scores(logits_CV, target_logits_CV, label_C, first, wanted, into_CV)
         loss_C, slope_CV = found.loss_C, found.slope_CV
         if weight != 1.0 or others:
             loss_C = weight * loss_C
@@ -44,13 +48,41 @@ class Scores(torch.autograd.Function):
         return loss_C, found.hit_C, found.mass_C
 
     @staticmethod
-    def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
         (slope_CV,) = ctx.saved_tensors
-        return slope_CV * grad_C[:, None].to(slope_CV.dtype), None, None, None
+        return slope_CV.mul_(grad_C[:, None].to(slope_CV.dtype)), None, None, None, None  # needed once
+
+
+def scores_of(
+    prediction: Prediction,
+    logits_CD: Tensor,
+    target: TargetRows,
+    label_C: Tensor,
+    terms: Terms,
+    end_to_end: bool = False,
+    spend: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss_C, hit_C, mass_C) of some predictions of a step, from its head's logits.
+
+    end_to_end: where the head's vocabulary is a part of the target's, the loss is one minus the acceptance. spend: the
+    gradient may take the place of the logits.
+    """
+    if prediction.vocab_D is not None:
+        return restricted(logits_CD, target, label_C, terms, prediction.vocab_D, end_to_end, spend)
+    if prediction.offers is not None:
+        return offered(logits_CD, target, label_C, terms, prediction.offers, end_to_end)
+    found: tuple[Tensor, Tensor, Tensor] = Scores.apply(logits_CD, target.logits(), label_C, terms, spend)
+    return found
 
 
 def restricted(
-    logits_CD: Tensor, target_logits_CV: Tensor, label_C: Tensor, terms: Terms, vocab_D: Tensor, end_to_end: bool = False
+    logits_CD: Tensor,
+    target: TargetRows,
+    label_C: Tensor,
+    terms: Terms,
+    vocab_D: Tensor,
+    end_to_end: bool = False,
+    spend: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`Scores` of a drafter whose vocabulary is a part of the target's (arXiv 2503.01840, the official code).
 
@@ -58,42 +90,62 @@ def restricted(
     (for ce: the label) is outside the part. Hits and acceptance are those of the whole vocabulary, where the drafter's
     probability outside its part is 0. end_to_end: the loss is one minus that acceptance instead.
     """
-    place_V = torch.full_like(target_logits_CV[0], -1, dtype=torch.long)
-    place_V = place_V.index_copy(0, vocab_D, torch.arange(len(vocab_D), device=vocab_D.device))
-    best_C, part_CD = target_logits_CV.argmax(-1), target_logits_CV[:, vocab_D].contiguous()
-    return _scores_over_part(logits_CD, part_CD, target_logits_CV, place_V[best_C], place_V[label_C], terms, end_to_end)
+
+    def place(token_C: Tensor) -> Tensor:
+        at_C = torch.searchsorted(vocab_D, token_C).clamp_max(len(vocab_D) - 1)
+        return torch.where(vocab_D[at_C] == token_C, at_C, -1)
+
+    part = PartLogits(target.columns(vocab_D), target.log_sum(), place(target.best()), place(label_C))
+    return _scores_over_part(logits_CD, part, terms, end_to_end, spend and len(terms) == 1)
 
 
 def offered(
-    logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, terms: Terms, count: int, end_to_end: bool = False
+    logits_CV: Tensor, target: TargetRows, label_C: Tensor, terms: Terms, count: int, end_to_end: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `restricted`, for a head that offers only its `count` likeliest tokens of each prediction."""
     token_CD = logits_CV.detach().topk(count, -1).indices
-    best_C = target_logits_CV.argmax(-1)
 
     def place(token_C: Tensor) -> Tensor:
         same_CD = token_CD == token_C[:, None]
         return torch.where(same_CD.any(-1), same_CD.int().argmax(-1), -1)
 
-    part_CD, logits_CD = target_logits_CV.gather(1, token_CD), logits_CV.gather(1, token_CD)
-    return _scores_over_part(logits_CD, part_CD, target_logits_CV, place(best_C), place(label_C), terms, end_to_end)
+    part = PartLogits(target.of(token_CD), target.log_sum(), place(target.best()), place(label_C))
+    return _scores_over_part(logits_CV.gather(1, token_CD), part, terms, end_to_end)
+
+
+class PartLogits(NamedTuple):
+    """The target's logits over a part of the vocabulary."""
+
+    logits_CD: Tensor
+    log_sum_C: Tensor  # over the whole vocabulary
+    best_C: Tensor  # index of the target's likeliest token within the part, or -1
+    label_C: Tensor  # index of the true token within the part, or -1
 
 
 def _scores_over_part(
-    logits_CD: Tensor,
-    part_CD: Tensor,
-    target_logits_CV: Tensor,
-    best_C: Tensor,
-    label_C: Tensor,
-    terms: Terms,
-    end_to_end: bool,
+    logits_CD: Tensor, part: PartLogits, terms: Terms, end_to_end: bool, spend: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """best_C, label_C: indices of the target's likeliest token and of the true token within the part, or -1."""
-    p_CD = (part_CD.float() - target_logits_CV.float().logsumexp(-1, keepdim=True)).exp()
-    mass_C = torch.minimum(logits_CD.float().softmax(-1), p_CD).sum(-1)
+    best_C, label_C = part.best_C, part.label_C
+    mass_C = _mass(logits_CD, part) if end_to_end else _mass_by_rows(logits_CD.detach(), part)
     loss_C, hit_C = torch.zeros_like(mass_C), torch.zeros_like(label_C, dtype=torch.bool)
     for name, weight in terms.items():
-        apart_C, hit_C, _ = Scores.apply(logits_CD, part_CD, label_C.clamp_min(0), {name: 1.0})
+        apart_C, hit_C, _ = Scores.apply(logits_CD, part.logits_CD, label_C.clamp_min(0), {name: 1.0}, spend)
         learnt_C = (label_C if name == "ce" else best_C) >= 0
         loss_C = loss_C + weight * torch.where(learnt_C, apart_C, 0.0)
     return 1.0 - mass_C if end_to_end else loss_C, hit_C & (best_C >= 0), mass_C.detach()
+
+
+def _mass(logits_CD: Tensor, part: PartLogits) -> Tensor:
+    """[C] sum min(p, q) over the whole vocabulary."""
+    p_CD = (part.logits_CD.float() - part.log_sum_C[:, None]).exp()
+    return torch.minimum(logits_CD.float().softmax(-1), p_CD).sum(-1)
+
+
+def _mass_by_rows(logits_CD: Tensor, part: PartLogits) -> Tensor:
+    """`_mass` on a part of the rows at a time."""
+    rows = divergence.rows_at_once(logits_CD)
+    found = [
+        _mass(own, PartLogits(theirs, log_sum, part.best_C, part.label_C))
+        for own, theirs, log_sum in zip(*(x.split(rows) for x in (logits_CD, part.logits_CD, part.log_sum_C)), strict=True)
+    ]
+    return torch.cat(found)

@@ -1,10 +1,13 @@
 """The target's distribution at chosen positions, from its post-norm states or from its k likeliest tokens.
 
-Shapes: P = B * T flat positions, C a chunk of them, H hidden, V vocabulary, D the drafter's own part of it, k kept tokens.
+Shapes: P = B * T flat positions, U positions of a chunk, C predictions scored at once, H hidden, V vocabulary, D some of its
+tokens, k kept tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -12,27 +15,91 @@ from torch import Tensor
 
 from drafttrain.model.batch import Prediction, Top, TrainBatch
 from drafttrain.model.target import FINAL, Target
+from drafttrain.objective.chunks import Index
+from drafttrain.ops.divergence import likeliest, log_sum_exp
+
+WHOLE = slice(None)
+
+
+class TargetChunk:
+    """The target's logits at some positions. What several predictions need of them is computed once."""
+
+    def __init__(self, logits_UV: Tensor) -> None:
+        self.logits_UV = logits_UV
+        self._columns: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def best_U(self) -> Tensor:
+        """The likeliest token; the lowest one among equally likely ones."""
+        return likeliest(self.logits_UV)
+
+    @cached_property
+    def log_sum_U(self) -> Tensor:
+        """The log-sum-exp of all logits, in float32."""
+        return log_sum_exp(self.logits_UV)
+
+    def columns(self, vocab_D: Tensor) -> Tensor:
+        """[U, D] the logits of these tokens."""
+        found = self._columns.get(id(vocab_D))
+        if found is None:
+            found = self._columns[id(vocab_D)] = vocab_D, self.logits_UV.index_select(1, vocab_D)
+        return found[1]
+
+
+class TargetRows:
+    """The target's logits for the tokens that some predictions predict: rows of a chunk."""
+
+    def __init__(self, chunk: TargetChunk, place_C: Index = WHOLE) -> None:
+        self.chunk, self.place_C = chunk, place_C
+
+    def logits(self) -> Tensor:
+        """[C, V]."""
+        return self.chunk.logits_UV[self.place_C]
+
+    def best(self) -> Tensor:
+        """[C] the likeliest token."""
+        return self.chunk.best_U[self.place_C]
+
+    def log_sum(self) -> Tensor:
+        """[C] the log-sum-exp of all logits."""
+        return self.chunk.log_sum_U[self.place_C]
+
+    def columns(self, vocab_D: Tensor) -> Tensor:
+        """[C, D] the logits of these tokens."""
+        return self.chunk.columns(vocab_D)[self.place_C]
+
+    def of(self, token_CD: Tensor) -> Tensor:
+        """[C, D] the logits of each prediction's own tokens."""
+        if isinstance(self.place_C, slice):
+            return self.logits().gather(1, token_CD)
+        return self.chunk.logits_UV[self.place_C[:, None], token_CD]
+
+
+# (place within the chunk's positions, the predictions' step, the drafter's own logits [C, D] by its head) -> the target's
+Rows = Callable[[Index, Prediction, Tensor], TargetRows]
 
 
 class Distribution(Protocol):
     """The target's distribution, computed chunk by chunk; a [P, V] tensor never exists."""
 
-    def logits(self, place_C: Tensor, prediction: Prediction, draft_CD: Tensor) -> Tensor:
-        """[C, V] the target's logits, or log-probabilities, at these flat positions.
-
-        draft_CD: the drafter's own logits for the token that follows there, by the prediction's head.
-        """
+    def at(self, place_U: Tensor) -> Rows:
+        """The logits, or log-probabilities, at these flat positions, for predictions of the tokens that follow there."""
         ...
 
 
 class FullDistribution:
-    """The exact distribution: the target's head on its post-norm states."""
+    """The exact distribution: the target's head on its post-norm states, once for all predictions of a chunk."""
 
     def __init__(self, final_PH: Tensor, target: Target) -> None:
         self.final_PH, self.target = final_PH, target
 
-    def logits(self, place_C: Tensor, prediction: Prediction, draft_CD: Tensor) -> Tensor:
-        return self.target.head(self.final_PH[place_C])
+    def at(self, place_U: Tensor) -> Rows:
+        chunk = TargetChunk(self.target.head(self.final_PH[place_U]))
+
+        def rows(place_C: Index, prediction: Prediction, draft_CD: Tensor) -> TargetRows:
+            return TargetRows(chunk, place_C)
+
+        return rows
 
 
 class TopKDistribution:
@@ -48,7 +115,14 @@ class TopKDistribution:
         self.id_Pk, self.log_p_Pk = top.id_BTk.flatten(0, 1), top.log_p_BTk.flatten(0, 1)
         self.vocab, self.log_rest_P = vocab, top.log_rest_BT.flatten()
 
+    def at(self, place_U: Tensor) -> Rows:
+        def rows(place_C: Index, prediction: Prediction, draft_CD: Tensor) -> TargetRows:
+            return TargetRows(TargetChunk(self.logits(place_U[place_C], prediction, draft_CD)))
+
+        return rows
+
     def logits(self, place_C: Tensor, prediction: Prediction, draft_CD: Tensor) -> Tensor:
+        """[C, V] log-probabilities at these flat positions. draft_CD: the drafter's own logits for the tokens that follow."""
         id_Ck = self.id_Pk[place_C]
         tail_CV = prediction.whole(draft_CD, self.vocab).float().scatter(1, id_Ck, -torch.inf)
         none_C1 = tail_CV.amax(-1, keepdim=True) == -torch.inf  # the drafter has no other token: spread the mass evenly

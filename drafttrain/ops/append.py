@@ -1,6 +1,6 @@
 """The part of a layer between its projection and its attention: q/k norm, rotary embedding, writing the KV cache.
 
-On a GPU one kernel does it. On a CPU the compiled `attend` operator does it itself, and this file is its twin.
+One compiled operator does it. On a CPU the `attend` operator does it itself, together with the attention.
 
 Shapes: B rows, N new positions, M rotary positions, Q pages of a row, h query heads, k KV heads, D head width, X = (h + 2 k)
 D.
@@ -19,22 +19,24 @@ WIDEST = 256
 
 def append(
     qkv_BNX: Tensor, cos_MD: Tensor, sin_MD: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    position_BN: Tensor, table_BQ: Tensor, length_B: Tensor, keys: Tensor, values: Tensor, heads: int,
+    position_BN: Tensor, table_BQ: Tensor, length_B: Tensor, keys: Tensor, values: Tensor, heads: int, earlier: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Norm and rotate the queries, write keys and values to positions length + i of the cache, and return query_BNhD.
+    """Norm and rotate the queries, write keys and values to positions length + earlier + i of the cache, return query_BNhD.
 
     qkv_BNX: query heads, then key heads, then value heads, as projected. q_weight, k_weight: weights of the heads' RMS norm,
     None for no norm. The sines carry a sign: -sin for the first half of a vector. position_BN: the nodes' rotary positions.
-    keys, values: [pages, page, k, D], written in place. The caller ensures that length + N fits in the table's pages.
+    keys, values: [pages, page, k, D], written in place. heads may be 0: only keys and values. earlier: nodes of the tree that
+    are in the cache already. The caller ensures that length + earlier + N fits in the table's pages.
     """
     if not _serves(qkv_BNX, keys, values):
         return reference(
-            qkv_BNX, cos_MD, sin_MD, q_weight, k_weight, eps, position_BN, table_BQ, length_B, keys, values, heads
+            qkv_BNX, cos_MD, sin_MD, q_weight, k_weight, eps, position_BN, table_BQ, length_B, keys, values, heads,
+            earlier,
         )  # fmt: skip
     query_BNhD = qkv_BNX.new_empty(*position_BN.shape, heads, keys.shape[-1])
     torch.ops.drafttrain.append(
         qkv_BNX, cos_MD, sin_MD, q_weight, k_weight, eps, position_BN.contiguous(), table_BQ.contiguous(),
-        length_B.contiguous(), keys, values, query_BNhD,
+        length_B.contiguous(), earlier, keys, values, query_BNhD,
     )  # fmt: skip
     return query_BNhD
 
@@ -42,12 +44,12 @@ def append(
 def _serves(qkv_BNX: Tensor, keys: Tensor, values: Tensor) -> bool:
     whole = qkv_BNX.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
     fits = keys.shape[-1] in range(2, WIDEST + 1, 2) and keys.dtype == qkv_BNX.dtype
-    return qkv_BNX.is_cuda and whole and fits and library.serves(qkv_BNX)
+    return whole and fits and library.serves(qkv_BNX)
 
 
 def reference(
     qkv_BNX: Tensor, cos_MD: Tensor, sin_MD: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    position_BN: Tensor, table_BQ: Tensor, length_B: Tensor, keys: Tensor, values: Tensor, heads: int,
+    position_BN: Tensor, table_BQ: Tensor, length_B: Tensor, keys: Tensor, values: Tensor, heads: int, earlier: int = 0,
 ) -> Tensor:  # fmt: skip
     """The plain-torch twin of `append`."""
     _, page, kv_heads, D = keys.shape
@@ -63,7 +65,7 @@ def reference(
         return (wide_BNhD * cos_BN1D + wide_BNhD.roll(D // 2, -1) * sin_BN1D).to(x_BNhD.dtype)
 
     node_N = torch.arange(position_BN.shape[1], device=keys.device)
-    at_BN = flat(table_BQ, length_B[:, None] + node_N, page)
+    at_BN = flat(table_BQ, length_B[:, None] + earlier + node_N, page)
     keys.view(-1, kv_heads, D)[at_BN] = rotated(k_BNhD, k_weight)
     values.view(-1, kv_heads, D)[at_BN] = v_BNhD
     return rotated(q_BNhD, q_weight)

@@ -72,19 +72,44 @@ def _serves(logits_CV: Tensor, target_logits_CV: Tensor, into: Tensor | None) ->
 
 def _compiled(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, into: Tensor | None) -> bool:
     given = [logits_CV, target_logits_CV] + ([] if into is None else [into])
-    plain = all(x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() for x in given)
+    plain = all(x.device.type == "cpu" and x.dtype in DTYPES and x.is_contiguous() for x in given)
     return plain and label_C.is_contiguous() and library.serves(logits_CV)
 
 
 def _on_cpu(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str, into: Tensor | None) -> Scores:
+    """By the compiled operator, which takes float32; other types are converted, some rows at a time."""
     loss_C, hit_C, mass_C = (torch.empty(len(label_C), dtype=t) for t in (torch.float32, torch.bool, torch.float32))
-    torch.ops.drafttrain.divergence(logits_CV, target_logits_CV, label_C, COMPILED[name], loss_C, hit_C, mass_C, into)
+    single = all(x.dtype == torch.float32 for x in (logits_CV, target_logits_CV))
+    rows = max(1, len(label_C)) if single else rows_at_once(logits_CV)
+    for start in range(0, len(label_C), rows):
+        at = slice(start, start + rows)
+        own_RV, slope_RV = logits_CV[at].float(), None if into is None else into[at]
+        wide_RV = slope_RV if slope_RV is None or slope_RV.dtype == torch.float32 else torch.empty_like(own_RV)
+        found = loss_C[at], hit_C[at], mass_C[at], wide_RV
+        torch.ops.drafttrain.divergence(own_RV, target_logits_CV[at].float(), label_C[at], COMPILED[name], *found)
+        if slope_RV is not None and wide_RV is not None and wide_RV is not slope_RV:
+            slope_RV.copy_(wide_RV)
     return Scores(loss_C, hit_C, mass_C, into)
+
+
+def rows_at_once(logits_CV: Tensor) -> int:
+    """Rows of these logits that plain torch works on at a time."""
+    return max(1, AT_ONCE.get(logits_CV.device.type, ELSEWHERE) // max(1, logits_CV.shape[1]))
+
+
+def log_sum_exp(logits_CV: Tensor) -> Tensor:
+    """[C] the log-sum-exp of each row in float32, on a part of the rows at a time."""
+    return torch.cat([part_RV.float().logsumexp(-1) for part_RV in torch.split(logits_CV, rows_at_once(logits_CV))])
+
+
+def likeliest(logits_CV: Tensor) -> Tensor:
+    """[C] the likeliest token of each row, on a part of the rows at a time; the lowest one among equally likely ones."""
+    return torch.cat([part_RV.float().argmax(-1) for part_RV in torch.split(logits_CV, rows_at_once(logits_CV))])
 
 
 def _by_rows(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str, into: Tensor | None) -> Scores:
     """`reference` on a part of the rows at a time, so that its memory does not grow with their number."""
-    rows = max(1, AT_ONCE.get(logits_CV.device.type, ELSEWHERE) // logits_CV.shape[1])
+    rows = rows_at_once(logits_CV)
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, max(len(label_C), 1), rows):
         at = slice(start, start + rows)
@@ -103,8 +128,9 @@ def reference(
     into: Tensor | None = None,
 ) -> Scores:
     """The plain-torch twin of `scores`."""
-    log_q_CV, log_p_CV = logits_CV.float().log_softmax(-1), target_logits_CV.float().log_softmax(-1)
-    hit_C = logits_CV.argmax(-1) == target_logits_CV.argmax(-1)
+    logits_CV, target_logits_CV, dtype = logits_CV.float(), target_logits_CV.float(), logits_CV.dtype
+    log_q_CV, log_p_CV = logits_CV.log_softmax(-1), target_logits_CV.log_softmax(-1)
+    hit_C = logits_CV.argmax(-1) == target_logits_CV.argmax(-1)  # on a CPU slow in half precision
     q_CV, p_CV = log_q_CV.exp(), log_p_CV.exp()
     loss_C, mass_C = divergence(name, log_q_CV, log_p_CV, label_C), torch.minimum(q_CV, p_CV).sum(-1)
     if not want_slope:
@@ -122,7 +148,7 @@ def reference(
         lift_C1 = loss_C[:, None] if name == "lk" else torch.zeros_like(loss_C[:, None])
         pull_CV = torch.where(log_q_CV < log_p_CV, (log_q_CV + lift_C1).exp(), 0.0)
         slope_CV = q_CV.mul_(pull_CV.sum(-1, keepdim=True)).sub_(pull_CV)
-    return Scores(loss_C, hit_C, mass_C, slope_CV.to(logits_CV.dtype) if into is None else into.copy_(slope_CV))
+    return Scores(loss_C, hit_C, mass_C, slope_CV.to(dtype) if into is None else into.copy_(slope_CV))
 
 
 def divergence(name: str, log_q_CV: Tensor, log_p_CV: Tensor, label_C: Tensor) -> Tensor:

@@ -6,11 +6,15 @@ float32 weight is packed once, in addition to the original. Shapes: I in, O out.
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 PACKED_FOR = 16  # rows that a weight is packed for
+PACKED_ROWS = 64  # rows up to which the packed product is faster
+PACKED_FROM = 1 << 17  # elements from which packing a weight pays
 
 
 def pack(weight_OI: Tensor) -> Tensor | None:
@@ -27,3 +31,30 @@ def linear(x_I: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed:
         return F.linear(x_I, weight_OI, bias_O)
     out_O: Tensor = torch.ops.mkldnn._linear_pointwise(x_I, packed, bias_O, "none", [], "")
     return out_O
+
+
+class Packs:
+    """Packed copies of frozen weights, made at their first use by few rows and again when a weight has changed."""
+
+    def __init__(self) -> None:
+        self._kept: WeakKeyDictionary[object, tuple[int, int, Tensor | None]] = WeakKeyDictionary()
+
+    def of(self, owner: object, weight_OI: Tensor, x_I: Tensor) -> Tensor | None:
+        """The packed weight for the product with x; None where the plain product serves, as for a weight that is trained.
+
+        owner: the object that the weight belongs to; its copies are kept for its lifetime. A change of a frozen weight
+        through `.data` is not seen, since torch counts no version for it.
+        """
+        few = x_I.numel() <= PACKED_ROWS * x_I.shape[-1]
+        if not few or weight_OI.requires_grad or weight_OI.numel() < PACKED_FROM or weight_OI.device.type != "cpu":
+            return None
+        if weight_OI.is_inference():  # it counts no versions
+            return None
+        kept = self._kept.get(owner)
+        if kept is None or kept[:2] != (weight_OI._version, weight_OI.data_ptr()):
+            kept = (weight_OI._version, weight_OI.data_ptr(), pack(weight_OI))
+            self._kept[owner] = kept
+        return kept[2]
+
+
+PACKS = Packs()

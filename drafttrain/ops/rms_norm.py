@@ -21,8 +21,59 @@ def rms_norm(x_H: Tensor, delta_H: Tensor | None, weight_H: Tensor, eps: float) 
     return summed_H, out_H
 
 
+class OtherNorm:
+    """A transformers norm whose formula is not Llama's. `norm` takes it in place of a module."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, x_H: Tensor) -> Tensor:
+        normed_H: Tensor = self.module(x_H)
+        return normed_H
+
+    def normed(self, x_H: Tensor, delta_H: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `norm`."""
+        summed_H = x_H if delta_H is None else x_H + delta_H
+        return summed_H, self(summed_H)
+
+
+class OffsetNorm(OtherNorm):
+    """RMS norm with the scale 1 + weight, in float32 (Gemma)."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.variance_epsilon: float = module.eps
+        self._scale_H: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The scale, in float32."""
+        own_H: Tensor = self.module.weight
+        if own_H.requires_grad:
+            return 1.0 + own_H.float()
+        if self._scale_H is None or self._scale_H.device != own_H.device:
+            with torch.inference_mode(False), torch.no_grad():  # a frozen norm may decode first and pass gradients later
+                self._scale_H = 1.0 + own_H.float()
+        return self._scale_H
+
+    def normed(self, x_H: Tensor, delta_H: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.module.weight.requires_grad and torch.is_grad_enabled():
+            return super().normed(x_H, delta_H)
+        return rms_norm(x_H, delta_H, self.weight, self.variance_epsilon)
+
+
+class CentredNorm(OtherNorm):
+    """Layer norm in float32, without a bias (Cohere)."""
+
+    def __call__(self, x_H: Tensor) -> Tensor:
+        weight_H = self.module.weight.float()
+        return F.layer_norm(x_H.float(), weight_H.shape, weight_H, None, self.module.variance_epsilon).to(x_H.dtype)
+
+
 def norm(module: Any, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`rms_norm` with a transformers module's weight. A trainable module, which may be sharded, runs its own forward."""
+    if isinstance(module, OtherNorm):
+        return module.normed(x_H, delta_H)
     if module.weight.requires_grad:
         summed_H = x_H if delta_H is None else x_H + delta_H
         return summed_H, module(summed_H)
@@ -30,6 +81,8 @@ def norm(module: Any, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tenso
 
 
 def reference(x_H: Tensor, delta_H: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The plain-torch twin of `rms_norm`."""
+    """The plain-torch twin of `rms_norm`. A weight in another dtype is applied in float32, before the result is rounded."""
     summed_H = x_H if delta_H is None else x_H + delta_H
+    if weight_H.dtype != summed_H.dtype:
+        return summed_H, F.rms_norm(summed_H.float(), (summed_H.shape[-1],), weight_H.float(), eps).to(summed_H.dtype)
     return summed_H, F.rms_norm(summed_H, (summed_H.shape[-1],), weight_H, eps)

@@ -21,10 +21,28 @@ def top(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, T
     """
     if not (library.serves(logits_MV) and k <= MOST):
         return reference(logits_MV, k, ids)
+    return _compiled("top", logits_MV, k, ids)
+
+
+def top_log(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `top`, with log-probabilities as values. None is above 0, so that no path gains by growing."""
+    if not (library.serves(logits_MV) and k <= MOST) or logits_MV.is_cuda:
+        return reference_log(logits_MV, k, ids)
+    return _compiled("top_log", logits_MV, k, ids)
+
+
+def _compiled(name: str, logits_MV: Tensor, k: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The result of one of the two compiled operators."""
     value_Mk = logits_MV.new_empty(len(logits_MV), k, dtype=torch.float32)
     index_Mk = logits_MV.new_empty(len(logits_MV), k, dtype=torch.long)
-    torch.ops.drafttrain.top(logits_MV.contiguous(), ids, value_Mk, index_Mk)
+    getattr(torch.ops.drafttrain, name)(logits_MV.contiguous(), ids, value_Mk, index_Mk)
     return value_Mk, index_Mk
+
+
+def reference_log(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The twin of `top_log`; on a GPU it is the faster one."""
+    value_Mk, index_Mk = top(logits_MV, k, ids)
+    return (value_Mk - logits_MV.float().logsumexp(-1, keepdim=True)).clamp_max_(0.0), index_Mk
 
 
 def reference(logits_MV: Tensor, k: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:

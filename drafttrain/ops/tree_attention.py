@@ -16,39 +16,41 @@ MOST_NODES = 64  # bits of an int64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def visible(length_B: Tensor, longest: int, ancestor_BNN: Tensor) -> Tensor:
-    """[B, N, longest + N] bool: the positions that node i may attend to: its row's prefix, and its ancestors' positions.
+def visible(length_B: Tensor, longest: int, ancestor_BNM: Tensor) -> Tensor:
+    """[B, N, longest + M] bool: the positions that a node may attend to: its row's prefix, and its ancestors' positions.
 
-    With 5 positions in a row's cache (length 5, longest 5), node 3 of the example in core/tree.py sees positions 0 to 4, then
-    5 (node 0), 6 (node 1) and 8 (itself).
+    The nodes are the last N of a tree of M. With 5 positions in a row's cache (length 5, longest 5), node 3 of the example in
+    core/tree.py sees positions 0 to 4, then 5 (node 0), 6 (node 1) and 8 (itself).
     """
-    B, N, _ = ancestor_BNN.shape
-    position_P = torch.arange(longest + N, device=length_B.device)
+    B, N, M = ancestor_BNM.shape
+    position_P = torch.arange(longest + M, device=length_B.device)
     node_BP = position_P - length_B[:, None]
-    scratch_BNP = ancestor_BNN.gather(2, node_BP.clamp(0, N - 1)[:, None].expand(B, N, -1))
-    inside_BP = (node_BP >= 0) & (node_BP < N)
+    scratch_BNP = ancestor_BNM.gather(2, node_BP.clamp(0, M - 1)[:, None].expand(B, N, -1))
+    inside_BP = (node_BP >= 0) & (node_BP < M)
     return (node_BP < 0)[:, None] | (scratch_BNP & inside_BP[:, None])
 
 
 def tree_attention(
     q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BN: Tensor, position_BN: Tensor,
-    scale: float, window: int | None, bound: int,
+    scale: float, window: int | None, bound: int, earlier: int = 0,
 ) -> Tensor:  # fmt: skip
-    """[B, N, h D]: node i attends to its row's prefix and to the nodes whose bits are set in bits_BN[:, i].
+    """[B, N, h D]: the tree's last N nodes attend to their row's prefix and to the nodes whose bits are set in bits_BN.
 
-    keys, values: contiguous [Q, page, k, D]. Position p of row b is in page table_BQ[b, p // page]; node i is at position
-    length_B[b] + i. window: keys are seen only within so many rotary positions. position_BN: the nodes' rotary positions;
-    those of the prefix are 0, 1, 2, ... bound: upper bound of every row's length + N. It alone decides the launch, so one CUDA
-    graph works for all lengths up to it. A node that sees nothing gets zeros. At most 64 nodes.
+    keys, values: contiguous [Q, page, k, D]. Position p of row b is in page table_BQ[b, p // page]; node i of the tree is at
+    position length_B[b] + i. earlier: nodes of the tree before these; with them there is no window. window: keys are seen only
+    within so many rotary positions. position_BN: the nodes' rotary positions; those of the prefix are 0, 1, 2, ... bound: upper
+    bound of every row's length + the tree. It alone decides the launch, so one CUDA graph works for all lengths up to it. A
+    node that sees nothing gets zeros. At most 64 nodes in the tree.
     """
+    assert window is None or earlier == 0
     if not _serves(q_BNhD):
-        return reference(q_BNhD, keys, values, table_BQ, length_B, bits_BN, position_BN, scale, window, bound)
+        return reference(q_BNhD, keys, values, table_BQ, length_B, bits_BN, position_BN, scale, window, bound, earlier)
     from drafttrain.kernels.triton import tree_attention as kernels
 
     B, N, h, D = q_BNhD.shape
     out_BNI = q_BNhD.new_empty(B, N, h * D)
     for launch in kernels.launches(
-        q_BNhD, keys, values, table_BQ, length_B, bits_BN, position_BN, out_BNI, scale, window, bound
+        q_BNhD, keys, values, table_BQ, length_B, bits_BN, position_BN, out_BNI, scale, window, bound, earlier
     ):  # fmt: skip
         launch.run()
     return out_BNI
@@ -62,19 +64,20 @@ def _serves(q_BNhD: Tensor) -> bool:
 
 def reference(
     q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BN: Tensor, position_BN: Tensor,
-    scale: float, window: int | None, bound: int,
+    scale: float, window: int | None, bound: int, earlier: int = 0,
 ) -> Tensor:  # fmt: skip
     """The plain-torch twin of `tree_attention`."""
     B, N, h, D = q_BNhD.shape
+    M = earlier + N
     kv_heads, device = keys.shape[2], q_BNhD.device
     position_BP = torch.arange(bound, device=device).repeat(B, 1)
     node_BN = length_B[:, None] + torch.arange(N, device=device)
-    seen_BNP = visible(length_B, bound - N, ancestors_of(bits_BN))
+    seen_BNP = visible(length_B, bound - M, ancestors_of(bits_BN, M))
     if window is not None:
         place_BP = position_BP.scatter(1, node_BN, position_BN)
         seen_BNP = seen_BNP & (position_BN[..., None] - place_BP[:, None] < window)
     at_BP = flat(table_BQ, position_BP, keys.shape[1])
-    real_BP = position_BP < length_B[:, None] + N  # the other positions may hold anything, NaN too
+    real_BP = position_BP < length_B[:, None] + M  # the other positions may hold anything, NaN too
     k_BPkD, v_BPkD = (pool.flatten(0, 1)[at_BP].float().masked_fill(~real_BP[..., None, None], 0.0) for pool in (keys, values))
     q_BNkgD = q_BNhD.float().view(B, N, kv_heads, -1, D)
     score_BkgNP = torch.einsum("bnkgd,bpkd->bkgnp", q_BNkgD, k_BPkD) * scale
@@ -90,8 +93,15 @@ def bits_of(ancestor_BNN: Tensor) -> Tensor:
     return (ancestor_BNN.long() << node_N).sum(-1)
 
 
-def ancestors_of(bits_BN: Tensor) -> Tensor:
-    """[B, N, N] bool, the inverse of `bits_of`."""
-    assert bits_BN.shape[-1] <= MOST_NODES
-    node_N = torch.arange(bits_BN.shape[-1], device=bits_BN.device)
-    return (bits_BN[..., None] >> node_N & 1).bool()
+def ancestors_of(bits_BN: Tensor, nodes: int | None = None) -> Tensor:
+    """[B, N, M] bool, the inverse of `bits_of`. nodes: M, of the whole tree; None: N."""
+    nodes = bits_BN.shape[-1] if nodes is None else nodes
+    assert nodes <= MOST_NODES
+    node_M = torch.arange(nodes, device=bits_BN.device)
+    return (bits_BN[..., None] >> node_M & 1).bool()
+
+
+def causal_bits(nodes: int, device: torch.device, earlier: int = 0) -> Tensor:
+    """[N] int64, as `bits_of` for the last N nodes of a chain: each sees itself and all nodes before it."""
+    assert earlier + nodes <= MOST_NODES
+    return (2 << torch.arange(earlier, earlier + nodes, device=device)) - 1  # 2 << 63 is 0, and 0 - 1 has all bits

@@ -6,7 +6,6 @@ import hashlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, atomic_write_json, atomic_write_text, remove_abandoned
 from drafttrain.runs.environment import environment
 from drafttrain.runs.options import RunOptions
+from drafttrain.runs.paths import dated_path
 from drafttrain.train.checkpoint_checksums import newest_valid
 from drafttrain.train.engine import World
 
@@ -60,11 +60,6 @@ class RunDirectory:
         """Record that the run has finished."""
         state = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         atomic_write_json(self.path / "run.json", state | {"finished": True})
-
-
-def dated_path(output: str, kind: str, suffix: str = "") -> Path:
-    """`<output>/<kind>/<time><suffix>`: a new path for the results of a command."""
-    return Path(output) / kind / (time.strftime("%Y-%m-%d_%H-%M-%S") + suffix)
 
 
 def config_hash(resolved: dict[str, Any]) -> str:

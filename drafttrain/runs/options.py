@@ -10,7 +10,7 @@ from drafttrain.features import FeatureOptions
 from drafttrain.measure import DecodeOptions, MeasureOptions, TuneOptions
 from drafttrain.measure.compare import CompareOptions
 from drafttrain.measure.simulate import SimulateOptions
-from drafttrain.objective.losses import LossOptions
+from drafttrain.objective.options import LossOptions
 from drafttrain.targets import TargetOptions
 from drafttrain.train import DeepSpeedOptions, LoggerOptions, TrainOptions
 

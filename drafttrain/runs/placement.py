@@ -14,7 +14,8 @@ from torch import distributed
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.model.drafter import Drafter, trainable
-from drafttrain.model.target import Target, TargetShape
+from drafttrain.model.shapes import TargetShape
+from drafttrain.model.target import Target
 from drafttrain.runs.lock_step import only_first_prints
 from drafttrain.runs.options import RunOptions
 from drafttrain.targets.devices import device_of

@@ -11,14 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.frozen_ref import FrozenRef
-from drafttrain.model.target import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.shallow import weight_sharing_copy
@@ -34,6 +32,8 @@ class Adapter(nn.Module):
     """
 
     def __init__(self, original: HFTarget, spec: LoraSpec) -> None:
+        from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and few runs need it
+
         super().__init__()
         spec.check()
         check_whole(original)
@@ -57,6 +57,8 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def merged(self) -> HFTarget:
         """A frozen target of the original's runner with the matrices' products added to its weights, in float32."""
+        from peft.tuners.lora import LoraLayer
+
         original = self._original.module
         model = weight_sharing_copy(original.model)
         layers: list[tuple[str, Any]] = [(n, m) for n, m in self.target.model.named_modules() if isinstance(m, LoraLayer)]

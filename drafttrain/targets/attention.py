@@ -56,8 +56,8 @@ def install(target: Any) -> bool:
     False if the states would differ from those with masks: the model does not use `sdpa`, a layer attends to something else
     than a window of earlier positions, or the model drops the arguments.
     """
-    model: PreTrainedModel = target.model
-    config = model.config.get_text_config()
+    model: PreTrainedModel = target.backbone.module  # the text part: an encoder's attention has arguments of its own
+    config = model.config
     if not set(getattr(config, "layer_types", None) or ()) <= KINDS or not model._supports_attention_backend:
         return False
     if config._attn_implementation == "sdpa":

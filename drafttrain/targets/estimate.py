@@ -91,8 +91,8 @@ def need_of(target: Outline, kind: str | None, drafter: int, activations: int) -
 def activation_bytes(target: Outline, drafter: Drafter, rows: int, length: int, chunk: int) -> int:
     """Bytes of a micro-batch of `rows` x `length` tokens.
 
-    chunk: predictions whose logits are in memory at once. Four tensors of that size count: both models' logits, their gradient,
-    and one more chunk that is recomputed.
+    chunk: predictions whose logits are in memory at once. Four tensors of that size count: the target's logits, those of the
+    predictions among them, the drafter's logits and their gradient.
     """
     shape = target.shape
     widths = (len(drafter.taps.blocks) + 1 + WIDE) * shape.hidden_size + 3 * shape.intermediate_size

@@ -12,59 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.masks import Documents, additive, attention_mask
+from drafttrain.model.masks import Documents
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
 from drafttrain.targets.attention import install
 from drafttrain.targets.fingerprint import fingerprint_of
+from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import probe, reference_logits
 from drafttrain.targets.shallow import check_first, final_norm, first_blocks
-from drafttrain.targets.structure import find_blocks, lacking, set_depth, shape_of
+from drafttrain.targets.slot_cache import RowShape, SlotCache, extra_layers
+from drafttrain.targets.structure import find_backbone, find_blocks, lacking, scale_of, set_depth, shape_of
 from drafttrain.targets.substitute import restore, substitute
-
-
-class SlotCache(Cache):
-    """Our KV cache behind transformers' interface: layers write scratch positions and read the whole row back."""
-
-    def __init__(self, kv: KVCache) -> None:
-        super().__init__(layers=[])
-        self.kv = kv
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values of different widths, as in latent attention, are stored in rows of the larger width."""
-        wide, narrow = key_states.shape[-1], value_states.shape[-1]
-        if wide == narrow:
-            self.kv.append(layer_idx, key_states, value_states)
-            return self.kv.read(layer_idx, key_states.shape[2])
-        most = max(wide, narrow)
-        self.kv.append(layer_idx, *(pad(x, (0, most - x.shape[-1])) for x in (key_states, value_states)))
-        k_BhPD, v_BhPD = self.kv.read(layer_idx, key_states.shape[2])
-        return k_BhPD[..., :wide], v_BhPD[..., :narrow]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.kv.longest
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.kv.longest + query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.kv.longest
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * self.kv.layers
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
 
 
 class HFTarget(PrunedTarget):
@@ -77,6 +40,7 @@ class HFTarget(PrunedTarget):
     name = "hf"
     hooked = True  # hooks on the blocks record the taps
     captured = False  # not run in CUDA graphs: transformers' forward may not allow it
+    generations = False
     bits: int | None = None  # quantisation of the weights that a trainable copy decodes with; None: not quantised
     joins = False  # decodes with joined copies of its weights
     outline = False  # has no weights, only shapes
@@ -89,17 +53,18 @@ class HFTarget(PrunedTarget):
         self.stop_ids, self.trees = stop_ids, True
         config = model.config.get_text_config()
         self.shape = shape_of(config)
-        self.backbone: FrozenRef[Any] = FrozenRef(model.base_model)
+        self.backbone: FrozenRef[Any] = FrozenRef(find_backbone(model, self.shape.blocks))
         self._norm: FrozenRef[nn.Module] | None = None  # the norm before the head, found on first use
         self._captured: dict[int, Tensor] = {}
         self._wanted: frozenset[int] = frozenset()
         blocks = find_blocks(model, self.shape.blocks)
         for number, block in enumerate(blocks if self.hooked else ()):
             block.register_forward_hook(self._hook(number))
-        self._layer_types = set(getattr(config, "layer_types", None) or ())
-        self._window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        self._softcap = getattr(config, "final_logit_softcapping", None)
-        self._accepts = frozenset(inspect.signature(model.base_model.forward).parameters)
+        self._scale, self._softcap = scale_of(config), getattr(config, "final_logit_softcapping", None)
+        self._accepts = frozenset(inspect.signature(self.backbone.module.forward).parameters)
+        self.masks = LayerMasks(config)
+        self._more_layers = extra_layers(config)  # of the cache, after those of the blocks
+        self._row_shapes: dict[int, RowShape] = {}  # what each layer has written into a cache
         self.unmasked = False  # whole sequences need no mask tensor
         self.fingerprint = ""
         if frozen:
@@ -146,7 +111,8 @@ class HFTarget(PrunedTarget):
 
     @property
     def head_weight(self) -> Tensor:
-        return self.model.get_output_embeddings().weight
+        weight_VH: Tensor = self.model.get_output_embeddings().weight
+        return weight_VH if self._scale == 1.0 else weight_VH * self._scale
 
     def _hook(self, number: int) -> Any:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -159,10 +125,13 @@ class HFTarget(PrunedTarget):
         return self.model.get_input_embeddings()(token)
 
     def head(self, hidden_H: Tensor) -> Tensor:
-        logits_V = self.model.get_output_embeddings()(hidden_H)
-        if self._softcap is not None:
-            logits_V = torch.tanh(logits_V / self._softcap) * self._softcap
-        return logits_V
+        return self._scaled(self.model.get_output_embeddings()(hidden_H))
+
+    def _scaled(self, logits_V: Tensor) -> Tensor:
+        """What the model does to its head's output: a factor, or a soft cap."""
+        if self._scale != 1.0:
+            logits_V = logits_V * self._scale
+        return logits_V if self._softcap is None else torch.tanh(logits_V / self._softcap) * self._softcap
 
     def forward(
         self,
@@ -178,12 +147,12 @@ class HFTarget(PrunedTarget):
             inputs["position_ids"] = position_BN
         inputs["use_cache"] = kv is not None
         if kv is not None:
-            inputs["past_key_values"] = SlotCache(kv)
+            inputs["past_key_values"] = SlotCache(kv, self.shape.blocks, self._row_shapes)
         if kv is None and self.unmasked and not isinstance(ancestor_BNN, Tensor):
             inputs |= {"whole": True, "documents": ancestor_BNN}
-            inputs["attention_mask"] = self._by_layer(token_BN.new_zeros(1, 1, 1, 1))  # given, so that transformers builds none
+            inputs["attention_mask"] = self.masks.unused(token_BN)
         elif kv is not None or ancestor_BNN is not None:
-            inputs["attention_mask"] = self._mask(kv, ancestor_BNN, position_BN)
+            inputs["attention_mask"] = self.masks(kv, ancestor_BNN, position_BN, self.dtype)
         self._captured, self._wanted = {}, frozenset(taps.blocks)
         final_BNH = self.backbone.module(**inputs).last_hidden_state
         hidden, self._captured, self._wanted = self._captured, {}, frozenset()
@@ -199,24 +168,14 @@ class HFTarget(PrunedTarget):
         rows_BRH = final_BNH.gather(1, logit_row_BR[..., None].expand(-1, -1, final_BNH.shape[-1]))
         return TargetOut(self.head(rows_BRH), hidden)
 
-    def _mask(self, kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor) -> Any:
-        """Additive mask, [B, 1, N, P]; for models that mix full and sliding layers, one per layer type."""
-        full = additive(attention_mask(kv, ancestor_BNN, position_BN, None), self.dtype)
-        if self._window is None:
-            return full
-        return self._by_layer(full, additive(attention_mask(kv, ancestor_BNN, position_BN, self._window), self.dtype))
-
-    def _by_layer(self, full: Tensor, sliding: Tensor | None = None) -> Any:
-        """Masks as the model takes them: one for all layers, or one per layer type. sliding: with a window; None: the same."""
-        sliding = full if sliding is None else sliding
-        if self._window is None:
-            return full
-        return {"full_attention": full, "sliding_attention": sliding} if self._layer_types else sliding
-
     def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
         if not self.frozen and not self.training and not self.joins:
             substitute(self.model, self.bits)
-        return KVCache(self.shape.blocks, slots, max_len, self.device, pages)
+        kv = KVCache(self.shape.blocks + self._more_layers, slots, max_len, self.device, pages)
+        for shape in dict.fromkeys(self._row_shapes.values()):
+            layers = [number for number, own in self._row_shapes.items() if own == shape]
+            kv.allocate(shape.heads, shape.width, self.dtype, shape.value_width, layers)
+        return kv
 
     def norm(self, hidden_H: Tensor) -> Tensor:
         if self._norm is None:

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError
-from drafttrain.model.target import TargetShape
+from drafttrain.model.shapes import TargetShape
 from drafttrain.ops.quantised import BITS
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import bind, device_of
-from drafttrain.targets.fast import FastTarget, why_not
+from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.quantised import QuantisedTarget
@@ -198,6 +198,8 @@ def _runner(name: str, model: Any, part: Part) -> type[HFTarget]:
     if name == "fast" and reason:
         raise UserError(f"target.runner=fast cannot run this model: {reason}; set target.runner=hf")
     slow = "target.runner is hf" if name == "hf" else reason
+    if part.size > 1 and not slow and (whole := why_whole(model)):
+        raise UserError(f"target.tensor_parallel is {part.size}: {whole}; leave target.tensor_parallel out")
     if slow and part.size > 1:
         raise UserError(f"target.tensor_parallel={part.size} needs the fast runner: {slow}; leave target.tensor_parallel out")
     return HFTarget if slow else FastTarget

@@ -20,7 +20,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.structure import find_blocks, shape_of
+from drafttrain.targets.structure import find_backbone, find_blocks, shape_of
 
 
 class Shards(Protocol):
@@ -51,7 +51,7 @@ class ShardedTarget(HFTarget):
         model.requires_grad_(False).eval()
         blocks = find_blocks(model, shape_of(model.config.get_text_config()).blocks)
         make_whole(model, blocks, shards)
-        one_pass(model.base_model, shards.start(blocks))
+        one_pass(find_backbone(model, len(blocks)), shards.start(blocks))
         super().__init__(model, stop_ids)
 
     def _fingerprint(self) -> str:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
-from drafttrain.model.target import TargetShape
+from drafttrain.model.shapes import TargetShape
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.parallel import Part

@@ -1,13 +1,14 @@
-"""The structure of transformers models: blocks, dimensions, and unsupported features."""
+"""The structure of transformers models: their text part, blocks, dimensions, and unsupported features."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
-from drafttrain.model.target import TargetShape
+from drafttrain.model.shapes import TargetShape
 
 
 def lacking(model: Any) -> str | None:
@@ -15,43 +16,78 @@ def lacking(model: Any) -> str | None:
     base, config = model.base_model, model.config.get_text_config()
     if hasattr(base, "build_alibi_tensor") or getattr(config, "alibi", False):
         return "its alibi biases count positions along a 2-D mask, which rows of several lengths and draft trees do not have"
+    if getattr(model, "_is_stateful", False) or "conv" in (getattr(config, "layer_types", None) or ()):
+        return "its layers keep a recurrent state, which a cache of positions cannot take back after rejected drafts"
     return None
 
 
 def find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:
     """The list of the model's decoder blocks. Raises UserError for a model without one."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == blocks:
-            return module
+    for part in (*_text_parts(model), model):  # an encoder of images may have as many blocks
+        for module in part.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == blocks:
+                return module
     raise UserError(f"{type(model).__name__} has no list of its {blocks} blocks to tap; choose a decoder-only causal LM")
+
+
+def find_backbone(model: PreTrainedModel, blocks: int) -> Any:
+    """The text model without its head: the innermost model that contains the decoder blocks.
+
+    `base_model` will not do: it may be the causal LM itself, or contain an encoder of images. Where the text model is no
+    transformers model of its own it is `base_model` all the same.
+    """
+    chain = find_blocks(model, blocks)
+    inner = [part for part in _text_parts(model) if part is not model and any(m is chain for m in part.modules())]
+    return inner[-1] if inner else model.base_model
+
+
+def _text_parts(model: Any) -> list[Any]:
+    """The transformers models inside this one that have the configuration of the text part, from the outside in."""
+    if not isinstance(model, PreTrainedModel):
+        return []
+    kind = type(model.config.get_text_config())
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel) and isinstance(part.config, kind)]
 
 
 def set_depth(config: Any, blocks: int) -> Any:
     """Set the number of blocks of a transformers configuration, in place; layer types repeat. Returns its text part."""
     text = config.get_text_config()
+    before, shared = text.num_hidden_layers, getattr(text, "num_kv_shared_layers", None) or 0
+    if shared:  # the last blocks read the keys and values of earlier ones
+        text.num_kv_shared_layers = max(0, blocks - (before - shared))
     text.num_hidden_layers = blocks
-    if types := getattr(text, "layer_types", None):
-        text.layer_types = [types[i % len(types)] for i in range(blocks)]
+    for name in ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers"):  # one entry per block
+        if types := getattr(text, name, None):
+            setattr(text, name, [types[i % len(types)] for i in range(blocks)])
     return text
+
+
+def scale_of(config: Any) -> float:
+    """The factor that a transformers text configuration applies to the output matrix's logits."""
+    factors = {name: getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier", "logits_scaling")}
+    given = {name: float(x) for name, x in factors.items() if isinstance(x, int | float)}
+    return given.get("logit_scale", 1.0) * given.get("lm_head_multiplier", 1.0) / given.get("logits_scaling", 1.0)
 
 
 def shape_of(config: Any) -> TargetShape:
     """The dimensions of a transformers text configuration. Raises UserError for a model without attention."""
-    heads = getattr(config, "num_attention_heads", None)
+    # where dimensions differ by block, those of the first
+    layer = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
+    heads = getattr(layer, "num_attention_heads", None)
     if heads is None:
         raise UserError(f"{type(config).__name__} has no attention heads and so no KV cache; choose another target")
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
     norm_eps = getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", None) or 1e-5
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = getattr(layer, "num_key_value_heads", None) or heads
     return TargetShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         blocks=config.num_hidden_layers,
         heads=heads,
         kv_heads=heads if heads % kv_heads else kv_heads,  # latent attention ignores this field, so it may hold any number
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        head_dim=getattr(layer, "head_dim", None) or config.hidden_size // heads,
+        intermediate_size=getattr(layer, "intermediate_size", None) or 4 * config.hidden_size,
         max_positions=getattr(config, "max_position_embeddings", None) or 2048,
         rope_theta=float(theta),
         norm_eps=float(norm_eps),

@@ -6,18 +6,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from drafttrain.model.decoder_block import merged
 from drafttrain.ops.quantised import Quantised
-
-
-@torch.no_grad()
-def merged(linear: Any) -> Tensor:
-    """A linear map's weight plus the product of its adapter, if it has one."""
-    weight: Tensor = linear.weight.detach()
-    delta = getattr(linear, "get_delta_weight", None)
-    return weight if delta is None else weight + delta("default").to(weight.dtype)
 
 
 def substitute(model: nn.Module, bits: int | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import netrc
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,8 +22,7 @@ from drafttrain.train.lineage import (
     run_of,
     summary_of,
 )
-
-HOST = "api.wandb.ai"
+from drafttrain.train.login import logged_in
 
 
 class Logger:
@@ -84,16 +82,6 @@ def log_export(options: LoggerOptions, config: dict[str, Any], checkpoint: Path,
     for stack, folder in folders.items():
         lineage.made_export(folder, stack, checkpoint_artifact(str(made_by["id"]), checkpoint))
     run.finish()
-
-
-def logged_in() -> bool:
-    """Whether there is a W&B key in the environment or in ~/.netrc. The key itself is not used."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc.netrc().authenticators(os.environ.get("WANDB_HOST", HOST)) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def check_logger(options: LoggerOptions) -> None:

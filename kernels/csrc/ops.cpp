@@ -104,14 +104,16 @@ void run(const drafttrain::Attend<T>& a, int64_t batch, int64_t work) {
 template <typename T>
 void attend_at(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& q_weight,
                const std::optional<Tensor>& k_weight, double eps, double scale, int64_t window, const Tensor& position,
-               const Tensor& table, const Tensor& length, const std::optional<Tensor>& ancestor, int64_t page, int64_t kv_heads,
-               int64_t width, T* keys, T* values, const Tensor& out) {
+               const Tensor& table, const Tensor& length, const std::optional<Tensor>& ancestor, int64_t earlier, int64_t page,
+               int64_t kv_heads, int64_t width, T* keys, T* values, const Tensor& out) {
     const int64_t batch = qkv.size(0), nodes = qkv.size(1), heads = qkv.size(2) / width - 2 * kv_heads;
     STD_TORCH_CHECK(width <= 256 && width % 2 == 0, "head widths are even and at most 256");
     STD_TORCH_CHECK(out.numel() == batch * nodes * heads * width && heads % kv_heads == 0, "shapes do not fit");
+    STD_TORCH_CHECK(earlier == 0 || window == 0, "with earlier nodes there is no window");
+    const bool as_bits = ancestor && ancestor->scalar_type() == torch::headeronly::ScalarType::Long;
     int64_t longest = 0;
     for (int64_t b = 0; b < batch; b++) {
-        const int64_t whole = data<int64_t>(length)[b] + nodes;
+        const int64_t whole = data<int64_t>(length)[b] + earlier + nodes;
         STD_TORCH_CHECK(whole <= table.size(1) * page, "more positions than pages");
         longest = std::max(longest, whole);
     }
@@ -121,18 +123,54 @@ void attend_at(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const st
     a.qkv = data<T>(qkv), a.cos = data<T>(cos), a.sin = data<T>(sin);
     a.q_weight = data<T>(q_weight), a.k_weight = data<T>(k_weight);
     a.position = data<int64_t>(position), a.table = data<int64_t>(table), a.length = data<int64_t>(length);
-    a.ancestor = data<bool>(ancestor), a.keys = keys, a.values = values, a.out = data<T>(out);
+    a.earlier = earlier, a.words = as_bits ? ancestor->numel() / (batch * nodes) : 0;
+    a.ancestor = as_bits ? nullptr : data<bool>(ancestor), a.bits = as_bits ? data<int64_t>(ancestor) : nullptr;
+    STD_TORCH_CHECK(!ancestor || ancestor->numel() == batch * nodes * (as_bits ? a.words : earlier + nodes),
+                    "ancestors do not fit");
+    STD_TORCH_CHECK(!as_bits || a.words * 64 >= earlier + nodes, "more nodes than bits");
+    a.keys = keys, a.values = values, a.out = data<T>(out);
     run(a, batch, batch * nodes * heads * longest * width);
 }
 
 void attend(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& q_weight,
             const std::optional<Tensor>& k_weight, double eps, double scale, int64_t window, const Tensor& position,
-            const Tensor& table, const Tensor& length, const std::optional<Tensor>& ancestor, const Tensor& keys,
-            const Tensor& values, const Tensor& out) {
+            const Tensor& table, const Tensor& length, const std::optional<Tensor>& ancestor, int64_t earlier,
+            const Tensor& keys, const Tensor& values, const Tensor& out) {
     by_type(qkv, [&](auto kind) {
         using T = decltype(kind);
-        attend_at(qkv, cos, sin, q_weight, k_weight, eps, scale, window, position, table, length, ancestor, keys.size(1),
-                  keys.size(2), keys.size(3), data<T>(keys), data<T>(values), out);
+        attend_at(qkv, cos, sin, q_weight, k_weight, eps, scale, window, position, table, length, ancestor, earlier,
+                  keys.size(1), keys.size(2), keys.size(3), data<T>(keys), data<T>(values), out);
+    });
+}
+
+void append(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& q_weight,
+            const std::optional<Tensor>& k_weight, double eps, const Tensor& position, const Tensor& table,
+            const Tensor& length, int64_t earlier, const Tensor& keys, const Tensor& values, const Tensor& query) {
+    by_type(qkv, [&](auto kind) {
+        using T = decltype(kind);
+        drafttrain::Attend<T> a{};
+        const int64_t batch = qkv.size(0);
+        a.nodes = qkv.size(1), a.kv_heads = keys.size(2), a.width = keys.size(3);
+        a.heads = qkv.size(2) / a.width - 2 * a.kv_heads, a.page = keys.size(1), a.pages = table.size(1);
+        STD_TORCH_CHECK(a.width <= 256 && a.width % 2 == 0, "head widths are even and at most 256");
+        STD_TORCH_CHECK(query.numel() == batch * a.nodes * a.heads * a.width, "shapes do not fit");
+        for (int64_t b = 0; b < batch; b++)
+            STD_TORCH_CHECK(data<int64_t>(length)[b] + earlier + a.nodes <= a.pages * a.page, "more positions than pages");
+        a.earlier = earlier, a.eps = float(eps), a.qkv = data<T>(qkv), a.cos = data<T>(cos), a.sin = data<T>(sin);
+        a.q_weight = data<T>(q_weight), a.k_weight = data<T>(k_weight), a.position = data<int64_t>(position);
+        a.table = data<int64_t>(table), a.length = data<int64_t>(length), a.keys = data<T>(keys), a.values = data<T>(values);
+        T* to = data<T>(query);
+        parallel(batch * a.nodes, qkv.numel() < kSerial, [&](int64_t begin, int64_t end) {
+            float turned[256];
+            for (int64_t i = begin; i < end; i++)
+                for (int64_t h = 0; h < a.heads; h++) {
+                    const T* x = a.qkv + (i * (a.heads + 2 * a.kv_heads) + h) * a.width;
+                    drafttrain::turn(a, x, a.q_weight, a.position[i], turned);
+                    for (int64_t d = 0; d < a.width; d++)
+                        drafttrain::from_float(turned[d], to + (i * a.heads + h) * a.width + d);
+                }
+        });
+        for (int64_t i = 0; i < batch * a.kv_heads; i++) drafttrain::append(a, i / a.kv_heads, i % a.kv_heads);
     });
 }
 
@@ -275,28 +313,30 @@ Tensor top_of_heads(int64_t model, const Tensor& state, const Tensor& like, int6
     return ids;
 }
 
-// All blocks of a Llama-like model over few new positions. x, the residual stream, is changed in place. Returns the part that
-// is still to be added to it, without elements if the last block is tapped. taps: block numbers; tapped: their outputs.
-Tensor run_blocks(int64_t model, const Tensor& x, const Tensor& cos, const Tensor& sin, double eps, double head_eps,
-                  double scale, const Tensor& windows, const Tensor& position, const Tensor& table, const Tensor& length,
-                  const std::optional<Tensor>& ancestor, const Tensor& store, const Tensor& taps, const Tensor& tapped) {
+// All blocks of a Llama-like model over few new positions. x, the residual stream, is changed in place. read: the input of the
+// first block's projections, where it is not the norm of x. Returns the part that is still to be added to x, without elements
+// if the last block is tapped. taps: block numbers; tapped: their outputs.
+Tensor run_blocks(int64_t model, const Tensor& x, const std::optional<Tensor>& read, const Tensor& cos, const Tensor& sin,
+                  double eps, double head_eps, double scale, const Tensor& windows, const Tensor& position, const Tensor& table,
+                  const Tensor& length, const std::optional<Tensor>& ancestor, int64_t earlier, const Tensor& store,
+                  const Tensor& taps, const Tensor& tapped) {
     std::vector<Tensor>* weights = &kept(model);
     STD_TORCH_CHECK(weights->size() % kPartsOfBlock == 0, "a block has another number of weights");
     const int64_t blocks = int64_t(weights->size()) / kPartsOfBlock, batch = x.size(0), nodes = x.size(1);
     const int64_t positions = store.size(2), page = store.size(3), kv_heads = store.size(4), width = store.size(5);
-    const int64_t in = (*weights)[kNorm].numel(), half = positions * page * kv_heads * width;
+    const int64_t half = positions * page * kv_heads * width;
     const auto some = [](const Tensor& t) { return t.numel() > 0 ? std::optional<Tensor>(t) : std::nullopt; };
     Tensor normed = torch::stable::empty_like(x), attended = normed, act = normed;
     std::optional<Tensor> delta;
     int64_t next_tap = 0;
     for (int64_t l = 0; l < blocks; l++) {
         const Tensor* w = weights->data() + l * kPartsOfBlock;
-        rms_norm(x, delta, w[kNorm], eps, x, normed);
-        const Tensor qkv = linear(normed, w[kQkv], w[kQkvBias]);
+        if (l > 0 || !read) rms_norm(x, delta, w[kNorm], eps, x, normed);
+        const Tensor qkv = linear(l == 0 && read ? *read : normed, w[kQkv], w[kQkvBias]);
         const int64_t heads = qkv.size(2) / width - 2 * kv_heads;
         if (l == 0) attended = torch::stable::new_empty(x, {batch, nodes, heads * width});
         attend_at(qkv, cos, sin, some(w[kQNorm]), some(w[kKNorm]), head_eps, scale, data<int64_t>(windows)[l], position, table,
-                  length, ancestor, page, kv_heads, width, data<float>(store) + 2 * l * half,
+                  length, ancestor, earlier, page, kv_heads, width, data<float>(store) + 2 * l * half,
                   data<float>(store) + (2 * l + 1) * half, attended);
         const Tensor out = linear(attended, w[kOut], w[kOutBias]);
         rms_norm(x, out, w[kNorm2], eps, x, normed);
@@ -307,7 +347,7 @@ Tensor run_blocks(int64_t model, const Tensor& x, const Tensor& cos, const Tenso
         if (next_tap < taps.numel() && data<int64_t>(taps)[next_tap] == l) {
             float *stream = data<float>(x), *to = data<float>(tapped) + next_tap++ * x.numel();
             const float* more = data<float>(*delta);
-            for (int64_t i = 0; i < batch * nodes * in; i++) to[i] = stream[i] += more[i];
+            for (int64_t i = 0; i < x.numel(); i++) to[i] = stream[i] += more[i];
             delta.reset();
         }
     }
@@ -322,6 +362,7 @@ STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("rms_norm", TORCH_BOX(&rms_norm));
     m.impl("gated", TORCH_BOX(&gated));
     m.impl("divergence", TORCH_BOX(&divergence));
+    m.impl("append", TORCH_BOX(&append));
     m.impl("attend", TORCH_BOX(&attend));
     m.impl("kv_keep", TORCH_BOX(&kv_keep));
     m.impl("run_blocks", TORCH_BOX(&run_blocks));

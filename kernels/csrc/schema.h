@@ -12,22 +12,24 @@ inline void define(torch::stable::detail::StableLibrary& m) {
     m.def(
         "divergence(Tensor logits, Tensor target, Tensor label, int name, Tensor(a!) loss, Tensor(b!) hit, Tensor(c!) mass, "
         "Tensor(d!)? slope) -> ()");
-    // q/k norm, rotary embedding, keys and values into the cache, queries to `query`
+    // q/k norm, rotary embedding, keys and values into the cache, queries to `query`. earlier: nodes of the tree that are in
+    // the cache already. ancestor: bool [B, N, earlier + N], or int64 bits [B, N, words]
     m.def(
         "append(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, Tensor position, "
-        "Tensor table, Tensor length, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) query) -> ()");
+        "Tensor table, Tensor length, int earlier, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) query) -> ()");
     m.def(
         "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float eps, float scale, int window, "
-        "Tensor position, Tensor table, Tensor length, Tensor? ancestor, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) out) "
-        "-> ()");
+        "Tensor position, Tensor table, Tensor length, Tensor? ancestor, int earlier, Tensor(a!) keys, Tensor(b!) values, "
+        "Tensor(c!) out) -> ()");
     m.def("has_product() -> bool");
     m.def("keep_weights(Tensor[] weights) -> int");
     m.def("drop_weights(int model) -> ()");
     m.def("top_of_heads(int model, Tensor state, Tensor like, int heads, int all_heads, int ranks) -> Tensor");
+    // read: input of the first block's projections; without it, the norm of x
     m.def(
-        "run_blocks(int model, Tensor(a!) x, Tensor cos, Tensor sin, float eps, float head_eps, float scale, Tensor windows, "
-        "Tensor position, Tensor table, Tensor length, Tensor? ancestor, Tensor(b!) store, Tensor taps, Tensor(c!) tapped) -> "
-        "Tensor");
+        "run_blocks(int model, Tensor(a!) x, Tensor? read, Tensor cos, Tensor sin, float eps, float head_eps, float scale, "
+        "Tensor windows, Tensor position, Tensor table, Tensor length, Tensor? ancestor, int earlier, Tensor(b!) store, "
+        "Tensor taps, Tensor(c!) tapped) -> Tensor");
     m.def("kv_keep(Tensor(a!) store, Tensor table, Tensor length, Tensor path, Tensor count, int page) -> ()");
     // acceptance: path [B, N] (zeros after the accepted nodes), accepted [B], bonus [B]
     m.def(
@@ -49,6 +51,8 @@ inline void define(torch::stable::detail::StableLibrary& m) {
         "Tensor(a!) token) -> ()");
     // the k greatest of each row, greatest first, the lower index first among equals; ids renames them
     m.def("top(Tensor logits, Tensor? ids, Tensor(a!) value, Tensor(b!) index) -> ()");
+    // as top, of log-probabilities: the values less the logarithm of the row's sum of exponentials, at most 0
+    m.def("top_log(Tensor logits, Tensor? ids, Tensor(a!) value, Tensor(b!) index) -> ()");
     // for a tree of at most 64 nodes: depth, and ancestors (itself included) as bits
     m.def("tree_links(Tensor parent, Tensor(a!) depth, Tensor(b!) bits) -> ()");
     // the candidates with the highest scores, in their order: indices, new parents, depth, ancestor bits, links

@@ -40,15 +40,29 @@ void top_keys(const T* x, int64_t width, int64_t k, uint64_t* keys) {
     }
 }
 
+// The logarithm of a row's sum of exponentials, less `best`, its greatest value.
 template <typename T>
-void top_of(const Tensor& logits, const int64_t* ids, const Tensor& value, const Tensor& index) {
+float log_sum(const T* x, int64_t width, float best) {
+    if (!(best > -INFINITY && best < INFINITY)) return 0.0f;
+    Floats total{};
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes) total += exp(load(x + i) - best);
+    float rest = 0.0f;
+    for (; i < width; i++) rest += std::exp(to_float(x[i]) - best);
+    return std::log(sum(total) + rest);
+}
+
+template <typename T>
+void top_of(const Tensor& logits, const int64_t* ids, const Tensor& value, const Tensor& index, bool log) {
     const int64_t rows = logits.size(0), width = logits.size(1), k = value.size(1);
     const auto some = [&](int64_t begin, int64_t end) {
         uint64_t keys[kMostTop];
         for (int64_t r = begin; r < end; r++) {
             top_keys(data<T>(logits) + r * width, width, k, keys);
+            const float best = log ? value_of(keys[0]) : 0.0f;
+            const float less = log ? log_sum(data<T>(logits) + r * width, width, best) : 0.0f;
             for (int64_t i = 0; i < k; i++) {
-                data<float>(value)[r * k + i] = value_of(keys[i]);
+                data<float>(value)[r * k + i] = log ? std::min(value_of(keys[i]) - best - less, 0.0f) : value_of(keys[i]);
                 data<int64_t>(index)[r * k + i] = ids == nullptr ? int64_t(index_of(keys[i])) : ids[index_of(keys[i])];
             }
         }
@@ -59,12 +73,20 @@ void top_of(const Tensor& logits, const int64_t* ids, const Tensor& value, const
         torch::stable::parallel_for(0, rows, 1, some);
 }
 
-void top(const Tensor& logits, const std::optional<Tensor>& ids, const Tensor& value, const Tensor& index) {
+void top_or_log(const Tensor& logits, const std::optional<Tensor>& ids, const Tensor& value, const Tensor& index, bool log) {
     const int64_t k = value.size(1);
     STD_TORCH_CHECK(k >= 1 && k <= kMostTop && k <= logits.size(1), "top finds 1 to 64 of a row, and no more than there are");
     STD_TORCH_CHECK(value.scalar_type() == ScalarType::Float, "top's values are float32");
     const int64_t* names = ids ? data<int64_t>(*ids) : nullptr;
-    by_type(logits, [&](auto kind) { top_of<decltype(kind)>(logits, names, value, index); });
+    by_type(logits, [&](auto kind) { top_of<decltype(kind)>(logits, names, value, index, log); });
+}
+
+void top(const Tensor& logits, const std::optional<Tensor>& ids, const Tensor& value, const Tensor& index) {
+    top_or_log(logits, ids, value, index, false);
+}
+
+void top_log(const Tensor& logits, const std::optional<Tensor>& ids, const Tensor& value, const Tensor& index) {
+    top_or_log(logits, ids, value, index, true);
 }
 
 void tree_links(const Tensor& parent, const Tensor& depth, const Tensor& bits) {
@@ -101,6 +123,7 @@ void build_tree(const Tensor& parent, const Tensor& score, const Tensor& kept, c
 
 STABLE_TORCH_LIBRARY_IMPL(drafttrain, CPU, m) {
     m.impl("top", TORCH_BOX(&top));
+    m.impl("top_log", TORCH_BOX(&top_log));
     m.impl("tree_links", TORCH_BOX(&tree_links));
     m.impl("build_tree", TORCH_BOX(&build_tree));
 }

@@ -4,7 +4,8 @@ The query heads of one KV head are rows of one product, so that a key is read on
 of rows, one KV head and one range of keys. `combine` joins the ranges.
 
 Shapes: B batch rows, N nodes, h query heads, G query heads per KV head, R rows of a program (node-major, N G in all), K keys
-of a step, D head width, S splits. Keys are counted from the prefix's start; node i is key length + i.
+of a step, D head width, S splits. Keys are counted from the prefix's start; node i of the tree is key length + i. The queries
+are the tree's last N nodes; `earlier` nodes precede them.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ def _share(position_R, prefix, total, split, splits, window, K: tl.constexpr, WI
     return start, tl.maximum(tl.minimum(end, prefix // K * K), start), end
 
 
-@triton.jit(do_not_specialize=["nodes", "splits", "window"])
+@triton.jit(do_not_specialize=["nodes", "earlier", "splits", "window"])
 def attend(
-    q, keys, values, table, length, bits, position, out, part, lse, scale, nodes, splits, window, q_B, q_N, q_h, table_B,
-    GROUPS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
+    q, keys, values, table, length, bits, position, out, part, lse, scale, nodes, earlier, splits, window,
+    q_B, q_N, q_h, table_B, GROUPS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
     R: tl.constexpr, K: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of rows, batch rows times KV heads, splits. Writes `out`; with SPLIT `part` and `lse` [S, ...]."""
@@ -95,7 +96,7 @@ def attend(
     position_R = tl.load(position + node_R, mask=real_R, other=1 << 30).to(tl.int32)
 
     prefix = tl.load(length + batch).to(tl.int32)
-    total = prefix + nodes
+    total = prefix + earlier + nodes
     start, plain, end = _share(position_R, prefix, total, split, splits, window, K, WINDOWED)
     top_R, sum_R, out_RD = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32), tl.zeros([R, WIDE], tl.float32)
     for k in range(start, plain, K):
@@ -182,9 +183,13 @@ def processors(device: torch.device) -> int:
 
 def launches(
     q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BN: Tensor, position_BN: Tensor,
-    out_BNI: Tensor, scale: float, window: int | None, bound: int,
+    out_BNI: Tensor, scale: float, window: int | None, bound: int, earlier: int,
 ) -> list[Launch]:  # fmt: skip
-    """The launches that fill out_BNI: one, or two where the keys are split. The host reads shapes and `bound`, no tensor."""
+    """The launches that fill out_BNI: one, or two where the keys are split. The host reads shapes and `bound`, no tensor.
+
+    With earlier nodes there is no window: the rotary positions of these nodes are not known here.
+    """
+    assert window is None or earlier == 0
     B, N, h, D = q_BNhD.shape
     _, page, kv, _ = keys.shape
     groups, wide = h // kv, max(triton.next_power_of_2(D), 16)
@@ -199,9 +204,9 @@ def launches(
     first = {
         "q": q_BNhD, "keys": keys, "values": values, "table": table_BQ, "length": length_B, "bits": bits_BN.contiguous(),
         "position": position_BN.contiguous(), "out": out_BNI, "part": part, "lse": lse, "scale": scale * LOG2_E, "nodes": N,
-        "splits": S, "window": window or 0, "q_B": q_BNhD.stride(0), "q_N": q_BNhD.stride(1), "q_h": q_BNhD.stride(2),
-        "table_B": table_BQ.stride(0), "GROUPS": groups, "KV": kv, "D": D, "WIDE": wide, "PAGE": page, "R": tile.rows,
-        "K": tile.keys, "WINDOWED": window is not None, "SPLIT": S > 1,
+        "earlier": earlier, "splits": S, "window": window or 0, "q_B": q_BNhD.stride(0), "q_N": q_BNhD.stride(1),
+        "q_h": q_BNhD.stride(2), "table_B": table_BQ.stride(0), "GROUPS": groups, "KV": kv, "D": D, "WIDE": wide, "PAGE": page,
+        "R": tile.rows, "K": tile.keys, "WINDOWED": window is not None, "SPLIT": S > 1,
     }  # fmt: skip
     found = [Launch(attend, (blocks, B * kv, S), first, tile.warps, tile.stages)]
     if S > 1:

@@ -42,6 +42,7 @@ def marks(browser: Any, chart: str) -> list[str]:
     return [mark.get_attribute("aria-label") for mark in found]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("width", [1200, 390])
 @pytest.mark.parametrize("dark", [False, True])
 def test_every_chart_is_drawn_within_the_page(opened: Open, file: Path, width: int, dark: bool) -> None:

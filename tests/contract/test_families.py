@@ -83,7 +83,7 @@ def test_a_small_tree_needs_no_more_room_than_a_text_has(name: str, tree: dict[s
     assert decode(target, drafter, asked, 1, tokens=tokens)[0].tokens == decode(target, None, asked, 1, tokens=tokens)[0].tokens
 
 
-@pytest.mark.sampled(name=("medusa", "eagle3", "draft_model"))
+@pytest.mark.sampled(name=("medusa", "eagle3"))
 @pytest.mark.parametrize("name", NAMES)
 def test_long_prompts_enter_beside_rows_that_are_nearly_done(name: str) -> None:
     """The cache holds the longest request and no more, whoever shares a step with it."""
@@ -152,7 +152,7 @@ def test_what_is_trained_is_what_is_drafted(name: str) -> None:
     assert [predicted[i] for i in range(1, len(drafts))] == drafts[1:]
 
 
-@pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled(name=("medusa", "eagle3", "cascade"))
 @pytest.mark.parametrize("name", NAMES)
 def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
     """With the verifier's noise for its own samples too, so that it draws what the verifier will."""

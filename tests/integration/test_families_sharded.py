@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafttrain.cli.launch import launch
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import load_dataset
 from drafttrain.drafters import families
@@ -23,6 +22,7 @@ from drafttrain.train.engine import join_world, leave_world
 from drafttrain.train.progress import Console
 from drafttrain.train.trainer import Trainer, TrainingJob
 from tests.contract.test_families import NAMES, SHAPES, build
+from tests.forked import launch
 from tests.helpers import FEW, chosen
 
 OPTIONS = TrainOptions(steps=2, global_batch=4, micro_batch=2, warmup=0.0, checkpoint_every=2)

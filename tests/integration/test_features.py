@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import threading
 from dataclasses import asdict, replace
 from io import StringIO
@@ -32,8 +31,9 @@ from drafttrain.train.caching import Caching, check_features
 from drafttrain.train.engine import World, join_world
 from drafttrain.train.progress import Console
 from drafttrain.train.trainer import Trainer, TrainingJob
+from tests import forked
 from tests.contract.test_families import SHAPES, build
-from tests.integration.test_training import arguments, by_adamw, fit, last_weights, losses
+from tests.integration.test_training import arguments, by_adamw, fit, last_weights, losses, once
 
 OPTIONS = TrainOptions(steps=4, global_batch=4, micro_batch=2, warmup=0.0, checkpoint_every=4)
 FAMILIES = ("medusa", "eagle3", "draft_model")
@@ -226,7 +226,7 @@ def test_two_processes_on_cached_features_are_one_on_the_target(
     recipe: str, stage: int, material: Path, tmp_path: Path
 ) -> None:
     steps = (*by_adamw(recipe), "train.steps=20", "train.checkpoint_every=20")
-    one = fit(material, tmp_path / "one", *steps)
+    one = once(material, *steps)
     both = (*steps, "features=cached", "features.format=float32", "launcher.nproc=2", f"deepspeed=zero{stage}")
     two = fit(material, tmp_path / "two", *both)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
@@ -238,8 +238,8 @@ def test_two_processes_on_cached_features_are_one_on_the_target(
 @pytest.mark.slow
 def test_a_second_run_finds_the_features_of_the_first(material: Path, tmp_path: Path) -> None:
     command = arguments(material, tmp_path, "recipe=medusa", "train.steps=2", "features=cached", "launcher.nproc=2")
-    said = [subprocess.run(command, capture_output=True, text=True, timeout=300).stdout for _ in range(2)]
+    said = [forked.run(command) for _ in range(2)]
     assert "bytes each" in said[0] and "bytes each" not in said[1] and all("training reads them" in text for text in said)
-    refused = subprocess.run([*command, "features.format=float32", "features.confirm_above=0"], capture_output=True, text=True)
-    assert refused.returncode == 2 and "add features.yes=true" in refused.stderr
+    refused = forked.start([*command, "features.format=float32", "features.confirm_above=0"])
+    assert refused.wait() == 2 and "add features.yes=true" in refused.said()
     assert len(list((tmp_path / "features").iterdir())) == 1

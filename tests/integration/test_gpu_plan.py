@@ -69,6 +69,7 @@ def test_a_red_check_blocks_what_depends_on_it_and_nothing_else(tmp_path: Path) 
     assert some.ran == ["c3"]
 
 
+@pytest.mark.slow
 def test_a_slow_stage_does_not_starve_the_next_ones(tmp_path: Path) -> None:
     some = Bench(tmp_path)
     slow, quick = Stage("slow", (some.job("a"), some.job("b")), minutes=0.0), Stage("quick", (some.job("c"),), minutes=1.0)
@@ -84,6 +85,7 @@ def test_a_slow_stage_does_not_starve_the_next_ones(tmp_path: Path) -> None:
     assert some.ran == []
 
 
+@pytest.mark.slow
 def test_what_failed_before_comes_last_and_not_at_all_after_a_dead_process(tmp_path: Path) -> None:
     some = Bench(tmp_path)
     some.red, checks = {"c"}, [some.job("c", CHECK)]
@@ -96,6 +98,7 @@ def test_what_failed_before_comes_last_and_not_at_all_after_a_dead_process(tmp_p
     assert some.ran == ["z", "c", "x"]
 
 
+@pytest.mark.slow
 def test_a_dead_device_ends_the_run_and_the_next_process_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some, note = Bench(tmp_path), tmp_path / "running.json"
     some.red, checks = {"c"}, [some.job("c", CHECK)]

@@ -18,6 +18,7 @@ from tests.integration.test_training import arguments, digest, fit, losses
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ctrl_c_is_heard")]
 STEPS = ("recipe=medusa", "train.steps=40", "train.checkpoint_every=20")
 CODE = 75
+LONG = (*STEPS[:1], "train.steps=4000", "train.checkpoint_every=2000")  # a run that does not end by itself
 
 
 def lines_of(output: Path) -> int:
@@ -97,7 +98,7 @@ def test_while_it_measures_training_is_not_repeated(material: Path, tmp_path: Pa
 
 def test_workers_of_torchrun_exit_with_the_code(material: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["-m", *arguments(material, tmp_path, *STEPS, "resume=auto")[2:]]
+    command += ["-m", *arguments(material, tmp_path, *LONG, "resume=auto")[2:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while process.poll() is None and lines_of(tmp_path) < 3:
         time.sleep(0.01)
@@ -113,7 +114,7 @@ def test_workers_of_torchrun_exit_with_the_code(material: Path, tmp_path: Path) 
 def test_two_ctrl_c_of_a_terminal_end_it_at_once(more: tuple[str, ...], material: Path, tmp_path: Path) -> None:
     """They reach every process of the group."""
     process = subprocess.Popen(
-        arguments(material, tmp_path, *STEPS[:1], "train.steps=4000", *more),
+        arguments(material, tmp_path, *LONG, *more),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -136,7 +137,7 @@ def test_two_ctrl_c_of_a_terminal_end_it_at_once(more: tuple[str, ...], material
 def test_processes_end_with_their_launcher(material: Path, tmp_path: Path) -> None:
     """It is killed: they save, say so, and are gone."""
     process = subprocess.Popen(
-        arguments(material, tmp_path, *STEPS, "launcher.nproc=2", "resume=auto"),
+        arguments(material, tmp_path, *LONG, "launcher.nproc=2", "resume=auto"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

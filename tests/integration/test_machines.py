@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_training import arguments, fit, losses
+from tests.integration.test_training import arguments, losses, once
 
 pytestmark = pytest.mark.slow
 STEPS = ("recipe=medusa", "train.steps=6", "train.micro_batch=1")
@@ -29,7 +29,7 @@ def started(command: list[str], machines: int = 2) -> None:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "drafttrain", "deepspeed"])
 def test_the_losses_are_those_of_one_process(launcher: str, material: Path, tmp_path: Path) -> None:
-    one = fit(material, tmp_path / "one", *STEPS)
+    one = once(material, *STEPS)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafttrain.cli.launch import launch
 from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.engine import TrainingEngine, join_world, leave_world
+from tests.forked import launch
 
 STEPS, ROWS, CLIP = 4, 128, 50.0
 OPTIONS: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.1}

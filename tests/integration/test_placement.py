@@ -14,7 +14,6 @@ import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
-from drafttrain.cli.launch import launch
 from drafttrain.commands.fit import fit
 from drafttrain.data import DataOptions
 from drafttrain.data.dataset import load_dataset
@@ -36,6 +35,7 @@ from drafttrain.train.engine import TrainingEngine, World, join_world, leave_wor
 from drafttrain.train.progress import Console
 from drafttrain.train.sharding import ZeroShards
 from drafttrain.train.trainer import Trainer, TrainingJob
+from tests.forked import launch
 from tests.helpers import tiny_model
 from tests.integration import test_training as runs
 from tests.reports import counted
@@ -191,6 +191,7 @@ def test_batches_of_other_shapes_and_documents_keep_their_own_states(placement: 
             assert found[placement]["states"][key] == pytest.approx(states, rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_no_process_ever_holds_the_whole_of_a_sharded_target(material: Path, both: list[dict[str, Found]]) -> None:
     """Neither while it is read, parameter by parameter, nor while it computes; and what is freed is gone."""
     model: Any = load_target(TargetOptions(name="hf", path=str(material / "target"))).target.model
@@ -228,6 +229,7 @@ def options_of(output: Path, placement: str) -> RunOptions:
     )
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_once_a_step_where_they_are_not_sharded(both: list[dict[str, Found]]) -> None:
     """From ZeRO stage 2 on a process keeps its share of the gradients alone, and so reduces after every micro-batch."""
     for found in both:

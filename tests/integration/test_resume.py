@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,8 @@ from drafttrain.core.errors import Interrupted
 from drafttrain.train import shards
 from drafttrain.train.checkpoint_checksums import SUMS
 from drafttrain.train.logger import Logger
-from tests.integration.test_training import arguments, digest, fit, last_weights, losses
+from tests import forked
+from tests.integration.test_training import arguments, digest, fit, last_weights, losses, once
 
 STEPS = ("recipe=medusa", "train.steps=12", "train.checkpoint_every=4")
 KILLS = 20
@@ -44,11 +44,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(name: str, mater
     run = interrupt_by_force(material, tmp_path)
     whole_losses, file = losses(run), run / "checkpoints" / "step-00008" / name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    again = subprocess.run(
-        arguments(material, tmp_path, *STEPS, "resume=auto"), capture_output=True, text=True, timeout=300, check=True
-    )
-    assert f"checkpoint step-00008 is damaged and renamed to step-00008.damaged: {name} is " in again.stdout
-    assert "(resumed at step 4)" in again.stdout
+    said = forked.run(arguments(material, tmp_path, *STEPS, "resume=auto"))
+    assert f"checkpoint step-00008 is damaged and renamed to step-00008.damaged: {name} is " in said
+    assert "(resumed at step 4)" in said
     assert losses(run) == whole_losses
 
 
@@ -63,7 +61,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(name: str, mater
 def test_a_run_goes_on_in_other_processes_at_another_stage(
     before: tuple[str, ...], after: tuple[str, ...], material: Path, tmp_path: Path
 ) -> None:
-    whole = fit(material, tmp_path / "whole", *STEPS)
+    whole = once(material, *STEPS)
     interrupt_by_force(material, tmp_path / "moved", *before)
     run = fit(material, tmp_path / "moved", *STEPS, *after, "resume=auto")
     assert len(list((tmp_path / "moved").glob("*/*/run.json"))) == 1, "resume=auto began a new run"
@@ -153,9 +151,7 @@ def test_a_run_killed_twenty_times_ends_with_the_same_weights(material: Path, tm
     whole = fit(material, tmp_path / "whole", *steps)
     broken, generator, killed = tmp_path / "broken", random.Random(0), 0
     while killed < KILLS:
-        process = subprocess.Popen(
-            arguments(material, broken, *steps), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+        process = forked.start(arguments(material, broken, *steps))
         before = lines_in(broken)
         while process.poll() is None and lines_in(broken) <= before:
             time.sleep(0.005)

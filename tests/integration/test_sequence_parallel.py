@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafttrain.cli.launch import launch
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
@@ -26,8 +25,9 @@ from drafttrain.train import TrainOptions
 from drafttrain.train.engine import World, join_world, leave_world
 from drafttrain.train.ulysses import check_sequence_parallel, sequence_group
 from tests.contract.test_families import NAMES, SHAPES
+from tests.forked import launch
 from tests.helpers import tiny_model
-from tests.integration.test_training import arguments, by_adamw, fit, kill_after, last_weights, losses
+from tests.integration.test_training import arguments, by_adamw, fit, kill_after, last_weights, losses, once
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, SHAPES.get(name, {})) for name in NAMES}
 CASES |= {
@@ -155,7 +155,7 @@ def test_runs_have_the_losses_and_weights_of_one_process(
 ) -> None:
     """Two pairs of processes, packed rows."""
     steps = (*by_adamw(recipe), "train.steps=4", "data.pack=true", "data.max_length=64", "decode.tree_nodes=4")
-    one = fit(material, tmp_path / "one", *steps)
+    one = once(material, *steps)
     pairs = fit(material, tmp_path / "pairs", *steps, *more, "launcher.nproc=4", "train.sequence_parallel=2")
     assert losses(pairs) == pytest.approx(losses(one), rel=1e-5)
     a, b = load_file(last_weights(one)), load_file(last_weights(pairs))

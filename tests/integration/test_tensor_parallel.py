@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, distributed
 from transformers import LlamaConfig
 
-from drafttrain.cli.launch import launch
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
@@ -30,6 +29,7 @@ from drafttrain.targets.load import load_target
 from drafttrain.targets.parallel import Part, join, leave
 from drafttrain.targets.split import SplitTarget, _keep_rows, split_target
 from tests.contract.test_families import NAMES, build
+from tests.forked import launch
 from tests.helpers import ARCHITECTURES, GATED, chosen, prompts, tiny_model
 from tests.recorder import Graph, install
 from tests.reports import counted

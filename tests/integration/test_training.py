@@ -6,14 +6,16 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from tests import forked
 
 SETTINGS = (
     "logger=none",
@@ -32,9 +34,19 @@ def arguments(material: Path, output: Path, *more: str) -> list[str]:
 
 def fit(material: Path, output: Path, *more: str) -> Path:
     """Run to the end; the run directory."""
-    done = subprocess.run(arguments(material, output, *more), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
+    forked.run(arguments(material, output, *more))
     return sorted(output.glob("*/*/run.json"))[-1].parent
+
+
+def once(material: Path, *more: str) -> Path:
+    """The run directory of `fit` with these settings, which is trained once for all tests of a session: they only read it."""
+    key = hashlib.sha256(repr(more).encode()).hexdigest()[:16]
+    return _once(material, material / "runs" / key, more)
+
+
+@cache
+def _once(material: Path, output: Path, more: tuple[str, ...]) -> Path:
+    return fit(material, output, *more)
 
 
 def by_adamw(recipe: str) -> tuple[str, ...]:
@@ -58,7 +70,7 @@ def digest(run: Path) -> str:
 
 def kill_after(command: list[str], output: Path, lines: int) -> None:
     """Start, wait until metrics.jsonl has so many lines, SIGKILL the whole group."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = forked.start(command)
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         files = list(output.glob("*/*/metrics.jsonl"))
@@ -90,7 +102,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(recipe: str, material: Path, t
 @pytest.mark.slow
 def test_two_processes_have_the_losses_of_one(material: Path, tmp_path: Path) -> None:
     steps = ("recipe=medusa", "train.steps=8")
-    one = fit(material, tmp_path / "one", *steps)
+    one = once(material, *steps)
     two = fit(material, tmp_path / "two", *steps, "launcher.nproc=2")
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     a, b = load_file(last_weights(one)), load_file(last_weights(two))
@@ -102,7 +114,7 @@ def test_two_processes_have_the_losses_of_one(material: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("recipe", ["medusa", "eagle3", "draft_model"])
 def test_in_bfloat16_the_losses_are_nearly_those_of_float32(recipe: str, material: Path, tmp_path: Path) -> None:
     steps = (f"recipe={recipe}", "train.steps=6", "train.lr=1e-3")
-    one = fit(material, tmp_path / "one", *steps)
+    one = once(material, *steps)
     narrow = fit(material, tmp_path / "narrow", *steps, "train.precision=bfloat16")
     assert losses(narrow) == pytest.approx(losses(one), rel=0.03) and losses(narrow) != losses(one)
 
@@ -112,7 +124,7 @@ def test_in_bfloat16_the_losses_are_nearly_those_of_float32(recipe: str, materia
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_stages_have_the_losses_of_stage_0(recipe: str, stage: int, material: Path, tmp_path: Path) -> None:
     steps = (*by_adamw(recipe), "train.steps=4", "train.global_batch=4")
-    one = fit(material, tmp_path / "one", *steps)
+    one = once(material, *steps)
     sharded = fit(material, tmp_path / "sharded", *steps, f"deepspeed=zero{stage}", "launcher.nproc=2")
     assert losses(sharded) == pytest.approx(losses(one), rel=1e-5)
 
@@ -123,8 +135,8 @@ def test_trees_for_this_machine_are_sized_by_one_process_for_all(material: Path,
     run = fit(material, tmp_path / "two", *steps, "deepspeed=zero2")
     assert json.loads((last_weights(run).parent / "drafter.json").read_text())["decode"]["paths"]
     command = arguments(material, tmp_path / "three", *steps, "deepspeed=zero3")
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert refused.returncode == 2 and "decode.tree_nodes=null needs whole weights" in refused.stderr
+    refused = forked.start(command)
+    assert refused.wait() == 2 and "decode.tree_nodes=null needs whole weights" in refused.said()
     assert not list((tmp_path / "three").glob("*/*/checkpoints/*"))
 
 

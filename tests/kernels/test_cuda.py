@@ -95,11 +95,13 @@ def test_append(case: str, dtype: torch.dtype) -> None:
     position = length[:, None] + torch.randint(0, 5, (rows, nodes))
     pools = [nan(rows * 4, PAGE, kv_heads, width, dtype=dtype) for _ in range(4)]
     query = nan(rows, nodes, heads, width, dtype=dtype)
+    earlier = nodes % 3  # nodes of the tree that are in the cache already
+    length -= earlier
     emulated.ops().append(
-        shifted(qkv, by), cos, sin, q_weight, k_weight, 1e-6, position, table, length, pools[0], pools[1], query
+        shifted(qkv, by), cos, sin, q_weight, k_weight, 1e-6, position, table, length, earlier, pools[0], pools[1], query
     )  # fmt: skip
     wanted = append_op.reference(
-        qkv, cos, sin, q_weight, k_weight, 1e-6, position, table, length, pools[2], pools[3], heads
+        qkv, cos, sin, q_weight, k_weight, 1e-6, position, table, length, pools[2], pools[3], heads, earlier
     )  # fmt: skip
     close(query, wanted, dtype)
     for found, theirs in ((pools[0], pools[2]), (pools[1], pools[3])):
@@ -122,7 +124,7 @@ def test_append_and_tree_attention_are_the_cpus_attend(dtype: torch.dtype) -> No
     keys, values = pools.clone()
     out = nan(rows, nodes, heads * width, dtype=dtype)
     torch.ops.drafttrain.attend(
-        qkv, cos, sin, *weights, 1e-6, 0.2, 0, position, table, length, None, keys, values, out
+        qkv, cos, sin, *weights, 1e-6, 0.2, 0, position, table, length, None, 0, keys, values, out
     )  # fmt: skip
     query = append_op.append(qkv, cos, sin, *weights, 1e-6, position, table, length, *pools, heads)
     close(pools[0], keys, dtype)
@@ -136,7 +138,7 @@ def test_append_writes_nothing_where_the_table_ends() -> None:
     query = nan(1, 3, 1, 8, dtype=torch.float32)
     ones = torch.ones(100, 8)
     position, table, length = torch.arange(3)[None], torch.tensor([[1]]), torch.tensor([PAGE - 2])
-    emulated.ops().append(torch.ones(1, 3, 24), ones, ones, None, None, 0.0, position, table, length, keys, values, query)
+    emulated.ops().append(torch.ones(1, 3, 24), ones, ones, None, None, 0.0, position, table, length, 0, keys, values, query)
     assert not query.isnan().any()
     assert keys[1, -2:].isfinite().all() and keys.isfinite().sum() == 2 * 8 and values.isfinite().sum() == 2 * 8
 

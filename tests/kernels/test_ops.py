@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import stat
@@ -15,18 +16,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from drafttrain.core.tree import DraftTree, ancestors
 from drafttrain.model import attention as attend_op
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.kv_storage import PAGE
+from drafttrain.model.layers import Linear
 from drafttrain.model.target import Taps
+from drafttrain.ops import append as append_op
 from drafttrain.ops import divergence, library
 from drafttrain.ops import gated as gated_op
 from drafttrain.ops import greedy_accept as accept_op
 from drafttrain.ops import kv_keep as keep_op
 from drafttrain.ops import rms_norm as norm_op
+from drafttrain.ops.linear import PACKS
 from drafttrain.ops.residual_heads import ResidualHeads
+from drafttrain.ops.tree_attention import bits_of
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import tiny_model
 
@@ -136,6 +142,25 @@ def test_divergence(poison: None, name: str, vocab: int) -> None:
     alone = divergence.scores(own, law, label, name, want_slope=False)
     assert alone.slope_CV is None
     torch.testing.assert_close(alone.loss_C, wide.loss_C, rtol=1e-5, atol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["kl", "ce", "tvd"])
+def test_divergence_of_half_precision(poison: None, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converted some rows at a time: the values of float32 logits, the slope rounded; also with only one side converted."""
+    monkeypatch.setitem(divergence.AT_ONCE, "cpu", 5 * 361)
+    own, law = (3.0 * torch.randn(24, 361, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    own, label = own.to(dtype), torch.arange(24)
+    for theirs in (law, law.to(dtype)):
+        wide = divergence.scores(own.float(), theirs.float(), label, name, want_slope=True)
+        for into in (None, own.clone()):
+            given = own if into is None else into
+            found = divergence.scores(given, theirs, label, name, want_slope=True, into=into)
+            assert found.slope_CV is not None and wide.slope_CV is not None
+            for a, b in zip(found[:3], wide[:3], strict=True):
+                assert torch.equal(a, b)
+            assert torch.equal(found.slope_CV, wide.slope_CV.to(dtype))
 
 
 @compiled
@@ -276,6 +301,78 @@ def test_attend(poison: None, case: str, dtype: torch.dtype) -> None:
             for p in range(int(lengths[row]), int(lengths[row]) + nodes):
                 at = (kv.page_view().table_BQ[row, p // PAGE], p % PAGE)
                 torch.testing.assert_close(ours[at], theirs[at], rtol=DTYPES[dtype], atol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [32, 80])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("function", [attend_op.attend, attend_op.reference])
+def test_a_tree_attends_alike_in_one_pass_and_in_generations(
+    poison: None, function: Any, causal: bool, width: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(width)
+    rows, nodes, heads, kv_heads = 3, 14, 4, 2
+    angle = torch.outer(torch.arange(256.0), 1e4 ** -(torch.arange(0, width, 2) / width))
+    cos, sin = torch.cat([angle.cos()] * 2, -1).to(dtype), torch.cat([-angle.sin(), angle.sin()], -1).to(dtype)
+    shape, lengths = attend_op.Heads(heads, kv_heads, width, width**-0.5), torch.tensor([0, 37, 5])
+    ancestor = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(rows, -1, -1)
+    ancestor = ancestor if causal else ancestors(random_parents(rows, nodes))
+    position, bits = lengths[:, None] + ancestor.sum(-1) - 1, bits_of(ancestor)
+    qkv, past = torch.randn(rows, nodes, (heads + 2 * kv_heads) * width).to(dtype), torch.randn(2, rows, 2, 40, width).to(dtype)
+    found = []
+    for parts in ([(0, nodes)], [(0, 1), (1, 5), (5, 13), (13, nodes)]):
+        kv = KVCache(1, rows, 64)
+        kv.append(0, past[0], past[1])
+        kv.keep(torch.arange(40).expand(rows, 40), lengths)
+        outs = []
+        for first, last in parts:
+            seen = None if causal else bits[:, first:last]
+            step = attend_op.AttentionMetadata(kv, position[:, first:last], None, cos, sin, seen, first)
+            outs.append(function(qkv[:, first:last].contiguous(), step, 0, shape))
+        found.append((torch.cat(outs, 1), *kv.read(0, nodes)))
+    step = attend_op.AttentionMetadata(kv, position, ancestor, cos, sin)
+    close = {"rtol": DTYPES[dtype], "atol": DTYPES[dtype]}
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, **close)
+    torch.testing.assert_close(found[0][0], attend_op.reference(qkv, step, 0, shape), **close)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "normed", "earlier"), [(0, True, 0), (3, False, 4), (4, True, 1)])
+def test_append(poison: None, heads: int, normed: bool, earlier: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(heads)
+    rows, nodes, kv_heads, width = 3, 5, 2, 24
+    angle = torch.outer(torch.arange(256.0), 1e4 ** -(torch.arange(0, width, 2) / width))
+    cos, sin = torch.cat([angle.cos()] * 2, -1).to(dtype), torch.cat([-angle.sin(), angle.sin()], -1).to(dtype)
+    weights = [torch.randn(width).to(dtype) if normed else None for _ in range(2)]
+    qkv = torch.randn(rows, nodes, (heads + 2 * kv_heads) * width).to(dtype)
+    table, length = torch.randperm(rows * 4).view(rows, 4), torch.tensor([0, 30, 90])
+    position = length[:, None] + torch.randint(0, 9, (rows, nodes))
+    pools = [torch.full((rows * 4, PAGE, kv_heads, width), torch.nan, dtype=dtype) for _ in range(4)]
+    at = (position, table, length)
+    found = append_op.append(qkv, cos, sin, *weights, 1e-6, *at, *pools[:2], heads, earlier)
+    wanted = append_op.reference(qkv, cos, sin, *weights, 1e-6, *at, *pools[2:], heads, earlier)
+    close = {"rtol": DTYPES[dtype], "atol": DTYPES[dtype], "equal_nan": True}
+    torch.testing.assert_close(found, wanted, **close)
+    torch.testing.assert_close(pools[:2], pools[2:], **close)
+    assert not pools[0].isnan().all()
+
+
+@compiled
+def test_frozen_weights_are_packed_and_followed() -> None:
+    with torch.inference_mode(False):
+        layer = Linear(256, 1024).requires_grad_(False)
+        x = torch.randn(3, 256)
+        with torch.no_grad():
+            for change in range(3):
+                assert PACKS.of(layer, layer.weight, x) is not None
+                torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), rtol=1e-4, atol=1e-4)
+                layer.weight.add_(change + 1)  # a packed copy of the old weight would now be wrong
+            assert PACKS.of(layer, layer.weight, torch.randn(999, 256)) is None
+            assert PACKS.of(layer, layer.requires_grad_().weight, x) is None
+        copied = copy.deepcopy(layer)
+        assert torch.equal(copied.weight, layer.weight) and layer(x).requires_grad
 
 
 @compiled

@@ -153,6 +153,24 @@ def test_top(vocab: int, k: int, dtype: torch.dtype) -> None:
             assert found == order[:k]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("vocab", "k"), [(1, 1), (7, 3), (64, 5), (2049, 10)])
+def test_top_log(vocab: int, k: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(vocab)
+    logits, ids = (4 * torch.randn(6, vocab)).to(dtype), torch.randperm(3 * vocab)[:vocab]
+    logits[1] = 0.0
+    logits[2, 1:] = -torch.inf
+    logits[3] += 50.0
+    with torch.inference_mode():
+        value, index = top_op.top_log(logits, k)
+        assert torch.equal(top_op.top_log(logits, k, ids)[1], ids[index])
+        twin, order = top_op.reference_log(logits, k)
+    assert torch.equal(index, order) and value.dtype == torch.float32 and bool((value <= 0).all())
+    wanted = logits.double().log_softmax(-1).gather(1, index).float()
+    for found in (value, twin):
+        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
+
+
 def test_remap() -> None:
     ids = torch.tensor([7, 0, 3])
     q = torch.rand(2, 4, 3, requires_grad=True)

@@ -75,7 +75,7 @@ def test_attention_compiles(case: str, capability: int, tmp_path: Path) -> None:
     nodes, heads, kv_heads, width, dtype, window = ATTENTION[case]
     q, keys = meta(2, nodes, heads, width, dtype=dtype), meta(300, 32, kv_heads, width, dtype=dtype)
     numbers = (meta(2, 256), meta(2), meta(2, nodes), meta(2, nodes))
-    launches = kernels.launches(q, keys, keys, *numbers, meta(2, nodes, heads * width, dtype=dtype), 0.1, window, 8192)
+    launches = kernels.launches(q, keys, keys, *numbers, meta(2, nodes, heads * width, dtype=dtype), 0.1, window, 8192, 0)
     assert len(launches) == 2
     for launch in launches:
         check(launch.compile(capability), capability, tmp_path)

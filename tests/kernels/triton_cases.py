@@ -114,13 +114,27 @@ def test_tree_attention(case: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["ragged", "bit 63", "odd width", "splits"])
+def test_the_last_nodes_of_a_tree_alone(case: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(len(case))
+    inputs, of = Inputs.of(CASES[case], dtype), CASES[case]
+    bound, whole = max(of.lengths) + of.nodes + of.slack, inputs.through(attention_op.tree_attention, of)
+    for earlier in {of.nodes // 2, of.nodes - 1}:
+        last = (inputs.q_BNhD[:, earlier:], inputs.keys, inputs.values, inputs.table_BQ, inputs.length_B)
+        last += (inputs.bits_BN[:, earlier:], inputs.position_BN[:, earlier:])
+        for function in (attention_op.tree_attention, attention_op.reference):
+            found = function(*last, of.width**-0.5, None, bound, earlier)
+            torch.testing.assert_close(found, whole[:, earlier:], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 def test_the_cases_split_or_not() -> None:
     from drafttrain.kernels.triton import tree_attention as kernels
 
     def kernels_of(case: Case) -> int:
         inputs = Inputs.of(case, torch.float16)
         out, bound = inputs.q_BNhD, max(case.lengths) + case.nodes + case.slack
-        return len(kernels.launches(*inputs.fields(), out, 1.0, case.window, bound))
+        return len(kernels.launches(*inputs.fields(), out, 1.0, case.window, bound, 0))
 
     assert [kernels_of(case) for case in CASES.values()] == [1] * 9 + [2] * 3
 

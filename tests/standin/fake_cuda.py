@@ -121,7 +121,7 @@ def install(library: ctypes.CDLL, count: int) -> None:
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
     Stream.operators = attention()
     after_import("drafttrain.measure.floor", lambda module: setattr(module.copy_bandwidth, "__defaults__", SMALL))
-    after_import("drafttrain.targets.fast", lambda module: setattr(module.FastTarget, "captured", False))
+    after_import("drafttrain.decoding.graph_runner", lambda module: setattr(module, "capturable", lambda *_: False))
 
 
 def attention() -> torch.library.Library:

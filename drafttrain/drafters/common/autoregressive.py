@@ -41,7 +41,15 @@ class Autoregressive(Drafter):
     def run(
         self, caches: list[KVCache], token_BN: Tensor, ancestor_BNN: Tensor | None, position_BN: Tensor, row_BR: Tensor
     ) -> Tensor | None:
-        """[B, R, V] logits at the rows asked for. The new positions become scratch of the caches. ancestor_BNN None: causal."""
+        """[B, R, V] logits at the rows asked for. The new positions become scratch of the caches.
+
+        ancestor_BNN: as for a target.
+        """
+
+    @property
+    @abstractmethod
+    def generations(self) -> bool:
+        """Whether a tree may come in several passes, as for a target."""
 
     @property
     @abstractmethod
@@ -95,14 +103,21 @@ class AutoregressiveState(CachedState):
         return draft_chain(root_B, logits_BV, advance, steps, sampling, self.kv.length_B - 1)
 
     def _score(self, above: Above, nodes: Generation) -> Scored:
-        """Earlier generations are computed again with this one, so that no pass leaves keys that siblings could see."""
-        W = nodes.token_BW.shape[1]
+        """Where the model takes a tree in one pass only, earlier generations are computed again with this one."""
+        W, drafter = nodes.token_BW.shape[1], self.drafter
         above.add(nodes)
         M = above.token_BM.shape[1]
-        position_BM = (self.kv.length_B[:, None] + above.depth_BM - 1).clamp_max(self.drafter.last_position)
+        if drafter.generations:
+            position_B1 = (self.kv.length_B + (nodes.depth - 1)).clamp_max(drafter.last_position)[:, None]
+            ancestor_BWM, row_W = ancestors_of(above.bits_BM[:, M - W :], M), torch.arange(W, device=position_B1.device)
+            given = (position_B1.expand(-1, W), row_W.expand(len(position_B1), W))
+            logits_BWV = drafter.run(self.own_caches, nodes.token_BW, ancestor_BWM, *given)
+            assert logits_BWV is not None
+            return Scored(logits_BWV, logits_BWV[..., :0])
+        position_BM = (self.kv.length_B[:, None] + above.depth_BM - 1).clamp_max(drafter.last_position)
         row_BW = torch.arange(M - W, M, device=position_BM.device).expand(len(position_BM), W)
         ancestor_BMM = ancestors_of(above.bits_BM)
-        logits_BWV = self.drafter.run(self.own_caches, above.token_BM, ancestor_BMM, position_BM, row_BW)
+        logits_BWV = drafter.run(self.own_caches, above.token_BM, ancestor_BMM, position_BM, row_BW)
         assert logits_BWV is not None
         return Scored(logits_BWV, logits_BWV[..., :0])  # the model's state is its cache
 
@@ -111,8 +126,8 @@ class AutoregressiveState(CachedState):
         column_N = torch.arange(token_BN.shape[1], device=token_BN.device)
         position_BN = (self.kv.length_B[:, None] + column_N).clamp_max(self.drafter.last_position)
         logits_BRV = self.drafter.run(self.own_caches, token_BN, None, position_BN, row_BR)
-        for kv in self.own_caches:
-            kv.keep(column_N.expand_as(token_BN), count_B)
+        for kv in self.own_caches:  # the first tokens are in their places
+            kv.crop(kv.length_B + count_B)
         return row_BR if logits_BRV is None else logits_BRV[:, 0]
 
 
@@ -130,5 +145,6 @@ class Above:
 
     def add(self, nodes: Generation) -> None:
         self.token_BM = torch.cat([self.token_BM, nodes.token_BW], 1)
+        assert nodes.bits_BW is not None, "trees name their nodes' ancestors"
         self.bits_BM = torch.cat([self.bits_BM, nodes.bits_BW], 1)
         self.depth_BM = torch.cat([self.depth_BM, torch.full_like(nodes.token_BW, nodes.depth)], 1)

@@ -17,7 +17,6 @@ The family defines the head, its loss, and how drafts are chosen from the slots'
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import count
@@ -31,17 +30,19 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.sequence_shard import Span
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters.common.block_options import BlockOptions, BlockShape
-from drafttrain.drafters.common.dynamic_tree import Generation, Scored
+from drafttrain.drafters.common.dynamic_tree import Generation, Scored, grown_from_slots
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.model.batch import Anchors, Context, Pairs, Prediction, TrainBatch
 from drafttrain.model.blockwise_attention import blockwise_attention
+from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.convolution import Bare, Convolved
 from drafttrain.model.drafter import Commit, Drafter, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
-from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.layers import DecoderLayer, LayerOptions, RMSNorm, recomputed
-from drafttrain.model.target import Taps, Target, TargetShape
+from drafttrain.model.layers import DecoderLayer, Linear, RMSNorm, recomputed
+from drafttrain.model.shapes import LayerOptions, TargetShape
+from drafttrain.model.target import Taps, Target
+from drafttrain.ops.rms_norm import norm
 
 EVALUATED = 8192  # slots that go through a layer at once where no gradient is kept
 STD = 0.02  # of matrices at the start, as the published modules' initializer_range
@@ -59,18 +60,13 @@ class BlockLayer(DecoderLayer):
         super().__init__(shape, qk_norm=True)
         parts = (Bare() if group is None else Convolved(shape.hidden_size, group) for _ in range(2))
         self.attention_conv, self.mlp_conv = parts
+        self.convolved = group is not None
 
-    def around(self, x_SH: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
-        """[..., S, H]: the layer, of whatever attention."""
+    def around(self, x_SH: Tensor, attention: Callable[[Tensor], Tensor], mlp: Callable[[Tensor], Tensor]) -> Tensor:
+        """[..., S, H]: the layer, of whatever attention and MLP."""
         x_SH = x_SH + self.attention_conv(self.input_layernorm(x_SH), attention)
-        out_SH: Tensor = x_SH + self.mlp_conv(self.post_attention_layernorm(x_SH), self.mlp)
+        out_SH: Tensor = x_SH + self.mlp_conv(self.post_attention_layernorm(x_SH), mlp)
         return out_SH
-
-    def cached(self, x_BSH: Tensor, position_BS: Tensor, kv: KVCache, number: int) -> Tensor:
-        """One block per row, after the context that the cache holds."""
-        B, S, _ = x_BSH.shape
-        whole_BSS = torch.ones(B, S, S, dtype=torch.bool, device=x_BSH.device)
-        return self.around(x_BSH, lambda in_BSH: self.self_attn.cached(in_BSH, position_BS, kv, number, whole_BSS))
 
     def uncached(
         self, x_BASH: Tensor, position_BAS: Tensor, context: tuple[Tensor, Tensor], seen: Context, span: Span | None = None
@@ -79,7 +75,7 @@ class BlockLayer(DecoderLayer):
 
         seen: the context that each block sees; with `span` (rows shared by processes) that of the blocks of all processes.
         """
-        return self.around(x_BASH, lambda in_BASH: self._attended(in_BASH, position_BAS, context, seen, span))
+        return self.around(x_BASH, lambda in_BASH: self._attended(in_BASH, position_BAS, context, seen, span), self.mlp)
 
     def _attended(
         self, x_BASH: Tensor, position_BAS: Tensor, context: tuple[Tensor, Tensor], seen: Context, span: Span | None
@@ -100,7 +96,7 @@ class BlockLayer(DecoderLayer):
 class BlockDrafter(Drafter):
     """fc, hidden_norm, layers and norm are named as in the official code. The embedding and the head are the target's.
 
-    A family says how a draft is chosen: from a slot's state alone (`choices`), or also from the token before it (`head_input`).
+    A family says how a draft is chosen: from a slot's state alone, or also from the token before it (`head_input`, `choices`).
     """
 
     proposal: TreeProposal
@@ -113,16 +109,17 @@ class BlockDrafter(Drafter):
         of = shape.layer.shape(target.shape)
         super().__init__(TreeProposal(options, shape.drafts, target, independent=not walks))
         self.shape, self.layer_shape, self.taps = shape, of, Taps(shape.taps)
-        self.samples = walks and options.tree == "chain"
+        self.walks, self.samples = walks, walks and options.tree == "chain"
         self.decay, self.alpha = options.decay(self.draft_length), options.alpha if options.weights == "dpace" else None
         self.taps.check(of.blocks)
         if not 0 <= shape.mask_token < of.vocab_size:
             raise UserError(f"drafter.mask_token is {shape.mask_token}; the target embeds 0..{of.vocab_size - 1}")
         if self.draft_length + 2 > of.max_positions:
             raise UserError(f"drafter.block_size is {shape.size}; the target has {of.max_positions} positions: lower it")
-        self.fc = nn.Linear(len(shape.taps) * of.hidden_size, of.hidden_size, bias=False)
+        self.fc = Linear(len(shape.taps) * of.hidden_size, of.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(of.hidden_size, of.norm_eps)
         self.layers = nn.ModuleList(BlockLayer(of, group) for _ in range(shape.layers))
+        self.fused_layers = FusedLayers(self.all_layers())
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
         parts = [self.fc, *(part for layer in self.all_layers() for part in (layer.self_attn, layer.mlp))]
         for linear in (m for part in parts for m in part.modules() if isinstance(m, nn.Linear)):
@@ -149,9 +146,9 @@ class BlockDrafter(Drafter):
         target = self._target.module
         return target.head(state_H.to(target.head_weight.dtype))
 
-    @abstractmethod
     def choices(self, state_BKH: Tensor) -> Choices:
-        """The choices of all drafting slots. Here a family computes what does not depend on the drafts above a slot."""
+        """The choices of all drafting slots. A family whose drafts depend on those above computes here what does not."""
+        raise AssertionError("defined by every family that walks; other drafts are chosen from the slots' logits alone")
 
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Draft i (from 0) predicts the token i + 2 after its source. In evaluation every source is an anchor.
@@ -235,33 +232,37 @@ class BlockState(CachedState):
 
     def __init__(self, drafter: BlockDrafter, slots: int, max_len: int) -> None:
         """The block takes its positions after the context, even if few of its drafts become nodes."""
-        kv = KVCache(drafter.shape.layers, slots, max_len + drafter.shape.size, drafter.fc.weight.device)
-        super().__init__(kv, slots, drafter.draft_length)
-        self.drafter, self.grower = drafter, drafter.proposal.grower(kv.device)
+        self.cached = CachedLayers(drafter.fused_layers, slots, max_len + drafter.shape.size)
+        super().__init__(self.cached.kv, slots, drafter.draft_length)
+        self.drafter, self.grower = drafter, drafter.proposal.grower(self.kv.device)
+        self._whole_SS = torch.ones(drafter.shape.size, drafter.shape.size, dtype=torch.bool, device=self.kv.device)
 
     def consume(self, commit: Commit, slot_B: Tensor) -> None:
         """Write the context's keys and values of every layer. Nothing else is computed: no layer changes the context."""
-        drafter, kv = self.drafter, self.kv
-        kv.rows(slot_B)
-        column_A = torch.arange(commit.token_BA.shape[1], device=slot_B.device)
-        context_BAH, position_BA = drafter.context(commit.hidden), kv.length_B[:, None] + column_A
-        for number, layer in enumerate(drafter.all_layers()):
-            kv.append(number, *layer.self_attn.kv(context_BAH, position_BA))
-        kv.keep(column_A.expand_as(commit.token_BA), commit.count_B)
+        self.kv.rows(slot_B)
+        context_BAH = self.drafter.context(commit.hidden)
+        self.drafter.fused_layers.write(context_BAH, self.cached.meta(self.cached.after_prefix(context_BAH.shape[1])))
+        self.cached.keep_first(commit.count_B)
 
     def block(self, slot_B: Tensor) -> tuple[Tensor, Tensor]:
         """(root_B, state_BSH): the final state of every slot, after the pending positions were processed."""
         drafter, pending = self.drafter, self.take_pending(slot_B)
         self.consume(pending, slot_B)
         root_B = pending.root_B
-        x_BSH, position_BS = drafter.embedded_block(root_B), drafter.positions(self.kv.length_B)
-        for number, layer in enumerate(drafter.all_layers()):
-            x_BSH = layer.cached(x_BSH, position_BS, self.kv, number)
+        x_BSH = drafter.embedded_block(root_B)
+        meta = self.cached.meta(drafter.positions(self.kv.length_B), self._whole_SS.expand(len(root_B), -1, -1))
+        if not drafter.layers[0].convolved:
+            return root_B, norm(drafter.norm, *drafter.fused_layers.run(x_BSH, meta))[1]
+        for number, (layer, block) in enumerate(zip(drafter.all_layers(), drafter.fused_layers.chain, strict=True)):
+            x_BSH = layer.around(x_BSH, lambda in_BSH: block.attention(in_BSH, meta, number), block.mlp)  # noqa: B023
         return root_B, drafter.norm(x_BSH)
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter, (root_B, state_BSH) = self.drafter, self.block(slot_B)
         first, drafts = drafter.shape.first, min(drafter.draft_length, depth or drafter.draft_length)
+        if not drafter.walks:
+            logits_BKV = drafter.slot_logits(state_BSH[:, first : first + drafts])
+            return grown_from_slots(self.grower, root_B, logits_BKV, None, depth)
         choices = drafter.choices(state_BSH[:, first : first + drafts])
         logits_B1V = choices(0, root_B[:, None])
         if drafter.samples:

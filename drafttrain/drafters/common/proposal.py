@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +12,13 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.tree import Path, TreeShape, tuned_paths
 from drafttrain.drafters.common.best_first import BestFirst
 from drafttrain.drafters.common.dynamic_tree import DynamicTree, Grower, StaticTree
+from drafttrain.drafters.common.options import TreeOptions
 from drafttrain.model.proposal import Proposal, chain_paths
 from drafttrain.model.target import Target
 from drafttrain.ops.tree_attention import MOST_NODES
 
 KINDS = ("chain", "static", "dynamic", "best_first")
 NODES = 24  # of a tree that grows by confidence and was neither given a number nor tuned
-
-
-@dataclass
-class TreeOptions:
-    """Options of every family whose drafts can be a tree. docs/families/eagle.md explains how trees grow."""
-
-    tree: str = "static"  # chain | static | dynamic | best_first, where drafts do not know each other
-    paths: list[list[int]] | None = None  # of a static tree, by rank; None: searched on held-out text after training
-    width: int = 10  # dynamic: paths fed at each depth, and candidates of each
-    nodes: int | None = None  # dynamic, best_first: of the proposal, root excluded; None: decode.tree_nodes
 
 
 class TreeProposal(Proposal):
@@ -108,7 +98,7 @@ class TreeProposal(Proposal):
         """The object that builds the trees; a chain is the static tree of one path."""
         if self.kind == "best_first":
             return BestFirst.of(self.draft_length, self.nodes, self.vocab, device)
-        return self._dynamic if self.kind == "dynamic" else StaticTree.of(self.paths, device)
+        return self._dynamic.grower(device) if self.kind == "dynamic" else StaticTree.of(self.paths, device)
 
     @property
     def scratch_positions(self) -> int:

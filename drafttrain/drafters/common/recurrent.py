@@ -12,30 +12,31 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
-from drafttrain.drafters.common.dynamic_tree import Generation, Scored, Scratch
+from drafttrain.drafters.common.dynamic_tree import Generation, Scored
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.model.batch import Pairs, TrainBatch
+from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.drafter import Commit, Drafter, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
-from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.layers import Attention, recomputed
+from drafttrain.model.layers import Attention, DecoderLayer, recomputed
 from drafttrain.model.target import Target
 from drafttrain.model.unrolled_attention import unrolled
 from drafttrain.ops.remap import remap_logits
 
 
 class Recurrent(Drafter):
-    """A family gives the layer in parts: `fuse`, `enter`, `leave` and `logits`."""
+    """A family gives its `layer`, what is before it (`fuse`, `enter`), and what is after it (`normed`, `head`)."""
 
     proposal: TreeProposal
     revertible = True
+    norm_output = False  # the normed state goes to the next step too
     _target: FrozenRef[Target]
 
     def __init__(self, proposal: TreeProposal, target: Target, steps: int) -> None:
@@ -46,7 +47,11 @@ class Recurrent(Drafter):
 
     @property
     @abstractmethod
-    def attention(self) -> Attention: ...
+    def layer(self) -> DecoderLayer: ...
+
+    @property
+    def attention(self) -> Attention:
+        return self.layer.self_attn
 
     @abstractmethod
     def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
@@ -57,12 +62,31 @@ class Recurrent(Drafter):
         """(the residual, [B, N, H]; the input of attention, [B, N, I])."""
 
     @abstractmethod
-    def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
-        """[B, N, H] the new state: for the head and for the next step."""
+    def normed(self, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + delta, the input of the head), both [..., H]. The sum is the layer's output."""
 
     @abstractmethod
+    def head(self, normed_H: Tensor) -> Tensor:
+        """[..., V] logits."""
+
+    def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
+        """[B, N, H] the new state, from the residual and attention's output: for `logits` and for the next step."""
+        state_BNH = self.layer.leave(residual_BNH, attended_BNH)
+        return self.normed(state_BNH)[1].to(state_BNH.dtype) if self.norm_output else state_BNH
+
     def logits(self, state_H: Tensor) -> Tensor:
-        """[..., V]."""
+        """[..., V] from a state of `leave`."""
+        return self.head(state_H if self.norm_output else self.normed(state_H)[1])
+
+    def scored(self, x_BNH: Tensor, delta_BNH: Tensor | None) -> Scored:
+        """The scores of nodes whose layer output is x + delta."""
+        state_BNH, normed_BNH = self.normed(x_BNH, delta_BNH)
+        return Scored(self.head(normed_BNH), normed_BNH.to(state_BNH.dtype) if self.norm_output else state_BNH)
+
+    @cached_property
+    def fused_layers(self) -> FusedLayers:
+        """The layer as decoding runs it."""
+        return FusedLayers([self.layer])
 
     @property
     def ids(self) -> Tensor | None:
@@ -117,53 +141,61 @@ class RecurrentState(CachedState):
     scratch, and none of them stays in the cache."""
 
     def __init__(self, drafter: Recurrent, slots: int, max_len: int) -> None:
-        device, proposal = drafter.attention.o_proj.weight.device, drafter.proposal
-        kv = KVCache(1, slots, max_len + proposal.scratch_positions, device)
-        super().__init__(kv, slots, drafter.draft_length)
-        self.drafter = drafter
-        self.grower = None if proposal.kind == "chain" else proposal.grower(device)
+        proposal, layers = drafter.proposal, drafter.fused_layers
+        self.cached = CachedLayers(layers, slots, max_len + proposal.scratch_positions)
+        super().__init__(self.cached.kv, slots, drafter.draft_length)
+        self.drafter, self.layers = drafter, layers
+        self.grower = None if proposal.kind == "chain" else proposal.grower(self.kv.device)
 
     def consume(self, commit: Commit, slot_B: Tensor) -> None:
         self.kv.rows(slot_B)
         self._process(commit)
 
     def _process(self, commit: Commit) -> Tensor:
-        """[B, H] the new state at each row's last position; its first `count` positions stay in the cache."""
-        drafter, kv, (B, A) = self.drafter, self.kv, commit.next_BA.shape
-        column_A = torch.arange(A, device=commit.next_BA.device)
-        causal_BAA = torch.ones(A, A, dtype=torch.bool, device=column_A.device).tril().expand(B, A, A)
+        """[B, N, H] the layer's output at the pending positions, the first `count` of which stay in the cache."""
+        drafter, cached = self.drafter, self.cached
+        meta = cached.meta(cached.after_prefix(commit.next_BA.shape[1]))
         residual_BAH, read_BAI = drafter.enter(commit.next_BA, drafter.fuse(commit.hidden))
-        attended_BAH = drafter.attention.cached(read_BAI, kv.length_B[:, None] + column_A, kv, 0, causal_BAA)
-        state_BAH = drafter.leave(residual_BAH, attended_BAH)
-        kv.keep(column_A.expand(B, A), commit.count_B)
-        return state_BAH.gather(1, commit.last_B1[..., None].expand(-1, 1, state_BAH.shape[-1]))[:, 0]
+        x_BAH, delta_BAH = self.layers.run(residual_BAH, meta, read_BAI)
+        cached.keep_first(commit.count_B)
+        return x_BAH + delta_BAH
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter, kv = self.drafter, self.kv
         kv.rows(slot_B)
         pending = self.take_pending(slot_B)
-        root_B = pending.root_B
-        first_B1H, scratch = self._process(pending)[:, None], Scratch(kv)
-        first = Scored(drafter.logits(first_B1H), first_B1H)
-
-        def score(nodes: Generation) -> Scored:
-            residual_BWH, read_BWI = drafter.enter(nodes.token_BW, nodes.state_BWH)
-            attended_BWH = scratch.attend(drafter.attention, read_BWI, nodes.depth, nodes.bits_BW)
-            state_BWH = drafter.leave(residual_BWH, attended_BWH)
-            return Scored(drafter.logits(state_BWH), state_BWH)
-
+        root_B, out_BAH = pending.root_B, self._process(pending)
+        last_B1H = out_BAH.gather(1, pending.last_B1[..., None].expand(-1, 1, out_BAH.shape[-1]))
+        first, score = drafter.scored(last_B1H, None), NodeScorer(self)
         if self.grower is not None:
             return self.grower.grow(root_B, first, score, drafter.ids, depth)
         latest = [first]
 
         def advance(token_B: Tensor) -> Tensor:
-            number = scratch.nodes + 1
-            bits_B1 = torch.full_like(token_B, (1 << number) - 1)[:, None]
-            latest[0] = score(Generation(token_B[:, None], latest[0].state_BWH, number, bits_B1))
+            latest[0] = score(Generation(token_B[:, None], latest[0].state_BWH, score.nodes + 1, None))
             return drafter.whole_logits(latest[0])
 
         steps = min(drafter.draft_length, depth or drafter.draft_length)
         return draft_chain(root_B, drafter.whole_logits(first), advance, steps, sampling, kv.length_B)
+
+
+class NodeScorer:
+    """Scores the generations of one proposal.
+
+    The nodes are scratch positions after the committed prefix, and those of each generation follow those of the one before. The
+    cache's length does not grow: nothing has to be rolled back, and the next commit overwrites them.
+    """
+
+    def __init__(self, state: RecurrentState) -> None:
+        self.state, self.nodes = state, 0
+
+    def __call__(self, nodes: Generation) -> Scored:
+        state, (B, W) = self.state, nodes.token_BW.shape
+        position_BW = (state.kv.length_B + (nodes.depth - 1))[:, None].expand(B, W)
+        meta = state.cached.meta(position_BW, bits_BN=nodes.bits_BW, earlier=self.nodes)
+        self.nodes += W
+        residual_BWH, read_BWI = state.drafter.enter(nodes.token_BW, nodes.state_BWH)
+        return state.drafter.scored(*state.layers.run(residual_BWH, meta, read_BWI))
 
 
 class UnrolledAttention:
@@ -175,13 +207,13 @@ class UnrolledAttention:
         self.span = batch.span
 
     def step(self, read_BTI: Tensor, past: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(the output, [B, T, H]; this step's keys and values). past: those of the earlier steps, all keys first.
+        """(the output, [B, T, H]; this step's keys and values, of as many heads as the attention has for them). past: those of
+        the earlier steps, all keys first.
 
         Where several processes hold a sequence together, keys and values are those of all positions, for this process's heads.
         """
         steps = len(past) // 2
         q_BhTD, k_BhTD, v_BhTD = self.attention.qkv(read_BTI, self.position_BT + steps)
-        k_BhTD, v_BhTD = self.attention.grouped(k_BhTD), self.attention.grouped(v_BhTD)
         if self.span is not None:
             q_BhTD, k_BhTD, v_BhTD = (self.span.gather(x) for x in (q_BhTD, k_BhTD, v_BhTD))
         keys, values = [*past[:steps], k_BhTD], [*past[steps:], v_BhTD]

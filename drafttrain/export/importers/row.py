@@ -14,7 +14,7 @@ from transformers import LlamaConfig, Qwen3Config
 from drafttrain.core.errors import UserError
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.layouts.renames import SAME, Renames
-from drafttrain.model.layers import SCALINGS, LayerOptions, LayerShape, check_scaling
+from drafttrain.model.shapes import SCALINGS, LayerOptions, LayerShape, check_scaling
 from drafttrain.model.target import Target
 from drafttrain.targets.shallow import final_norm
 from drafttrain.targets.structure import shape_of

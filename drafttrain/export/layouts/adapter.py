@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,6 +19,8 @@ MATRICES = Renames({f"{{path}}.lora_{x}.weight": f"base_model.model.{{path}}.lor
 
 def config_of(names: Iterable[str], rank: int, alpha: float, base: str) -> dict[str, Any]:
     """adapter_config.json. names: of the matrices, in peft's form. base: directory or hub id of the model."""
+    from peft import LoraConfig  # takes seconds, and few runs need it
+
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names}
     whole = int(alpha) if alpha == int(alpha) else alpha
     config = LoraConfig(

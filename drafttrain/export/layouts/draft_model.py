@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers.utils import cached_file
 
@@ -84,6 +83,8 @@ def _model(source: Source) -> Any:
 
 def merged(model: Any) -> dict[str, Tensor]:
     """All weights under transformers' names, with adapters added in float32; tied weights once."""
+    from peft.tuners.lora import LoraLayer  # takes seconds, and few runs need it
+
     tensors = _own(model)
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
@@ -94,6 +95,8 @@ def merged(model: Any) -> dict[str, Tensor]:
 
 def _own(model: Any) -> dict[str, Tensor]:
     """All weights without the adapters."""
+    from peft.tuners.lora import LoraLayer
+
     tensors: dict[str, Tensor] = {}
     layers = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     for name, tensor in model.state_dict().items():

@@ -18,7 +18,7 @@ from drafttrain.export.ggufs import ARCHITECTURE, FACTORS, FILE_TYPES
 from drafttrain.export.layouts import dflash as zlab
 from drafttrain.export.layouts import draft_model, eagle3
 from drafttrain.export.layouts import gguf_tokenizer as tokens
-from drafttrain.model.target import TargetShape
+from drafttrain.model.shapes import TargetShape
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
 PAIRED = {"llama": True, "mistral": True, "qwen2": False, "qwen3": False}  # by model type: whether neighbours are rotated

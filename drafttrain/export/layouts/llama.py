@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.export.files import Source
-from drafttrain.model.layers import LayerShape
-from drafttrain.model.target import TargetShape
+from drafttrain.model.shapes import LayerShape, TargetShape
 
 
 def refuse_last_block(source: Source, takes_it: tuple[str, ...]) -> str | None:

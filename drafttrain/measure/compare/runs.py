@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from drafttrain.core.errors import UserError
-from drafttrain.drafters.checkpoint import META
+from drafttrain.drafters import META
 from drafttrain.measure.report import FILE, Report, read_report
 
 WANDB = re.compile(r"(?:https?://[^/]+/)?([\w.-]+)/([\w.-]+)/(?:runs/)?([\w-]+)")

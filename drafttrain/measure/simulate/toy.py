@@ -5,7 +5,8 @@ Shapes: B trials, N nodes (root included), V vocabulary, K depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -86,12 +87,24 @@ def _trial(
 ) -> Trial:
     """Run the policy on the trials. Every trial is a separate request with its own noise."""
     emitted: list[Tensor] = []
-    for start in range(0, trials, ROWS):
-        B = min(ROWS, trials - start)
-        tree, logits_BNV = propose(B)
-        position_BN = tree.ancestor_BNN.sum(-1)
-        request = sampling.rows(torch.arange(start, start + B))
-        accepted = POLICIES[policy].accept(tree, tree.ancestor_BNN, logits_BNV.contiguous(), position_BN, request)
-        emitted.append(accepted.count_B.double())  # accepted drafts + 1: the root counts in place of the bonus token
+    with one_thread():
+        for start in range(0, trials, ROWS):
+            B = min(ROWS, trials - start)
+            tree, logits_BNV = propose(B)
+            position_BN = tree.ancestor_BNN.sum(-1)
+            request = sampling.rows(torch.arange(start, start + B))
+            accepted = POLICIES[policy].accept(tree, tree.ancestor_BNN, logits_BNV.contiguous(), position_BN, request)
+            emitted.append(accepted.count_B.double())  # accepted drafts + 1: the root counts in place of the bonus token
     count_B = torch.cat(emitted)
     return Trial(policy, shape, formula, float(count_B.mean()), float(count_B.std() / len(count_B) ** 0.5))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Operations this small take longer with several threads, which wait for each other busily."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

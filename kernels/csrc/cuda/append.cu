@@ -18,7 +18,7 @@ void launch(const Launcher& run, const Append<T>& a, int64_t vectors) {
 
 void append(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& q_weight,
             const std::optional<Tensor>& k_weight, double eps, const Tensor& position, const Tensor& table,
-            const Tensor& length, const Tensor& keys, const Tensor& values, const Tensor& query) {
+            const Tensor& length, int64_t earlier, const Tensor& keys, const Tensor& values, const Tensor& query) {
     const int64_t kv_heads = keys.size(2), width = keys.size(3), rows = qkv.numel() / width, nodes = position.size(1);
     if (rows == 0) return;
     const int64_t heads = rows / position.numel() - 2 * kv_heads;
@@ -29,7 +29,8 @@ void append(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const std::
         using T = decltype(kind);
         Append<T> a;
         a.nodes = int(nodes), a.heads = int(heads), a.kv_heads = int(kv_heads), a.width = int(width);
-        a.page = int(keys.size(1)), a.pages = int(table.size(1)), a.eps = float(eps);
+        a.page = int(keys.size(1)), a.pages = int(table.size(1)), a.earlier = int(earlier);
+        a.eps = float(eps);
         a.qkv = data<T>(qkv), a.cos = data<T>(cos), a.sin = data<T>(sin);
         a.q_weight = data<T>(q_weight), a.k_weight = data<T>(k_weight);
         a.position = data<int64_t>(position), a.table = data<int64_t>(table), a.length = data<int64_t>(length);

@@ -13,6 +13,7 @@ template <typename T>
 struct Append {
     int nodes, heads, kv_heads, width;  // N, query heads, KV heads, D (even)
     int page, pages;                    // positions of a page, entries of a row of `table`
+    int earlier;                        // nodes of the tree that are in the cache already
     float eps;
     const T *qkv, *cos, *sin;      // [B, N, heads + 2 kv_heads, D]; [positions, D], sines signed for the half they meet
     const T *q_weight, *k_weight;  // [D] or null
@@ -23,7 +24,7 @@ struct Append {
     // The destination of a vector; null for a node for which the table has no page.
     __device__ T* destination(int node, int head) const {
         if (head < heads) return query + (int64_t(node) * heads + head) * width;
-        const int row = node / nodes, at = int(length[row]) + node % nodes;
+        const int row = node / nodes, at = int(length[row]) + earlier + node % nodes;
         if (at >= page * pages) return nullptr;
         const int kv_head = (head - heads) % kv_heads;
         const int64_t place = table[int64_t(row) * pages + at / page] * page + at % page;

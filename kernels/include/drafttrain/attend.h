@@ -3,7 +3,8 @@
 //
 // A page holds `page` positions, each [kv_heads, D]. Position p of a sequence is in page table[p / page]. Node i of the
 // tree is written at position length + i, at any depth. It sees the `length` positions before the tree and its ancestors
-// (itself included), within `window` rotary positions if a window is given.
+// (itself included), within `window` rotary positions if a window is given. A tree may come in several calls: then the first
+// `earlier` nodes are in the cache already, and the new nodes follow them.
 #pragma once
 
 #include <algorithm>
@@ -22,19 +23,26 @@ template <typename T>
 struct Attend {
     int64_t nodes, heads, kv_heads, width;  // N, query heads, KV heads, D (even, at most 256)
     int64_t page, pages;                    // positions of a page, entries of a row of `table`
-    int64_t window;                         // 0: none
+    int64_t window;                         // 0: none; with earlier nodes there is none
+    int64_t earlier;                        // nodes of the tree that are in the cache already
+    int64_t words;                          // int64 numbers per node in `bits`
     float scale, eps;
     const T *qkv, *cos, *sin;      // [B, N, heads + 2 kv_heads, D]; [positions, D], sines signed for the half they meet
     const T *q_weight, *k_weight;  // [D] or null
     const int64_t *position, *table, *length;  // [B, N], [B, pages], [B]
-    const bool* ancestor;                      // [B, N, N]; null: causal
+    const bool* ancestor;                      // [B, N, earlier + N]; null: `bits`, or causal
+    const int64_t* bits;                       // [B, N, words]: bit i is for node i of the whole tree; null: causal
     T *keys, *values;                          // [all pages, page, kv_heads, D]
     T* out;                                    // [B, N, heads, D]
 
     T* at(T* pool, int64_t b, int64_t p, int64_t head) const {
         return pool + ((table[b * pages + p / page] * page + p % page) * kv_heads + head) * width;
     }
-    bool sees(int64_t b, int64_t n, int64_t i) const { return ancestor ? ancestor[(b * nodes + n) * nodes + i] : i <= n; }
+    // Whether new node n sees node i of the whole tree.
+    bool sees(int64_t b, int64_t n, int64_t i) const {
+        if (ancestor) return ancestor[(b * nodes + n) * (earlier + nodes) + i];
+        return bits ? bits[(b * nodes + n) * words + i / 64] >> (i % 64) & 1 : i <= earlier + n;
+    }
 };
 
 // Norms one head's vector and rotates it to its position; rounds to T where transformers does.
@@ -68,7 +76,8 @@ void append(const Attend<T>& a, int64_t b, int64_t head) {
     float turned[256];
     for (int64_t n = 0; n < a.nodes; n++) {
         const T* x = a.qkv + (b * a.nodes + n) * row + (a.heads + head) * a.width;
-        T *key = a.at(a.keys, b, a.length[b] + n, head), *value = a.at(a.values, b, a.length[b] + n, head);
+        const int64_t p = a.length[b] + a.earlier + n;
+        T *key = a.at(a.keys, b, p, head), *value = a.at(a.values, b, p, head);
         turn(a, x, a.k_weight, a.position[b * a.nodes + n], turned);
         for (int64_t d = 0; d < a.width; d++) from_float(turned[d], &key[d]);
         for (int64_t d = 0; d < a.width; d++) value[d] = x[a.kv_heads * a.width + d];
@@ -147,7 +156,8 @@ template <int Parts, typename T>
 void attend_head(const Attend<T>& a, int64_t b, int64_t head, int64_t first, int64_t last) {
     constexpr int kRows = Parts <= 2 ? 4 : Parts <= 8 ? 2 : 1;
     constexpr int64_t kWide = Parts * kLanes;
-    const int64_t nodes = last - first, groups = a.heads / a.kv_heads, rows = nodes * groups, whole = a.length[b] + a.nodes;
+    const int64_t nodes = last - first, groups = a.heads / a.kv_heads, rows = nodes * groups,
+                  whole = a.length[b] + a.earlier + a.nodes;
     const int64_t padded = (rows + kRows - 1) / kRows * kRows,
                   span = std::min<int64_t>(kSpan, (whole + kKeys - 1) / kKeys * kKeys);
     const bool in_place = sizeof(T) == sizeof(float) && a.width == kWide;  // values are read without a copy

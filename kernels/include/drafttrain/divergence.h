@@ -32,6 +32,26 @@ double summed(int64_t width, F f) {
     return whole;
 }
 
+struct Sums {
+    double own, target, apart;
+};
+
+// The sums of both rows' weights e^(x - greatest x), and of the target's weights times the logits' difference, in one pass.
+inline Sums weigh(const float* x, float x_top, const float* y, float y_top, int64_t width, bool apart) {
+    Sums whole{};
+    for (int64_t start = 0; start < width; start += kBlock) {
+        Floats own_part{}, target_part{}, apart_part{};
+        for (int64_t i = start; i < std::min(start + kBlock, width); i += kLanes) {
+            const Floats own = load_masked(x + i, width - i) - x_top, target = load_masked(y + i, width - i) - y_top;
+            const Floats weight = weights(target, 0.0f, 1.0f);
+            own_part += weights(own, 0.0f, 1.0f), target_part += weight;
+            if (apart) apart_part += weight > Floats{} ? weight * (target - own) : Floats{};
+        }
+        whole.own += sum(own_part), whole.target += sum(target_part), whole.apart += sum(apart_part);
+    }
+    return whole;
+}
+
 // A row's greatest value; NaN if any value is NaN.
 inline float greatest_of(const float* x, int64_t width) {
     Floats top = all(-INFINITY), odd{};
@@ -70,9 +90,7 @@ inline Agreement diverge_row(const float* x, const float* y, int64_t width, int6
     const bool hit = x[best] == x_top && !holds(x, best, x_top);
     const auto own = [&](int64_t i, int64_t left) { return load_masked(x + i, left) - x_top; };
     const auto target = [&](int64_t i, int64_t left) { return load_masked(y + i, left) - y_top; };
-    const double x_sum = summed(width, [&](int64_t i, int64_t left) { return weights(own(i, left), 0.0f, 1.0f); });
-    double apart = 0.0;
-    const double y_sum = summed(width, [&](int64_t i, int64_t left) { return weights(target(i, left), 0.0f, 1.0f); });
+    const auto [x_sum, y_sum, y_apart] = weigh(x, x_top, y, y_top, width, name == Divergence::kKl);
     const float x_scale = float(1.0 / x_sum), y_scale = float(1.0 / y_sum);
     const auto q = [&](int64_t i, int64_t left) { return weights(own(i, left), 0.0f, 1.0f) * x_scale; };
     const auto p = [&](int64_t i, int64_t left) { return weights(target(i, left), 0.0f, 1.0f) * y_scale; };
@@ -81,11 +99,6 @@ inline Agreement diverge_row(const float* x, const float* y, int64_t width, int6
     };
 
     const float label_logit = label >= 0 ? x[label] : 0.0f;  // read before the slope may overwrite it
-    if (name == Divergence::kKl)
-        apart = summed(width, [&](int64_t i, int64_t left) {
-            const Floats at = p(i, left);
-            return at > Floats{} ? at * (target(i, left) - own(i, left)) : Floats{};
-        });
     const bool at_once = slope != nullptr && name != Divergence::kTvd;
     const double mass = summed(width, [&](int64_t i, int64_t left) {
         const Floats q_i = q(i, left), p_i = p(i, left);
@@ -94,7 +107,7 @@ inline Agreement diverge_row(const float* x, const float* y, int64_t width, int6
     });
     double loss = 0.0;
     if (name == Divergence::kKl) {
-        loss = apart - std::log(y_sum) + std::log(x_sum);
+        loss = y_apart / y_sum - std::log(y_sum) + std::log(x_sum);
     } else if (name == Divergence::kCe) {
         loss = std::log(x_sum) - double(label_logit - x_top);
         if (slope != nullptr) slope[label] -= 1.0f;

@@ -49,6 +49,7 @@ def test_training_is_that_of_the_command(
     assert run.expected_tau is not None and run.checkpoint in run.checkpoints
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_trains(target: dt.LoadedTarget, conversations: list[dict[str, Any]], tmp_path: Path) -> None:
     drafter = dt.build_drafter("eagle3", target, draft_vocab=256, steps=2)
     optimizer, losses = torch.optim.AdamW(drafter.module.parameters(), lr=3e-3), []
@@ -71,6 +72,7 @@ def test_a_loop_of_ones_own_trains(target: dt.LoadedTarget, conversations: list[
     assert run.losses[0] < losses[0], "it goes on from the weights"
 
 
+@pytest.mark.slow
 def test_a_drafter_that_adapts_the_target_decodes_with_the_adapted_one(
     target: dt.LoadedTarget, conversations: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
@@ -59,6 +62,26 @@ def test_processes_that_are_left_are_found(tmp_path: Path, monkeypatch: pytest.M
     assert len(ended.left) == 1 and "processes are left" in (campaign.broken(ended) or "")
 
 
+def test_a_child_leaves_its_parent_s_temporary_folders_and_removes_its_own(tmp_path: Path) -> None:
+    folders = []
+
+    def work() -> int:
+        folders.append(tempfile.TemporaryDirectory(dir=tmp_path))
+        made = Path(tempfile.mkdtemp(dir=tmp_path))
+        atexit.register(shutil.rmtree, made)
+        print(folders[-1].name, made, sep="\n")
+        return 0
+
+    with tempfile.TemporaryDirectory() as kept:
+        registered = Path(tempfile.mkdtemp(dir=kept))
+        remove = atexit.register(lambda: shutil.rmtree(registered))
+        ended = forked(work, tmp_path, tmp_path / "said").wait()
+        assert Path(kept).is_dir() and registered.is_dir()
+        atexit.unregister(remove)
+    own = ended.out.split()
+    assert len(own) == 2 and not any(Path(folder).exists() for folder in own)
+
+
 class Toy(kill.Kill):
     """Kills a command that writes ten files and goes on where it was."""
 
@@ -94,7 +117,15 @@ def toy(fault: str) -> Callable[[Sequence[str]], Work]:
     return lambda arguments: work
 
 
-@pytest.mark.parametrize(("fault", "said"), [("", ""), ("changes", "became"), ("tears", "half-written"), ("leaves", "tmp-")])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("", ""),
+        ("changes", "became"),
+        pytest.param("tears", "half-written", marks=pytest.mark.slow),
+        pytest.param("leaves", "tmp-", marks=pytest.mark.slow),
+    ],
+)
 def test_kills(fault: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kill, "cli", toy(fault))
     kind = Toy(tmp_path)

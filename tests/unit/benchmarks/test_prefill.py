@@ -26,6 +26,8 @@ def test_both_orders_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {order: figures["setting"] for order, figures in found.items()} == ORDERS
     for figures in found.values():
         assert list(figures["ms"]) == [str(length) for length in TINY.lengths] and figures["kernel"]
+        assert list(figures["chunks"]) == [str(prefix) for prefix in TINY.prefixes]
+        assert all(min(own["ms"], own["masked_ms"]) > 0 for own in figures["chunks"].values())
         assert min(figures["first_ms"], figures["second_ms"], *figures["ms"].values()) > 0
     assert [job.name for job in jobs(REHEARSAL)].count("prefill attention") == 1
 
@@ -47,4 +49,14 @@ def test_its_shapes_are_the_models_and_its_rows_name_the_orders() -> None:
     entry = {"status": "passed", "figures": dict.fromkeys(ORDERS, figures), "sources": "other"}
     rows = report.prefills({"prefill attention": entry})
     assert len(rows) == 4 and "512 tokens, ms" in rows[0] and "| flash | 0.250 | 1.500 | 90.000 | 0.500 |" in rows[3]
-    assert report.prefills({}) == []
+    assert report.prefills({}) == report.prompt_chunks({})[2:] == []
+    figures |= {"chunks": {"2048": {"ms": 0.5, "masked_ms": 4.0}}}
+    rows = report.prompt_chunks({"prefill attention": entry})
+    assert len(rows) == 4 and "| 2,048 | 0.500 (older sources) | 4.000 | 8.0 |" in rows[3]
+
+    def differs(*_: object) -> torch.Tensor:
+        return torch.ones(TINY.heads, TINY.chunk, TINY.width)
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(RedError, match="differs from attention with a mask"):
+        patched.setattr(prefill, "row_attention", differs)
+        prefill.chunks(TINY, REHEARSAL)

@@ -260,3 +260,29 @@ def test_a_late_ctrl_c_leaves_no_traceback(ending: str, code: int) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "unneeded"),
+    [
+        (["fit", "--help"], ("torch", "matplotlib")),
+        (["fit", "recipe=medusa", "--cfg", "job"], ("torch",)),
+        (["doctor"], ("transformers", "deepspeed", "peft", "wandb")),
+        (["simulate", "simulate.trials=100", "out={folder}/picture.png"], ("transformers", "deepspeed", "peft", "wandb")),
+    ],
+)
+def test_a_command_imports_only_what_it_uses(command: list[str], unneeded: tuple[str, ...], tmp_path: Path) -> None:
+    """Each of these takes a second or more to import."""
+    words = [word.format(folder=tmp_path) for word in command]
+    check = (
+        f"import sys; from drafttrain.cli.main import run; run({words!r}); print([m for m in {unneeded!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout[-500:]
+
+
+def test_every_family_has_its_options_in_a_file_of_their_own() -> None:
+    from drafttrain.drafters import families, schemas
+
+    assert schemas() == {name: family.options for name, family in families().items()}
+    assert all(schema.__module__ == f"drafttrain.drafters.options.{name}" for name, schema in schemas().items())

@@ -80,7 +80,7 @@ def test_standard_input_is_continued_as_it_is(
         (["prompt=hi", "decode.min_new_tokens=500"], "decode.min_new_tokens is 500"),
         (["prompt=hi", "decode.window=0"], "decode.window is 0"),
         (["prompt=hi", "checkpoint=nowhere"], "nowhere"),
-        (["prompt=hi", "launcher.nproc=2"], "generate runs in one process"),
+        pytest.param(["prompt=hi", "launcher.nproc=2"], "generate runs in one process", marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_gets_one_line(command: Any, arguments: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:

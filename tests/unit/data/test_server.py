@@ -181,7 +181,7 @@ def test_faults_cost_time_alone(
     assert set(fake.answered.values()) == {1}
 
 
-@pytest.mark.parametrize("retry", ["2", "date"])
+@pytest.mark.parametrize("retry", [pytest.param("2", marks=pytest.mark.slow), "date"])
 def test_a_rate_limit_holds_every_request_back(command: Command, serve: Any, prompts: Path, tmp_path: Path, retry: str) -> None:
     fake = serve({8: f"status 429 {retry}"})
     assert prepare(command, fake, prompts) == 0

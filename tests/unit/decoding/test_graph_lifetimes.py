@@ -32,8 +32,12 @@ __all__ = ["cpu_graphs"]
 STOP = frozenset({7, 11})
 FAMILIES: list[str | None] = [None, *NAMES]
 PROCESSORS = ((1.0, 12), (1.3, 0), (1.3, 12))  # repetition penalty, least number of new tokens
-PAIRS = (("medusa", PROCESSORS[0]), (None, PROCESSORS[1]), ("eagle3", PROCESSORS[2]))  # in make test
-OFTEN = (None, "draft_model", "eagle3", "medusa")  # in make test; the others are in make test-slow
+PAIRS = ((None, PROCESSORS[0]), ("hydra", PROCESSORS[1]), ("medusa", PROCESSORS[2]))  # in make test
+OFTEN = (None, "medusa", "hydra")  # in make test; the others are in make test-slow
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def every(*more: Any) -> list[Any]:
@@ -114,7 +118,9 @@ def test_two_decoders_over_one_drafter_in_turn(
         assert texts(decoders[way], (short, long)[i], 2) == wanted[way, i], (way, i)
 
 
-@pytest.mark.parametrize("name", ["medusa", "draft_model", "eagle3"])
+@pytest.mark.parametrize(
+    "name", ["medusa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("draft_model", "eagle3"))]
+)
 def test_two_sessions_of_one_decoder(name: str, cpu_graphs: None, target: FastTarget) -> None:
     """Steps in turn; the second one opens while the first one's graphs are in use, and a third after the first has gone."""
     drafter, asked = drafter_of(name, target), prompts(3, seed=5)
@@ -138,7 +144,7 @@ def test_two_sessions_of_one_decoder(name: str, cpu_graphs: None, target: FastTa
     assert [[r.tokens for r in results] for results in found] == [wanted] * 3
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("bits", [*map(slow, (None, 8)), 4])
 def test_new_weights_reach_graphs_captured_before(
     bits: int | None, cpu_graphs: None, target: FastTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +189,10 @@ def test_new_weights_reach_packed_copies(target: FastTarget) -> None:
         torch.testing.assert_close(joint(x_1I), wanted(x_1I))
 
 
-@pytest.mark.parametrize(("name", "passes"), [(None, 20), ("medusa", 20), *every(3)])
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [slow(None, 20), slow("medusa", 20), ("medusa", 3), *(slow(name, 3) for name in FAMILIES if name != "medusa")],
+)
 def test_memory_is_flat_over_passes(name: str | None, passes: int, cpu_graphs: None, target: FastTarget) -> None:
     """Each with a decoder of its own, as a measurement has; without the garbage collector, which knows no device memory."""
     drafter, asked = None if name is None else build(name, target, 0.3), prompts(1, seed=5)

@@ -23,11 +23,12 @@ from drafttrain.ops.build_tree import build_tree
 from drafttrain.ops.tree_attention import ancestors_of
 from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import NAMES, build
-from tests.helpers import FEW, prompts, tiny_model, tiny_target
+from tests.helpers import prompts, tiny_model, tiny_target
 from tests.recorder import Graph, cpu_graphs, recorded
 
 __all__ = ["cpu_graphs"]
 TARGET = FastTarget(tiny_model())
+OFTEN = (None, "medusa", "eagle3", "draft_model", "prompt_lookup")  # in make test
 POLICIES = {"greedy": 0.0, "lossless": 0.8, "coupled": 0.9, "typical": 0.7, "threshold": 0.9}  # with its temperature
 
 
@@ -43,7 +44,7 @@ def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[tuple[An
     return [(r.tokens, r.verifications, r.offered, r.accepted, r.nodes, r.emitted, r.ended_by) for r in counted]
 
 
-@pytest.mark.sampled(name=(None, *FEW))
+@pytest.mark.sampled(name=OFTEN)
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [None, *NAMES])
@@ -57,7 +58,7 @@ def test_the_same_texts_and_counts_as_one_round_at_a_time(name: str | None, poli
     assert texts(ahead, asked, 3) == texts(decoder, asked, 3)
 
 
-@pytest.mark.sampled(name=("eagle3",))
+@pytest.mark.sampled(name=("medusa",))
 @pytest.mark.parametrize("name", NAMES)
 def test_transformers_forward_runs_ahead_too(name: str) -> None:
     target, asked = tiny_target(), prompts(4, seed=5)
@@ -66,7 +67,7 @@ def test_transformers_forward_runs_ahead_too(name: str) -> None:
     assert texts(ahead, asked, 2) == texts(one, asked, 2)
 
 
-@pytest.mark.sampled(name=("eagle3", "draft_model"))
+@pytest.mark.sampled(name=("medusa",))
 @pytest.mark.parametrize("name", NAMES)
 def test_penalties_limits_and_stop_text_run_ahead(name: str) -> None:
     asked, drafter = prompts(5, seed=6), build(name, TARGET, 0.3)
@@ -87,7 +88,7 @@ def test_penalties_limits_and_stop_text_run_ahead(name: str) -> None:
         assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.sampled(name=FEW)
+@pytest.mark.sampled(name=OFTEN[1:])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fallback_that_rests_its_drafter_runs_ahead(name: str) -> None:
     asked, drafter = prompts(3, seed=7), build(name, TARGET, 1.0)
@@ -110,7 +111,7 @@ def test_pooled_pages_and_samples_run_ahead() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.sampled(name=(None, *FEW))
+@pytest.mark.sampled(name=OFTEN)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, policy: str, as_on_a_gpu: FastTarget) -> None:
@@ -139,7 +140,7 @@ def test_a_round_asks_the_device_nothing_and_keeps_its_shapes(name: str | None, 
         assert seen[2] == seen[3] and seen[4] == seen[5] and seen[6] == seen[0]
 
 
-@pytest.mark.sampled(name=(None, *FEW))
+@pytest.mark.sampled(name=OFTEN)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_replayed_graphs_give_the_same_texts(
@@ -156,7 +157,7 @@ def test_replayed_graphs_give_the_same_texts(
     assert 1 <= Graph.made <= 4  # of 5 rows, then of 4, 2 and 1: three rows are filled up
 
 
-@pytest.mark.sampled(name=("eagle3",))
+@pytest.mark.sampled(name=("medusa",))
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_replayed_graphs_with_append_and_attention_apart_give_the_same_texts(
     name: str | None, cpu_graphs: None, as_on_a_gpu: FastTarget, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ from tests.helpers import tiny_model
 TARGET = FastTarget(tiny_model())
 
 
-@pytest.mark.sampled(name=(None, "eagle3", "draft_model"))
+@pytest.mark.sampled(name=(None, "eagle3"))
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_scarce_pages_and_samples(name: str | None) -> None:
     storm(TARGET, None if name is None else build(name, TARGET, 0.3), 24, seed=1, every=None)

@@ -88,7 +88,7 @@ def test_of_equally_likely_paths_any_are_a_tree() -> None:
 def test_no_other_tree_of_its_size_is_likelier() -> None:
     logits_BKV = logits(6, 70, 3.0)
     best = grown_from_slots(BestFirst.of(6, 24, 70, torch.device("cpu")), torch.zeros(4).long(), logits_BKV)
-    beams = grown_from_slots(DynamicTree(6, 4, 24), torch.zeros(4).long(), logits_BKV)
+    beams = grown_from_slots(DynamicTree(6, 4, 24).grower(torch.device("cpu")), torch.zeros(4).long(), logits_BKV)
     gained = []
     for row, log_p_KV in enumerate(logits_BKV.log_softmax(-1)):
         mass = [

@@ -27,7 +27,7 @@ from drafttrain.drafters.checkpoint import (
     save_drafter,
 )
 from drafttrain.drafters.tuned_settings import TUNED, keep_tuned, tuned_settings
-from drafttrain.model.target import TargetShape
+from drafttrain.model.shapes import TargetShape
 
 
 @dataclass

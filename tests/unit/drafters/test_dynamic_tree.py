@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
@@ -20,7 +21,6 @@ from drafttrain.drafters.draft_model import DraftModel
 from drafttrain.drafters.hydra import HydraBase
 from drafttrain.drafters.medusa import Medusa
 from drafttrain.model.drafter import Commit, Drafter
-from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
@@ -101,15 +101,17 @@ def naive_logits(drafter: Drafter, row: int, path: list[int]) -> Tensor:
 
 
 def naive_recurrent(drafter: Recurrent, row: int, path: list[int]) -> Tensor:
-    """Fed one by one and committed."""
-    commit, kv = committed(drafter), KVCache(1, 1, 64)
+    """Fed one by one, in plain torch."""
+    commit, attention, past = committed(drafter), drafter.attention, list[tuple[Tensor, Tensor]]()
     fused = drafter.fuse({k: h[row : row + 1, : LENGTHS[row]] for k, h in commit.hidden.items()})
-    one, state = torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, 32)
+    state = torch.zeros(1, 1, 32)
     for t, token in enumerate(commit.next_BA[row, : LENGTHS[row]].tolist() + path):
         state = fused[:, t : t + 1] if t < LENGTHS[row] else state
         residual, read = drafter.enter(torch.tensor([[token]]), state)
-        state = drafter.leave(residual, drafter.attention.cached(read, torch.tensor([[t]]), kv, 0, one))
-        kv.keep(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long))
+        q, *own = attention.qkv(read, torch.tensor([[t]]))
+        past.append((own[0], own[1]))
+        keys, values = (attention.grouped(torch.cat(x, 2)) for x in zip(*past, strict=True))
+        state = drafter.leave(residual, attention.out(F.scaled_dot_product_attention(q, keys, values)))
     logits = drafter.logits(state)[0, 0].float()
     if drafter.ids is None:
         return logits
@@ -208,7 +210,11 @@ def test_a_candidate_is_never_kept_without_its_parent() -> None:
     def score(nodes: Generation) -> Scored:
         return Scored(sure.expand(2, 3, 8), torch.zeros(2, 3, 4))
 
-    tree = DynamicTree(5, 3, 4).grow(torch.zeros(2).long(), Scored(sure, torch.zeros(2, 1, 4)), score, None, None)
+    tree = (
+        DynamicTree(5, 3, 4)
+        .grower(torch.device("cpu"))
+        .grow(torch.zeros(2).long(), Scored(sure, torch.zeros(2, 1, 4)), score, None, None)
+    )
     assert tree.parent_BN.tolist() == [[-1, 0, 1, 2, 3]] * 2 and tree.token_BN.tolist() == [[0, 3, 3, 3, 3]] * 2
 
 

@@ -14,6 +14,7 @@ from drafttrain.drafters.eagle3 import Eagle3, Eagle3Options
 from drafttrain.model.target import FINAL
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
 from drafttrain.objective.scores import restricted
+from drafttrain.objective.teacher import TargetChunk, TargetRows
 from tests.contract import test_families as contract
 from tests.helpers import tiny_target
 from tests.unrolled import labels, packed_batch, shaken, states
@@ -91,7 +92,8 @@ def test_tokens_that_were_never_seen_fill_up_from_the_lowest() -> None:
 
 def test_a_law_without_the_target_s_choice_is_no_lesson() -> None:
     logits_CD, law_logits_CV = torch.randn(3, 2, requires_grad=True), torch.tensor([[9.0, 0, 1, 2]] * 2 + [[0.0, 1, 9, 2]])
-    loss_C, hit_C, mass_C = restricted(logits_CD, law_logits_CV, torch.tensor([1, 1, 2]), {"kl": 1.0}, torch.tensor([1, 2]))
+    target = TargetRows(TargetChunk(law_logits_CV))
+    loss_C, hit_C, mass_C = restricted(logits_CD, target, torch.tensor([1, 1, 2]), {"kl": 1.0}, torch.tensor([1, 2]))
     loss_C.sum().backward()
     assert loss_C[:2].tolist() == [0, 0] and float(loss_C[2]) > 0 and not logits_CD.grad[:2].any()
     assert hit_C[:2].tolist() == [False, False] and float(mass_C[:2].max()) < 0.01

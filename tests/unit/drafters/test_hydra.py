@@ -186,7 +186,7 @@ def test_a_fresh_head_is_the_targets_own(prefix: bool) -> None:
 def test_options_that_cannot_be() -> None:
     target = tiny_target()
     for options, message in (
-        (HydraOptions(heads=0), "must be 1 or more"),
+        (HydraOptions(heads=0), "drafter.heads is 0, drafter.layers 4; both must be 1 or more"),
         (HydraOptions(heads=511), "a context of 512 allows 510"),
         (HydraOptions(heads=1, paths=[[0], [0, 0]]), "1 levels"),
     ):

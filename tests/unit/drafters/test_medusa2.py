@@ -30,7 +30,8 @@ from drafttrain.features.online import Online
 from drafttrain.measure import DecodeOptions, MeasureOptions
 from drafttrain.measure.runner import CheckpointRef
 from drafttrain.model.batch import TrainBatch
-from drafttrain.model.target import FINAL, LoraSpec, Taps
+from drafttrain.model.lora import LoraSpec
+from drafttrain.model.target import FINAL, Taps
 from drafttrain.objective.lora_target import AdaptedObjective, drafter_weight, rate_scale
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.runs.options import RunOptions

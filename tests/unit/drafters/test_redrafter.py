@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_padding_lies_behind_the_real_nodes() -> None:
         torch.tensor([[0.0, -1.0, -1.5, -1.2, -1.3]]),
         torch.tensor([[True, True, False, True, True]]),
     )
-    whole, small, everything = prefix_tree(found, 5, False), prefix_tree(found, 3, False), prefix_tree(found, 4, True)
+    whole, small, everything = prefix_tree(found, 5), prefix_tree(found, 3), prefix_tree(replace(found, final_BM=None), 4)
     assert whole.token_BN[0, :4].tolist() == [9, 1, 3, 4] and whole.count_B.tolist() == [4]
     assert whole.parent_BN.tolist() == [[-1, 0, 1, 1, 0]]
     assert small.token_BN.tolist() == [[9, 1, 3]] and small.count_B.tolist() == [3]

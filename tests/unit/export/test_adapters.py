@@ -22,7 +22,7 @@ from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.opened import Opened
 from drafttrain.export.readers import causal_lm
 from drafttrain.export.readers.parts import MismatchError
-from drafttrain.model.target import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from tests.exports import TEXTS, loaded, opened, put_model, written
 from tests.helpers import tiny_model
 

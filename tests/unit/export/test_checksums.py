@@ -19,7 +19,7 @@ from drafttrain.export.importers import convert
 from drafttrain.export.importers.convert import converted
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.opened import Opened
-from drafttrain.model.target import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target, load_tokenizer
 from tests.damage import refused

@@ -88,7 +88,11 @@ def test_a_failed_gate_is_exit_code_3(
             "medusa cannot be exported to sglang: it has no loader for this family; vllm",
         ),
         (["checkpoint={run}", "out=x", "format=vllm", "dtype=int8"], "dtype is 'int8'; choose one of float32"),
-        (["checkpoint={run}", "out=x", "format=vllm", "launcher.nproc=2"], "export runs in one process, but 2 were started"),
+        pytest.param(
+            ["checkpoint={run}", "out=x", "format=vllm", "launcher.nproc=2"],
+            "export runs in one process, but 2 were started",
+            marks=pytest.mark.slow,
+        ),
         (["checkpoint={run}/..", "out=x", "format=vllm"], "expected a checkpoint, got no drafter.json there"),
         (["checkpoint={lookup}", "out=x", "format=all"], "prompt_lookup cannot be exported: it has no trained weights"),
         (["checkpoint={cut}", "out=x", "format=vllm"], "drafter.safetensors: damaged or cut off"),

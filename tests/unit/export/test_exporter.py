@@ -29,7 +29,7 @@ from drafttrain.export.golden import GOLDEN, TENSORS, store, stored
 from drafttrain.export.opened import Opened
 from drafttrain.export.parity import check_model
 from drafttrain.export.table import STACKS, TABLE, Layout, loads, stacks_for
-from drafttrain.model.target import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from tests.damage import refused

@@ -18,7 +18,7 @@ from drafttrain.core.checksums import LISTED
 from drafttrain.core.errors import UserError
 from drafttrain.export import hub
 from drafttrain.export.hub import Repository, is_repository
-from drafttrain.model.target import LoraSpec
+from drafttrain.model.lora import LoraSpec
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
 from tests.exports import checkpoint, opened, written

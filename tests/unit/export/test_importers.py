@@ -68,6 +68,7 @@ def network(found: Opened) -> dict[str, Any]:
     return found.meta.options | found.drafter.resolved_options()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("family", "stack"), PAIRS)
 def test_what_goes_out_comes_back(family: str, stack: str, exported: Any, tmp_path: Path) -> None:
     """Weights bit by bit in the exported dtype, and options: all, and without our record those that the layout can tell."""

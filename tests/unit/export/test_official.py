@@ -38,7 +38,7 @@ from drafttrain.export.readers import (
     peagle,
     redrafter,
 )
-from drafttrain.model.layers import LayerOptions
+from drafttrain.model.shapes import LayerOptions
 from drafttrain.runs.checkpoint_source import check_start
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import LINEAR, TEXTS, deep, loaded

@@ -5,6 +5,8 @@ Shapes: L layers, S slots, B rows, P positions, h KV heads, D head width, N new 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,22 +32,29 @@ class ContiguousStorage:
     def select(self, rows: Rows, in_order: bool) -> None:
         self._slot_B = rows.slot_B
 
-    def allocate(self, layer: int, heads: int, width: int, dtype: torch.dtype) -> None:
-        if self._layers[layer] is None:
-            if (heads, width) not in self._shapes:
-                shape = (self.layers, 2, self.pages + 1, self.capacity, heads, width)
-                self._shapes[heads, width] = torch.zeros(shape, dtype=dtype, device=self._device)
-            keys, values = self._shapes[heads, width][layer]
-            self._layers[layer] = (keys, values)
+    def allocate(self, layers: Sequence[int], heads: int, width: int, value_width: int, dtype: torch.dtype) -> None:
+        assert width == value_width, "this storage is for tests of one width"
+        for layer in layers:
+            if self._layers[layer] is None:
+                if (heads, width) not in self._shapes:
+                    shape = (self.layers, 2, self.pages + 1, self.capacity, heads, width)
+                    self._shapes[heads, width] = torch.zeros(shape, dtype=dtype, device=self._device)
+                keys, values = self._shapes[heads, width][layer]
+                self._layers[layer] = (keys, values)
 
-    def write(self, layer: int, rows: Rows, k_BhND: Tensor, v_BhND: Tensor) -> None:
-        self.allocate(layer, k_BhND.shape[1], k_BhND.shape[3], k_BhND.dtype)
-        at_BN = self._places(rows, torch.arange(k_BhND.shape[2], device=self._device).expand(len(rows.slot_B), -1))
+    def write(self, layer: int, rows: Rows, k_BhND: Tensor, v_BhND: Tensor, earlier: int) -> None:
+        self.allocate([layer], k_BhND.shape[1], k_BhND.shape[3], v_BhND.shape[3], k_BhND.dtype)
+        node_N = torch.arange(earlier, earlier + k_BhND.shape[2], device=self._device)
+        at_BN = self._places(rows, node_N.expand(len(rows.slot_B), -1))
         for store_SPhD, new_BhND in zip(self._layer(layer), (k_BhND, v_BhND), strict=True):
             store_SPhD[self._slot_B[:, None], at_BN] = new_BhND.transpose(1, 2)
 
     def read(self, layer: int, positions: int) -> tuple[Tensor, Tensor]:
         keys, values = (store_SPhD[self._slot_B, :positions].transpose(1, 2) for store_SPhD in self._layer(layer))
+        return keys, values
+
+    def read_row(self, layer: int, slot: int, positions: int) -> tuple[Tensor, Tensor]:
+        keys, values = (store_SPhD[slot, :positions].transpose(0, 1) for store_SPhD in self._layer(layer))
         return keys, values
 
     def view(self, rows: Rows) -> PageView | None:

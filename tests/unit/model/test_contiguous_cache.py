@@ -47,6 +47,7 @@ def expected(name: str | None, runner: str) -> tuple[HFTarget, Drafter | None, l
     return target, drafter, [decoded(target, drafter, policy, sampling, None) for policy, sampling in POLICIES]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("every", [None, 2], ids=["each step read at once", "static shapes"])
 @pytest.mark.parametrize("runner", ["fast", "transformers"])

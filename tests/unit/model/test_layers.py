@@ -13,7 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from drafttrain.cli.config import register
 from drafttrain.core.errors import UserError
-from drafttrain.model.layers import LayerOptions, rotary
+from drafttrain.model.layers import rotary
+from drafttrain.model.shapes import LayerOptions
 from drafttrain.targets.structure import shape_of
 from tests.exports import LINEAR, LLAMA3
 from tests.helpers import tiny_target

@@ -14,19 +14,28 @@ from drafttrain.model.masks import Documents
 DOCUMENTS = Documents(torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2, [0] * 13]))
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("rows", [None, 4, 256])  # by the fused kernel; in blocks, the last one short, or all at once
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
 def test_as_all_scores_at_once(
-    dtype: torch.dtype, close: float, steps: int, documents: Documents | None, rows: int | None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    close: float,
+    steps: int,
+    documents: Documents | None,
+    rows: int | None,
+    kv_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if rows is not None:
         monkeypatch.setattr(op, "ROWS", rows)
         monkeypatch.setattr(op, "_kernel", lambda q_BhTD: None)
     torch.manual_seed(0)
-    q, *both = (torch.randn(2, 3, 13, 8, dtype=dtype, requires_grad=True) for _ in range(1 + 2 * steps))
-    weight = torch.randn(2, 3, 13, 8, dtype=dtype)
+    monkeypatch.setattr(op, "DOT", 5)
+    q = torch.randn(2, 4, 13, 8, dtype=dtype, requires_grad=True)
+    both = [torch.randn(2, kv_heads, 13, 8, dtype=dtype, requires_grad=True) for _ in range(2 * steps)]
+    weight = torch.randn(2, 4, 13, 8, dtype=dtype)
 
     def run(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         out = function(q, both[:steps], both[steps:], documents)

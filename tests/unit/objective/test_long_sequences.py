@@ -72,7 +72,7 @@ CASES = [(name, SHAPES.get(name, {})) for name in NAMES]
 CASES += [("hydra", {"prefix_layer": True}), ("dflash", {"block_size": 4, "taps": [1], "weights": "dpace"})]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(name=("medusa", "eagle3", "dspark", "draft_model"))
 @pytest.mark.parametrize("documents", [1, 2])
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_a_familys_memory_grows_with_the_text(name: str, options: dict[str, Any], documents: int) -> None:

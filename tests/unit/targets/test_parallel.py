@@ -14,7 +14,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters import families
-from drafttrain.drafters.common.dynamic_tree import Generation
+from drafttrain.drafters.common.dynamic_tree import StaticTree
 from drafttrain.features.online import Online
 from drafttrain.model import blockwise_attention as blockwise
 from drafttrain.model.batch import TrainBatch
@@ -125,13 +125,11 @@ def logits_of(drafter: Any, target: HFTarget, batch: TrainBatch, row: int, sourc
     start = int((number == number[source]).nonzero()[0])
     text = batch.token_BT[row, start : source + 2].tolist()  # the root last
     seen: list[Tensor] = []
-    grow = type(drafter.proposal.grower(torch.device("cpu"))).grow
+    chosen = StaticTree.from_slots
 
-    def spy(self: Any, root_B: Tensor, first: Any, score: Any, ids: Any, depth: int | None) -> Any:
-        nothing = torch.zeros(1, 1, dtype=torch.long)
-        scored = [first] + [score(Generation(nothing, first.state_BWH, d, nothing)) for d in range(1, slots + 1)]
-        seen.append(torch.stack([s.logits_BWV[0, 0] for s in scored]))
-        return grow(self, root_B, first, score, ids, depth)
+    def spy(self: Any, root_B: Tensor, logits_BKV: Tensor, ids: Any, depth: int | None) -> Any:
+        seen.append(logits_BKV[0, : slots + 1])
+        return chosen(self, root_B, logits_BKV, ids, depth)
 
     token_1A = torch.tensor([text[:-1]])
     filled = Online(target, drafter.taps).fill(
@@ -139,7 +137,7 @@ def logits_of(drafter: Any, target: HFTarget, batch: TrainBatch, row: int, sourc
     )
     state, slot_B = drafter.open(1, 64), torch.arange(1)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(type(drafter.proposal.grower(torch.device("cpu"))), "grow", spy)
+        patch.setattr(StaticTree, "from_slots", spy)
         hidden = {key: filled.hidden[key] for key in drafter.taps.keys}
         state.observe_prompt(Commit(token_1A, torch.tensor([text[1:]]), hidden, torch.tensor([len(text) - 1])), slot_B)
         state.propose(slot_B, Sampling(0.8))

@@ -1,0 +1,275 @@
+"""A decoder block of the Llama family in decoding: joined projections and few operations, for targets and drafters alike.
+
+Other modules hold the weights: transformers' or a drafter's layers, with the same names. Shapes: B rows, N new positions,
+I joined heads, H hidden, X width of an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.model.attention import AttentionMetadata, Heads, attend, write
+from drafttrain.model.block_kind import LLAMA, BlockKind
+from drafttrain.model.fused_blocks import BlockWeights
+from drafttrain.ops.gated import gated
+from drafttrain.ops.linear import linear, pack
+from drafttrain.ops.quantised import Quantised
+from drafttrain.ops.rms_norm import norm
+
+PACKED_BYTES = 2**31  # largest weights that are packed: packing doubles them
+
+
+@torch.no_grad()
+def merged(linear: Any) -> Tensor:
+    """A linear map's weight plus the product of its adapter, if it has one."""
+    weight: Tensor = linear.weight.detach()
+    delta = getattr(linear, "get_delta_weight", None)
+    return weight if delta is None else weight + delta("default").to(weight.dtype)
+
+
+class Joint:
+    """Linear maps with one input, computed as one product and packed where that is faster.
+
+    Until `join`, each map is computed separately, as training needs. order_O: output rows of the joined map, reordered;
+    None: as they are.
+    """
+
+    def __init__(self, parts: list[nn.Linear], order_O: Tensor | None = None) -> None:
+        self.parts, self.order_O = parts, order_O
+        self.split()
+
+    def split(self) -> None:
+        """Compute the maps separately again."""
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.packed: Tensor | None = None
+        self.quantised: Quantised | None = None
+
+    def __call__(self, x_H: Tensor) -> Tensor:
+        if self.quantised is not None:
+            return self.quantised(x_H) if self.bias is None else self.quantised(x_H) + self.bias
+        if self.weight is None:
+            out_O = self.parts[0](x_H) if len(self.parts) == 1 else torch.cat([part(x_H) for part in self.parts], -1)
+            return out_O if self.order_O is None else out_O[..., self.order_O.to(out_O.device)]
+        return linear(x_H, self.weight, self.bias, self.packed)
+
+    def join(self, share: bool, packed: bool, bits: int | None = None) -> bool:
+        """Join the parts' current weights. Returns whether they differ from those joined before.
+
+        Unchanged weights stay in place and changed ones are written to the same memory, since a captured CUDA graph refers to
+        that memory. share: the parts become views of the joined weight, so that it takes no extra memory. bits: quantise the
+        joined weight.
+        """
+        # decoding may join first, in inference mode, and the joined tensors may have to be written later
+        with torch.inference_mode(torch.is_inference_mode_enabled() and share), torch.no_grad():
+            return self._joined(share, packed, bits)
+
+    def _joined(self, share: bool, packed: bool, bits: int | None) -> bool:
+        weights = [merged(part) for part in self.parts]
+        biases = [part.bias.detach() for part in self.parts if part.bias is not None]
+        if self.order_O is not None:  # the parts keep their own order
+            share, order_O = False, self.order_O.to(weights[0].device)
+            weights, biases = [torch.cat(weights)[order_O]], [torch.cat(biases)[order_O]] if biases else []
+        changed = _update(self, "bias", biases)
+        if bits is not None:
+            return self._quantise(torch.cat(weights), bits) or changed
+        if packed and not share and self.weight is None and weights[0].device.type == "cpu":
+            weights[0] = weights[0].clone()  # a view would always equal the parameter, and its packed copy would become stale
+        changed = _update(self, "weight", weights) or changed
+        assert self.weight is not None
+        if share and len(weights) > 1:
+            for part, rows in zip(self.parts, self.weight.split([p.out_features for p in self.parts]), strict=True):
+                part.weight.data = rows
+        if packed and changed:
+            self.packed = pack(self.weight)
+        return changed
+
+    def _quantise(self, weight_OI: Tensor, bits: int) -> bool:
+        old, new = self.quantised, Quantised(weight_OI, bits)
+        if old is None:
+            self.quantised = new
+            return True
+        parts = [(getattr(old, name), getattr(new, name)) for name in ("code", "scale", "pairs") if hasattr(new, name)]
+        changed = [not torch.equal(kept, part) for kept, part in parts]
+        for kept, part in parts if any(changed) else ():
+            kept.copy_(part)
+        return any(changed)
+
+
+def _update(joint: Joint, name: str, parts: list[Tensor]) -> bool:
+    """Set the joint's tensor `name` to the concatenated parts. Returns whether it changed."""
+    whole: Tensor | None = getattr(joint, name)
+    if not parts:
+        return False
+    if whole is None or (whole.dtype, whole.device) != (parts[0].dtype, parts[0].device):
+        setattr(joint, name, parts[0] if len(parts) == 1 else torch.cat(parts))
+        return True
+    rows = whole.split([len(part) for part in parts])
+    if all(torch.equal(old, new) for old, new in zip(rows, parts, strict=True)):
+        return False
+    torch.cat(parts, out=whole)
+    return True
+
+
+def _whole(x_BNH: Tensor) -> Tensor:
+    return x_BNH
+
+
+def heads_of(attention: Any, window: int | None = None, kind: BlockKind = LLAMA) -> Heads:
+    """The heads of an attention module, named as in transformers; a norm without a weight is none."""
+    norms = [kind.of(attention, name) for name in ("q_norm", "k_norm")]
+    q_norm, k_norm = (m if getattr(m, "weight", None) is not None else None for m in norms)
+    width, sinks = attention.head_dim, getattr(attention, "sinks", None)
+    if hasattr(attention, "q_proj"):
+        heads, kv_heads = attention.q_proj.out_features // width, attention.k_proj.out_features // width
+    else:
+        heads, kv_heads = attention.config.num_attention_heads, attention.config.num_key_value_heads
+    cap = getattr(attention, "attn_logit_softcapping", None)
+    return Heads(heads, kv_heads, width, attention.scaling, window, q_norm, k_norm, cap, sinks)
+
+
+def _joined_order(shape: Heads, order_D: list[int]) -> Tensor:
+    """The output rows of joined q, k and v in this order of every query's and key's values."""
+    head = torch.tensor(order_D)
+    rotated, heads = shape.heads + shape.kv_heads, shape.heads + 2 * shape.kv_heads
+    rows = torch.arange(heads * shape.width).view(heads, shape.width)
+    return torch.cat([rows[:rotated, head], rows[rotated:]]).flatten()
+
+
+def _maps(owner: Any, *names: str) -> list[nn.Linear]:
+    """The owner's linear maps of these names, or the one that joins them, whose name is the last one."""
+    return [getattr(owner, name) for name in names[:-1]] if hasattr(owner, names[0]) else [getattr(owner, names[-1])]
+
+
+def has_experts(mlp: Any) -> bool:
+    """Whether this is no gated MLP but a mixture of experts, which computes itself."""
+    return not (hasattr(mlp, "gate_proj") or isinstance(getattr(mlp, "gate_up_proj", None), nn.Module))
+
+
+def _activation(mlp: Any) -> Callable[[Tensor], Tensor] | None:
+    """The gate's activation; None: SiLU, which has an operator."""
+    own = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    return None if own is None or isinstance(own, nn.SiLU) or type(own).__name__ == "SiLUActivation" else own
+
+
+class Block:
+    """One decoder block. Modules of transformers or of a drafter hold the weights, the order of operations is ours."""
+
+    def __init__(
+        self,
+        layer: Any,
+        window: int | None = None,
+        reduce: Callable[[Tensor], Tensor] = _whole,
+        kind: BlockKind = LLAMA,
+        order_D: list[int] | None = None,
+    ) -> None:
+        """window: positions that a query sees at most; None: all. reduce: adds up the parts of a split block.
+
+        order_D: of the values of each query and key head (`rotary_order`).
+        """
+        self.reduce, self.kind = reduce, kind
+        attention, mlp = layer.self_attn, layer.mlp
+        self.shape = heads_of(attention, window, kind)
+        self.wide_norms = (self.shape.q_norm, self.shape.k_norm) if kind.wide_head_norms else None
+        if kind.wide_head_norms:
+            self.shape = replace(self.shape, q_norm=None, k_norm=None)
+        order_O = None if order_D is None else _joined_order(self.shape, order_D)
+        self.qkv = Joint(_maps(attention, "q_proj", "k_proj", "v_proj", "qkv_proj"), order_O)
+        self.out = Joint([attention.o_proj])
+        self.experts = mlp if has_experts(mlp) else None
+        if self.experts is None:
+            self.gate_up, self.down = Joint(_maps(mlp, "gate_proj", "up_proj", "gate_up_proj")), Joint([mlp.down_proj])
+            self.activation = _activation(mlp)
+        self.before, self.between = kind.of(layer, kind.before), kind.of(layer, kind.between)
+        self.after_attention, self.after_mlp = kind.of(layer, kind.after_attention), kind.of(layer, kind.after_mlp)
+        self._kv: tuple[Tensor, Tensor | None] | None = None  # the rows of the joined weight that make keys and values
+
+    def forward(
+        self,
+        x_BNH: Tensor,
+        delta_BNH: Tensor | None,
+        step: AttentionMetadata,
+        number: int,
+        read_BNX: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(x, delta): the block's output is their sum. The norm of the next block does the addition.
+
+        read_BNX: the input of the projections; None: the norm of x + delta.
+        """
+        if read_BNX is None:
+            x_BNH, read_BNX = _normed(self.before, x_BNH, delta_BNH)
+        mixed_BNH = self.attention(read_BNX, step, number)
+        if self.kind.parallel:
+            return x_BNH, mixed_BNH + self.mlp(read_BNX)
+        if self.after_attention is not None:
+            mixed_BNH = norm(self.after_attention, mixed_BNH)[1]
+        x_BNH, normed_BNH = _normed(self.between, x_BNH, mixed_BNH)
+        out_BNH = self.mlp(normed_BNH)
+        return x_BNH, out_BNH if self.after_mlp is None else norm(self.after_mlp, out_BNH)[1]
+
+    def attention(self, read_BNX: Tensor, step: AttentionMetadata, number: int) -> Tensor:
+        """[B, N, H] attention's output."""
+        qkv_BNX = self.qkv(read_BNX)
+        if self.wide_norms is not None:
+            widths = [count * self.shape.width for count in (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)]
+            q_BNX, k_BNX, v_BNX = qkv_BNX.split(widths, -1)
+            normed = [norm(m, x.contiguous())[1] for m, x in zip(self.wide_norms, (q_BNX, k_BNX), strict=True)]
+            qkv_BNX = torch.cat([*normed, v_BNX], -1)
+        return self.reduce(self.out(attend(qkv_BNX, step, number, self.shape)))
+
+    def mlp(self, normed_BNH: Tensor) -> Tensor:
+        """[B, N, H] the MLP's output."""
+        if self.experts is not None:
+            out = self.experts(normed_BNH)
+            return out[0] if isinstance(out, tuple) else out  # some return their router's scores too
+        return self.reduce(self.down(gated(self.gate_up(normed_BNH), self.activation)))
+
+    def write(self, read_BNX: Tensor, step: AttentionMetadata, number: int) -> None:
+        """Write keys and values of positions without queries. The projections, which have no bias, are joined by then."""
+        if self._kv is None:
+            assert self.qkv.weight is not None and self.qkv.bias is None
+            rows = self.qkv.weight[self.shape.heads * self.shape.width :]
+            self._kv = rows, None if self.qkv.packed is None else pack(rows)
+        write(linear(read_BNX, self._kv[0], None, self._kv[1]), step, number, self.shape)
+
+    def changed(self) -> None:
+        """The joined weights have changed."""
+        self._kv = None
+
+    def weights(self) -> BlockWeights | None:
+        """Joined and packed weights; None if they are not packed, or the block is not Llama's."""
+        if self.kind != LLAMA or self.experts is not None or self.activation is not None or not self.shape.plain:
+            return None
+        qkv, out, gate_up, down = (joint.packed for joint in self.joints)
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        return BlockWeights(
+            getattr(self.before, "weight", None),
+            qkv,
+            self.qkv.bias,
+            out,
+            self.out.bias,
+            self.between.weight,
+            gate_up,
+            self.gate_up.bias,
+            down,
+            self.down.bias,
+            self.shape,
+        )
+
+    @property
+    def joints(self) -> tuple[Joint, ...]:
+        return (self.qkv, self.out) if self.experts is not None else (self.qkv, self.out, self.gate_up, self.down)
+
+
+def _normed(module: Any, x_BNH: Tensor, delta_BNH: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(x + delta, its norm); without a norm, the sum itself."""
+    if module is not None:
+        return norm(module, x_BNH, delta_BNH)
+    summed_BNH = x_BNH if delta_BNH is None else x_BNH + delta_BNH
+    return summed_BNH, summed_BNH

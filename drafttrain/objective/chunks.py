@@ -1,0 +1,99 @@
+"""Which predictions are scored together: a chunk of the target's positions at a time, and predictions of one head at once.
+
+The target's logits at a position serve every prediction of the token after it, of whichever step.
+
+Shapes: M predictions of a step, C predictions scored at once, N positions, U positions of a chunk.
+
+Worked example: two steps with the positions `2 3 4 5` and `3 4 5`, two at once.
+
+    chunk   positions   step 0's predictions   step 1's predictions
+    0       2 3         0 1                    0
+    1       4 5         2 3                    1 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Index = slice | Tensor  # a slice where the entries are consecutive, so that nothing is copied
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some predictions of one step."""
+
+    step: int  # its number among the batch's predictions
+    row_C: Index  # which of its predictions
+    place_C: Index  # of each one's position, within the chunk's positions
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some positions of the target and the predictions of the tokens after them."""
+
+    position_U: Tensor  # flat, ascending
+    pieces: list[list[Part]]  # predictions that one call of their head scores
+
+
+def chunks(position_M: Sequence[Tensor], heads: Sequence[Hashable], at_once: int) -> Iterator[Chunk]:
+    """Chunks of at most `at_once` positions, whose pieces have at most `at_once` predictions.
+
+    position_M: of each step's predictions. heads: of each step; steps of equal ones share pieces. A step without predictions
+    has an empty part in the first chunk, so that its head is called in any case.
+    """
+    if not position_M:
+        return
+    device = position_M[0].device
+    host = [position_m.cpu() for position_m in position_M]
+    all_N = torch.cat(host).unique()
+    orders = [None if bool((x.diff() >= 0).all()) else x.argsort(stable=True) for x in host]
+    places = [torch.searchsorted(all_N, x if order is None else x[order]) for x, order in zip(host, orders, strict=True)]
+    for start in range(0, max(len(all_N), 1), at_once):
+        by_head: dict[Hashable, list[list[Part]]] = {}
+        for step, (head, order, place) in enumerate(zip(heads, orders, places, strict=True)):
+            a, b = torch.searchsorted(place, torch.tensor([start, start + at_once])).tolist()
+            for part in _parts(step, order, place[a:b] - start, a, at_once, device):
+                _append(by_head.setdefault(head, []), part, at_once)
+            if not len(place) and start == 0:
+                by_head.setdefault(head, []).append([Part(step, slice(0, 0), slice(0, 0), 0)])
+        yield Chunk(all_N[start : start + at_once].to(device), [piece for pieces in by_head.values() for piece in pieces])
+
+
+def _parts(
+    step: int, order_M: Tensor | None, place_R: Tensor, first: int, at_once: int, device: torch.device
+) -> Iterator[Part]:
+    """The predictions of one step in a chunk, of which the step's first one is number `first` in the order of positions."""
+    for begin in range(0, len(place_R), at_once):
+        place_C = place_R[begin : begin + at_once]
+        count, a = len(place_C), first + begin
+        row_C = slice(a, a + count) if order_M is None else order_M[a : a + count].to(device)
+        run = slice(int(place_C[0]), int(place_C[0]) + count)
+        yield Part(step, row_C, run if bool((place_C.diff() == 1).all()) else place_C.to(device), count)
+
+
+def _append(pieces: list[list[Part]], part: Part, at_once: int) -> None:
+    """Add the part to the last piece where it fits."""
+    if pieces and sum(other.count for other in pieces[-1]) + part.count <= at_once:
+        pieces[-1].append(part)
+    else:
+        pieces.append([part])
+
+
+def joined_index(indices: Sequence[Index], device: torch.device) -> Index:
+    """One index after the other."""
+    return indices[0] if len(indices) == 1 else torch.cat([index_tensor(index, device) for index in indices])
+
+
+def index_tensor(index: Index, device: torch.device) -> Tensor:
+    """The index as numbers."""
+    return torch.arange(index.start, index.stop, device=device) if isinstance(index, slice) else index
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts; of a single part without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

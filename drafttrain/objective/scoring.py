@@ -1,0 +1,285 @@
+"""Scores of all predictions of a batch, and their gradients, which are computed together with the scores.
+
+A chunk of the target's positions at a time: the target's logits once, then, for the predictions of the tokens that follow,
+the drafter's logits, the loss, and at once the gradients of the head's input and parameters, as in the Liger kernel's fused
+linear cross-entropy (arXiv 2410.10989). Then the logits are dropped. The backward pass only scales the gradients: it runs no
+head again.
+
+This needs each prediction's weight in the loss beforehand. Where the weight depends on other predictions' scores
+(`Scoring.differentiable`), the backward pass, which then knows it, computes all chunks once more. Parameters that are whole
+only while their module runs need torch's own graph (`Scoring.recomputed`).
+
+Shapes: M predictions of a step, C predictions scored at once, H hidden, D the head's columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from drafttrain.model.batch import Prediction, TrainBatch
+from drafttrain.objective.chunks import Chunk, Part, chunks, index_tensor, joined, joined_index
+from drafttrain.objective.scores import Terms, scores_of
+from drafttrain.objective.teacher import Distribution, Rows
+
+KEEP_NO_OUTPUT = {"MmBackward0", "AddmmBackward0"}  # operators whose gradient does not need their output
+
+
+@dataclass(frozen=True, slots=True)
+class StepScores:
+    """Scores of one step's predictions, [M] each."""
+
+    loss_M: Tensor  # divergence
+    hit_M: Tensor  # whether the top-1 token is the target's
+    mass_M: Tensor  # acceptance, sum min(p, q)
+
+    @staticmethod
+    def empty(like: Tensor) -> StepScores:
+        """For as many predictions as `like` has rows."""
+        loss_M, mass_M = (like.new_empty(len(like), dtype=torch.float32) for _ in range(2))
+        return StepScores(loss_M, like.new_empty(len(like), dtype=torch.bool), mass_M)
+
+
+class Gradients:
+    """Gradients of each step's hidden states, None where they need none, and of the heads' parameters."""
+
+    def __init__(self, hidden: Sequence[Tensor]) -> None:
+        self.hidden = hidden
+        self.of_hidden = [torch.zeros_like(h) if h.requires_grad else None for h in hidden]
+        self.of_parameter: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, piece: Sequence[Part], input_CH: Tensor, logits_CD: Tensor, slope_CD: Tensor) -> None:
+        """Add the gradients, where the head made these logits of these predictions. slope_CD: of the logits."""
+        if _is_product(logits_CD):
+            product: Any = logits_CD.grad_fn
+            self._add_product(product, slope_CD)
+            if product.next_functions[0][0] is None:  # its input needs no gradient
+                return
+            logits_CD, slope_CD = product._saved_self, slope_CD @ product._saved_mat2.t()
+        parameters = [leaf for leaf in leaves(logits_CD) if leaf is not input_CH]
+        wanted = ([input_CH] if input_CH.requires_grad else []) + parameters
+        if not wanted:
+            return
+        found = list(torch.autograd.grad(logits_CD, wanted, slope_CD, allow_unused=True))
+        to_input_CH = found.pop(0) if input_CH.requires_grad else None
+        for parameter, gradient in zip(parameters, found, strict=True):
+            if gradient is not None and parameter in self.of_parameter:
+                self.of_parameter[parameter].add_(gradient)
+            elif gradient is not None:
+                self.of_parameter[parameter] = gradient
+        if to_input_CH is None:
+            return
+        for part, gradient_CH in zip(piece, to_input_CH.split([part.count for part in piece]), strict=True):
+            own_MH = self.of_hidden[part.step]
+            if own_MH is not None:
+                own_MH[part.row_C] = gradient_CH
+
+    def _add_product(self, product: Any, slope_CD: Tensor) -> None:
+        """Add the gradient of a product's parameter; only the first chunk's has a tensor of its own."""
+        parameter, input_CH = product.next_functions[1][0].next_functions[0][0].variable, product._saved_self
+        if parameter in self.of_parameter:
+            self.of_parameter[parameter].addmm_(slope_CD.t(), input_CH)
+        else:
+            self.of_parameter[parameter] = slope_CD.t() @ input_CH
+
+    def attach(self, total: Tensor) -> Tensor:
+        """The same number, from which these gradients flow."""
+        hidden = {h: own for h, own in zip(self.hidden, self.of_hidden, strict=True) if own is not None}
+        both = [*hidden.items(), *self.of_parameter.items()]
+        out: Tensor = _Attached.apply(total, [own for _, own in both], *(of for of, _ in both))
+        return out
+
+
+def _is_product(logits_CD: Tensor) -> bool:
+    """Whether the logits are the product of a tensor with a parameter's transpose, as from a linear map without bias."""
+    product: Any = logits_CD.grad_fn
+    if type(product).__name__ != "MmBackward0":
+        return False
+    transposed = product.next_functions[1][0]
+    return type(transposed).__name__ == "TBackward0" and _is_leaf(transposed.next_functions[0][0])
+
+
+def _is_leaf(node: Any) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def leaves(root: Tensor) -> list[Tensor]:
+    """The tensors without history that need a gradient of this one, in the order of its graph."""
+    found, seen, ahead = list[Tensor](), set[Any](), list[Any]([root.grad_fn])
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if _is_leaf(node):
+            found.append(node.variable)
+        ahead += [before for before, _ in node.next_functions]
+    return found
+
+
+class Scoring:
+    """Scores the predictions of one batch against the target's distribution, at most `at_once` of them at a time."""
+
+    def __init__(
+        self,
+        predictions: Sequence[Prediction],
+        batch: TrainBatch,
+        distribution: Distribution,
+        terms: Terms,
+        at_once: int,
+        end_to_end: bool = False,
+    ) -> None:
+        """terms, end_to_end: as for `scores_of`."""
+        self.predictions, self.distribution, self.terms, self.end_to_end = predictions, distribution, terms, end_to_end
+        token_P, place_M = batch.token_BT.flatten(), [batch.teacher_index(p.label_M) for p in predictions]
+        self.labels = [token_P[p.label_M] for p in predictions]
+        self.chunks = list(chunks(place_M, [(p.head, p.offers) for p in predictions], at_once))
+
+    @property
+    def hidden(self) -> list[Tensor]:
+        return [prediction.hidden_MH for prediction in self.predictions]
+
+    def weighted(self) -> tuple[list[StepScores], Gradients]:
+        """Scores of every step, and the gradients of the sum of the predictions' weights times their losses."""
+        weights = [_by_row(p.weight, label_M) for p, label_M in zip(self.predictions, self.labels, strict=True)]
+        gradients = Gradients(self.hidden)
+        return self.run(weights if torch.is_grad_enabled() else None, gradients), gradients
+
+    def differentiable(self) -> list[StepScores]:
+        """Scores of every step, whose losses have gradients, for weights that depend on the losses."""
+        found, scores = dict[Tensor, None](), [StepScores.empty(label_M) for label_M in self.labels]
+        scores = self.run(None, None, found)
+        inputs = [h for h in self.hidden if h.requires_grad] + list(found)
+        loss_R: Tensor = _Later.apply(self, joined([step.loss_M for step in scores]), *inputs)
+        losses = loss_R.split([len(label_M) for label_M in self.labels])
+        return [StepScores(loss_M, s.hit_M, s.mass_M) for loss_M, s in zip(losses, scores, strict=True)]
+
+    def recomputed(self) -> list[StepScores]:
+        """As `differentiable`, by torch's graph: the backward pass computes each piece again (arXiv 1604.06174), and the
+        target's logits for each of them. For parameters that DeepSpeed's ZeRO-3 has divided: only their modules gather them."""
+        found: list[list[tuple[Tensor, ...]]] = [[] for _ in self.predictions]
+        for chunk in self.chunks:
+            with torch.no_grad():
+                kept = [self.distribution.at(chunk.position_U)]
+            score = partial(self._scores, chunk, kept)
+            for piece in chunk.pieces:
+                input_CH = joined([self.predictions[part.step].hidden_MH[part.row_C] for part in piece])
+                scored_C = checkpoint(score, piece, input_CH, use_reentrant=False)
+                rows = [index_tensor(part.row_C, input_CH.device) for part in piece]
+                split = (x.split([part.count for part in piece]) for x in scored_C)
+                for part, *own in zip(piece, rows, *split, strict=True):
+                    found[part.step].append(tuple(own))
+            kept.clear()
+        return [_in_order(parts) for parts in found]
+
+    def _scores(
+        self, chunk: Chunk, kept: Sequence[Rows], piece: Sequence[Part], input_CH: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss_C, hit_C, mass_C). kept: the target's logits, where they are still in memory."""
+        first = self.predictions[piece[0].step]
+        label_C = joined([self.labels[part.step][part.row_C] for part in piece])
+        logits_CD = first.head(input_CH)
+        with torch.no_grad():
+            target = kept[0] if kept else self.distribution.at(chunk.position_U)
+            rows = target(joined_index([part.place_C for part in piece], label_C.device), first, logits_CD)
+        return scores_of(first, logits_CD, rows, label_C, self.terms, self.end_to_end)
+
+    def run(
+        self, weights: Sequence[Tensor] | None, gradients: Gradients | None, found: dict[Tensor, None] | None = None
+    ) -> list[StepScores]:
+        """Scores of every step. weights: of each prediction; None: add no gradients. found: receives the heads' parameters."""
+        scores = [StepScores.empty(label_M) for label_M in self.labels]
+        for chunk in self.chunks:
+            with torch.no_grad():
+                target = self.distribution.at(chunk.position_U)
+            for piece in chunk.pieces:
+                self._piece(piece, target, scores, weights, gradients, found)
+        return scores
+
+    def _piece(
+        self,
+        piece: Sequence[Part],
+        target: Rows,
+        scores: Sequence[StepScores],
+        weights: Sequence[Tensor] | None,
+        gradients: Gradients | None,
+        found: dict[Tensor, None] | None,
+    ) -> None:
+        first = self.predictions[piece[0].step]
+        input_CH = joined([self.predictions[part.step].hidden_MH.detach()[part.row_C] for part in piece])
+        input_CH.requires_grad_(any(self.predictions[part.step].hidden_MH.requires_grad for part in piece))
+        label_C = joined([self.labels[part.step][part.row_C] for part in piece])
+        place_C = joined_index([part.place_C for part in piece], label_C.device)
+        with torch.set_grad_enabled(weights is not None or found is not None):
+            logits_CD = first.head(input_CH)
+            if found is not None:
+                found |= dict.fromkeys(leaf for leaf in leaves(logits_CD) if leaf is not input_CH)
+                logits_CD = logits_CD.detach()
+            with torch.no_grad():
+                rows = target(place_C, first, logits_CD)
+            own_CD = logits_CD.detach().requires_grad_(logits_CD.requires_grad)
+            spend = type(logits_CD.grad_fn).__name__ in KEEP_NO_OUTPUT
+            scored_C = scores_of(first, own_CD, rows, label_C, self.terms, self.end_to_end, spend)
+        if weights is not None and gradients is not None and logits_CD.requires_grad:
+            weight_C = joined([weights[part.step][part.row_C] for part in piece]).to(scored_C[0].dtype)
+            (slope_CD,) = torch.autograd.grad(scored_C[0], own_CD, weight_C)
+            gradients.add(piece, input_CH, logits_CD, slope_CD.detach())
+        for own, whole_C in zip(zip(*(_fields(scores[part.step]) for part in piece), strict=True), scored_C, strict=True):
+            for part, own_M, found_C in zip(piece, own, whole_C.detach().split([p.count for p in piece]), strict=True):
+                own_M[part.row_C] = found_C
+
+
+def _in_order(parts: Sequence[tuple[Tensor, ...]]) -> StepScores:
+    """The scores of one step from (rows, loss, hit, mass) of its parts."""
+    row_M, loss_M, hit_M, mass_M = (torch.cat(column) for column in zip(*parts, strict=True))
+    return StepScores(*(torch.zeros_like(x).index_copy(0, row_M, x) for x in (loss_M, hit_M, mass_M)))
+
+
+def _fields(step: StepScores) -> tuple[Tensor, Tensor, Tensor]:
+    return step.loss_M, step.hit_M, step.mass_M
+
+
+def _by_row(weight: float | Tensor, like_M: Tensor) -> Tensor:
+    if isinstance(weight, Tensor):
+        return weight
+    return like_M.new_full((len(like_M),), weight, dtype=torch.float32)
+
+
+class _Attached(torch.autograd.Function):
+    """A number with gradients that are already known."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the loss's gradients were taken already, and were scaled in place; compute the loss again")
+        return grads[0], None, *(gradient.mul_(grads[0]) for gradient in gradients)
+
+
+class _Later(torch.autograd.Function):
+    """Losses whose gradients are computed in the backward pass, which brings their weights."""
+
+    @staticmethod
+    def forward(ctx: Any, scoring: Scoring, loss_R: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.scoring, ctx.inputs = scoring, inputs
+        return loss_R.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        scoring: Scoring = ctx.scoring
+        gradients = Gradients(scoring.hidden)
+        scoring.run(grads[0].split([len(label_M) for label_M in scoring.labels]), gradients)
+        hidden = [own for own in gradients.of_hidden if own is not None]
+        return None, None, *hidden, *(gradients.of_parameter.get(p) for p in ctx.inputs[len(hidden) :])

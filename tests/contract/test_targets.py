@@ -1,0 +1,114 @@
+"""What every target must do: exact trees or chains, `generate`'s tokens with any drafter, the right taps, training."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.architectures import ARCHITECTURES, WINDOW, model_of
+from benchmarks.tiny import build
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.features.online import Online
+from drafttrain.model.batch import TrainBatch
+from drafttrain.model.target import FINAL, Taps
+from drafttrain.objective.losses import LossOptions, Objective
+from drafttrain.targets.fast import FastTarget, why_not
+from drafttrain.targets.hf import HFTarget
+from tests.helpers import prompts
+
+EXACT = [name for name, row in ARCHITECTURES.items() if row.refused is None]
+REFUSED = [name for name, row in ARCHITECTURES.items() if row.refused is not None]
+FEW = ("Gemma-4 (text)", "DeepSeek-V3", "gpt-oss", "Llama-4 (text)")  # a row of each kind of attention
+FAMILIES = ("medusa", "eagle3", "draft_model", "dflash")
+
+
+def runner_of(model: Any) -> type[HFTarget]:
+    return HFTarget if why_not(model) else FastTarget
+
+
+@cache
+def target_of(name: str) -> HFTarget:
+    model = model_of(name)
+    return runner_of(model)(model)
+
+
+@cache
+def generated(name: str) -> tuple[list[list[int]], list[list[int]]]:
+    """(prompts, transformers' own greedy continuations). Prompts and texts are longer than windows and chunks."""
+    model, asked = model_of(name), prompts(4, vocab=60, seed=3, longest=2 * WINDOW)
+    asked[0] = (asked[0] * 20)[: 3 * WINDOW]
+    texts = []
+    for prompt in asked:
+        given = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        token_1T = torch.tensor([prompt])
+        whole = model.generate(token_1T, attention_mask=torch.ones_like(token_1T), **given)
+        texts.append(whole[0, len(prompt) :].tolist())
+    return asked, texts
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_gives_its_reason(name: str) -> None:
+    reason = ARCHITECTURES[name].refused
+    with pytest.raises(UserError, match=str(reason)) as caught:
+        HFTarget(model_of(name))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_trees_are_exact_where_the_row_says_so(name: str) -> None:
+    """The probe at load time compares them with the model's own forward, with both runners where both serve it."""
+    assert target_of(name).trees == HFTarget(model_of(name)).trees == ARCHITECTURES[name].trees
+
+
+@pytest.mark.sampled(name=FEW, family=("medusa", "draft_model"), batch=(4,))
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", EXACT)
+def test_greedy_tokens_are_generates(name: str, family: str, batch: int) -> None:
+    """Ragged prompts, prompts longer than a prefill chunk and than a window."""
+    target, (asked, texts) = target_of(name), generated(name)
+    chain = {} if target.trees or family != "medusa" else {"paths": [[0], [0, 0], [0, 0, 0]]}
+    drafter = build(family, target, noise=1.0, **chain)
+    results = Decoder(target, drafter, "greedy", Sampling(), frozenset(), 24, prefill_chunk=6).run(asked, batch).results
+    assert [r.tokens for r in results] == texts
+
+
+@pytest.mark.sampled(name=FEW)
+@pytest.mark.parametrize("name", EXACT)
+def test_taps_are_the_outputs_of_their_blocks(name: str) -> None:
+    target = target_of(name)
+    token, position = torch.randint(0, 60, (2, 20)), torch.arange(20).expand(2, 20)
+    last = target.shape.blocks - 1
+    with torch.no_grad():
+        found = target(token, None, None, position, Taps((0, 1), final=True))
+        theirs = model_of(name)(token, output_hidden_states=True)
+    tolerance = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(found.hidden[0], theirs.hidden_states[1], **tolerance)
+    torch.testing.assert_close(found.hidden[1], theirs.hidden_states[2], **tolerance)
+    torch.testing.assert_close(found.hidden[FINAL], theirs.hidden_states[last + 1], **tolerance)
+    torch.testing.assert_close(found.logits_BRV, theirs.logits, **tolerance)
+
+
+@pytest.mark.sampled(name=FEW, family=("medusa",))
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", EXACT)
+def test_two_steps_of_training_lower_the_loss(name: str, family: str) -> None:
+    target = target_of(name)
+    drafter, token_BT = build(family, target, noise=0.1).train().requires_grad_(), torch.randint(0, 60, (2, 30))
+    whole = TrainBatch(token_BT, torch.arange(30).expand(2, 30), torch.zeros_like(token_BT), token_BT > -1)
+    batch = Online(target, drafter.taps).fill(whole)
+    objective, optimizer = Objective(drafter, target, LossOptions()), torch.optim.AdamW(drafter.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        torch.manual_seed(0)  # block families draw their anchors
+        total, _ = objective(batch)
+        losses.append(float(total.detach()))
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+    assert losses[2] < losses[0] and all(torch.isfinite(p).all() for p in drafter.parameters())

@@ -1,0 +1,165 @@
+"""Command lines and launches in processes of their own that import nothing: a server has imported all, and forks for each.
+
+A fresh process imports for six seconds, and then trains for one. The server has one thread, no process group and no model, so
+its children are like fresh processes. Tests that are about how processes start and end still start `python -m drafttrain`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from drafttrain.runs.options import RunOptions
+
+ROOT = Path(__file__).parent.parent
+
+
+class Server:
+    """The process that forks."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.forked"]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=variables, **pipes)
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(10)
+
+    def ask(self, **request: Any) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+@cache
+def server() -> Server:
+    return Server()
+
+
+@dataclass
+class Forked:
+    """A process of the server, the leader of its group; like `subprocess.Popen`."""
+
+    pid: int
+    output: Path
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = server().ask(wait=self.pid, block=False)
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = server().ask(wait=self.pid, block=True)
+        assert self.returncode is not None
+        return self.returncode
+
+    def said(self) -> str:
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+
+def start(command: list[str]) -> Forked:
+    """Start `[python, "-m", "drafttrain", ...]` with this process's folder and environment; stdout and stderr are one file."""
+    assert command[1:3] == ["-m", "drafttrain"]
+    return _fork(argv=command[3:])
+
+
+def run(command: list[str]) -> str:
+    """Start it and wait; what it said. It must end well."""
+    process = start(command)
+    assert process.wait() == 0, process.said()
+    return process.said()
+
+
+def launch(work: Any, options: RunOptions, resolved: dict[str, Any]) -> None:
+    """`drafttrain.cli.launch.launch`. All processes must end well."""
+    process = _fork(work=base64.b64encode(pickle.dumps((work, options, resolved))).decode())
+    assert process.wait() == 0, process.said()
+
+
+def _fork(**work: Any) -> Forked:
+    handle, name = tempfile.mkstemp(prefix="forked-", suffix=".txt")
+    os.close(handle)
+    return Forked(server().ask(**work, output=name, folder=os.getcwd(), environment=dict(os.environ)), Path(name))
+
+
+def serve(requests: TextIO, answers: TextIO) -> dict[str, Any] | None:
+    """Answer requests until there are no more. In a forked child it returns the child's work."""
+    for line in requests:
+        request = json.loads(line)
+        if "wait" in request:
+            pid, status = os.waitpid(request["wait"], 0 if request["block"] else os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if not answer:
+                return dict(request)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    return None
+
+
+def become(request: dict[str, Any], *inherited: TextIO) -> None:
+    """What a shell does between fork and exec."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    null, output = os.open(os.devnull, os.O_RDONLY), os.open(request["output"], os.O_WRONLY | os.O_APPEND)
+    for stream in (0, *(stream.fileno() for stream in inherited)):  # the numbers stay in use: their files close them once more
+        os.dup2(null, stream)
+    os.dup2(output, 1), os.dup2(output, 2)
+    os.close(null), os.close(output)
+
+
+def main() -> None:
+    """Import, then serve."""
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from torch.distributed.launcher import api as elastic
+
+    from drafttrain.cli import launch as launching
+    from drafttrain.cli import main as cli
+    from drafttrain.commands import fit, measure
+    from drafttrain.drafters import families
+    from drafttrain.train.engine import load_deepspeed
+
+    assert fit and measure and families()
+    load_deepspeed()
+    torch.set_num_threads(1)
+    elastic.LaunchConfig = partial(elastic.LaunchConfig, start_method="fork")  # type: ignore[misc,assignment]
+    request = serve(requests, answers)
+    if request is None:
+        return
+    become(request, requests, answers)
+    if "work" in request:
+        work, options, resolved = pickle.loads(base64.b64decode(request["work"]))
+        launching.launch(work, options, resolved)
+    else:
+        sys.argv = [str(ROOT / "drafttrain" / "__main__.py"), *request["argv"]]
+        cli.main()
+
+
+if __name__ == "__main__":
+    main()

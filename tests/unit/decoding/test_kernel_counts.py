@@ -1,0 +1,82 @@
+"""How many kernels a proposal launches on a GPU, counted by the recorder: the launches bound a small drafter's speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.request import Request
+from drafttrain.decoding.scheduler import Session
+from drafttrain.decoding.settings import Controls
+from drafttrain.drafters import families, redrafter
+from drafttrain.drafters.common import dynamic_tree
+from drafttrain.model import kv_storage
+from drafttrain.model.attention import AttentionMetadata
+from drafttrain.ops import library
+from drafttrain.ops.top import reference_log
+from drafttrain.targets.fast import FastTarget
+from tests.helpers import prompts, tiny_model
+from tests.recorder import recorded
+
+ATTENTION = 2  # kernels of one tree attention: `attend` and `combine`
+
+# family: options, kernels of one proposal at most
+BOUNDS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "eagle3 chain": ("eagle3", {"tree": "chain", "draft_length": 4}, 110),
+    "eagle3 dynamic": ("eagle3", {"tree": "dynamic", "draft_length": 4, "width": 4, "nodes": 12}, 140),
+    "eagle chain": ("eagle", {"tree": "chain", "draft_length": 4}, 110),
+    "mtp chain": ("mtp", {"tree": "chain", "draft_length": 4}, 120),
+    "dflash block": ("dflash", {"tree": "chain", "block_size": 16}, 150),
+    "peagle": ("peagle", {}, 120),
+    "hydra": ("hydra", {}, 90),
+    "redrafter": ("redrafter", {}, 140),
+    "medusa": ("medusa", {}, 15),
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Block by block, with append and attention apart. Collects the kernels of attention, which is not computed."""
+    attended, made = list[int](), AttentionMetadata.__init__
+
+    def apart(meta: AttentionMetadata, kv: Any, *rest: Any) -> None:
+        made(meta, kv, *rest)
+        meta.two_kernels, meta.compiled = kv is not None and kv.static and meta.compiled, False
+
+    def attention(q_BNhD: Tensor, *_: Any) -> Tensor:
+        attended.append(ATTENTION)
+        return q_BNhD.new_empty(q_BNhD.shape).flatten(2)
+
+    for module in (dynamic_tree, redrafter):  # on a GPU it is several operators
+        monkeypatch.setattr(module, "top_log", reference_log)
+    monkeypatch.setattr(library, "has_product", lambda: False)
+    monkeypatch.setattr(AttentionMetadata, "__init__", apart)
+    monkeypatch.setattr(kv_storage, "tree_attention", attention)
+    return attended
+
+
+@pytest.mark.skipif(not library.state().loaded, reason=library.state().text)
+@pytest.mark.parametrize("case", BOUNDS)
+def test_a_proposal_launches_few_kernels(case: str, as_on_a_gpu: list[int]) -> None:
+    name, options, most = BOUNDS[case]
+    target, family = FastTarget(tiny_model()), families()[name]
+    torch.manual_seed(0)
+    drafter = family.build(family.options(**options), target).eval().requires_grad_(False)
+    decoder = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=60, controls=Controls(read_every=1))
+    session = Session(decoder, 1, 200)
+    session.submit(Request(prompts(1, seed=9)[0], 0, 60, 4, frozenset()))
+    session.step()
+    session.step()
+    step = session.decode_step
+    assert step.state is not None
+    sampling, before = step.slots.sampling(step.sampling, session.slot_B), len(as_on_a_gpu)
+    with torch.inference_mode(), recorded() as calls:
+        step.state.propose(session.slot_B, sampling)
+    attention = as_on_a_gpu[before:]
+    kernels = calls.kernels.total() + sum(attention)
+    assert len(calls.calls) > 10 and kernels <= most, f"{kernels} kernels: {calls.kernels}, attention {sum(attention)}"

@@ -1,0 +1,67 @@
+"""Attention of blocks in tiles against a dense mask: values and gradients, for every rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.model import blockwise_attention as blockwise
+from drafttrain.model.batch import Context
+from drafttrain.model.blockwise_attention import Rule, blockwise_attention
+
+COLUMNS, BLOCKS, SLOTS = 37, 7, 3
+
+
+def dense(rule: Rule, seen: Context) -> Tensor:
+    """[B, A S, T + A S] which keys every slot sees, one slot at a time."""
+    mask = torch.zeros(2, BLOCKS * SLOTS, COLUMNS + BLOCKS * SLOTS, dtype=torch.bool)
+    for row in range(2):
+        for block in range(BLOCKS):
+            first, last = int(seen.first_BA[row, block]), int(seen.last_BA[row, block])
+            for slot in range(SLOTS):
+                place = last + 1 + slot
+                for column in range(first, last + 1):
+                    mask[row, block * SLOTS + slot, column] = rule.window is None or place - column < rule.window
+                for other in range(slot + 1 if rule.chained else SLOTS):
+                    near = rule.window is None or slot - other < rule.window
+                    mask[row, block * SLOTS + slot, COLUMNS + block * SLOTS + other] = near
+    return mask
+
+
+@pytest.mark.parametrize("least", [3, 6, 64])  # slots of a tile: 1 or 2 blocks, the last tile short, or all
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("rule", [Rule(), Rule(chained=True), Rule(chained=True, window=5), Rule(scale=0.3)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
+def test_tiles_are_the_dense_mask(
+    dtype: torch.dtype, close: float, rule: Rule, kv_heads: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blockwise, "LEAST_TILE", least)
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, BLOCKS, SLOTS, 8, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(2, kv_heads, BLOCKS, SLOTS, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    context = [torch.randn(2, kv_heads, COLUMNS, 8, dtype=dtype, requires_grad=True) for _ in range(2)]
+    first_BA = torch.randint(0, 9, (2, BLOCKS)).sort(1).values
+    seen = Context(first_BA, first_BA + torch.randint(0, 28, (2, BLOCKS)))
+    weight = torch.randn(2, 4, BLOCKS, SLOTS, 8, dtype=dtype)
+
+    def plain() -> Tensor:
+        both = [torch.cat([c, x.flatten(2, 3)], 2) for c, x in zip(context, (k, v), strict=True)]
+        keys, values = (x.repeat_interleave(4 // kv_heads, 1) for x in both)
+        mask = dense(rule, seen)[:, None]
+        return F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, mask, scale=rule.scale).view(q.shape)
+
+    inputs = [q, k, v, *context]
+    for ours, wanted in zip(*(
+        [out, *torch.autograd.grad((out * weight).sum(), inputs)]
+        for out in (blockwise_attention(q, k, v, *context, seen, rule), plain())
+    ), strict=True):  # fmt: skip
+        torch.testing.assert_close(ours, wanted, atol=close, rtol=close)
+
+
+def test_blocks_that_see_no_context() -> None:
+    q, k, v = (torch.randn(1, 2, 2, 3, 8) for _ in range(3))
+    none_12 = torch.zeros(1, 2, dtype=torch.long)
+    out = blockwise_attention(q, k, v, torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), Context(none_12, none_12 - 1))
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))

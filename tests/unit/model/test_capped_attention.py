@@ -1,0 +1,31 @@
+"""Attention with soft caps, sinks and windows equals its formula, however the queries are divided."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttrain.model import capped_attention as module
+from drafttrain.model.capped_attention import capped_attention
+
+
+@pytest.mark.parametrize("scores", [1, 500, 2**24])
+@pytest.mark.parametrize("window", [None, 1, 5, 70])
+@pytest.mark.parametrize(("cap", "sinks"), [(None, True), (2.0, False), (1.5, True)])
+def test_it_equals_the_formula(
+    scores: int, window: int | None, cap: float | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SCORES", scores)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, n, t, 6, generator=generator) for n, t in ((6, 67), (3, 90), (3, 90)))
+    sink = torch.randn(6, generator=generator) if sinks else None
+    at = torch.arange(23, 90)[:, None] - torch.arange(90)
+    seen = (at >= 0) & (at < (window or 1000))
+    score = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.4
+    score = score if cap is None else cap * torch.tanh(score / cap)
+    weight = score.masked_fill(~seen, -torch.inf).exp()
+    total = weight.sum(-1, keepdim=True) + (0.0 if sink is None else sink.exp().view(1, 6, 1, 1))
+    wanted = weight / total @ v.repeat_interleave(2, 1)
+    for mask in (None, seen.expand(2, -1, -1)):
+        found = capped_attention(q, k, v, 0.4, window, cap, sink, mask)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,248 @@
+"""The target's head runs once per position, the drafter's once per prediction, and the gradients are those of a plain loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.drafters import families
+from drafttrain.features.online import Online
+from drafttrain.model.batch import Top
+from drafttrain.model.drafter import Drafter
+from drafttrain.model.target import FINAL
+from drafttrain.objective.chunks import Chunk, chunks
+from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from drafttrain.targets.hf import HFTarget
+from tests.helpers import tiny_target
+from tests.unit.objective.test_losses import naive_loss, padded_batch
+
+LOSSES = ["ce", "kl", "rkl", "jsd", "tvd", "lk"]
+MIX = {"ce": 0.1, "tvd": 1.8, "kl": 0.5}
+CHUNKS = [7, 4096]
+
+
+def made(name: str, target: HFTarget, **options: Any) -> Drafter:
+    family = families()[name]
+    drafter = family.build(family.options(**options), target)
+    torch.manual_seed(2)
+    for parameter in drafter.parameters():
+        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    return drafter.train()
+
+
+def counted(function: Callable[[Tensor], Tensor], rows: list[int]) -> Callable[[Tensor], Tensor]:
+    def call(hidden: Tensor) -> Tensor:
+        rows.append(hidden.shape[:-1].numel())
+        return function(hidden)
+
+    return call
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("eagle3", {"steps": 7}), ("eagle3", {"steps": 7, "draft_vocab": 20}), ("medusa", {}), ("redrafter", {}), ("peagle", {})],
+)
+def test_heads_run_once(name: str, options: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's for each position whose next token is a label; the drafter's for each prediction, backward included."""
+    target, of_target, of_drafter = tiny_target(), list[int](), list[int]()
+    drafter = made(name, target, **options)
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    predictions = list(drafter.predict(filled))
+    heads: Any = {p.head if isinstance(p.head, torch.nn.Module) else drafter.lm_head for p in predictions}
+    for head in heads:
+        monkeypatch.setattr(head, "forward", counted(head.forward, of_drafter))
+    monkeypatch.setattr(target, "head", counted(target.head, of_target))
+    Objective(drafter, target, LossOptions(chunk=chunk))(filled)[0].backward()
+    assert sum(of_target) == len(torch.cat([p.label_M for p in predictions]).unique())
+    assert sum(of_drafter) == sum(len(p.label_M) for p in predictions)
+    assert max(of_target + of_drafter) <= chunk
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_the_targets_head_runs_once_in_evaluation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rows = tiny_target(), list[int]()
+    drafter = made(name, target).eval()
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    labels = torch.cat([p.label_M for p in drafter.predict(filled)])
+    monkeypatch.setattr(target, "head", counted(target.head, rows))
+    teacher_forced(drafter, target, filled)
+    assert sum(rows) == len(labels.unique())
+
+
+def test_the_end_to_end_loss_runs_heads_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rows = tiny_target(), list[int]()
+    drafter = made("eagle3", target, steps=7)
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    labels = torch.cat([p.label_M for p in drafter.predict(filled)])
+    monkeypatch.setattr(target, "head", counted(target.head, rows))
+    Objective(drafter, target, LossOptions("e2e_tv", 7))(filled)[0].backward()
+    assert sum(rows) == 2 * len(labels.unique())
+
+
+def gradients(loss: Tensor, drafter: Drafter) -> list[Tensor]:
+    found = torch.autograd.grad(loss, list(drafter.parameters()), allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, drafter.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("loss", [*LOSSES, "mix"])
+def test_a_part_of_the_vocabulary_as_a_plain_loss(loss: str, chunk: int) -> None:
+    """Over the drafter's own tokens alone, renormalised; 0 where what is to be learnt is not among them."""
+    target = tiny_target()
+    drafter = made("eagle3", target, steps=3, draft_vocab=20)
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    mix = MIX if loss == "mix" else {}
+    total, _ = Objective(drafter, target, LossOptions(loss, chunk, mix))(filled)
+    naive, final, token = torch.zeros(()), filled.hidden[FINAL].flatten(0, 1), filled.token_BT.flatten()
+    for prediction in drafter.predict(filled):
+        q = prediction.whole(prediction.head(prediction.hidden_MH), target.shape.vocab_size)
+        p, label = target.head(final[prediction.label_M - 1]), token[prediction.label_M]
+        for name, weight in (mix or {loss: 1.0}).items():
+            naive = naive + prediction.weight * weight * naive_loss(name, q, p, label).sum()
+    torch.testing.assert_close(total, naive)
+    for a, b in zip(gradients(total, drafter), gradients(naive, drafter), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["kl", "mix", "e2e_tv"])
+@pytest.mark.parametrize(("name", "options"), [("eagle3", {"draft_vocab": 20}), ("dspark", {}), ("dflash2", {"candidates": 4})])
+def test_of_the_likeliest_tokens_alone_chunks_change_nothing(name: str, options: dict[str, Any], loss: str) -> None:
+    """The target's tail then depends on the drafter's logits, step by step."""
+    target = tiny_target()
+    drafter = made(name, target, **options)
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    log_p = target.head(filled.hidden[FINAL]).log_softmax(-1)
+    best = log_p.topk(5)
+    rest = (1 - best.values.exp().sum(-1)).log()
+    filled = replace(filled, top=Top(best.indices, best.values, rest))
+    mix = MIX if loss == "mix" else {}
+    one, two = (Objective(drafter, target, LossOptions(loss, chunk, mix))(filled)[0] for chunk in CHUNKS)
+    torch.testing.assert_close(one, two)
+    for a, b in zip(gradients(one, drafter), gradients(two, drafter), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_in_bfloat16_gradients_are_as_close_as_those_of_a_plain_loss(name: str) -> None:
+    """Both compared with float32: chunks add no more than rounding to the gradient's own dtype."""
+    target = tiny_target()
+    drafter = made(name, target)
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    exact = gradients(Objective(drafter, target, LossOptions(chunk=7))(filled)[0], drafter)
+    drafter.to(torch.bfloat16)
+    ours = gradients(Objective(drafter, target, LossOptions(chunk=7))(filled)[0], drafter)
+    final = filled.hidden[FINAL].flatten(0, 1)
+    low = replace(filled, hidden={key: state.bfloat16() for key, state in filled.hidden.items()})
+    naive = torch.zeros(())
+    for p in drafter.predict(low):
+        log_p = target.head(final[p.label_M - 1]).log_softmax(-1)
+        kl = F.kl_div(p.head(p.hidden_MH).float().log_softmax(-1), log_p, reduction="none", log_target=True)
+        naive = naive + p.weight * kl.sum()
+    plain = gradients(naive, drafter)
+
+    def apart(found: list[Tensor]) -> float:
+        return float(sum((a.float() - b).square().sum() for a, b in zip(found, exact, strict=True)) ** 0.5)
+
+    assert apart(ours) <= 1.5 * apart(plain)
+    assert all(g.dtype == torch.bfloat16 for g in ours)
+
+
+def test_gradients_are_scaled_with_the_loss_and_given_once() -> None:
+    target = tiny_target()
+    drafter = made("medusa", target)
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    objective = Objective(drafter, target, LossOptions(chunk=7))
+    once, thrice = gradients(objective(filled)[0], drafter), gradients(3.0 * objective(filled)[0], drafter)
+    for a, b in zip(once, thrice, strict=True):
+        torch.testing.assert_close(3.0 * a, b)
+    loss = objective(filled)[0]
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="compute the loss again"):
+        loss.backward()
+
+
+def test_without_gradients_the_loss_is_the_same() -> None:
+    target = tiny_target()
+    for name, loss in (("eagle3", "kl"), ("dspark", "e2e_tv")):
+        drafter = made(name, target)
+        filled = Online(target, drafter.taps).fill(padded_batch())
+        objective = Objective(drafter, target, LossOptions(loss, 7))
+        with torch.no_grad():
+            plain = objective(filled)[0]
+        assert not plain.requires_grad
+        torch.testing.assert_close(plain, objective(filled)[0].detach())
+
+
+def test_a_batch_without_labels_gives_zero_gradients() -> None:
+    target = tiny_target()
+    drafter, batch = made("medusa", target), padded_batch()
+    filled = Online(target, drafter.taps).fill(replace(batch, mask_BT=torch.zeros_like(batch.mask_BT)))
+    total, counts = Objective(drafter, target, LossOptions())(filled)
+    total.backward()
+    assert float(total.detach()) == 0.0 and not counts.total.any()
+    assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
+
+
+def whole(x: Any, n: int) -> list[int]:
+    return list(range(n))[x] if isinstance(x, slice) else x.tolist()
+
+
+def checked(chunk: Chunk, positions: list[Tensor], heads: list[str], at_once: int) -> list[tuple[int, int]]:
+    """(step, row) of its predictions, whose positions must be right."""
+    found, known = [], chunk.position_U.tolist()
+    assert len(known) <= at_once
+    for piece in chunk.pieces:
+        assert sum(part.count for part in piece) <= at_once and len({heads[part.step] for part in piece}) == 1
+        for part in piece:
+            rows = whole(part.row_C, len(positions[part.step]))
+            places = whole(part.place_C, len(known))
+            assert len(rows) == len(places) == part.count
+            assert [int(positions[part.step][row]) for row in rows] == [known[place] for place in places]
+            found += [(part.step, row) for row in rows]
+    return found
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 5, 100])
+def test_chunks_have_every_prediction_once(at_once: int) -> None:
+    positions = [torch.tensor(x) for x in ([2, 3, 4, 8, 9], [3, 4, 9], [9, 2, 3, 3, 3], [], [7])]
+    heads = ["a", "a", "b", "b", "b"]
+    found = [row for c in chunks(positions, heads, at_once) for row in checked(c, positions, heads, at_once)]
+    assert sorted(found) == [(step, row) for step, x in enumerate(positions) for row in range(len(x))]
+    assert {part.step for c in chunks(positions, heads, at_once) for p in c.pieces for part in p} == set(range(5))
+    known = [position for c in chunks(positions, heads, at_once) for position in c.position_U.tolist()]
+    assert known == [2, 3, 4, 7, 8, 9]
+    assert list(chunks([], [], at_once)) == []
+
+
+def test_a_run_of_positions_is_not_copied() -> None:
+    (chunk,) = chunks([torch.arange(3, 9), torch.tensor([4, 5, 6])], ["a", "b"], 100)
+    assert [(p.row_C, p.place_C) for piece in chunk.pieces for p in piece] == [
+        (slice(0, 6), slice(0, 6)),
+        (slice(0, 3), slice(1, 4)),
+    ]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("loss", ["kl", "e2e_tv"])
+@pytest.mark.parametrize("name", ["eagle3", "dspark", "peagle", "dflash2"])
+def test_divided_parameters_get_the_same_gradients(name: str, loss: str, chunk: int) -> None:
+    """By torch's own graph, with each piece computed again in the backward pass."""
+    target = tiny_target()
+    drafter = made(name, target)
+    filled = Online(target, drafter.taps).fill(padded_batch())
+    objective = Objective(drafter, target, LossOptions(loss, chunk))
+    whole, counts = objective(filled)
+    wanted = gradients(whole, drafter)
+    next(drafter.parameters()).ds_id = 0  # type: ignore[attr-defined]  # as DeepSpeed marks them
+    again, counts_again = objective(filled)
+    torch.testing.assert_close(again, whole)
+    torch.testing.assert_close(counts_again.packed(), counts.packed())
+    for a, b in zip(gradients(again, drafter), wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
