@@ -24,7 +24,7 @@ from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import probe, reference_logits
-from drafttrain.targets.shallow import check_first, final_norm, first_blocks
+from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed
 from drafttrain.targets.slot_cache import RowShape, SlotCache, extra_layers
 from drafttrain.targets.structure import find_backbone, find_blocks, lacking, scale_of, set_depth, shape_of
 from drafttrain.targets.substitute import restore, substitute
@@ -196,7 +196,7 @@ class HFTarget(PrunedTarget):
         config = copy.deepcopy(self.model.config)
         set_depth(config, blocks)
         model: Any = type(self.model)(config)
-        missing = model.load_state_dict(self.model.state_dict(), strict=False).missing_keys
+        missing = model.load_state_dict(narrowed(self.model.state_dict(), model), strict=False).missing_keys
         assert not missing, f"a pruned copy lacks {missing}"
         return self._trainable(model.to(self.device, torch.float32))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -17,11 +19,29 @@ def weight_sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, memo | {id(b): b for b in model.buffers()})
 
 
+def narrowed(weights: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """Weights of a deeper model as a `model` of its first blocks has them, views of the same memory.
+
+    Some weights pack the parts of all blocks in one matrix, in order (Gemma-4's and Gemma-3n's per-layer embeddings): the
+    first rows or columns are kept.
+    """
+    found = dict(weights)
+    for name, own in model.state_dict().items():
+        for dim, size in enumerate(own.shape if name in found else ()):
+            found[name] = found[name].narrow(dim, 0, size)
+    return found
+
+
 def first_blocks(model: PreTrainedModel, blocks: int, first: int) -> PreTrainedModel:
     """A model of the `first` blocks over the same memory, with embedding, norm and head. blocks: the number of all blocks."""
     copied = weight_sharing_copy(model)
     set_depth(copied.config, first)
     del find_blocks(copied, blocks)[first:]
+    with torch.device("meta"):
+        outline = type(copied)(copied.config)
+    weights = narrowed(copied.state_dict(), outline)
+    for name, weight in copied.named_parameters():
+        weight.data = weights[name]
     return copied.eval()
 
 
@@ -29,6 +49,8 @@ def final_norm(model: PreTrainedModel, blocks: int) -> nn.Module:
     """The last norm outside the blocks. Raises UserError for a model without one."""
     inside = {id(module) for module in find_blocks(model, blocks).modules()}
     found = [m for m in model.modules() if id(m) not in inside and "norm" in type(m).__name__.lower()]
+    hidden = model.config.get_text_config().hidden_size  # Gemma-4 has a norm of narrower per-layer embeddings too
+    found = [m for m in found if all(p.shape == (hidden,) for p in m.parameters())]
     if not found:
         raise UserError(f"{type(model).__name__} has no norm before its head, which this drafter shares; choose another family")
     return found[-1]

@@ -80,6 +80,15 @@ def test_greedy_tokens_are_generates(name: str, family: str, batch: int) -> None
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", EXACT)
+def test_its_first_blocks_draft_for_it(name: str) -> None:
+    """An early exit is a view of the target's weights, those that pack all blocks in one matrix included."""
+    target, (asked, texts) = target_of(name), generated(name)
+    decoder = Decoder(target, build("early_exit", target, noise=1.0), "greedy", Sampling(), frozenset(), 24, prefill_chunk=6)
+    assert [r.tokens for r in decoder.run(asked, 4).results] == texts
+
+
+@pytest.mark.sampled(name=FEW)
+@pytest.mark.parametrize("name", EXACT)
 def test_taps_are_the_outputs_of_their_blocks(name: str) -> None:
     target = target_of(name)
     token, position = torch.randint(0, 60, (2, 20)), torch.arange(20).expand(2, 20)

@@ -121,7 +121,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]
 @pytest.mark.parametrize("case", QUICK)
 def test_two_processes_have_the_losses_and_gradients_of_one(case: str, pair: dict[str, dict[str, float]]) -> None:
     figures = pair[f"{case}, fast"]
-    assert set(figures) == set(BATCHES) and max(figures.values()) < 1e-5, figures
+    assert set(figures) == set(BATCHES) and max(figures.values()) < 2e-5, figures
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_so_have_four_in_every_family(case: str, four: dict[str, dict[str, float
     figures = four[f"{case}, fast"]
     if not figures:
         pytest.skip("trains nothing")
-    assert set(figures) == set(BATCHES) and max(figures.values()) < 1e-5, figures
+    assert set(figures) == set(BATCHES) and max(figures.values()) < 2e-5, figures
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_so_have_four_in_every_family(case: str, four: dict[str, dict[str, float
 @pytest.mark.parametrize("case", ["medusa", "draft_model"])
 def test_so_have_other_runners_and_windows(case: str, runner: str, four: dict[str, dict[str, float]]) -> None:
     figures = four[f"{case}, {runner}"]
-    assert set(figures) == set(BATCHES) and max(figures.values()) < 1e-5, figures
+    assert set(figures) == set(BATCHES) and max(figures.values()) < 2e-5, figures
 
 
 @pytest.mark.slow
