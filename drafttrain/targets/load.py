@@ -219,6 +219,7 @@ def keep_freed_memory() -> None:
 def _stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer."""
     found: set[int] = set()
-    for ids in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    for owner in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
+        ids = getattr(owner, "eos_token_id", None)  # a configuration of text and images may have none itself
         found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
     return frozenset(found)

@@ -7,23 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import tiny_model
+from tests.tokenizers import save_bytes_tokenizer
 
 
 @pytest.fixture(scope="session")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target with a byte tokenizer, and texts of uneven length."""
     folder = tmp_path_factory.mktemp("material")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = [c for c in pre_tokenizers.ByteLevel.alphabet() if c in "abcdefghijklmnopqrstuvwxyz0123456789"]
-    bpe.train_from_iterator(
-        [], trainers.BpeTrainer(vocab_size=40, special_tokens=["<eos>", "<pad>"], initial_alphabet=alphabet)
-    )
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder / "target")
+    save_bytes_tokenizer(folder / "target")
     tiny_model().save_pretrained(folder / "target")
     generator = torch.Generator().manual_seed(0)
     lines = []

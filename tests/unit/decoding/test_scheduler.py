@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.core.sampling import Sampling, distribution
+from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, ancestors
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Request, Result, StopText
@@ -22,6 +21,7 @@ from drafttrain.model.target import Taps
 from drafttrain.ops import greedy_accept, library, lossless_accept, sample
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import Scripted, ScriptedState, never, oracle, prompts, random_guess, tiny_model, tiny_target
+from tests.laws import Law, law_of_texts, tail
 
 NEW = 14
 CHAIN = [[0] * d for d in range(1, 5)]
@@ -382,25 +382,9 @@ class SiblingsState(ScriptedState):
 def test_sampled_siblings_follow_the_targets_law_through_the_whole_loop(policy: str) -> None:
     """Chi-square of three tokens jointly, vocabulary 64, top-k and top-p applied."""
     sampling, prompt, count = Sampling(1.1, top_k=5, top_p=0.9, seed=21), prompts(1, seed=4, longest=9)[0], 4000
-    expected: dict[tuple[int, ...], float] = {(): 1.0}
-    with torch.no_grad():
-        for _ in range(4):
-            texts = list(expected)
-            laws = distribution(HF.model(torch.tensor([prompt + list(t) for t in texts])).logits[:, -1].double(), sampling)
-            grown: dict[tuple[int, ...], float] = Counter()
-            for text, p in zip(texts, laws, strict=True):
-                for token in p.nonzero()[:, 0].tolist():
-                    grown[(*text, token)] += expected[text] * float(p[token])
-            expected = grown
-    joint: Counter[tuple[int, ...]] = Counter()
-    for text, p in expected.items():
-        joint[text[1:]] += p  # type: ignore[assignment]
+    joint = Law()
+    for text, p in law_of_texts(HF.model, prompt, sampling, 4).items():
+        joint[text[1:]] = joint.get(text[1:], 0.0) + p
     decoder = Decoder(FAST, Siblings(64), policy, sampling, max_new_tokens=4)
-    found = Counter(tuple(r.tokens[1:]) for r in decoder.run([prompt] * count, 250).results)
-    assert set(found) <= set(joint)
-    cells = [(found[k], count * p) for k, p in joint.items() if count * p >= 5]
-    rest = count - sum(e for _, e in cells)
-    cells.append((count - sum(f for f, _ in cells), rest))
-    statistic = sum((f - e) ** 2 / e for f, e in cells)
-    tail = float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2)))
-    assert len(cells) > 20 and tail > 1e-4, f"chi-square {statistic:.1f} over {len(cells)} cells"
+    results = decoder.run([prompt] * count, 250).results
+    assert len(joint) > 20 and tail(joint, (tuple(r.tokens[1:]) for r in results)) > 1e-4

@@ -1,0 +1,54 @@
+"""Every target's sampled texts follow its own law, whatever drafts for it: counted out on a vocabulary of five tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from benchmarks.architectures import WINDOW, model_of
+from benchmarks.tiny import build
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from tests.contract.test_targets import EXACT, FEW, runner_of
+from tests.laws import Law, law_of_texts, tail
+
+VOCAB, LENGTH, COUNT = 5, 3, 1500
+PROMPT = [1, 4, 2, 2, 0, 3, 1] * 3  # longer than windows and chunks
+SAMPLING = Sampling(0.7, seed=5)
+assert len(PROMPT) > 2 * WINDOW
+
+
+@cache
+def target_of(name: str) -> Any:
+    model = model_of(name, vocab_size=VOCAB)
+    return runner_of(model)(model)
+
+
+@cache
+def expected(name: str) -> Law:
+    return law_of_texts(model_of(name, vocab_size=VOCAB), PROMPT, SAMPLING, LENGTH)
+
+
+@pytest.mark.sampled(name=FEW, family=("draft_model",))
+@pytest.mark.parametrize("family", ["medusa", "draft_model"])
+@pytest.mark.parametrize("name", EXACT)
+def test_samples_follow_the_targets_law(name: str, family: str) -> None:
+    """Texts of three tokens jointly; drafts of trees and chains, drawn and not drawn, that are often wrong."""
+    target = target_of(name)
+    chain = {} if target.trees or family != "medusa" else {"paths": [[0], [0, 0], [0, 0, 0]]}
+    decoder = Decoder(target, build(family, target, noise=1.0, **chain), "lossless", SAMPLING, max_new_tokens=LENGTH)
+    results = decoder.run([PROMPT] * COUNT, 250).results
+    assert tail(expected(name), (tuple(r.tokens) for r in results)) > 1e-4
+    assert sum(sum(r.accepted) for r in results) > 0  # drafts were accepted, and so tested
+
+
+def test_a_wrong_law_is_seen() -> None:
+    """Samples of one target do not pass for another's, nor do those at another temperature."""
+    target = target_of("Llama")
+    results = Decoder(target, None, "lossless", SAMPLING, max_new_tokens=LENGTH).run([PROMPT] * COUNT, 250).results
+    texts = [tuple(r.tokens) for r in results]
+    assert tail(expected("Llama"), texts) > 1e-6
+    other = law_of_texts(model_of("Llama", vocab_size=VOCAB), PROMPT, Sampling(1.0), LENGTH)
+    assert tail(other, texts) < 1e-6 and tail(expected("GPT-2"), texts) < 1e-6

@@ -1,0 +1,42 @@
+"""The law of a target's sampled texts, counted out text by text, and how well samples follow it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from drafttrain.core.sampling import Sampling, distribution
+
+Law = dict[tuple[int, ...], float]
+
+
+@torch.no_grad()
+def law_of_texts(model: Any, prompt: list[int], sampling: Sampling, length: int) -> Law:
+    """The probability of every text of `length` tokens after the prompt, by the model's own forward without a cache."""
+    expected: Law = {(): 1.0}
+    for _ in range(length):
+        texts, grown = list(expected), Law()
+        token_BT = torch.tensor([prompt + list(text) for text in texts])
+        laws = distribution(model(token_BT).logits[:, -1].double(), sampling)
+        for text, law_V in zip(texts, laws, strict=True):
+            for token in law_V.nonzero()[:, 0].tolist():
+                grown[(*text, token)] = expected[text] * float(law_V[token])
+        expected = grown
+    return expected
+
+
+def tail(law: Law, samples: Iterable[tuple[int, ...]]) -> float:
+    """The probability of a worse fit than these samples', by chi-square; 0 if one of them is impossible."""
+    found = Counter(samples)
+    if not set(found) <= set(law):
+        return 0.0
+    count = sum(found.values())
+    cells = sorted((count * p, found[text]) for text, p in law.items())
+    while len(cells) > 1 and cells[0][0] < 5:  # the rarest texts together: chi-square is the limit of large cells
+        (first, few), (second, more), *rest = cells
+        cells = sorted([(first + second, few + more), *rest])
+    statistic = sum((f - e) ** 2 / e for e, f in cells)
+    return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2)))
