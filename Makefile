@@ -29,7 +29,7 @@ STEPS ?= 1200
 NODES ?= 18
 FLAGS ?=
 
-.PHONY: help install quickstart test test-all test-slow test-engines test-faults checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families export-matrix docs clean
+.PHONY: help install quickstart test test-all test-slow test-engines test-faults checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families targets export-matrix docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -76,6 +76,9 @@ checks: install  ## ruff, mypy, clang-format and the fast tests
 	$(BIN)/mypy
 	$(if $(KERNELS),$(BIN)/clang-format --dry-run --Werror $(KERNELS))
 	$(PYTEST)
+
+targets: install  ## renew the table of docs/targets.md from tiny models of every architecture
+	$(BIN)/python -m benchmarks.targets docs/targets.md
 
 families: install  ## all families with one budget, side by side: an hour on two CPU cores (STEPS=1200 NODES=18 FLAGS=...)
 	$(BIN)/python benchmarks/families.py --steps $(STEPS) --nodes $(NODES) $(FLAGS)

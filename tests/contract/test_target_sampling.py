@@ -40,7 +40,7 @@ def test_samples_follow_the_targets_law(name: str, family: str) -> None:
     chain = {} if target.trees or family != "medusa" else {"paths": [[0], [0, 0], [0, 0, 0]]}
     decoder = Decoder(target, build(family, target, noise=1.0, **chain), "lossless", SAMPLING, max_new_tokens=LENGTH)
     results = decoder.run([PROMPT] * COUNT, 250).results
-    assert tail(expected(name), (tuple(r.tokens) for r in results)) > 1e-4
+    assert tail(expected(name), (tuple(r.tokens) for r in results)) > 1e-6
     assert sum(sum(r.accepted) for r in results) > 0  # drafts were accepted, and so tested
 
 

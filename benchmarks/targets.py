@@ -1,0 +1,92 @@
+"""The table of docs/targets.md: `python -m benchmarks.targets docs/targets.md` writes it.
+
+Each row comes from a tiny random model of the architecture, loaded as `drafttrain` loads a target: its runner, its probe and
+its refusals, not a list kept by hand. The last column adds the notes of `benchmarks.architectures`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.architectures import ROWS, Architecture, model_of
+from drafttrain.core.errors import UserError
+from drafttrain.targets.fast import FastTarget, why_not, why_whole
+from drafttrain.targets.hf import HFTarget
+
+BEGIN, END = "<!-- targets: written by `make targets` -->", "<!-- /targets -->"
+HEAD = ["architecture", "transformers class", "runner", "drafts", "CUDA graphs", "tensor parallel", "ZeRO-3"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What loading a target of one architecture showed."""
+
+    name: str
+    kind: str  # transformers' class
+    refused: str | None = None  # why it is no target
+    runner: str = ""
+    slow: str | None = None  # why the fast runner does not serve it
+    trees: bool = False
+    graphs: str = ""
+    whole: str | None = None  # why its blocks are not split over processes
+    shown: str = ""
+
+    @property
+    def cells(self) -> list[str]:
+        """Its row of the table."""
+        start = [self.name, f"`{self.kind}`"]
+        if self.refused is not None:
+            return [*start, "refused", *["-"] * 4]
+        split = "no" if self.whole else "yes"
+        return [*start, self.runner, "trees" if self.trees else "chains", self.graphs, split, "yes"]
+
+
+def facts_of(row: Architecture) -> Facts:
+    """Load a tiny model of the architecture and note what came of it."""
+    model: Any = model_of(row.name)
+    kind, slow = type(model).__name__, why_not(model)
+    try:
+        target = (HFTarget if slow else FastTarget)(model)
+    except UserError as error:
+        return Facts(row.name, kind, str(error), shown=row.shown)
+    graphs = "no"
+    if isinstance(target, FastTarget):
+        graphs = "asked at load" if any(block.experts is not None for block in target._chain) else "yes"
+    whole = slow if slow else why_whole(model)
+    name = "fast" if isinstance(target, FastTarget) else "transformers"
+    return Facts(row.name, kind, None, name, slow, target.trees, graphs, whole, row.shown)
+
+
+def table(rows: list[Facts]) -> str:
+    """Markdown: the table, the reasons of what is refused, and the notes."""
+    lines = [HEAD, ["---"] * len(HEAD), *(row.cells for row in rows)]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    refused = [f"- {row.name}: {row.refused}." for row in rows if row.refused is not None]
+    split = [f"- {row.name}: {row.whole}." for row in rows if row.refused is None and row.whole and not row.slow]
+    notes = [f"- {row.name}: {row.shown}." for row in rows if row.shown]
+    parts = [
+        text,
+        "Refused, as the error says:",
+        "\n".join(refused),
+        "Fast, but not split over processes (`target.tensor_parallel`):",
+    ]
+    parts += ["\n".join(split), *(["Notes:", "\n".join(notes)] if notes else [])]
+    return "\n\n".join(parts)
+
+
+def renewed(page: str, rows: list[Facts]) -> str:
+    """The page with a new table between its marks."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    page = Path(sys.argv[1])
+    page.write_text(renewed(page.read_text(encoding="utf-8"), [facts_of(row) for row in ROWS]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""docs/targets.md: its table is what loading the architectures shows."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.architectures import ARCHITECTURES, ROWS
+from benchmarks.targets import BEGIN, END, facts_of, renewed, table
+
+PAGE = Path(__file__).parents[3] / "docs" / "targets.md"
+
+
+@pytest.mark.parametrize(
+    ("name", "cells"),
+    [
+        ("Llama", "| Llama | `LlamaForCausalLM` | fast | trees | yes | yes | yes |"),
+        ("MPT", "| MPT | `MptForCausalLM` | transformers | chains | no | no | yes |"),
+        ("Bloom", "| Bloom | `BloomForCausalLM` | refused | - | - | - | - |"),
+    ],
+)
+def test_a_row_is_what_loading_shows(name: str, cells: str) -> None:
+    assert cells in table([facts_of(ARCHITECTURES[name])])
+    assert cells in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_refusal_is_listed_with_its_reason_and_text_around_the_table_stays() -> None:
+    text = renewed(f"before\n{BEGIN}\nold\n{END}\nafter", [facts_of(ARCHITECTURES["Bloom"])])
+    assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter") and "old" not in text
+    assert "- Bloom: BloomForCausalLM cannot decode with our KV cache (its alibi biases" in text
+
+
+@pytest.mark.slow
+def test_the_page_is_current() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert renewed(page, [facts_of(row) for row in ROWS]) == page, "run `make targets`"
