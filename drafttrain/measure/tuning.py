@@ -18,7 +18,7 @@ from drafttrain.measure.expected import expected_tau
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Target
 from drafttrain.objective.losses import Hits
-from drafttrain.ops.tree_attention import MOST_NODES
+from drafttrain.ops.tree_bits import MOST_NODES
 
 OBJECTIVES = ("tpot", "throughput")
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)

@@ -15,7 +15,7 @@ from drafttrain.drafters.common.dynamic_tree import DynamicTree, Grower, StaticT
 from drafttrain.drafters.common.options import TreeOptions
 from drafttrain.model.proposal import Proposal, chain_paths
 from drafttrain.model.target import Target
-from drafttrain.ops.tree_attention import MOST_NODES
+from drafttrain.ops.tree_bits import MOST_NODES
 
 KINDS = ("chain", "static", "dynamic", "best_first")
 NODES = 24  # of a tree that grows by confidence and was neither given a number nor tuned
