@@ -90,7 +90,11 @@ class BuildTree(Case):
         above = [-1] + [place[parent[c]] for c in kept[1:]]
         below = [[i for i, p in enumerate(above) if p == node] for node in range(self.nodes)]
         after = {node: brothers[i + 1] for brothers in below for i, node in enumerate(brothers[:-1])}
-        found: dict[str, list[Any]] = {"kept": kept, "parent": above, "child": [children[0] if children else -1 for children in below]}
+        found: dict[str, list[Any]] = {
+            "kept": kept,
+            "parent": above,
+            "child": [children[0] if children else -1 for children in below],
+        }
         return found | dict(zip(_LINKS, links(above), strict=True)) | {"sibling": [after.get(i, -1) for i in range(self.nodes)]}
 
     def moved(self, dtype: torch.dtype) -> int:

@@ -58,7 +58,7 @@ CASES = {
     "two words": Case(65, 2, 1, 64, (40, 0)),
     "two words, one node of a step": Case(128, 1, 1, 64, (31, 97)),
     "three words": Case(150, 1, 2, 10, (7,)),
-    "four words": Case(256, 2, 1, 16, (0, 70)),
+    "four words": Case(256, 1, 1, 16, (0, 9)),
     "words and window": Case(130, 1, 1, 16, (90, 3), window=5),
     "odd width": Case(3, 2, 2, 10, (33,)),
     "narrow window": Case(16, 2, 2, 16, (0, 90, 200), window=3),

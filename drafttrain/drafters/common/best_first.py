@@ -69,6 +69,12 @@ class BestFirst:
         """Paths among which the nodes are chosen."""
         return sum(kept for _, kept in _growths(depth, nodes, vocab))
 
+    @staticmethod
+    def fitting(depth: int, nodes: int, vocab: int) -> int:
+        """`nodes`, or the most below it that the operators can hold."""
+        sizes = range(min(nodes, MOST_NODES - 1), 0, -1)
+        return next(n for n in sizes if 1 + BestFirst.most(depth, n, vocab) <= MOST_CANDIDATES)
+
     def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
         """As `Grower.grow`; each depth scores one node, since all nodes of it have the same logits."""
         depths = self.depths[: depth or len(self.depths)]

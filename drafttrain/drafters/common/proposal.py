@@ -119,7 +119,8 @@ class TreeProposal(Proposal):
         if not self.tunable:
             return
         if self.grown and not self._nodes_given:
-            self._resize(nodes)
+            best_first = self.kind == "best_first"
+            self._resize(BestFirst.fitting(self.draft_length, nodes, self.vocab) if best_first else nodes)
         budget = self.nodes if self.grown else min(nodes, MOST_NODES - 1)
         self._paths = self._checked(tuned_paths(sequences, budget) or [(0,)])
 
