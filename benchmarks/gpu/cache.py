@@ -17,7 +17,7 @@ from drafttrain.model.kv_storage import PAGE
 from drafttrain.ops import append as append_op
 from drafttrain.ops import kv_keep as keep_op
 from drafttrain.ops import tree_attention as attention_op
-from drafttrain.ops.tree_attention import bits_of
+from drafttrain.ops.tree_bits import ancestors_of, bits_of
 
 EPS = 1e-6
 FARTHEST = 64  # rotary positions beyond the longest prefix
@@ -135,8 +135,8 @@ class TreeAttention(Case):
         N, length, groups = self.nodes, int(wide["length"][row]), self.heads // self.kv_heads
         keys, values = (wide[name][wide["table"][row]].flatten(0, 1)[: length + N] for name in ("keys", "values"))
         position_N = wide["position"][row]
-        node_NN = (wide["bits"][row][:, None] >> torch.arange(N, device=position_N.device)) & 1
-        seen_NP = torch.cat([torch.ones_like(node_NN[:, :1]).expand(-1, length), node_NN], 1).bool()
+        node_NN = ancestors_of(wide["bits"][row], N)
+        seen_NP = torch.cat([torch.ones_like(node_NN[:, :1]).expand(-1, length), node_NN], 1)
         if self.window is not None:  # there are no earlier nodes then
             place_P = torch.cat([torch.arange(length, device=position_N.device), position_N])
             seen_NP = seen_NP & (position_N[:, None] - place_P < self.window)

@@ -14,6 +14,7 @@ from benchmarks.gpu.trees import BuildTree, Heads, TreeLinks
 
 V = 128_256
 NODES = (1, 8, 16, 32, 64)
+LARGE_TREES = (128, 256)  # nodes whose ancestors take several words
 CONTEXTS = (1024, 4096, 16384)
 BATCHES = (4, 16, 32)
 LOSSES = ("kl", "ce", "tvd", "lk")
@@ -61,6 +62,10 @@ LARGE: tuple[Case, ...] = (
     TreeAttention(3, 64, 500, 16, 2, window=3, uneven=True),
     TreeAttention(32, 8, 300, 8, 2, 64, uneven=True),
     TreeAttention(2, 5, 0),
+    *(TreeAttention(1, nodes, 1000) for nodes in LARGE_TREES),
+    TreeAttention(2, 150, 300, 8, 2, 64, uneven=True),
+    TreeAttention(2, 200, 1000, uneven=True, earlier=190),
+    TreeAttention(2, 130, 500, 16, 2, window=70, uneven=True),
     KvKeep(1, 32, 500, 64, 7),
     KvKeep(4, 5, 300, 33, 33, 3, 80, uneven=True),
     GreedyAccept(2, 64, V),
@@ -77,14 +82,21 @@ LARGE: tuple[Case, ...] = (
     LosslessAccept(8, 5, 2051, drawn=True),
     LikelyAccept(1, 64, V),
     LikelyAccept(3, 33, 2051),
+    GreedyAccept(1, 256, V),
+    LosslessAccept(1, 256, V),
+    LikelyAccept(1, 256, V),
+    ChoiceAccept(1, 256),
     *(Top(4, vocab, k) for vocab in (32_000, V) for k in (1, 10)),
     Top(4, 32_000, 10, named=True),
     Top(300, 301, 64),
     TreeLinks(32, 64),
     TreeLinks(2, 1),
+    *(TreeLinks(3, nodes) for nodes in (65, *LARGE_TREES)),
     BuildTree(4, 512, 64),
     BuildTree(3, 1024, 64),
     BuildTree(2, 7, 7),
+    *(BuildTree(2, 4096, nodes) for nodes in LARGE_TREES),
+    BuildTree(3, 300, 65),
     Heads(1, 4, 1024, 32_000, 10),
     *(Divergence(name, 17, V) for name in LOSSES),
     *(Divergence(name, 130, 2049) for name in LOSSES),
@@ -106,7 +118,9 @@ OTHERS: tuple[Case, ...] = (
     Sample(64, V),
     *(Top(rows, vocab, k) for rows in (1, 64) for vocab in (32_000, V) for k in (1, 10)),
     Top(64, 32_000, 10, named=True),
-    TreeLinks(1, 64),
+    *(TreeLinks(1, nodes) for nodes in (64, *LARGE_TREES)),
+    *(BuildTree(1, 1024, nodes) for nodes in LARGE_TREES),
+    *(LosslessAccept(1, nodes, V) for nodes in LARGE_TREES),
     Heads(1, 4, 4096, V, 10),
     Heads(16, 4, 4096, V, 10),
     *(Append(rows, nodes, 32, 8, 128, 4096, normed) for rows, nodes, normed in ((1, 1, False), (1, 64, False), (16, 64, True))),
@@ -115,6 +129,7 @@ OTHERS: tuple[Case, ...] = (
     KvKeep(16, 32, 1024, 64, 5),
     *(TreeAttention(1, nodes, context) for context in CONTEXTS for nodes in NODES[:-1]),
     TreeAttention(1, 64, 1024),
+    *(TreeAttention(1, nodes, 4096) for nodes in LARGE_TREES),
     *(TreeAttention(1, nodes, context, 32, 4) for context in CONTEXTS for nodes in (1, 64)),
     *(TreeAttention(rows, nodes, 4096) for rows in BATCHES for nodes in (1, 16, 64)),
     *(TreeAttention(rows, nodes, 16384) for rows in BATCHES for nodes in (1, 64)),

@@ -16,6 +16,7 @@ from drafttrain.ops import build_tree as build_op
 from drafttrain.ops import residual_heads as heads_op
 from drafttrain.ops import top as top_op
 from drafttrain.ops import tree_links as links_op
+from drafttrain.ops.tree_bits import words_for, words_of
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,19 @@ class TreeLinks(Case):
 
     def moved(self, dtype: torch.dtype) -> int:
         """Parents; depths and bits."""
-        return 24 * self.rows * self.nodes
+        return 8 * (2 + words_for(self.nodes)) * self.rows * self.nodes
 
 
 _LINKS = ("depth", "bits")
 
 
-def links(parent: list[int]) -> tuple[list[int], list[int]]:
-    """(depth, ancestors as the bits of a signed integer), node by node."""
+def links(parent: list[int]) -> tuple[list[int], list[list[int]]]:
+    """(depth, ancestors as the bits of signed integers), node by node."""
     depth, bits = [0], [1]
     for node, above in enumerate(parent[1:], 1):
         depth.append(depth[above] + 1)
         bits.append(bits[above] | 1 << node)
-    return depth, [b - (1 << 64) if b >> 63 else b for b in bits]
+    return depth, [words_of(b, words_for(len(parent))) for b in bits]
 
 
 @dataclass(frozen=True)
@@ -75,26 +76,30 @@ class BuildTree(Case):
     def run(self, given: Tensors) -> Tensors:
         built = build_op.build_tree(given["parent"], given["score"], self.nodes)
         names = (*_BUILT[:2], *_LINKS, *_BUILT[2:])
-        found = (built.kept_BN, built.parent_BN, built.depth_BN, built.bits_BN, built.child_BN, built.sibling_BN)
+        found = (built.kept_BN, built.parent_BN, built.depth_BN, built.bits_BNw, built.child_BN, built.sibling_BN)
         return dict(zip(names, found, strict=True))
 
     def exact(self, wide: Tensors) -> dict[str, Any]:
         rows = [self._row(*row) for row in zip(wide["parent"].tolist(), wide["score"].tolist(), strict=True)]
         return {name: torch.tensor([row[name] for row in rows], device=wide["parent"].device) for name in rows[0]}
 
-    def _row(self, parent: list[int], score: list[float]) -> dict[str, list[int]]:
+    def _row(self, parent: list[int], score: list[float]) -> dict[str, list[Any]]:
         best = sorted(range(1, len(parent)), key=lambda i: (-score[i], i))[: self.nodes - 1]
         kept = [0, *sorted(best)]
         place = {candidate: node for node, candidate in enumerate(kept)}
         above = [-1] + [place[parent[c]] for c in kept[1:]]
         below = [[i for i, p in enumerate(above) if p == node] for node in range(self.nodes)]
         after = {node: brothers[i + 1] for brothers in below for i, node in enumerate(brothers[:-1])}
-        found = {"kept": kept, "parent": above, "child": [children[0] if children else -1 for children in below]}
+        found: dict[str, list[Any]] = {
+            "kept": kept,
+            "parent": above,
+            "child": [children[0] if children else -1 for children in below],
+        }
         return found | dict(zip(_LINKS, links(above), strict=True)) | {"sibling": [after.get(i, -1) for i in range(self.nodes)]}
 
     def moved(self, dtype: torch.dtype) -> int:
-        """Parents and scores; six numbers per node."""
-        return self.rows * (12 * self.candidates + 48 * self.nodes)
+        """Parents and scores; five numbers per node, and its bits."""
+        return self.rows * (12 * self.candidates + 8 * (5 + words_for(self.nodes)) * self.nodes)
 
 
 _BUILT = ("kept", "parent", "child", "sibling")

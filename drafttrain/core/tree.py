@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import torch
 from torch import Tensor
@@ -255,17 +256,21 @@ def best_paths(rank_MD: Tensor, nodes: int, width: int = 10, weight_M: Tensor | 
     share_M = share_M / share_M.sum()
     chosen: list[Path] = []
 
-    def grown(path: Path) -> dict[Path, float]:
-        return {(*path, r): float(share_M[_on_path(rank_MD, (*path, r))].sum()) for r in range(width)}
+    frontier: list[tuple[float, int, Path]] = []  # a heap: largest share first, then shortest path, then lowest ranks
 
-    frontier = grown(())
+    def grow(path: Path, on_M: Tensor) -> None:
+        share_X, rank_X = share_M[on_M], rank_MD[on_M, len(path)]
+        for rank in range(width):
+            heappush(frontier, (-float(share_X[rank_X == rank].sum()), len(path) + 1, (*path, rank)))
+
+    grow((), torch.ones(len(rank_MD), dtype=torch.bool))
     while frontier and len(chosen) < nodes:
-        path = max(frontier, key=lambda p: (frontier[p], -len(p), tuple(-r for r in p)))
-        if frontier.pop(path) <= 0.0:
+        share, _, path = heappop(frontier)
+        if share >= 0.0:
             break
         chosen.append(path)
         if len(path) < rank_MD.shape[1]:
-            frontier |= grown(path)
+            grow(path, _on_path(rank_MD, path))
     return sorted(chosen, key=lambda p: (len(p), p))
 
 

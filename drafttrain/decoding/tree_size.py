@@ -23,6 +23,7 @@ from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Target
 
 CANDIDATES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # drafts, the root not counted
+LARGE = (96, 128, 192, 255)  # tried only where the largest of the others is the best of them: they take long on a slow machine
 CONTEXT = 128  # committed positions at which costs are taken
 WARM = 2 + WARM_RUNS  # proposals besides those that count: the first one, and those before a capture
 Key = TypeVar("Key", bound=Hashable)
@@ -31,16 +32,19 @@ Key = TypeVar("Key", bound=Hashable)
 def best_nodes(target: Target, drafter: Drafter, sequences: Sequence[Tensor], candidates: Sequence[int] = CANDIDATES) -> int:
     """The node count with most tokens per second at batch size 1: expected tokens of a step / (proposal + verification).
 
-    sequences: as for `Proposal.tune`. Both costs are measured as steps will run on this machine, captured or call by call; the
-    choice holds only for this machine and dtype.
+    sequences: as for `Proposal.tune`. candidates: ascending; after `CANDIDATES`, `LARGE` may follow. Both costs are measured as
+    steps will run on this machine, captured or call by call; the choice holds only for this machine and dtype.
     """
-    draft, rates = proposal_seconds(target, drafter), {}
-    verify = verification_seconds(target, drafter, [n + 1 for n in candidates])
-    for nodes in candidates:
-        paths = tuned_paths(sequences, nodes)
-        if paths:
-            rates[nodes] = (1.0 + expected_nodes(sequences, paths)) / (draft + verify[nodes + 1])
-    return max(rates, key=lambda n: rates[n]) if rates else candidates[0]
+    draft, best, fastest = proposal_seconds(target, drafter), candidates[0], 0.0
+    for sizes in (candidates, LARGE) if candidates is CANDIDATES else (candidates,):
+        paths = {nodes: tuned_paths(sequences, nodes) for nodes in sizes}
+        verify = verification_seconds(target, drafter, [n + 1 for n in sizes])
+        for nodes in (n for n, found in paths.items() if found):
+            rate = (1.0 + expected_nodes(sequences, paths[nodes])) / (draft + verify[nodes + 1])
+            best, fastest = (nodes, rate) if rate > fastest else (best, fastest)
+        if best != sizes[-1]:
+            break
+    return best
 
 
 @torch.inference_mode()

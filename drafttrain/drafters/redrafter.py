@@ -32,7 +32,7 @@ from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top, top_log
-from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of
+from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ def prefix_tree(found: Search, nodes: int) -> DraftTree:
         count_B = found.final_BM.sum(-1).clamp_max(nodes)
     built = build_tree(parent_BM, score_BM, nodes)
     count_B = torch.full_like(token_BM[:, 0], nodes) if count_B is None else count_B
-    return DraftTree(token_BM.gather(1, built.kept_BN), built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BN))
+    return DraftTree(token_BM.gather(1, built.kept_BN), built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BNw))
 
 
 FAMILY = Family("redrafter", ReDrafterOptions, ReDrafter)

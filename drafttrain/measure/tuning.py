@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafttrain.core.tree import Path, tuned_paths
-from drafttrain.decoding.tree_size import CANDIDATES, proposal_seconds, verification_seconds
+from drafttrain.decoding.tree_size import CANDIDATES, LARGE, proposal_seconds, verification_seconds
 from drafttrain.measure.expected import expected_tau
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import Target
 from drafttrain.objective.losses import Hits
-from drafttrain.ops.tree_attention import MOST_NODES
 
 OBJECTIVES = ("tpot", "throughput")
 DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
@@ -61,7 +61,17 @@ def surface(
 
     The function measures the costs on this machine at this batch size: of drafting by depth, of a verification by nodes.
     """
-    shapes = shapes_of(drafter, ranks_by_text(hits), target.trees)
+    sequences, predicted = ranks_by_text(hits), partial(_predicted, target, drafter, hits, sampled, batch, repeats)
+    found = predicted(shapes_of(drafter, sequences, target.trees))
+    if found and found[0].shape.nodes == CANDIDATES[-1] and _searches(drafter, target.trees):
+        found += predicted(shapes_of(drafter, sequences, target.trees, LARGE))
+    return sorted(found, key=lambda p: -p.speedup)
+
+
+def _predicted(
+    target: Target, drafter: Drafter, hits: Sequence[Hits], sampled: bool, batch: int, repeats: int, shapes: Sequence[Shape]
+) -> list[Predicted]:
+    """The speed of each of these shapes, the fastest first."""
     drafting = {depth: proposal_seconds(target, drafter, repeats, batch, depth) for depth in sorted({s.depth for s in shapes})}
     verifying = verification_seconds(target, drafter, sorted({s.nodes + 1 for s in shapes} | {1}), repeats, batch)
     found = []
@@ -73,22 +83,26 @@ def surface(
     return sorted(found, key=lambda p: -p.speedup)
 
 
-def shapes_of(drafter: Drafter, sequences: Sequence[Tensor], trees: bool) -> list[Shape]:
+def shapes_of(drafter: Drafter, sequences: Sequence[Tensor], trees: bool, sizes: Sequence[int] = CANDIDATES) -> list[Shape]:
     """The proposals to compare: depths; for drafters with a tunable tree, depths and node counts, each with its best paths."""
     depths = [d for d in DEPTHS if d < drafter.draft_length] + [drafter.draft_length]
-    proposal = drafter.proposal
-    if not proposal.takes_paths or not trees:
-        own = proposal.paths
+    if not _searches(drafter, trees):
+        own = drafter.proposal.paths
         return [Shape(d, sum(len(path) <= d for path in own)) for d in depths]
     found = {}
     for depth in depths:
         cut = [rank_MK[:, :depth] for rank_MK in sequences]
-        for nodes in (n for n in CANDIDATES if n < MOST_NODES):
+        for nodes in sizes:
             paths = tuple(tuned_paths(cut, nodes))
             if paths:
-                shape = Shape(max(map(len, paths)), len(paths), paths, proposal.grown)
+                shape = Shape(max(map(len, paths)), len(paths), paths, drafter.proposal.grown)
                 found[shape.depth, shape.nodes] = shape
     return list(found.values())
+
+
+def _searches(drafter: Drafter, trees: bool) -> bool:
+    """Whether the drafter's tree can have any paths, for a target that verifies trees."""
+    return drafter.proposal.takes_paths and trees
 
 
 def temperatures(temperature: float) -> list[float]:

@@ -1,7 +1,7 @@
 """Attention of new positions over the KV cache: q/k norm, rotary embedding, KV append, ancestor mask.
 
 Shapes: B rows, N new positions, P cached + new positions, M rotary positions, h heads, g query heads per KV head,
-D head width, X = (h + 2 h_kv) D.
+D head width, X = (h + 2 h_kv) D, w words of ancestor bits.
 
 A draft tree may be computed in several passes. The new positions of a pass are then its last N nodes, and `earlier` nodes are
 scratch positions of the cache already.
@@ -29,9 +29,9 @@ from drafttrain.model.prefill_attention import chunk_attention
 from drafttrain.ops import library
 from drafttrain.ops.append import append
 from drafttrain.ops.rms_norm import norm
-from drafttrain.ops.tree_attention import ancestors_of, bits_of, causal_bits
+from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of, bits_of, causal_bits
 
-FEW = 64  # new positions up to which the operators that read pages in place are faster
+FEW = 64  # positions of a text up to which the operators that read pages in place are faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +71,26 @@ class AttentionMetadata:
         ancestor_BNN: Tensor | Documents | None,
         cos_MD: Tensor,
         sin_MD: Tensor,
-        bits_BN: Tensor | None = None,
+        bits_BNw: Tensor | None = None,
         earlier: int = 0,
     ) -> None:
         """cos_MD, sin_MD: of every position; the first half of each sine is negated.
 
-        bits_BN: the nodes of the tree that each new position sees, as bits, in place of ancestor_BNN. Both None: causal.
+        bits_BNw: the nodes of the tree that each new position sees, as bits, in place of ancestor_BNN. Both None: causal.
         """
         self.kv, self.position_BN, self.cos_MD, self.sin_MD = kv, position_BN, cos_MD, sin_MD
         self.documents = ancestor_BNN if isinstance(ancestor_BNN, Documents) else None  # of rows that hold several
         self.ancestor_BNN = None if isinstance(ancestor_BNN, Documents) else ancestor_BNN
         self.earlier = earlier
         # a chunk of a prompt, which needs no mask (`chunk_attention`); a static length has its rows' lengths on the device
-        self.chunk = kv is not None and ancestor_BNN is None and position_BN.shape[1] > FEW and not kv.static
+        whole = earlier + position_BN.shape[1]
+        text = ancestor_BNN is None and bits_BNw is None and earlier == 0
+        self.chunk = kv is not None and text and whole > FEW and not kv.static
         self._angles: tuple[Tensor, Tensor] | None = None
-        self._bits_BN = bits_BN
+        self._bits_BNw = bits_BNw
         self._masks: dict[tuple[int | None, int], Tensor | None] = {}
         self._visible: dict[int | None, Tensor] = {}
-        self.pages = kv.page_view() if kv is not None and earlier + position_BN.shape[1] <= FEW else None
+        self.pages = kv.page_view() if kv is not None and whole <= (FEW if text else MOST_NODES) else None
         few, width = kv is not None and self.pages is not None, cos_MD.shape[1]
         # one compiled operator appends and attends; it runs on a CPU
         self.compiled = few and not cos_MD.is_cuda and library.serves(cos_MD) and width in range(2, 257, 2)
@@ -96,7 +98,7 @@ class AttentionMetadata:
         self.two_kernels = few and not self.compiled and kv is not None and pages_in_place(kv) is not None
         if self.compiled:
             self.position_BN = position_BN.contiguous()
-            seen = self.ancestor_BNN if bits_BN is None else bits_BN
+            seen = self.ancestor_BNN if bits_BNw is None else bits_BNw
             self.seen = None if seen is None else seen.contiguous()  # as the compiled operators take it
 
     def rotate(self, x_BNhD: Tensor) -> Tensor:
@@ -107,15 +109,15 @@ class AttentionMetadata:
         return torch.addcmul(x_BNhD * cos_BN1D, x_BNhD.roll(x_BNhD.shape[-1] // 2, -1), sin_BN1D)
 
     @property
-    def bits_BN(self) -> Tensor:
+    def bits_BNw(self) -> Tensor:
         """The new positions that each new position sees, as bits."""
-        if self._bits_BN is None:
+        if self._bits_BNw is None:
             B, N = self.position_BN.shape
             if self.ancestor_BNN is None:
-                self._bits_BN = causal_bits(N, self.position_BN.device, self.earlier).expand(B, N)
+                self._bits_BNw = causal_bits(N, self.position_BN.device, self.earlier).expand(B, -1, -1)
             else:
-                self._bits_BN = bits_of(self.ancestor_BNN)
-        return self._bits_BN
+                self._bits_BNw = bits_of(self.ancestor_BNN)
+        return self._bits_BNw
 
     def mask(self, window: int | None, groups: int) -> Tensor | None:
         """Additive mask over each KV head's rows; None where every position sees everything before it."""
@@ -127,8 +129,8 @@ class AttentionMetadata:
         """[B, N, P] bool: the keys that each new position sees."""
         if window not in self._visible:
             ancestor_BNN = self.ancestor_BNN
-            if ancestor_BNN is None and (self.earlier or self._bits_BN is not None):
-                ancestor_BNN = ancestors_of(self.bits_BN, self.earlier + self.position_BN.shape[1])
+            if ancestor_BNN is None and (self.earlier or self._bits_BNw is not None):
+                ancestor_BNN = ancestors_of(self.bits_BNw, self.earlier + self.position_BN.shape[1])
             self._visible[window] = attention_mask(self.kv, ancestor_BNN, self.position_BN, window)
         return self._visible[window]
 
@@ -157,7 +159,7 @@ def attend(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads) -
     if meta.two_kernels:
         at = (meta.position_BN, table_BQ, length_B, keys, values)
         q_BNhD = append(qkv_BNX, meta.cos_MD, meta.sin_MD, q_weight, k_weight, eps, *at, shape.heads, meta.earlier)
-        seen = (meta.bits_BN, meta.position_BN)
+        seen = (meta.bits_BNw, meta.position_BN)
         return pages.attend(layer, q_BNhD, *seen, shape.scale, shape.window, meta.earlier)
     out_BNI = qkv_BNX.new_empty(*qkv_BNX.shape[:2], shape.heads * shape.width)
     torch.ops.drafttrain.attend(

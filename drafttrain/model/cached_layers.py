@@ -18,9 +18,9 @@ from drafttrain.model.fused_blocks import Blocks
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention, DecoderLayer
 from drafttrain.ops import library
-from drafttrain.ops.tree_attention import MOST_NODES, causal_bits
+from drafttrain.ops.tree_bits import MOST_NODES, WORD, causal_bits
 
-PAST = 128  # positions of padding columns that may follow a slot's last one
+PAST = 2 * MOST_NODES  # positions of padding columns that may follow a slot's last one
 
 
 class Joined:
@@ -136,21 +136,21 @@ class CachedLayers:
         attention, weight = layers.attention, layers.attention.o_proj.weight
         self.kv = KVCache(len(layers.layers), slots, max_len, weight.device)
         self.kv.allocate(attention.shape.kv_heads, attention.shape.head_dim, weight.dtype)
-        self._causal_N = causal_bits(MOST_NODES, weight.device)
+        self._causal_N1 = causal_bits(WORD, weight.device)
         self.cos_PD, self.sin_PD = angles or attention.angle_table(self.kv.capacity + PAST)
 
     def meta(
         self,
         position_BN: Tensor,
         ancestor_BNN: Tensor | None = None,
-        bits_BN: Tensor | None = None,
+        bits_BNw: Tensor | None = None,
         earlier: int = 0,
     ) -> AttentionMetadata:
         """The metadata of one pass over new positions of the rows in use, for `run`; arguments as `AttentionMetadata`."""
         whole = earlier + position_BN.shape[1]
-        if ancestor_BNN is None and bits_BN is None and whole <= MOST_NODES:
-            bits_BN = self._causal_N[earlier:whole].expand(len(position_BN), -1)
-        return AttentionMetadata(self.kv, position_BN, ancestor_BNN, self.cos_PD, self.sin_PD, bits_BN, earlier)
+        if ancestor_BNN is None and bits_BNw is None and whole <= WORD:
+            bits_BNw = self._causal_N1[earlier:whole].expand(len(position_BN), -1, -1)
+        return AttentionMetadata(self.kv, position_BN, ancestor_BNN, self.cos_PD, self.sin_PD, bits_BNw, earlier)
 
     def after_prefix(self, columns: int) -> Tensor:
         """[B, N] the positions of so many columns after each row's prefix."""

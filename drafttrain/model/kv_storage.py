@@ -57,7 +57,7 @@ class PageView:
         self,
         layer: int,
         q_BNhD: Tensor,
-        bits_BN: Tensor,
+        bits_BNw: Tensor,
         position_BN: Tensor,
         scale: float,
         window: int | None = None,
@@ -66,7 +66,7 @@ class PageView:
         """[B, N, h D]: attention of nodes whose keys and values are written; arguments as for `tree_attention`."""
         keys, values = self.layer(layer)
         bound = min(self.rows.longest + earlier + q_BNhD.shape[1], self.table_BQ.shape[1] * keys.shape[1])
-        at = (self.table_BQ, self.rows.length_B, bits_BN, position_BN)
+        at = (self.table_BQ, self.rows.length_B, bits_BNw, position_BN)
         return tree_attention(q_BNhD, keys, values, *at, scale, window, bound, earlier)
 
 

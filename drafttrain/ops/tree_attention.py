@@ -1,7 +1,7 @@
 """Attention of a draft tree's nodes over the paged KV cache, which already holds the nodes' keys and values.
 
 Shapes: B rows, N nodes, P positions (prefix, then nodes), Q pages, h query heads, k KV heads, g query heads per KV head, D
-head width.
+head width, w words of ancestor bits (`tree_bits`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from drafttrain.ops import jit
 from drafttrain.ops.kv_keep import flat
+from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of
 
-MOST_NODES = 64  # bits of an int64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,26 +31,26 @@ def visible(length_B: Tensor, longest: int, ancestor_BNM: Tensor) -> Tensor:
 
 
 def tree_attention(
-    q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BN: Tensor, position_BN: Tensor,
+    q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BNw: Tensor, position_BN: Tensor,
     scale: float, window: int | None, bound: int, earlier: int = 0,
 ) -> Tensor:  # fmt: skip
-    """[B, N, h D]: the tree's last N nodes attend to their row's prefix and to the nodes whose bits are set in bits_BN.
+    """[B, N, h D]: the tree's last N nodes attend to their row's prefix and to the nodes whose bits are set in bits_BNw.
 
     keys, values: contiguous [Q, page, k, D]. Position p of row b is in page table_BQ[b, p // page]; node i of the tree is at
     position length_B[b] + i. earlier: nodes of the tree before these; with them there is no window. window: keys are seen only
     within so many rotary positions. position_BN: the nodes' rotary positions; those of the prefix are 0, 1, 2, ... bound: upper
     bound of every row's length + the tree. It alone decides the launch, so one CUDA graph works for all lengths up to it. A
-    node that sees nothing gets zeros. At most 64 nodes in the tree.
+    node that sees nothing gets zeros. At most 256 nodes in the tree.
     """
     assert window is None or earlier == 0
     if not _serves(q_BNhD):
-        return reference(q_BNhD, keys, values, table_BQ, length_B, bits_BN, position_BN, scale, window, bound, earlier)
+        return reference(q_BNhD, keys, values, table_BQ, length_B, bits_BNw, position_BN, scale, window, bound, earlier)
     from drafttrain.kernels.triton import tree_attention as kernels
 
     B, N, h, D = q_BNhD.shape
     out_BNI = q_BNhD.new_empty(B, N, h * D)
     for launch in kernels.launches(
-        q_BNhD, keys, values, table_BQ, length_B, bits_BN, position_BN, out_BNI, scale, window, bound, earlier
+        q_BNhD, keys, values, table_BQ, length_B, bits_BNw, position_BN, out_BNI, scale, window, bound, earlier
     ):  # fmt: skip
         launch.run()
     return out_BNI
@@ -63,7 +63,7 @@ def _serves(q_BNhD: Tensor) -> bool:
 
 
 def reference(
-    q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BN: Tensor, position_BN: Tensor,
+    q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BNw: Tensor, position_BN: Tensor,
     scale: float, window: int | None, bound: int, earlier: int = 0,
 ) -> Tensor:  # fmt: skip
     """The plain-torch twin of `tree_attention`."""
@@ -72,7 +72,7 @@ def reference(
     kv_heads, device = keys.shape[2], q_BNhD.device
     position_BP = torch.arange(bound, device=device).repeat(B, 1)
     node_BN = length_B[:, None] + torch.arange(N, device=device)
-    seen_BNP = visible(length_B, bound - M, ancestors_of(bits_BN, M))
+    seen_BNP = visible(length_B, bound - M, ancestors_of(bits_BNw, M))
     if window is not None:
         place_BP = position_BP.scatter(1, node_BN, position_BN)
         seen_BNP = seen_BNP & (position_BN[..., None] - place_BP[:, None] < window)
@@ -84,24 +84,3 @@ def reference(
     score_BkgNP = score_BkgNP.masked_fill(~seen_BNP[:, None, None], -torch.inf)
     weight_BkgNP = score_BkgNP.softmax(-1).masked_fill(~seen_BNP.any(-1)[:, None, None, :, None], 0.0)
     return torch.einsum("bkgnp,bpkd->bnkgd", weight_BkgNP, v_BPkD).reshape(B, N, h * D).to(q_BNhD.dtype)
-
-
-def bits_of(ancestor_BNN: Tensor) -> Tensor:
-    """[B, N] int64 from [B, N, N] bool, for at most 64 nodes: bit j of entry i is entry [i, j]. Bit 63 is the sign."""
-    assert ancestor_BNN.shape[-1] <= MOST_NODES  # a shift by 64 or more is undefined
-    node_N = torch.arange(ancestor_BNN.shape[-1], device=ancestor_BNN.device)
-    return (ancestor_BNN.long() << node_N).sum(-1)
-
-
-def ancestors_of(bits_BN: Tensor, nodes: int | None = None) -> Tensor:
-    """[B, N, M] bool, the inverse of `bits_of`. nodes: M, of the whole tree; None: N."""
-    nodes = bits_BN.shape[-1] if nodes is None else nodes
-    assert nodes <= MOST_NODES
-    node_M = torch.arange(nodes, device=bits_BN.device)
-    return (bits_BN[..., None] >> node_M & 1).bool()
-
-
-def causal_bits(nodes: int, device: torch.device, earlier: int = 0) -> Tensor:
-    """[N] int64, as `bits_of` for the last N nodes of a chain: each sees itself and all nodes before it."""
-    assert earlier + nodes <= MOST_NODES
-    return (2 << torch.arange(earlier, earlier + nodes, device=device)) - 1  # 2 << 63 is 0, and 0 - 1 has all bits

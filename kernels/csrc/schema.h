@@ -53,7 +53,7 @@ inline void define(torch::stable::detail::StableLibrary& m) {
     m.def("top(Tensor logits, Tensor? ids, Tensor(a!) value, Tensor(b!) index) -> ()");
     // as top, of log-probabilities: the values less the logarithm of the row's sum of exponentials, at most 0
     m.def("top_log(Tensor logits, Tensor? ids, Tensor(a!) value, Tensor(b!) index) -> ()");
-    // for a tree of at most 64 nodes: depth, and ancestors (itself included) as bits
+    // for a tree of at most 256 nodes: depth, and ancestors (itself included) as bits [B, N, words]
     m.def("tree_links(Tensor parent, Tensor(a!) depth, Tensor(b!) bits) -> ()");
     // the candidates with the highest scores, in their order: indices, new parents, depth, ancestor bits, links
     m.def(

@@ -91,11 +91,15 @@ void top_log(const Tensor& logits, const std::optional<Tensor>& ids, const Tenso
 
 void tree_links(const Tensor& parent, const Tensor& depth, const Tensor& bits) {
     const int64_t nodes = parent.size(1);
-    STD_TORCH_CHECK(nodes <= kMostNodes, "trees have at most 64 nodes");
-    for (int64_t i = 0; i < parent.numel(); i++) {
-        const Links links = links_of(data<int64_t>(parent) + i / nodes * nodes, int(i % nodes));
-        data<int64_t>(depth)[i] = links.depth, data<int64_t>(bits)[i] = links.bits;
-    }
+    STD_TORCH_CHECK(nodes <= kMostNodes, "trees have at most 256 nodes");
+    STD_TORCH_CHECK(bits.numel() == parent.numel() * words_for(int(nodes)), "bits do not fit");
+    by_words(int(nodes), [&](auto words) {
+        for (int64_t i = 0; i < parent.numel(); i++) {
+            const Links links = links_of<words.value>(data<int64_t>(parent) + i / nodes * nodes, int(i % nodes));
+            data<int64_t>(depth)[i] = links.depth;
+            links.store_bits(data<int64_t>(bits) + i * words.value);
+        }
+    });
 }
 
 void build_tree(const Tensor& parent, const Tensor& score, const Tensor& kept, const Tensor& new_parent, const Tensor& depth,
@@ -103,7 +107,8 @@ void build_tree(const Tensor& parent, const Tensor& score, const Tensor& kept, c
     const int64_t batch = parent.size(0), candidates = parent.size(1);
     const int nodes = int(kept.size(1));
     STD_TORCH_CHECK(nodes >= 1 && nodes <= kMostNodes && nodes <= candidates && candidates <= kMostCandidates,
-                    "trees have 1 to 64 nodes, of as many to 1024 candidates");
+                    "trees have 1 to 256 nodes, of as many to 4096 candidates");
+    STD_TORCH_CHECK(bits.numel() == batch * nodes * words_for(nodes), "bits do not fit");
     STD_TORCH_CHECK(score.scalar_type() == ScalarType::Float, "scores are float32");
     const BuiltRow built = {data<int64_t>(kept), data<int64_t>(new_parent), data<int64_t>(depth),
                             data<int64_t>(bits), data<int64_t>(child),      data<int64_t>(sibling)};
@@ -115,7 +120,9 @@ void build_tree(const Tensor& parent, const Tensor& score, const Tensor& kept, c
         for (int i = 0; i < nodes; i++) chosen[i] = index_of(keys[i]);
         const BuiltRow row = built.at(b, nodes);
         for (int i = 0; i < nodes; i++) row.place(chosen, nodes, i, data<int64_t>(parent) + b * candidates, above);
-        for (int i = 0; i < nodes; i++) row.link(above, nodes, i);
+        by_words(nodes, [&](auto words) {
+            for (int i = 0; i < nodes; i++) row.link<words.value>(above, nodes, i);
+        });
     }
 }
 

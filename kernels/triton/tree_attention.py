@@ -5,7 +5,7 @@ of rows, one KV head and one range of keys. `combine` joins the ranges.
 
 Shapes: B batch rows, N nodes, h query heads, G query heads per KV head, R rows of a program (node-major, N G in all), K keys
 of a step, D head width, S splits. Keys are counted from the prefix's start; node i of the tree is key length + i. The queries
-are the tree's last N nodes; `earlier` nodes precede them.
+are the tree's last N nodes; `earlier` nodes precede them. A node's ancestors are the bits of w words, 64 nodes in each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOG2_E = 1.4426950408889634
 WAVES = 2  # programs per processor
 LEAST_KEYS = 128  # per split: with fewer, joining the parts costs more than it saves
 MOST_SPLITS = 128
-MOST_NODES = tl.constexpr(64)  # bits of an int64
+WORD = tl.constexpr(64)  # bits of an int64
 
 
 @triton.jit
@@ -49,16 +49,41 @@ def _step(
 
 
 @triton.jit
-def _seen(key_K, real_K, prefix, bits_R, position_R, position, window, WINDOWED: tl.constexpr):
-    """[R, K]: whether a row sees a key: the prefix and the node's ancestors, within the window."""
+def _bits_from(words, real_R, node, WORDS: tl.constexpr):
+    """[R]: the bits of 64 nodes of each row from `node` on, which may be negative; those of the prefix and past the tree are 0.
+
+    words: where each row's words are.
+    """
+    at = (node + WORD) // WORD - 1  # rounded down
+    low_R = tl.load(words + at, mask=real_R & (at >= 0) & (at < WORDS), other=0).to(tl.uint64, bitcast=True)
+    high_R = tl.load(words + at + 1, mask=real_R & (at + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
+    shift = (node - at * WORD).to(tl.uint64)
+    # in two shifts, because a shift by 64 is undefined
+    return (low_R >> shift) | ((high_R << 1) << (WORD - 1 - shift))
+
+
+@triton.jit
+def _seen(
+    key_K, real_K, prefix, bits_R, words, real_R, position_R, position, window,
+    WORDS: tl.constexpr, K: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """[R, K]: whether a row sees a key: the prefix and the node's ancestors, within the window.
+
+    bits_R: the rows' words where they have one each. Otherwise a step has at most 64 keys.
+    """
     node_K = key_K - prefix
-    # clamped for lanes of the prefix and past the tree, because a shift by 64 or more is undefined
-    shift_K = tl.minimum(tl.maximum(node_K, 0), MOST_NODES - 1)
-    # the shift repeats bit 63, the sign bit; the mask removes the copies
-    ancestor_RK = ((bits_R[:, None] >> shift_K[None, :].to(tl.int64)) & 1) != 0
+    if WORDS == 1:
+        # clamped for lanes of the prefix and past the tree, because a shift by 64 or more is undefined
+        shift_K = tl.minimum(tl.maximum(node_K, 0), WORD - 1)
+        # the shift repeats bit 63, the sign bit; the mask removes the copies
+        ancestor_RK = ((bits_R[:, None] >> shift_K[None, :].to(tl.int64)) & 1) != 0
+    else:
+        tl.static_assert(K <= WORD)
+        step_R = _bits_from(words, real_R, tl.min(node_K, 0), WORDS)
+        ancestor_RK = ((step_R[:, None] >> tl.arange(0, K)[None, :].to(tl.uint64)) & 1) != 0
     seen_RK = real_K[None, :] & ((node_K < 0)[None, :] | ancestor_RK)
     if WINDOWED:
-        place_K = tl.load(position + shift_K, mask=real_K & (node_K >= 0), other=0).to(tl.int32)
+        place_K = tl.load(position + tl.maximum(node_K, 0), mask=real_K & (node_K >= 0), other=0).to(tl.int32)
         place_K = tl.where(node_K < 0, key_K, place_K)
         seen_RK = seen_RK & (position_R[:, None] - place_K[None, :] < window)
     return seen_RK
@@ -83,7 +108,7 @@ def _share(position_R, prefix, total, split, splits, window, K: tl.constexpr, WI
 def attend(
     q, keys, values, table, length, bits, position, out, part, lse, scale, nodes, earlier, splits, window,
     q_B, q_N, q_h, table_B, GROUPS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-    R: tl.constexpr, K: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of rows, batch rows times KV heads, splits. Writes `out`; with SPLIT `part` and `lse` [S, ...]."""
     batch, head, split = (tl.program_id(1) // KV).to(tl.int64), tl.program_id(1) % KV, tl.program_id(2)
@@ -92,7 +117,8 @@ def attend(
     real_RD = real_R[:, None] & (d_D < D)[None, :]
     q_RD = tl.load(q + batch * q_B + (node_R * q_N + head_R * q_h)[:, None] + d_D[None, :], mask=real_RD, other=0.0)
     table, position, keys, values = table + batch * table_B, position + batch * nodes, keys + head * D, values + head * D
-    bits_R = tl.load(bits + batch * nodes + node_R, mask=real_R, other=0)
+    words = bits + (batch * nodes + node_R) * WORDS
+    bits_R = tl.load(words, mask=real_R, other=0)
     position_R = tl.load(position + node_R, mask=real_R, other=1 << 30).to(tl.int32)
 
     prefix = tl.load(length + batch).to(tl.int32)
@@ -107,7 +133,7 @@ def attend(
         )
     for k in range(plain, end, K):
         key_K, real_K = k + tl.arange(0, K), k + tl.arange(0, K) < total
-        seen_RK = _seen(key_K, real_K, prefix, bits_R, position_R, position, window, WINDOWED)
+        seen_RK = _seen(key_K, real_K, prefix, bits_R, words, real_R, position_R, position, window, WORDS, K, WINDOWED)
         top_R, sum_R, out_RD = _step(
             q_RD, keys, values, table, key_K, real_K, seen_RK, scale, top_R, sum_R, out_RD, KV * D, D, WIDE, PAGE
         )
@@ -155,12 +181,15 @@ class Tiles:
     stages: int
 
 
-def tiles(rows: int, wide: int, dtype: torch.dtype) -> Tiles:
-    """The largest step whose accumulators stay in registers on sm_80 and sm_90 (measured with `Launch.compile`)."""
+def tiles(rows: int, wide: int, dtype: torch.dtype, words: int = 1) -> Tiles:
+    """The largest step whose accumulators stay in registers on sm_80 and sm_90 (measured with `Launch.compile`).
+
+    words: of a node's ancestor bits; with several, a step has at most as many keys as a word has bits.
+    """
     if dtype == torch.float32:  # products without tensor cores
         return Tiles(16, 16, 4, 2)
     block = min(max(triton.next_power_of_2(rows), 16), 128 if wide <= 128 else 64)
-    keys = 32 if wide == 256 else 128 if wide <= 64 and block <= 32 else 64
+    keys = 32 if wide == 256 else 128 if wide <= 64 and block <= 32 and words == 1 else 64
     warps = 8 if block * wide >= 64 * 256 or block == 128 else 4
     # page numbers are loaded a step before their keys, so two steps of keys in flight take five stages
     return Tiles(block, keys, warps, 5)
@@ -182,7 +211,7 @@ def processors(device: torch.device) -> int:
 
 
 def launches(
-    q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BN: Tensor, position_BN: Tensor,
+    q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BNw: Tensor, position_BN: Tensor,
     out_BNI: Tensor, scale: float, window: int | None, bound: int, earlier: int,
 ) -> list[Launch]:  # fmt: skip
     """The launches that fill out_BNI: one, or two where the keys are split. The host reads shapes and `bound`, no tensor.
@@ -192,8 +221,8 @@ def launches(
     assert window is None or earlier == 0
     B, N, h, D = q_BNhD.shape
     _, page, kv, _ = keys.shape
-    groups, wide = h // kv, max(triton.next_power_of_2(D), 16)
-    tile = tiles(N * groups, wide, q_BNhD.dtype)
+    groups, wide, words = h // kv, max(triton.next_power_of_2(D), 16), bits_BNw.shape[2]
+    tile = tiles(N * groups, wide, q_BNhD.dtype, words)
     blocks = triton.cdiv(N * groups, tile.rows)
     reach = bound if window is None else min(bound, window + N)
     S = splits(B * kv * blocks, reach, N * groups, processors(q_BNhD.device))
@@ -202,11 +231,11 @@ def launches(
         part = q_BNhD.new_empty(S, B, N, h, D, dtype=torch.float32)
         lse = q_BNhD.new_empty(S, B, N, h, dtype=torch.float32)
     first = {
-        "q": q_BNhD, "keys": keys, "values": values, "table": table_BQ, "length": length_B, "bits": bits_BN.contiguous(),
+        "q": q_BNhD, "keys": keys, "values": values, "table": table_BQ, "length": length_B, "bits": bits_BNw.contiguous(),
         "position": position_BN.contiguous(), "out": out_BNI, "part": part, "lse": lse, "scale": scale * LOG2_E, "nodes": N,
         "earlier": earlier, "splits": S, "window": window or 0, "q_B": q_BNhD.stride(0), "q_N": q_BNhD.stride(1),
         "q_h": q_BNhD.stride(2), "table_B": table_BQ.stride(0), "GROUPS": groups, "KV": kv, "D": D, "WIDE": wide, "PAGE": page,
-        "R": tile.rows, "K": tile.keys, "WINDOWED": window is not None, "SPLIT": S > 1,
+        "R": tile.rows, "K": tile.keys, "WORDS": words, "WINDOWED": window is not None, "SPLIT": S > 1,
     }  # fmt: skip
     found = [Launch(attend, (blocks, B * kv, S), first, tile.warps, tile.stages)]
     if S > 1:

@@ -128,7 +128,7 @@ def sizes(machine: str, rounds: int) -> Iterator[tuple[int, int, int, int, torch
             yield seed, BATCH, 1 + seed % 17, (2, 5, 16, 23)[seed % 4], torch.float32
     rows = 4 if machine == "cpu" else 3
     for seed, (N, V) in enumerate(
-        [(9, 5), (6, 17), (12, 4096), (5, 4099), (7, 8200), (4, 12296), (64, 33), (1, 4100), (90, 3)]
+        [(9, 5), (6, 17), (12, 4096), (5, 4099), (7, 8200), (4, 12296), (64, 33), (1, 4100), (90, 3), (256, 9)]
     ):
         for dtype in library.DTYPES if machine != "emulated" else (library.DTYPES[seed % len(library.DTYPES)],):
             yield 1000 + seed, rows, N, V, dtype

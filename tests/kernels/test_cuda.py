@@ -17,7 +17,7 @@ from drafttrain.ops import kv_keep as keep_op
 from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops import top as top_op
 from drafttrain.ops import tree_links as links_op
-from drafttrain.ops.tree_attention import bits_of
+from drafttrain.ops.tree_bits import bits_of, words_for
 from tests.kernels import emulated
 from tests.kernels.test_trees import candidates, fields
 
@@ -203,22 +203,29 @@ def test_top_of_many_rows_and_of_a_long_one() -> None:
         assert torch.equal(index, wanted[1]) and torch.equal(value, wanted[0])
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 33, 63, 64])
+@pytest.mark.parametrize("nodes", [1, 2, 33, 63, 64, 65, 130, 192, 256])
 def test_tree_links(nodes: int) -> None:
     torch.manual_seed(nodes)
     parent, _ = candidates(20, nodes)
     parent[0] = torch.arange(-1, nodes - 1)
-    depth, bits = torch.full_like(parent, -7), torch.full_like(parent, -7)
+    depth, bits = torch.full_like(parent, -7), torch.full((20, nodes, words_for(nodes)), -7)
     emulated.ops().tree_links(parent, depth, bits)
     for found, wanted in zip((depth, bits), links_op.reference(parent), strict=True):
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize(("many", "nodes"), [(1, 1), (64, 64), (65, 17), (130, 64), (512, 64), (1024, 30), (700, 5)])
+@pytest.mark.parametrize(
+    ("many", "nodes"),
+    [
+        *((1, 1), (64, 64), (65, 17), (130, 64), (512, 64), (1024, 30), (700, 5)),
+        *((66, 65), (300, 128), (1000, 129), (256, 256), (4096, 256), (4096, 60), (2000, 200)),
+    ],
+)
 def test_build_tree(many: int, nodes: int) -> None:
     torch.manual_seed(many)
     parent, score = candidates(10, many)
-    built = tree_op.Built(*(torch.full((10, nodes), -7) for _ in range(6)))
+    shapes = [(10, nodes)] * 3 + [(10, nodes, words_for(nodes))] + [(10, nodes)] * 2
+    built = tree_op.Built(*(torch.full(shape, -7) for shape in shapes))
     emulated.ops().build_tree(parent, score, *fields(built))
     for found, wanted in zip(fields(built), fields(tree_op.reference(parent, score, nodes)), strict=True):
         assert torch.equal(found, wanted)

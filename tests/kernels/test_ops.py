@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from drafttrain.ops import kv_keep as keep_op
 from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops.linear import PACKS
 from drafttrain.ops.residual_heads import ResidualHeads
-from drafttrain.ops.tree_attention import bits_of
+from drafttrain.ops.tree_bits import bits_of
 from drafttrain.targets.fast import FastTarget
 from tests.helpers import tiny_model
 
@@ -256,6 +257,9 @@ CASES = {
     "sliding-far": (2, 5, 2, 1, 128, 100, True, False, 400),
     "wide": (2, 6, 2, 2, 256, None, False, False, 40),
     "empty": (2, 17, 4, 4, 48, None, False, False, 1),
+    "two words": (2, 65, 4, 2, 32, None, False, True, 100),
+    "four words": (1, 256, 2, 1, 16, None, False, False, 60),
+    "words and window": (2, 150, 2, 2, 16, 4, False, False, 60),
 }
 
 
@@ -276,7 +280,7 @@ def test_attend(poison: None, case: str, dtype: torch.dtype) -> None:
     qkv = torch.randn(rows, nodes, (heads + 2 * kv_heads) * width).to(dtype)
     found = []
     for function in (attend_op.attend, attend_op.reference):
-        kv = KVCache(2, rows + 1, 512, pages=rows * 16)
+        kv = KVCache(2, rows + 1, 512, pages=rows * 20)
         kv.allocate(kv_heads, width, dtype)
         kv.storage.stores[0].fill_(torch.nan if function is attend_op.attend else 0.0)
         kv.storage.free = torch.randperm(kv.pages, generator=torch.Generator().manual_seed(1)).tolist()
@@ -304,14 +308,14 @@ def test_attend(poison: None, case: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [32, 80])
+@pytest.mark.parametrize(("width", "parts"), [(32, (1, 5, 13, 14)), (80, (1, 5, 13, 14)), (16, (3, 64, 70, 140, 190))])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("function", [attend_op.attend, attend_op.reference])
 def test_a_tree_attends_alike_in_one_pass_and_in_generations(
-    poison: None, function: Any, causal: bool, width: int, dtype: torch.dtype
+    poison: None, function: Any, causal: bool, width: int, parts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(width)
-    rows, nodes, heads, kv_heads = 3, 14, 4, 2
+    rows, nodes, heads, kv_heads = 3, parts[-1], 4, 2
     angle = torch.outer(torch.arange(256.0), 1e4 ** -(torch.arange(0, width, 2) / width))
     cos, sin = torch.cat([angle.cos()] * 2, -1).to(dtype), torch.cat([-angle.sin(), angle.sin()], -1).to(dtype)
     shape, lengths = attend_op.Heads(heads, kv_heads, width, width**-0.5), torch.tensor([0, 37, 5])
@@ -320,12 +324,12 @@ def test_a_tree_attends_alike_in_one_pass_and_in_generations(
     position, bits = lengths[:, None] + ancestor.sum(-1) - 1, bits_of(ancestor)
     qkv, past = torch.randn(rows, nodes, (heads + 2 * kv_heads) * width).to(dtype), torch.randn(2, rows, 2, 40, width).to(dtype)
     found = []
-    for parts in ([(0, nodes)], [(0, 1), (1, 5), (5, 13), (13, nodes)]):
-        kv = KVCache(1, rows, 64)
+    for ends in ((nodes,), parts):
+        kv = KVCache(1, rows, 50 + nodes)
         kv.append(0, past[0], past[1])
         kv.keep(torch.arange(40).expand(rows, 40), lengths)
         outs = []
-        for first, last in parts:
+        for first, last in pairwise((0, *ends)):
             seen = None if causal else bits[:, first:last]
             step = attend_op.AttentionMetadata(kv, position[:, first:last], None, cos, sin, seen, first)
             outs.append(function(qkv[:, first:last].contiguous(), step, 0, shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from drafttrain.ops import top as top_op
 from drafttrain.ops.build_tree import Built, build_tree
 from drafttrain.ops.build_tree import reference as build_reference
 from drafttrain.ops.remap import remap_logits
-from drafttrain.ops.tree_attention import bits_of
+from drafttrain.ops.tree_bits import bits_of, words_of
 from drafttrain.ops.tree_links import reference as links_reference
 from drafttrain.ops.tree_links import tree_links
 
@@ -38,22 +39,18 @@ def fields(built: Built) -> list[torch.Tensor]:
     return [getattr(built, field.name) for field in dataclasses.fields(built)]
 
 
-def signed(bits: int) -> int:
-    return bits - 2**64 if bits >> 63 else bits
-
-
-def linked(parent: list[int]) -> tuple[list[int], list[int]]:
+def linked(parent: list[int]) -> tuple[list[int], list[list[int]]]:
     depths, bits = [], []
     for node in range(len(parent)):
         walk = [node]
         while walk[-1] > 0:
             walk.append(parent[walk[-1]])
         depths.append(len(walk) - 1)
-        bits.append(signed(sum(1 << i for i in walk)))
+        bits.append(words_of(sum(1 << i for i in walk), -(-len(parent) // 64)))
     return depths, bits
 
 
-def chosen(parent: list[int], score: list[float], nodes: int) -> list[list[int]]:
+def chosen(parent: list[int], score: list[float], nodes: int) -> list[list[Any]]:
     """The fields of `Built` for one row."""
     rest = sorted(range(1, len(parent)), key=lambda i: (math.isnan(score[i]), 0.0 if math.isnan(score[i]) else -score[i], i))
     kept = sorted([0, *rest[: nodes - 1]])
@@ -67,7 +64,10 @@ def chosen(parent: list[int], score: list[float], nodes: int) -> list[list[int]]
 
 
 @compiled
-@pytest.mark.parametrize(("rows", "nodes"), [(3000, 1), (3000, 2), (3000, 5), (2000, 13), (500, 40), (500, 63), (1000, 64)])
+@pytest.mark.parametrize(
+    ("rows", "nodes"),
+    [(3000, 1), (3000, 2), (3000, 5), (2000, 13), (500, 40), (500, 63), (1000, 64), (300, 65), (100, 150), (50, 256)],
+)
 def test_tree_links(rows: int, nodes: int) -> None:
     torch.manual_seed(nodes)
     parent, _ = candidates(rows, nodes)
@@ -81,7 +81,7 @@ def test_tree_links(rows: int, nodes: int) -> None:
 
 
 def test_tree_links_are_the_trees_ancestors() -> None:
-    for nodes in (1, 2, 31, 64):
+    for nodes in (1, 2, 31, 64, 65, 128, 256):
         parent, _ = candidates(20, nodes)
         depths, bits = links_reference(parent)
         assert torch.equal(depths, depth(ancestors(parent))) and torch.equal(bits, bits_of(ancestors(parent)))
@@ -90,7 +90,10 @@ def test_tree_links_are_the_trees_ancestors() -> None:
 @compiled
 @pytest.mark.parametrize(
     ("rows", "many", "nodes"),
-    [(1000, 1, 1), (2000, 3, 2), (2000, 7, 4), (2000, 9, 9), (1500, 30, 12), (1000, 64, 64), (800, 120, 61), (60, 1024, 64)],
+    [
+        *((1000, 1, 1), (2000, 3, 2), (2000, 7, 4), (2000, 9, 9), (1500, 30, 12), (1000, 64, 64), (800, 120, 61)),
+        *((60, 1024, 64), (200, 120, 100), (60, 300, 129), (20, 256, 256), (10, 4096, 256)),
+    ],
 )
 def test_build_tree(rows: int, many: int, nodes: int) -> None:
     torch.manual_seed(many)
@@ -99,9 +102,9 @@ def test_build_tree(rows: int, many: int, nodes: int) -> None:
         found = fields(build_tree(parent, score, nodes))
     reference = fields(build_reference(parent, score, nodes))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, reference, strict=True))
-    mine = torch.stack(found, 1).tolist()
-    for row, (above, scores) in enumerate(zip(parent.tolist(), score.tolist(), strict=True)):
-        assert mine[row] == chosen(above, scores, nodes)
+    mine = zip(*(field.tolist() for field in found), strict=True)
+    for row, above, scores in zip(mine, parent.tolist(), score.tolist(), strict=True):
+        assert list(row) == chosen(above, scores, nodes)
 
 
 @compiled
@@ -120,17 +123,17 @@ def test_the_documented_example() -> None:
     parent, score = torch.tensor([[-1, 0, 0, 1, 2]]), torch.tensor([[0.0, -1.0, -2.0, -1.5, -9.0]])
     built = build_tree(parent, score, 4)
     assert built.kept_BN.tolist() == [[0, 1, 2, 3]] and built.parent_BN.tolist() == [[-1, 0, 0, 1]]
-    assert built.depth_BN.tolist() == [[0, 1, 1, 2]] and built.bits_BN.tolist() == [[1, 3, 5, 11]]
+    assert built.depth_BN.tolist() == [[0, 1, 1, 2]] and built.bits_BNw.tolist() == [[[1], [3], [5], [11]]]
     assert built.child_BN.tolist() == [[1, 3, -1, -1]] and built.sibling_BN.tolist() == [[-1, 2, -1, -1]]
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
-    parent = torch.zeros(1, 65, dtype=torch.long)
-    with pytest.raises(ValueError, match="65 nodes exceed"):
+    parent = torch.zeros(1, 257, dtype=torch.long)
+    with pytest.raises(ValueError, match="a tree of 257 nodes, root included; at most 256 are possible"):
         tree_links(parent)
-    for nodes in (0, 65, 66):
-        with pytest.raises(ValueError, match=f"{nodes} nodes of 65 candidates"):
-            build_tree(parent, torch.zeros(1, 65), nodes)
+    for nodes in (0, 257, 258):
+        with pytest.raises(ValueError, match=f"{nodes} nodes of 257 candidates"):
+            build_tree(parent, torch.zeros(1, 257), nodes)
 
 
 @compiled

@@ -25,6 +25,7 @@ from drafttrain.model.masks import additive, attention_mask
 from drafttrain.ops import divergence as divergence_op
 from drafttrain.ops import library
 from drafttrain.ops import tree_attention as attention_op
+from drafttrain.ops.tree_bits import ancestors_of, bits_of, causal_bits, single_bits, words_for, words_of
 
 CASES = Path(__file__).with_name("triton_cases.py")
 CAPABILITIES = (80, 90)
@@ -51,7 +52,7 @@ def test_kernels_against_their_twins(where: str) -> None:
 
 
 ATTENTION = {
-    # nodes, heads, KV heads, width, dtype, window
+    # nodes, heads, KV heads, width, dtype, window, earlier nodes
     "decode": (1, 32, 8, 128, torch.bfloat16, None),
     "tree": (60, 32, 8, 128, torch.bfloat16, None),
     "tree-window": (60, 32, 8, 128, torch.bfloat16, 4096),
@@ -62,6 +63,12 @@ ATTENTION = {
     "wide": (60, 16, 2, 256, torch.bfloat16, 1024),
     "single": (7, 8, 1, 128, torch.float32, None),
     "odd": (3, 3, 3, 10, torch.bfloat16, None),
+    "two words": (100, 32, 8, 128, torch.bfloat16, None),
+    "four words": (256, 32, 8, 128, torch.bfloat16, 4096),
+    "half-words": (256, 32, 8, 64, torch.float16, None),
+    "few rows with words": (10, 8, 8, 64, torch.bfloat16, None, 200),
+    "wide-words": (128, 16, 2, 256, torch.bfloat16, None),
+    "single-words": (70, 8, 1, 128, torch.float32, None),
 }
 
 
@@ -72,10 +79,10 @@ ATTENTION = {
 def test_attention_compiles(case: str, capability: int, tmp_path: Path) -> None:
     from drafttrain.kernels.triton import tree_attention as kernels
 
-    nodes, heads, kv_heads, width, dtype, window = ATTENTION[case]
+    nodes, heads, kv_heads, width, dtype, window, earlier = (*ATTENTION[case], 0)[:7]
     q, keys = meta(2, nodes, heads, width, dtype=dtype), meta(300, 32, kv_heads, width, dtype=dtype)
-    numbers = (meta(2, 256), meta(2), meta(2, nodes), meta(2, nodes))
-    launches = kernels.launches(q, keys, keys, *numbers, meta(2, nodes, heads * width, dtype=dtype), 0.1, window, 8192, 0)
+    numbers = (meta(2, 256), meta(2), meta(2, nodes, words_for(earlier + nodes)), meta(2, nodes))
+    launches = kernels.launches(q, keys, keys, *numbers, meta(2, nodes, heads * width, dtype=dtype), 0.1, window, 8192, earlier)
     assert len(launches) == 2
     for launch in launches:
         check(launch.compile(capability), capability, tmp_path)
@@ -125,14 +132,14 @@ def cuobjdump() -> str | None:
 
 
 @pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize(("nodes", "groups"), [(1, 1), (6, 4), (64, 2)])
+@pytest.mark.parametrize(("nodes", "groups"), [(1, 1), (6, 4), (64, 2), (70, 1), (256, 2)])
 def test_attention_twin_is_torchs_attention(nodes: int, groups: int, window: int | None) -> None:
     torch.manual_seed(nodes)
     rows, kv_heads, width, lengths = 3, 2, 16, torch.tensor([40, 0, 17])
-    kv = KVCache(1, rows, 150, pages=15)
+    kv = KVCache(1, rows, 320, pages=30)
     kv.allocate(kv_heads, width, torch.float32)
     for row in (1, 2, 0):
-        kv.reserve(row, 150)
+        kv.reserve(row, 320)
     past, new = torch.randn(2, rows, kv_heads, 40, width), torch.randn(2, rows, kv_heads, nodes, width)
     kv.append(0, *past)
     kv.keep(torch.arange(40).expand(rows, 40), lengths)
@@ -143,27 +150,42 @@ def test_attention_twin_is_torchs_attention(nodes: int, groups: int, window: int
     position, q = lengths[:, None] + ancestor.sum(-1) - 1, torch.randn(rows, nodes, kv_heads * groups, width)
     mask = additive(attention_mask(kv, ancestor, position, window), q.dtype)
     wanted = F.scaled_dot_product_attention(q.transpose(1, 2), keys_BkPD, values_BkPD, mask, scale=0.3, enable_gqa=True)
-    bits, bound = attention_op.bits_of(ancestor), 40 + nodes
+    bits, bound = bits_of(ancestor), 40 + nodes
     keys, values = kv.page_view().layer(0)
     found = attention_op.reference(q, keys, values, kv.page_view().table_BQ, kv.length_B, bits, position, 0.3, window, bound)
     torch.testing.assert_close(found, wanted.transpose(1, 2).flatten(2), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("nodes", [1, 5, 63, 64])
+@pytest.mark.parametrize("nodes", [1, 5, 63, 64, 65, 100, 128, 129, 192, 255, 256])
 def test_bits(nodes: int) -> None:
     torch.manual_seed(nodes)
-    ancestor = torch.rand(3, nodes, nodes) < 0.5
+    ancestor, words = torch.rand(3, nodes, nodes) < 0.5, -(-nodes // 64)
     ancestor[0] = True
-    bits = attention_op.bits_of(ancestor)
-    assert bits.dtype == torch.int64 and torch.equal(attention_op.ancestors_of(bits), ancestor)
-    assert bits[0, 0] == (-1 if nodes == 64 else 2**nodes - 1)
+    bits = bits_of(ancestor)
+    assert bits.dtype == torch.int64 and bits.shape == (3, nodes, words) and torch.equal(ancestors_of(bits), ancestor)
+    rest = nodes - 64 * (words - 1)
+    assert bits[0, 0].tolist() == [-1] * (words - 1) + [-1 if rest == 64 else 2**rest - 1]
+    for row, node in ((1, 0), (2, nodes - 1)):
+        whole = sum(int(seen) << j for j, seen in enumerate(ancestor[row, node].tolist()))
+        assert words_of(whole, words) == bits[row, node].tolist()
+    chain = torch.ones(nodes, nodes, dtype=torch.bool).tril()
+    for earlier in {0, nodes // 2, nodes - 1}:
+        assert torch.equal(causal_bits(nodes - earlier, bits.device, earlier), bits_of(chain)[earlier:])
+        last = ancestors_of(bits[:, earlier:], nodes)
+        assert torch.equal(last, ancestor[:, earlier:])
+    assert torch.equal(ancestors_of(single_bits(0, nodes, words, bits.device)), torch.eye(nodes, dtype=torch.bool))
 
 
 def test_more_nodes_than_bits_are_refused() -> None:
-    with pytest.raises(AssertionError):
-        attention_op.bits_of(torch.ones(1, 65, 65, dtype=torch.bool))
-    with pytest.raises(AssertionError):
-        attention_op.ancestors_of(torch.ones(1, 65, dtype=torch.long))
+    for call in (
+        lambda: bits_of(torch.ones(1, 257, 257, dtype=torch.bool)),
+        lambda: ancestors_of(torch.ones(1, 257, 5, dtype=torch.long)),
+        lambda: causal_bits(200, torch.device("cpu"), 57),
+    ):
+        with pytest.raises(ValueError, match=r"a tree of 257 nodes, root included; at most 256 are possible: propose fewer"):
+            call()
+    with pytest.raises(ValueError, match="65 nodes exceed the bits of 1 words"):
+        ancestors_of(torch.ones(1, 65, 1, dtype=torch.long))
 
 
 @pytest.mark.parametrize("name", divergence_op.NAMES)

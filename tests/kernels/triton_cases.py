@@ -17,6 +17,7 @@ from drafttrain.model.kv_storage import PAGE
 from drafttrain.ops import divergence as divergence_op
 from drafttrain.ops import jit
 from drafttrain.ops import tree_attention as attention_op
+from drafttrain.ops.tree_bits import bits_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -54,11 +55,17 @@ CASES = {
     "bit 63": Case(64, 2, 1, 64, (40,)),
     "several blocks of rows": Case(64, 8, 1, 16, (67,)),
     "33 nodes": Case(33, 1, 3, 128, (64, 5)),
+    "two words": Case(65, 2, 1, 64, (40, 0)),
+    "two words, one node of a step": Case(128, 1, 1, 64, (31, 97)),
+    "three words": Case(150, 1, 2, 10, (7,)),
+    "four words": Case(256, 1, 1, 16, (0, 9)),
+    "words and window": Case(130, 1, 1, 16, (90, 3), window=5),
     "odd width": Case(3, 2, 2, 10, (33,)),
     "narrow window": Case(16, 2, 2, 16, (0, 90, 200), window=3),
     "window": Case(16, 4, 1, 64, (100, 33), window=50),
     "splits": Case(5, 4, 2, 64, (300, 0, 97)),
     "more splits than keys": Case(1, 2, 1, 80, (2, 130), slack=1500),
+    "words and splits": Case(100, 1, 1, 16, (700, 300)),
     "splits and window": Case(16, 1, 1, 128, (500, 300), window=310, slack=100),
 }
 
@@ -72,7 +79,7 @@ class Inputs:
     values: Tensor
     table_BQ: Tensor
     length_B: Tensor
-    bits_BN: Tensor
+    bits_BNw: Tensor
     position_BN: Tensor
 
     @staticmethod
@@ -92,8 +99,8 @@ class Inputs:
         ancestor_BNN, length_B = ancestors(torch.tensor(parents)), torch.tensor(case.lengths)
         q_BNhD = torch.randn(rows, nodes, heads + 2, case.width).to(DEVICE, dtype)[:, :, 1:-1]  # a part of what was projected
         keys, values = store.to(DEVICE, dtype)
-        bits_BN, position_BN = attention_op.bits_of(ancestor_BNN), length_B[:, None] + ancestor_BNN.sum(-1) - 1
-        return Inputs(q_BNhD, keys, values, *(x.to(DEVICE) for x in (table_BQ, length_B, bits_BN, position_BN)))
+        bits_BNw, position_BN = bits_of(ancestor_BNN), length_B[:, None] + ancestor_BNN.sum(-1) - 1
+        return Inputs(q_BNhD, keys, values, *(x.to(DEVICE) for x in (table_BQ, length_B, bits_BNw, position_BN)))
 
     def through(self, function: Callable[..., Tensor], case: Case) -> Tensor:
         bound = max(case.lengths) + case.nodes + case.slack
@@ -115,14 +122,14 @@ def test_tree_attention(case: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", ["ragged", "bit 63", "odd width", "splits"])
+@pytest.mark.parametrize("case", ["ragged", "bit 63", "odd width", "splits", "two words", "four words", "words and splits"])
 def test_the_last_nodes_of_a_tree_alone(case: str, dtype: torch.dtype) -> None:
     torch.manual_seed(len(case))
     inputs, of = Inputs.of(CASES[case], dtype), CASES[case]
     bound, whole = max(of.lengths) + of.nodes + of.slack, inputs.through(attention_op.tree_attention, of)
     for earlier in {of.nodes // 2, of.nodes - 1}:
         last = (inputs.q_BNhD[:, earlier:], inputs.keys, inputs.values, inputs.table_BQ, inputs.length_B)
-        last += (inputs.bits_BN[:, earlier:], inputs.position_BN[:, earlier:])
+        last += (inputs.bits_BNw[:, earlier:], inputs.position_BN[:, earlier:])
         for function in (attention_op.tree_attention, attention_op.reference):
             found = function(*last, of.width**-0.5, None, bound, earlier)
             torch.testing.assert_close(found, whole[:, earlier:], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -136,7 +143,7 @@ def test_the_cases_split_or_not() -> None:
         out, bound = inputs.q_BNhD, max(case.lengths) + case.nodes + case.slack
         return len(kernels.launches(*inputs.fields(), out, 1.0, case.window, bound, 0))
 
-    assert [kernels_of(case) for case in CASES.values()] == [1] * 9 + [2] * 3
+    assert [kernels_of(case) for case in CASES.values()] == [1] * 14 + [2] * 4
 
 
 @pytest.mark.parametrize("splits", [1, 5, 20])
@@ -153,7 +160,7 @@ def test_any_number_of_splits_gives_one_result(monkeypatch: pytest.MonkeyPatch, 
 def test_a_node_that_sees_nothing_gets_zeros() -> None:
     case = Case(4, 2, 1, 16, (0, 200), slack=500)
     inputs = Inputs.of(case, torch.float32)
-    inputs.bits_BN[:, 2] = 0
+    inputs.bits_BNw[:, 2] = 0
     inputs.length_B[1] = 0  # its first positions count as the nodes
     for function in (attention_op.tree_attention, attention_op.reference):
         out = inputs.through(function, case)
@@ -163,18 +170,25 @@ def test_a_node_that_sees_nothing_gets_zeros() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter alone says by how much a lane is shifted")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_no_lane_is_shifted_by_more_bits_than_there_are(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """A step of 128 keys holds up to 127 lanes past the prefix's end, for a tree of one node and of 64."""
+    """A step of 128 keys holds up to 127 lanes past the prefix's end, for a tree of one node and of 64; more than 64 nodes have
+    two words or more."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     amounts: list[int] = []
-    plain = InterpreterBuilder.create_ashr
 
-    def recorded(self: Any, left: Any, right: Any) -> Any:
-        amounts.extend((int(right.data.min()), int(right.data.max())))
-        return plain(self, left, right)
+    def watch(name: str) -> None:
+        plain = getattr(InterpreterBuilder, name)
 
-    monkeypatch.setattr(InterpreterBuilder, "create_ashr", recorded)
-    for case in (Case(1, 2, 1, 16, (200, 0)), Case(64, 2, 1, 64, (0, 70)), Case(5, 2, 1, 64, (0, 300), window=90, slack=400)):
+        def recorded(self: Any, left: Any, right: Any) -> Any:
+            amounts.extend((int(right.data.min()), int(right.data.max())))
+            return plain(self, left, right)
+
+        monkeypatch.setattr(InterpreterBuilder, name, recorded)
+
+    for name in ("create_ashr", "create_lshr", "create_shl"):
+        watch(name)
+    cases = (Case(1, 2, 1, 16, (200, 0)), Case(64, 2, 1, 64, (0, 70)), Case(5, 2, 1, 64, (0, 300), window=90, slack=400))
+    for case in (*cases, Case(129, 1, 1, 64, (0, 70))):
         inputs = Inputs.of(case, dtype)
         found, wanted = (inputs.through(f, case) for f in (attention_op.tree_attention, attention_op.reference))
         torch.testing.assert_close(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

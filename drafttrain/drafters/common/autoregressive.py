@@ -1,13 +1,12 @@
 """Drafters that are language models: a KV cache of their own, one token after another.
 
 Shapes: B rows, N tokens of one pass, A pending positions, W nodes scored at once, M nodes scored so far, R logit rows,
-V vocabulary.
+V vocabulary, w words of ancestor bits.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,7 +19,7 @@ from drafttrain.drafters.common.pending import CachedState, with_root
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.model.drafter import Commit, Drafter, draft_chain
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.ops.tree_attention import ancestors_of
+from drafttrain.ops.tree_bits import ancestors_of
 
 
 class Autoregressive(Drafter):
@@ -86,7 +85,7 @@ class AutoregressiveState(CachedState):
             tree = self._chain(root_B, logits_BV, depth, sampling)
         else:
             first = Scored(logits_BV[:, None], logits_BV[:, None, :0])
-            tree = self.grower.grow(root_B, first, partial(self._score, Above.of(root_B)), None, depth)
+            tree = self.grower.grow(root_B, first, partial(self._score, list[Generation]()), None, depth)
         for kv in self.own_caches:
             kv.crop(committed_B)
         return tree
@@ -102,22 +101,27 @@ class AutoregressiveState(CachedState):
         steps = min(self.drafter.draft_length, depth or self.drafter.draft_length)
         return draft_chain(root_B, logits_BV, advance, steps, sampling, self.kv.length_B - 1)
 
-    def _score(self, above: Above, nodes: Generation) -> Scored:
-        """Where the model takes a tree in one pass only, earlier generations are computed again with this one."""
+    def _score(self, above: list[Generation], nodes: Generation) -> Scored:
+        """above: the generations scored so far; receives this one.
+
+        Where the model takes a tree in one pass only, earlier generations are computed again with this one.
+        """
         W, drafter = nodes.token_BW.shape[1], self.drafter
-        above.add(nodes)
-        M = above.token_BM.shape[1]
+        above.append(nodes)
+        M, bits = sum(each.token_BW.shape[1] for each in above), [each.bits_BWw for each in above if each.bits_BWw is not None]
+        assert len(bits) == len(above), "trees name their nodes' ancestors"
         if drafter.generations:
             position_B1 = (self.kv.length_B + (nodes.depth - 1)).clamp_max(drafter.last_position)[:, None]
-            ancestor_BWM, row_W = ancestors_of(above.bits_BM[:, M - W :], M), torch.arange(W, device=position_B1.device)
+            ancestor_BWM, row_W = ancestors_of(bits[-1], M), torch.arange(W, device=position_B1.device)
             given = (position_B1.expand(-1, W), row_W.expand(len(position_B1), W))
             logits_BWV = drafter.run(self.own_caches, nodes.token_BW, ancestor_BWM, *given)
             assert logits_BWV is not None
             return Scored(logits_BWV, logits_BWV[..., :0])
-        position_BM = (self.kv.length_B[:, None] + above.depth_BM - 1).clamp_max(drafter.last_position)
+        depth_BM = torch.cat([torch.full_like(each.token_BW, each.depth) for each in above], 1)
+        position_BM = (self.kv.length_B[:, None] + depth_BM - 1).clamp_max(drafter.last_position)
         row_BW = torch.arange(M - W, M, device=position_BM.device).expand(len(position_BM), W)
-        ancestor_BMM = ancestors_of(above.bits_BM)
-        logits_BWV = drafter.run(self.own_caches, above.token_BM, ancestor_BMM, position_BM, row_BW)
+        token_BM, ancestor_BMM = torch.cat([each.token_BW for each in above], 1), ancestors_of(torch.cat(bits, 1))
+        logits_BWV = drafter.run(self.own_caches, token_BM, ancestor_BMM, position_BM, row_BW)
         assert logits_BWV is not None
         return Scored(logits_BWV, logits_BWV[..., :0])  # the model's state is its cache
 
@@ -129,22 +133,3 @@ class AutoregressiveState(CachedState):
         for kv in self.own_caches:  # the first tokens are in their places
             kv.crop(kv.length_B + count_B)
         return row_BR if logits_BRV is None else logits_BRV[:, 0]
-
-
-@dataclass
-class Above:
-    """The nodes scored so far in one proposal, root excluded."""
-
-    token_BM: Tensor
-    bits_BM: Tensor
-    depth_BM: Tensor
-
-    @staticmethod
-    def of(root_B: Tensor) -> Above:
-        return Above(*(root_B.new_empty(len(root_B), 0) for _ in range(3)))
-
-    def add(self, nodes: Generation) -> None:
-        self.token_BM = torch.cat([self.token_BM, nodes.token_BW], 1)
-        assert nodes.bits_BW is not None, "trees name their nodes' ancestors"
-        self.bits_BM = torch.cat([self.bits_BM, nodes.bits_BW], 1)
-        self.depth_BM = torch.cat([self.depth_BM, torch.full_like(nodes.token_BW, nodes.depth)], 1)

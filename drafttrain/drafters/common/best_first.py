@@ -25,7 +25,7 @@ from drafttrain.core.tree import DraftTree
 from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored, choices
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top
-from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of
+from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,12 @@ class BestFirst:
         """Paths among which the nodes are chosen."""
         return sum(kept for _, kept in _growths(depth, nodes, vocab))
 
+    @staticmethod
+    def fitting(depth: int, nodes: int, vocab: int) -> int:
+        """`nodes`, or the most below it that the operators can hold."""
+        sizes = range(min(nodes, MOST_NODES - 1), 0, -1)
+        return next(n for n in sizes if 1 + BestFirst.most(depth, n, vocab) <= MOST_CANDIDATES)
+
     def grow(self, root_B: Tensor, first: Scored, score: Score, ids: Tensor | None, depth: int | None) -> DraftTree:
         """As `Grower.grow`; each depth scores one node, since all nodes of it have the same logits."""
         depths = self.depths[: depth or len(self.depths)]
@@ -77,7 +83,7 @@ class BestFirst:
         tokens, scores, parents, held, scored = [root_B[:, None]], [score_BW], [node_BW - 1], 1, first
         for number, growth in enumerate(depths):
             if number:
-                scored = score(Generation(tokens[-1][:, :1], first.state_BWH, number, torch.zeros_like(tokens[-1][:, :1])))
+                scored = score(Generation(tokens[-1][:, :1], first.state_BWH, number, None))
             assert scored.logits_BWV.shape[1] == 1, "best-first search needs drafts that do not know each other"
             ranks = min(self.nodes, scored.logits_BWV.shape[-1])
             gain_BR, choice_BR = (x[:, 0] for x in choices(scored.logits_BWV, ranks, ids))
@@ -90,7 +96,7 @@ class BestFirst:
         count = 1 + min(self.nodes, held - 1)
         built = build_tree(torch.cat(parents, 1), torch.cat(scores, 1), count)
         token_BN, count_B = torch.cat(tokens, 1).gather(1, built.kept_BN), torch.full_like(root_B, count)
-        return DraftTree(token_BN, built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BN))
+        return DraftTree(token_BN, built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BNw))
 
 
 def _growths(depth: int, nodes: int, vocab: int) -> Iterator[tuple[list[tuple[int, int]], int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from drafttrain.core.errors import UserError
 from drafttrain.drafters.common.options import BlockOptions
 from drafttrain.model.shapes import LayerOptions, TargetShape
-from drafttrain.ops.tree_attention import MOST_NODES
+from drafttrain.ops.tree_bits import MOST_NODES
 
 CONVENTIONS = {"in_place": 1, "shifted": 0}  # name -> the slot of the first draft
 

@@ -1,7 +1,7 @@
 """Trees for drafters that score a node from its token and its parent's state: one shape, or grown by confidence.
 
 Shapes: B rows, W nodes scored at once, M nodes scored so far, C candidates, N tree nodes, F nodes with children, R ranks,
-H state, V vocabulary (the drafter's).
+H state, V vocabulary (the drafter's), w words of ancestor bits.
 
 The root is in the drafter's cache already when the first choices below it are known. The nodes of each generation that get
 children are scored in one pass, as scratch positions after the committed prefix:
@@ -25,7 +25,7 @@ from torch import Tensor
 from drafttrain.core.tree import DraftTree, Path, TreeShape
 from drafttrain.ops.build_tree import MOST_CANDIDATES, build_tree
 from drafttrain.ops.top import top, top_log
-from drafttrain.ops.tree_attention import MOST_NODES, ancestors_of
+from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of, single_bits, words_for, words_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Generation:
     token_BW: Tensor
     state_BWH: Tensor  # of their parents
     depth: int  # of all of them, from 1
-    bits_BW: Tensor | None  # bit i: the i-th node scored, from the first generation on, is the node or its ancestor; None: all
+    bits_BWw: Tensor | None  # bit i: the i-th node scored, from the first generation on, is the node or its ancestor; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Level:
     rank_W: Tensor  # its index among its parent's choices: where all parents have the same
     inner_F: Tensor  # the nodes with children
     above_F: Tensor  # their parents' places among the nodes scored before
-    bits_F: Tensor  # as in `Generation`
+    bits_Fw: Tensor  # as in `Generation`
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,7 @@ class StaticTree:
         above: dict[Path, int] = {(): 0}  # places of the nodes scored last
         bits: dict[Path, int] = {(): 0}
         inner, levels, slot = {p[:-1] for p in paths}, [], 0
+        words = words_for(len(inner - {()}))
         for depth in depths:
             nodes = sorted(p for p in paths if len(p) == depth)
             parents = [p for p in nodes if p in inner]
@@ -112,8 +113,9 @@ class StaticTree:
             columns = choice, rank, [nodes.index(p) for p in parents], [above[p[:-1]] for p in parents]
             bits = {p: bits[p[:-1]] | 1 << slot + i for i, p in enumerate(parents)}
             slot += len(parents)
-            signed = [b - (1 << 64) if b >= 1 << 63 else b for b in bits.values()]
-            levels.append(Level(ranks, *(torch.tensor(c, dtype=torch.long, device=device) for c in (*columns, signed))))
+            seen = [words_of(b, words) for b in bits.values()]
+            tensors = (torch.tensor(c, dtype=torch.long, device=device) for c in (*columns, seen))
+            levels.append(Level(ranks, *tensors))
             above = {p: i for i, p in enumerate(parents)}
         choices = [(shape.depth_N[1:] - 1) * (shape.max_rank + 1) + shape.rank_N[1:] for shape in shapes]
         return StaticTree(shapes, levels, choices)
@@ -134,7 +136,7 @@ class StaticTree:
                 else:
                     state_BFH = state_BWH.index_select(1, level.above_F)
                 token_BF = token_BW.index_select(1, level.inner_F)
-                scored = score(Generation(token_BF, state_BFH, number + 1, level.bits_F.expand(B, -1)))
+                scored = score(Generation(token_BF, state_BFH, number + 1, level.bits_Fw.expand(B, -1, -1)))
         return DraftTree.static(torch.cat(tokens, 1), self.shapes[steps - 1])
 
     def from_slots(self, root_B: Tensor, logits_BKV: Tensor, ids: Tensor | None, depth: int | None) -> DraftTree:
@@ -184,7 +186,8 @@ class DynamicGrower:
     def __init__(self, tree: DynamicTree, device: torch.device) -> None:
         self.tree = tree
         slot_W = torch.arange(tree.width, device=device)
-        self._bit_W = [1 << (generation * tree.width + slot_W) for generation in range(tree.depth - 1)]
+        scored, words = tree.width * (tree.depth - 1), words_for(tree.width * (tree.depth - 1))
+        self._bit_Ww = [single_bits(first, tree.width, words, device) for first in range(0, scored, tree.width)]
         self._node_W = 1 + slot_W  # of the first generation
         self._parent_X = torch.cat([slot_W[:1] - 1, torch.zeros_like(slot_W)])  # of the root and the first generation
 
@@ -196,9 +199,10 @@ class DynamicGrower:
         tokens, scores, parents = [root_B[:, None], token_BW], [score_BW[:, :1], score_BW], [self._parent_X.expand(B, -1)]
         state_BWH = first.state_BWH.expand(B, W, first.state_BWH.shape[-1]).contiguous()
         node_BW, held = self._node_W.expand(B, W), 1 + W
-        bits_BW = self._bit_W[0].expand(B, W) if self._bit_W else node_BW
+        bits_BWw = self._bit_Ww[0].expand(B, -1, -1) if self._bit_Ww else None
         for step in range(1, steps):
-            scored = score(Generation(token_BW, state_BWH, step, bits_BW))
+            assert bits_BWw is not None
+            scored = score(Generation(token_BW, state_BWH, step, bits_BWw))
             gain_BWW, choice_BWW = (x.expand(B, W, W) for x in choices(scored.logits_BWV, W, ids))
             total_BC, choice_BC = (score_BW[..., None] + gain_BWW).flatten(1), choice_BWW.flatten(1)
             tokens.append(choice_BC)
@@ -210,12 +214,12 @@ class DynamicGrower:
             above_BW, token_BW = best_BW // W, choice_BC.gather(1, best_BW)
             held_BWH = scored.state_BWH.expand(B, W, scored.state_BWH.shape[-1])
             state_BWH = held_BWH.gather(1, above_BW[..., None].expand_as(held_BWH))
-            bits_BW = bits_BW.gather(1, above_BW) | self._bit_W[step]
+            bits_BWw = bits_BWw.gather(1, above_BW[..., None].expand_as(bits_BWw)) | self._bit_Ww[step]
             node_BW, held = held + best_BW, held + W * W
         count = 1 + min(tree.nodes, tree.candidates(steps))
         built = build_tree(torch.cat(parents, 1), torch.cat(scores, 1), count)
         token_BN, count_B = torch.cat(tokens, 1).gather(1, built.kept_BN), torch.full_like(root_B, count)
-        return DraftTree(token_BN, built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BN))
+        return DraftTree(token_BN, built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BNw))
 
 
 def choices(logits_BWV: Tensor, ranks: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:

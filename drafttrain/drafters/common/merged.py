@@ -19,7 +19,7 @@ from drafttrain.model.drafter import Commit, Drafter, DraftState, RevertibleStat
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Target
-from drafttrain.ops.tree_attention import MOST_NODES
+from drafttrain.ops.tree_bits import MOST_NODES
 
 
 class MergedProposal(Proposal):

@@ -15,7 +15,7 @@ from drafttrain.drafters.common.dynamic_tree import DynamicTree, Grower, StaticT
 from drafttrain.drafters.common.options import TreeOptions
 from drafttrain.model.proposal import Proposal, chain_paths
 from drafttrain.model.target import Target
-from drafttrain.ops.tree_attention import MOST_NODES
+from drafttrain.ops.tree_bits import MOST_NODES
 
 KINDS = ("chain", "static", "dynamic", "best_first")
 NODES = 24  # of a tree that grows by confidence and was neither given a number nor tuned
@@ -119,7 +119,8 @@ class TreeProposal(Proposal):
         if not self.tunable:
             return
         if self.grown and not self._nodes_given:
-            self._resize(nodes)
+            best_first = self.kind == "best_first"
+            self._resize(BestFirst.fitting(self.draft_length, nodes, self.vocab) if best_first else nodes)
         budget = self.nodes if self.grown else min(nodes, MOST_NODES - 1)
         self._paths = self._checked(tuned_paths(sequences, budget) or [(0,)])
 

@@ -192,7 +192,7 @@ class NodeScorer:
     def __call__(self, nodes: Generation) -> Scored:
         state, (B, W) = self.state, nodes.token_BW.shape
         position_BW = (state.kv.length_B + (nodes.depth - 1))[:, None].expand(B, W)
-        meta = state.cached.meta(position_BW, bits_BN=nodes.bits_BW, earlier=self.nodes)
+        meta = state.cached.meta(position_BW, bits_BNw=nodes.bits_BWw, earlier=self.nodes)
         self.nodes += W
         residual_BWH, read_BWI = state.drafter.enter(nodes.token_BW, nodes.state_BWH)
         return state.drafter.scored(*state.layers.run(residual_BWH, meta, read_BWI))

@@ -7,26 +7,32 @@ namespace {
 
 void tree_links(const Tensor& parent, const Tensor& depth, const Tensor& bits) {
     const int64_t batch = parent.size(0), nodes = parent.size(1);
-    STD_TORCH_CHECK(nodes <= kMostNodes, "trees have at most 64 nodes");
+    STD_TORCH_CHECK(nodes <= kMostNodes, "trees have at most 256 nodes");
+    STD_TORCH_CHECK(bits.numel() == parent.numel() * words_for(int(nodes)), "bits do not fit");
     if (parent.numel() == 0) return;
     const Launcher run(parent);
-    run(link_trees, dim3(batch), dim3(kMostNodes), 0, data<int64_t>(parent), int(nodes), data<int64_t>(depth),
-        data<int64_t>(bits));
+    by_words(int(nodes), [&](auto words) {
+        run(link_trees<words.value>, dim3(batch), dim3(words.value * kWord), 0, data<int64_t>(parent), int(nodes),
+            data<int64_t>(depth), data<int64_t>(bits));
+    });
 }
 
 void build_tree(const Tensor& parent, const Tensor& score, const Tensor& kept, const Tensor& new_parent, const Tensor& depth,
                 const Tensor& bits, const Tensor& child, const Tensor& sibling) {
     const int64_t batch = parent.size(0), candidates = parent.size(1), nodes = kept.size(1);
     STD_TORCH_CHECK(nodes >= 1 && nodes <= kMostNodes && nodes <= candidates && candidates <= kMostCandidates,
-                    "trees have 1 to 64 nodes, of as many to 1024 candidates");
+                    "trees have 1 to 256 nodes, of as many to 4096 candidates");
+    STD_TORCH_CHECK(bits.numel() == batch * nodes * words_for(int(nodes)), "bits do not fit");
     STD_TORCH_CHECK(score.scalar_type() == ScalarType::Float, "scores are float32");
     if (batch == 0) return;
     const Launcher run(parent);
     const BuiltRow built = {data<int64_t>(kept), data<int64_t>(new_parent), data<int64_t>(depth),
                             data<int64_t>(bits), data<int64_t>(child),      data<int64_t>(sibling)};
     const int room = select_room(int(nodes), int(ceil_div(candidates, kSelectThreads)));
-    run(build_trees, dim3(batch), dim3(kSelectThreads), room * sizeof(uint64_t), data<int64_t>(parent), data<float>(score),
-        int(candidates), int(nodes), built);
+    by_words(int(nodes), [&](auto words) {
+        run(build_trees<words.value>, dim3(batch), dim3(kSelectThreads), room * sizeof(uint64_t), data<int64_t>(parent),
+            data<float>(score), int(candidates), int(nodes), built);
+    });
 }
 
 }  // namespace

@@ -9,8 +9,9 @@ namespace drafttrain {
 constexpr int kSelectThreads = 256;
 constexpr int kMostEach = 32;  // elements of a thread: bounds the shared memory
 
-// Threads that compete as one group: about 2k groups or more, so that few besides the k greatest pass the groups' bound.
-DRAFTTRAIN_BOTH int group_lanes(int k) { return k <= 16 ? 8 : k <= 32 ? 4 : 2; }
+// Threads that compete as one group: about 2k groups or more where k is small, so that few besides the k greatest pass the
+// groups' bound. With fewer than k groups there would be no bound.
+DRAFTTRAIN_BOTH int group_lanes(int k) { return k <= 16 ? 8 : k <= 32 ? 4 : k <= 128 ? 2 : 1; }
 
 // Keys of shared memory that `select` needs where a thread has at most `each` elements.
 DRAFTTRAIN_BOTH int select_room(int k, int each) {

@@ -6,20 +6,25 @@
 
 namespace drafttrain {
 
-__global__ void __launch_bounds__(kMostNodes) link_trees(const int64_t* parent, int nodes, int64_t* depth, int64_t* bits) {
-    __shared__ int64_t above[kMostNodes];
+// A thread for each node: Words * kWord of them.
+template <int Words>
+__global__ void __launch_bounds__(Words* kWord) link_trees(const int64_t* parent, int nodes, int64_t* depth, int64_t* bits) {
+    __shared__ int64_t above[Words * kWord];
     const int i = threadIdx.x;
     const int64_t at = int64_t(blockIdx.x) * nodes + i;
     if (i < nodes) above[i] = parent[at];
     __syncthreads();
     if (i >= nodes) return;
-    const Links links = links_of(above, i);
-    depth[at] = links.depth, bits[at] = links.bits;
+    const Links links = links_of<Words>(above, i);
+    depth[at] = links.depth;
+    links.store_bits(bits + at * Words);
 }
 
+template <int Words>
 __global__ void __launch_bounds__(kSelectThreads)
     build_trees(const int64_t* parent, const float* score, int candidates, int nodes, BuiltRow built) {
-    __shared__ int64_t chosen[kMostNodes], above[kMostNodes];
+    static_assert(Words * kWord <= kSelectThreads, "a thread for each node");
+    __shared__ int64_t chosen[Words * kWord], above[Words * kWord];
     const int i = threadIdx.x;
     const int64_t first = int64_t(blockIdx.x) * candidates;
     const auto key = [=](int c) { return candidate_key(score + first, c); };
@@ -29,7 +34,7 @@ __global__ void __launch_bounds__(kSelectThreads)
     const BuiltRow row = built.at(blockIdx.x, nodes);
     if (i < nodes) row.place(chosen, nodes, i, parent + first, above);
     __syncthreads();
-    if (i < nodes) row.link(above, nodes, i);
+    if (i < nodes) row.template link<Words>(above, nodes, i);
 }
 
 }  // namespace drafttrain

@@ -1,4 +1,4 @@
-// Depth, ancestors and links of a tree of at most 64 nodes, from its parents, for host and device. No node needs another's
+// Depth, ancestors and links of a tree of at most 256 nodes, from its parents, for host and device. No node needs another's
 // result. Node 0 is the root, parent[0] = -1, and every parent precedes its children.
 //
 // The example of tree.py, parent (-1, 0, 0, 1): depth (0, 1, 1, 2), bits (1, 3, 5, 11), child (1, 3, -1, -1),
@@ -12,20 +12,55 @@
 
 namespace drafttrain {
 
-constexpr int kMostNodes = 64;
-constexpr int kMostCandidates = 1024;
+constexpr int kMostNodes = 256;
+constexpr int kMostCandidates = 4096;
+constexpr int kWord = 64;  // nodes whose bits share an int64
 
+DRAFTTRAIN_BOTH int words_for(int nodes) { return nodes <= kWord ? 1 : (nodes + kWord - 1) / kWord; }
+
+// For a tree of up to Words * kWord nodes; the number of words is a constant, so that they stay in registers.
+template <int Words>
 struct Links {
-    int64_t depth, bits;  // bit j: node j is this one or an ancestor of it
+    int64_t depth;
+    uint64_t bits[Words];  // bit j % kWord of word j / kWord: node j is this one or an ancestor of it
+
+    // to: [Words]
+    DRAFTTRAIN_BOTH void store_bits(int64_t* to) const {
+        for (int w = 0; w < Words; w++) to[w] = int64_t(bits[w]);
+    }
 };
 
-DRAFTTRAIN_BOTH Links links_of(const int64_t* parent, int node) {
-    Links links = {0, 1};
+template <int Words>
+DRAFTTRAIN_BOTH Links<Words> links_of(const int64_t* parent, int node) {
+    Links<Words> links = {0, {1}};
     while (node > 0) {
-        links.depth++, links.bits |= int64_t(uint64_t(1) << node);
+        links.depth++;
+        for (int w = 0; w < Words; w++)
+            if (Words == 1 || node / kWord == w) links.bits[w] |= uint64_t(1) << (node % kWord);
         node = parent[node] < node ? int(parent[node]) : 0;  // an invalid parent after its child is ignored, so that walks end
     }
     return links;
+}
+
+template <int Words>
+struct Constant {
+    static constexpr int value = Words;
+};
+
+// f(Constant<w>()) for the w words of trees of so many nodes, 1 to kMostNodes.
+template <typename F>
+void by_words(int nodes, F f) {
+    static_assert(kMostNodes == 4 * kWord);
+    switch (words_for(nodes)) {
+        case 1:
+            return f(Constant<1>());
+        case 2:
+            return f(Constant<2>());
+        case 3:
+            return f(Constant<3>());
+        default:
+            return f(Constant<4>());
+    }
 }
 
 // The first node from `start` on with this parent, or -1.
@@ -47,14 +82,14 @@ DRAFTTRAIN_BOTH int64_t place_of(const int64_t* chosen, int nodes, int64_t candi
     return place;
 }
 
-// The outputs for one row of a new tree: [nodes] each.
+// The outputs for one row of a new tree: [nodes] each, bits [nodes, words].
 struct BuiltRow {
     int64_t *kept, *parent, *depth, *bits, *child, *sibling;
 
     // The same for another row of the batch.
     DRAFTTRAIN_BOTH BuiltRow at(int64_t row, int nodes) const {
         const int64_t i = row * nodes;
-        return {kept + i, parent + i, depth + i, bits + i, child + i, sibling + i};
+        return {kept + i, parent + i, depth + i, bits + i * words_for(nodes), child + i, sibling + i};
     }
 
     // Makes entry i of the candidates `chosen`, in any order, a node. old: the candidates' parents. new_parent: receives the
@@ -64,9 +99,11 @@ struct BuiltRow {
         const int64_t above = candidate == 0 ? -1 : place_of(chosen, nodes, old[candidate]);
         kept[at] = candidate, parent[at] = new_parent[at] = above;
     }
+    template <int Words>
     DRAFTTRAIN_BOTH void link(const int64_t* new_parent, int nodes, int i) const {
-        const Links links = links_of(new_parent, i);
-        depth[i] = links.depth, bits[i] = links.bits;
+        const Links links = links_of<Words>(new_parent, i);
+        depth[i] = links.depth;
+        links.store_bits(bits + i * Words);
         child[i] = next_child(new_parent, i + 1, nodes, i);
         sibling[i] = next_child(new_parent, i + 1, nodes, new_parent[i]);
     }

@@ -20,7 +20,7 @@ from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
 from drafttrain.ops import library
 from drafttrain.ops.build_tree import build_tree
-from drafttrain.ops.tree_attention import ancestors_of
+from drafttrain.ops.tree_bits import ancestors_of
 from drafttrain.targets.fast import FastTarget
 from tests.contract.test_families import NAMES, build
 from tests.helpers import prompts, tiny_model, tiny_target
@@ -216,7 +216,7 @@ class DynamicState(DraftState):
         token_BM = torch.cat([root_B[:, None], first_BW, second_BM], 1)
         built = build_tree(parent_M.expand(len(root_B), -1), torch.cat([score_BW[:, :1], score_BW, score_BM], 1), drafter.nodes)
         count_B = torch.full_like(root_B, drafter.nodes)
-        return DraftTree(token_BM.gather(1, built.kept_BN), built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BN))
+        return DraftTree(token_BM.gather(1, built.kept_BN), built.parent_BN, count_B, known_BNN=ancestors_of(built.bits_BNw))
 
 
 def next_tokens(target: FastTarget) -> list[int]:

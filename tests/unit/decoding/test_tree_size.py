@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -22,12 +24,26 @@ def ranks(hit: float, samples: int = 4000) -> list[torch.Tensor]:
     return list(torch.distributions.Geometric(hit).sample((samples, 3)).long().clamp_max(10).split(500))
 
 
-@pytest.mark.parametrize(("a_node", "nodes"), [(0.0, 64), (0.02, 16), (0.3, 2)])
+@pytest.mark.parametrize(("a_node", "nodes"), [(0.0, 255), (0.0005, 96), (0.02, 16), (0.3, 2)])
 def test_dear_nodes_make_small_trees(a_node: float, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(treesize, "proposal_seconds", lambda target, drafter: 0.1)
     monkeypatch.setattr(treesize, "verification_seconds", lambda target, drafter, sizes: {n: 1.0 + a_node * n for n in sizes})
     found = treesize.best_nodes(None, None, ranks(0.6))  # type: ignore[arg-type]
     assert nodes / 2 <= found <= 2 * nodes
+
+
+def test_large_trees_are_timed_only_where_the_largest_of_the_others_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+
+    def costs(target: None, drafter: None, sizes: list[int], a_node: float) -> dict[int, float]:
+        timed.append(max(sizes))
+        return {n: 1.0 + a_node * n for n in sizes}
+
+    monkeypatch.setattr(treesize, "proposal_seconds", lambda target, drafter: 0.1)
+    for a_node in (0.02, 0.0):
+        monkeypatch.setattr(treesize, "verification_seconds", partial(costs, a_node=a_node))
+        treesize.best_nodes(None, None, ranks(0.6, 500))  # type: ignore[arg-type]
+    assert timed == [65, 65, 256]
 
 
 @pytest.mark.sampled(name=FEW)

@@ -15,6 +15,7 @@ from drafttrain.drafters import families
 from drafttrain.drafters.common.best_first import BestFirst
 from drafttrain.drafters.common.dynamic_tree import DynamicTree, grown_from_slots
 from drafttrain.drafters.common.proposal import TreeOptions, TreeProposal
+from drafttrain.ops.build_tree import MOST_CANDIDATES
 from tests.contract import test_families as contract
 from tests.helpers import prompts, tiny_target
 from tests.unit.drafters import test_dynamic_tree as dynamic
@@ -50,7 +51,7 @@ def logits(slots: int, vocab: int, sharp: float, rows: int = 4) -> Tensor:
     return torch.randn(rows, slots, vocab, generator=generator) * sharp
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 5, 18, 63])
+@pytest.mark.parametrize("nodes", [1, 2, 5, 18, 63, 130])
 @pytest.mark.parametrize(("slots", "vocab"), [(1, 90), (3, 70), (7, 64), (15, 80), (5, 3), (2, 2)])
 @pytest.mark.parametrize("sharp", [0.3, 2.0, 9.0])
 def test_it_finds_what_a_heap_finds(slots: int, vocab: int, nodes: int, sharp: float) -> None:
@@ -183,9 +184,17 @@ def test_it_takes_the_budget_that_tuning_brings() -> None:
     assert again.max_nodes == 41 and again.paths == proposal.paths
 
 
+def test_tuning_takes_no_more_nodes_than_fit() -> None:
+    proposal = TreeProposal(TreeOptions("best_first"), 24, tiny_target(), independent=True)
+    proposal.tune([torch.zeros(8, 24, dtype=torch.long)], 255)
+    assert 150 < proposal.nodes < 255 and BestFirst.most(24, proposal.nodes, 64) < MOST_CANDIDATES
+    with pytest.raises(UserError, match=r"candidates are possible: lower drafter\.nodes"):
+        TreeProposal(TreeOptions("best_first", nodes=proposal.nodes + 1), 24, tiny_target(), independent=True)
+
+
 @pytest.mark.parametrize(
     ("length", "nodes", "message"),
-    [(4, 64, "at most 63 nodes"), (4, 0, "must be 1 or more"), (40, 63, "lower drafter.nodes or the draft length")],
+    [(4, 256, "at most 255 nodes"), (4, 0, "must be 1 or more"), (40, 255, "lower drafter.nodes or the draft length")],
 )
 def test_what_cannot_be_is_refused(length: int, nodes: int, message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -285,7 +285,7 @@ def test_the_official_names_and_taps() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"slots": "both"}, {"block_size": 1}, {"block_size": 65}, {"layers": 0}, {"taps": []}, {"mask_token": 64}, {"anchors": 0},
+    [{"slots": "both"}, {"block_size": 1}, {"block_size": 257}, {"layers": 0}, {"taps": []}, {"mask_token": 64}, {"anchors": 0},
      {"weights": "none"}, {"gamma": 0.0}, {"alpha": 0.0}],
 )  # fmt: skip
 def test_what_no_block_can_be_is_refused(wrong: dict[str, Any]) -> None:

@@ -243,12 +243,12 @@ def test_tuning(target: HFTarget) -> None:
     [
         ("bush", 4, None, 10, None, "choose one of chain, static, dynamic, best_first"),
         ("best_first", 4, None, 10, None, "depend on those above them"),
-        ("chain", 0, None, 10, None, "set it within 1 and 63"),
+        ("chain", 0, None, 10, None, "set it within 1 and 255"),
         ("chain", 4, [[0]], 10, None, "set drafter.tree=static"),
         ("static", 1, [[0], [0, 0]], 10, None, "1 levels, the draft length"),
         ("static", 2, [[0, 0]], 10, None, "has no parent"),
-        ("dynamic", 9, None, 10, None, "feeds 80 nodes"),
-        ("dynamic", 4, None, 10, 64, "at most 63 nodes"),
+        ("dynamic", 27, None, 10, None, "feeds 260 nodes"),
+        ("dynamic", 4, None, 10, 256, "at most 255 nodes"),
         ("dynamic", 4, None, 0, None, "must be 1 or more"),
     ],
 )

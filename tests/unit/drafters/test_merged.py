@@ -248,16 +248,16 @@ def test_a_longer_draft_beside_it_leaves_a_learners_figures_as_they_are(middle: 
 
 
 def test_the_middles_tree_is_searched_as_far_as_there_is_room_beside_the_other() -> None:
-    drafter = merged({"family": "medusa", "heads": 3}, {"family": "prompt_lookup", "draft_length": 50})
+    drafter = merged({"family": "medusa", "heads": 3}, {"family": "prompt_lookup", "draft_length": 242})
     texts = [torch.randint(0, 4, (200, 3), generator=torch.Generator().manual_seed(0))]
     drafter.proposal.tune(texts, 40)
-    assert len(drafter.proposal.paths) == 13 and drafter.proposal.max_nodes == 64
+    assert len(drafter.proposal.paths) == 13 and drafter.proposal.max_nodes == 256
     assert drafter.decode_settings() == {"middle": drafter.middle.decode_settings(), "inner": {}}
 
 
 def test_what_cannot_be_merged_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"middle proposes up to 40 nodes, .* 30; a tree of both holds 63"):
-        merged({"family": "prompt_lookup", "draft_length": 40}, {"family": "prompt_lookup", "draft_length": 30})
+    with pytest.raises(UserError, match=r"middle proposes up to 200 nodes, .* 60; a tree of both holds 255"):
+        merged({"family": "prompt_lookup", "draft_length": 200}, {"family": "prompt_lookup", "draft_length": 60})
     monkeypatch.setattr(TARGET, "trees", False)
     with pytest.raises(UserError, match="join=merge proposes trees; this target's architecture is exact for chains only"):
         merged(MEDUSA, LOOKUP)

@@ -234,8 +234,8 @@ def test_options_that_cannot_be() -> None:
     for options, message in (
         (ReDrafterOptions(width=0), "drafter.width is 0"),
         (ReDrafterOptions(width=65), "65 beams of 4 drafts"),
-        (ReDrafterOptions(length=103), "10 beams of 103 drafts"),
-        (ReDrafterOptions(nodes=64), "within 1 and 63"),
+        (ReDrafterOptions(length=410), "10 beams of 410 drafts"),
+        (ReDrafterOptions(nodes=256), "within 1 and 255"),
     ):
         with pytest.raises(UserError, match=message):
             ReDrafter(options, target)
