@@ -18,15 +18,17 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents
+from drafttrain.model.recurrent_state import States
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
 from drafttrain.targets.attention import install
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import probe, reference_logits
+from drafttrain.targets.recurrent import Recorder, install as record_scans, recording
 from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed
 from drafttrain.targets.slot_cache import RowShape, SlotCache, extra_layers
-from drafttrain.targets.structure import find_backbone, find_blocks, lacking, scale_of, set_depth, shape_of
+from drafttrain.targets.structure import find_backbone, find_blocks, is_recurrent, lacking, scale_of, set_depth, shape_of
 from drafttrain.targets.substitute import restore, substitute
 
 
@@ -65,6 +67,10 @@ class HFTarget(PrunedTarget):
         self.masks = LayerMasks(config)
         self._more_layers = extra_layers(config)  # of the cache, after those of the blocks
         self._row_shapes: dict[int, RowShape] = {}  # what each layer has written into a cache
+        self.recurrent = is_recurrent(model)
+        self._states: States = {}  # empty tensors of the recurrent layers' shapes, known after the first pass
+        if self.recurrent:
+            record_scans(model)
         self.unmasked = False  # whole sequences need no mask tensor
         self.fingerprint = ""
         if frozen:
@@ -74,7 +80,7 @@ class HFTarget(PrunedTarget):
         self.unmasked = self._install_attention()
         if frozen:
             try:
-                self.trees = probe(self)
+                self.trees = probe(self) and not self.recurrent
             except UserError:
                 raise
             except Exception as error:  # a model may raise anything when it does not support this cache or mask
@@ -146,15 +152,20 @@ class HFTarget(PrunedTarget):
         if "position_ids" in self._accepts:
             inputs["position_ids"] = position_BN
         inputs["use_cache"] = kv is not None
+        recorder = None
         if kv is not None:
-            inputs["past_key_values"] = SlotCache(kv, self.shape.blocks, self._row_shapes)
+            recorder = Recorder(kv.states) if kv.states is not None else None
+            inputs["past_key_values"] = SlotCache(kv, self.shape.blocks, self._row_shapes, recorder)
         if kv is None and self.unmasked and not isinstance(ancestor_BNN, Tensor):
             inputs |= {"whole": True, "documents": ancestor_BNN}
             inputs["attention_mask"] = self.masks.unused(token_BN)
         elif kv is not None or ancestor_BNN is not None:
             inputs["attention_mask"] = self.masks(kv, ancestor_BNN, position_BN, self.dtype)
         self._captured, self._wanted = {}, frozenset(taps.blocks)
-        final_BNH = self.backbone.module(**inputs).last_hidden_state
+        with recording(recorder):
+            final_BNH = self.backbone.module(**inputs).last_hidden_state
+        if kv is not None and kv.states is not None and not self._states:
+            self._states = kv.states.like()
         hidden, self._captured, self._wanted = self._captured, {}, frozenset()
         return self._output(final_BNH, hidden, taps, logit_row_BR)
 
@@ -171,10 +182,12 @@ class HFTarget(PrunedTarget):
     def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
         if not self.frozen and not self.training and not self.joins:
             substitute(self.model, self.bits)
-        kv = KVCache(self.shape.blocks + self._more_layers, slots, max_len, self.device, pages)
+        kv = KVCache(self.shape.blocks + self._more_layers, slots, max_len, self.device, pages, self.recurrent)
         for shape in dict.fromkeys(self._row_shapes.values()):
             layers = [number for number, own in self._row_shapes.items() if own == shape]
             kv.allocate(shape.heads, shape.width, self.dtype, shape.value_width, layers)
+        for number, (convolution, scan) in self._states.items() if kv.states is not None else ():
+            kv.states.allocate(number, convolution, scan)
         return kv
 
     def norm(self, hidden_H: Tensor) -> Tensor:

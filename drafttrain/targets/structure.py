@@ -16,9 +16,15 @@ def lacking(model: Any) -> str | None:
     base, config = model.base_model, model.config.get_text_config()
     if hasattr(base, "build_alibi_tensor") or getattr(config, "alibi", False):
         return "its alibi biases count positions along a 2-D mask, which rows of several lengths and draft trees do not have"
-    if getattr(model, "_is_stateful", False) or "conv" in (getattr(config, "layer_types", None) or ()):
+    if is_recurrent(model):
         return "its layers keep a recurrent state, which a cache of positions cannot take back after rejected drafts"
     return None
+
+
+def is_recurrent(model: Any) -> bool:
+    """Whether some layers keep a recurrent state or a convolution's last inputs instead of keys and values."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return bool(getattr(model, "_is_stateful", False) or {"conv", "linear_attention"} & set(kinds))
 
 
 def find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:
