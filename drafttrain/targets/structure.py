@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -62,9 +63,10 @@ def set_depth(config: Any, blocks: int) -> Any:
     if shared:  # the last blocks read the keys and values of earlier ones
         text.num_kv_shared_layers = max(0, blocks - (before - shared))
     text.num_hidden_layers = blocks
-    for name in ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers"):  # one entry per block
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types", "no_rope_layers"):  # one entry per block
         if types := getattr(text, name, None):
-            setattr(text, name, [types[i % len(types)] for i in range(blocks)])
+            with suppress(AttributeError):  # a property that follows the number of blocks
+                setattr(text, name, [types[i % len(types)] for i in range(blocks)])
     return text
 
 
