@@ -67,7 +67,10 @@ class RecurrentStates:
 
     def like(self) -> States:
         """Empty tensors of the states' shapes, [0, ...], for `allocate`."""
-        return {layer: (conv[:0], self._scan[layer][:0] if layer in self._scan else None) for layer, conv in self._convolution.items()}
+        return {
+            layer: (conv[:0], self._scan[layer][:0] if layer in self._scan else None)
+            for layer, conv in self._convolution.items()
+        }
 
     # -- a pass
 
@@ -108,12 +111,16 @@ class RecurrentStates:
         whole = counts is not None and all(count == new for count in counts)
         if whole:
             return run.column_BCT[..., new:], run.state
-        at_BCW = (count_B[:, None] + torch.arange(width, device=count_B.device))[:, None].expand(-1, run.column_BCT.shape[1], -1)
+        at_BCW = (count_B[:, None] + torch.arange(width, device=count_B.device))[:, None].expand(
+            -1, run.column_BCT.shape[1], -1
+        )
         columns_BCW = run.column_BCT.gather(2, at_BCW)
         if run.state is None:
             return columns_BCW, None
         if run.tape is not None:
             return columns_BCW, run.tape.after(count_B)
+        if new > 1:
+            raise NotImplementedError("a layer's scan was not recorded, so its state cannot be taken back")
         kept_B = (count_B > 0).view(-1, *[1] * (run.state.ndim - 1))
         return columns_BCW, torch.where(kept_B, run.state, self._scan[layer][self._slot_B])
 

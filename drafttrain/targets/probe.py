@@ -43,7 +43,8 @@ def reference_logits(model: Any) -> dict[tuple[int, ...], Tensor]:
     """The last logits [V] of the model's own forward without a cache, by sequence, for every sequence of the probe."""
     inputs = _probed(model.config.get_text_config().vocab_size)
     sequences = {_sequence(*inputs, row, path) for row in range(len(PROMPTS)) for path in CHAIN + TREE}
-    return {ids: model(torch.tensor([ids], device=model.device)).logits[0, -1].float() for ids in sorted(sequences)}
+    rows = {ids: torch.tensor([ids], device=model.device) for ids in sorted(sequences)}
+    return {ids: model(row, use_cache=False).logits[0, -1].float() for ids, row in rows.items()}
 
 
 @torch.no_grad()

@@ -95,9 +95,7 @@ class SlotCache(Cache):
         self.recorder.layer = layer_idx
         return self.recorder.states.convolution_inputs(layer_idx, conv_states, conv_kernel_size)
 
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         assert self.recorder is not None
         self.recorder.states.finish(layer_idx, recurrent_states)
         return recurrent_states

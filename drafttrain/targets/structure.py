@@ -18,7 +18,7 @@ def lacking(model: Any) -> str | None:
     if hasattr(base, "build_alibi_tensor") or getattr(config, "alibi", False):
         return "its alibi biases count positions along a 2-D mask, which rows of several lengths and draft trees do not have"
     if is_recurrent(model):
-        return "its layers keep a recurrent state, which a cache of positions cannot take back after rejected drafts"
+        return "its layers keep a recurrent state of a kind that we cannot take back after rejected drafts"
     return None
 
 
@@ -63,7 +63,13 @@ def set_depth(config: Any, blocks: int) -> Any:
     if shared:  # the last blocks read the keys and values of earlier ones
         text.num_kv_shared_layers = max(0, blocks - (before - shared))
     text.num_hidden_layers = blocks
-    for name in ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types", "no_rope_layers"):  # one entry per block
+    for name in (
+        "layer_types",
+        "layers_block_type",
+        "mlp_layer_types",
+        "indexer_types",
+        "no_rope_layers",
+    ):  # one entry per block
         if types := getattr(text, name, None):
             with suppress(AttributeError):  # a property that follows the number of blocks
                 setattr(text, name, [types[i % len(types)] for i in range(blocks)])
