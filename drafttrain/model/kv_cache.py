@@ -266,6 +266,16 @@ class KVCache:
     # -- memory of the slots
 
     @property
+    def bytes_per_position(self) -> int:
+        """Of the keys and values that are allocated."""
+        return self.storage.bytes_per_position
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a slot's recurrent states, whatever its length."""
+        return 0 if self.states is None else self.states.bytes_per_slot
+
+    @property
     def pages(self) -> int:
         """Pages in all."""
         return self.storage.pages

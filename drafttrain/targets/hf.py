@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,14 @@ from drafttrain.targets.structure import find_backbone, find_blocks, is_recurren
 from drafttrain.targets.substitute import restore, substitute
 
 
+@dataclass(frozen=True, slots=True)
+class CacheBytes:
+    """Memory of a decoding request."""
+
+    position: int  # keys and values of one position
+    states: int  # recurrent states, whatever the length
+
+
 class HFTarget(PrunedTarget):
     """Runs transformers' `model` unchanged. It is frozen and in eval mode unless it is a `pruned` copy.
 
@@ -52,7 +61,8 @@ class HFTarget(PrunedTarget):
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int] = frozenset(), frozen: bool = True) -> None:
         super().__init__()
         self.model, self.frozen = model, frozen
-        self.stop_ids, self.trees = stop_ids, True
+        self.recurrent = is_recurrent(model)
+        self.stop_ids, self.trees = stop_ids, not self.recurrent
         config = model.config.get_text_config()
         self.shape = shape_of(config)
         self.backbone: FrozenRef[Any] = FrozenRef(find_backbone(model, self.shape.blocks))
@@ -67,7 +77,6 @@ class HFTarget(PrunedTarget):
         self.masks = LayerMasks(config)
         self._more_layers = extra_layers(config)  # of the cache, after those of the blocks
         self._row_shapes: dict[int, RowShape] = {}  # what each layer has written into a cache
-        self.recurrent = is_recurrent(model)
         self._states: States = {}  # empty tensors of the recurrent layers' shapes, known after the first pass
         if self.recurrent:
             record_scans(model)
@@ -80,7 +89,7 @@ class HFTarget(PrunedTarget):
         self.unmasked = self._install_attention()
         if frozen:
             try:
-                self.trees = probe(self) and not self.recurrent
+                self.trees = probe(self)
             except UserError:
                 raise
             except Exception as error:  # a model may raise anything when it does not support this cache or mask
@@ -189,6 +198,10 @@ class HFTarget(PrunedTarget):
         for number, (convolution, scan) in self._states.items() if kv.states is not None else ():
             kv.states.allocate(number, convolution, scan)
         return kv
+
+    def cache_bytes(self) -> CacheBytes:
+        kv = self.new_cache(1, 1)
+        return CacheBytes(kv.bytes_per_position, kv.state_bytes)
 
     def norm(self, hidden_H: Tensor) -> Tensor:
         if self._norm is None:
