@@ -63,8 +63,8 @@ def model_of(options: DraftModelOptions, target: Target, kind: str) -> Model:
         )
     if found.model.recurrent:
         raise UserError(
-            f"drafter.path {options.path!r} has another tokenizer and recurrent layers, whose state cannot go back when its text "
-            "is encoded anew; choose a draft model of the target's tokenizer, or one without such layers"
+            f"drafter.path {options.path!r} has another tokenizer and recurrent layers, whose state cannot go back when its "
+            "text is encoded anew; choose a draft model of the target's tokenizer, or one without such layers"
         )
     if options.lora_rank:
         raise UserError(

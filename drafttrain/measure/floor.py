@@ -14,9 +14,7 @@ from drafttrain.ops.quantised import stored_bytes
 from drafttrain.targets.hf import CacheBytes
 
 
-def step_floor(
-    modules: Sequence[nn.Module], cache: CacheBytes, wave: Decoded, device: torch.device
-) -> float | None:
+def step_floor(modules: Sequence[nn.Module], cache: CacheBytes, wave: Decoded, device: torch.device) -> float | None:
     """Least seconds of one decode step: it reads all weights once, and the batch's KV cache at half of its final length.
 
     Recurrent states are read and written. None on a CPU.

@@ -40,7 +40,7 @@ class KVCache:
     in shape, and values in width from keys.
 
     By default the host follows every row's length. `use_static_length` fixes all shapes instead, for CUDA graphs.
-    A model with recurrent layers keeps their `states` here too. Such a cache commits chains only, and goes back only to a `Mark`.
+    A model with recurrent layers keeps their `states` here too. Such a cache commits chains, and goes back only to a `Mark`.
     """
 
     def __init__(

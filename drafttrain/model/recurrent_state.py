@@ -1,9 +1,9 @@
-"""The states of a model's recurrent layers: what stands for the committed positions of each slot.
+"""The states of a model's recurrent layers, for each slot: a summary of its committed positions.
 
-Unlike keys and values, a state cannot be cut back. A pass therefore starts from the committed states and leaves them alone. It
-records the inputs of its scans (`Tape`); after acceptance each row's scan runs again over the accepted positions only.
+Unlike keys and values, a state cannot be cut back. A pass therefore starts from the committed states and does not change them.
+It records the inputs of its scans (`Tape`). After acceptance each row's scan runs again over the accepted positions only.
 
-Shapes: S slots, B rows in use, R any slots, N new positions, C channels of a convolution, W columns before a new one that it sees.
+Shapes: S slots, B rows in use, R any slots, N new positions, C channels of a convolution, W earlier columns that it sees.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class RecurrentStates:
     # -- after acceptance
 
     def after(self, count_B: Tensor, counts: Sequence[int] | None = None) -> States:
-        """The rows' states after the first `count` positions of the last pass. counts: the same numbers, if the host knows them."""
+        """The rows' states after the first `count` positions of the last pass. counts: the same, if the host knows them."""
         return {layer: self._after(layer, run, count_B, counts) for layer, run in self._passes.items()}
 
     def _after(self, layer: int, run: _Pass, count_B: Tensor, counts: Sequence[int] | None) -> tuple[Tensor, Tensor | None]:

@@ -15,7 +15,7 @@ CHUNK = 64  # positions at once
 
 
 def delta_state(state_BhKV: Tensor, k_BNhK: Tensor, v_BNhV: Tensor, decay_BNh: Tensor, beta_BNh: Tensor) -> Tensor:
-    """The state of the gated delta rule, S <- exp(decay) S (I - beta k k') + beta k v', in float32 (arXiv 2412.06464, section 3.3).
+    """The state of the gated delta rule, S <- exp(decay) (I - beta k k') S + beta k v', in float32 (arXiv 2412.06464).
 
     Keys are normalised already. Key heads may serve several value heads each.
     """

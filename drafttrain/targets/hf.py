@@ -26,7 +26,8 @@ from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import probe, reference_logits
-from drafttrain.targets.recurrent import Recorder, install as record_scans, recording
+from drafttrain.targets.recurrent import Recorder, recording
+from drafttrain.targets.recurrent import install as record_scans
 from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed
 from drafttrain.targets.slot_cache import RowShape, SlotCache, extra_layers
 from drafttrain.targets.structure import find_backbone, find_blocks, is_recurrent, lacking, scale_of, set_depth, shape_of
@@ -78,8 +79,7 @@ class HFTarget(PrunedTarget):
         self._more_layers = extra_layers(config)  # of the cache, after those of the blocks
         self._row_shapes: dict[int, RowShape] = {}  # what each layer has written into a cache
         self._states: States = {}  # empty tensors of the recurrent layers' shapes, known after the first pass
-        if self.recurrent:
-            record_scans(model)
+        self._step_limits = record_scans(model) if self.recurrent else {}
         self.unmasked = False  # whole sequences need no mask tensor
         self.fingerprint = ""
         if frozen:
@@ -163,7 +163,7 @@ class HFTarget(PrunedTarget):
         inputs["use_cache"] = kv is not None
         recorder = None
         if kv is not None:
-            recorder = Recorder(kv.states) if kv.states is not None else None
+            recorder = Recorder(kv.states, self._step_limits) if kv.states is not None else None
             inputs["past_key_values"] = SlotCache(kv, self.shape.blocks, self._row_shapes, recorder)
         if kv is None and self.unmasked and not isinstance(ancestor_BNN, Tensor):
             inputs |= {"whole": True, "documents": ancestor_BNN}
@@ -195,8 +195,9 @@ class HFTarget(PrunedTarget):
         for shape in dict.fromkeys(self._row_shapes.values()):
             layers = [number for number, own in self._row_shapes.items() if own == shape]
             kv.allocate(shape.heads, shape.width, self.dtype, shape.value_width, layers)
-        for number, (convolution, scan) in self._states.items() if kv.states is not None else ():
-            kv.states.allocate(number, convolution, scan)
+        if kv.states is not None:
+            for number, (convolution, scan) in self._states.items():
+                kv.states.allocate(number, convolution, scan)
         return kv
 
     def cache_bytes(self) -> CacheBytes:

@@ -23,13 +23,17 @@ from torch.nn import functional as F
 from drafttrain.model.recurrent_state import RecurrentStates
 from drafttrain.ops.recurrence import CHUNK, delta_state, selective_state, state_space_state, steps
 
+Limits = tuple[float, float]
+NO_LIMITS: Limits = (0.0, float("inf"))
+
 
 class Recorder:
     """The states that a pass reads, and the layer that is running."""
 
-    def __init__(self, states: RecurrentStates) -> None:
+    def __init__(self, states: RecurrentStates, limits: dict[int, Limits]) -> None:
+        """limits: of the step sizes, by layer."""
         states.begin()
-        self.states, self.layer = states, -1
+        self.states, self.limits, self.layer = states, limits, -1
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
@@ -120,7 +124,7 @@ def _state_space(scan: Callable[..., Any]) -> Callable[..., Any]:
     def recorded(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **more: Any) -> Any:
         recorder, N = _recorder.get(), x.shape[1]
         if recorder is not None and N > 1:
-            step_BNh = steps(dt, more.get("dt_bias"), more.get("dt_softplus", False), more.get("dt_limit", (0.0, float("inf"))))
+            step_BNh = steps(dt, more.get("dt_bias"), more.get("dt_softplus", False), more.get("dt_limit", NO_LIMITS))
             tape = StateSpaceTape(more.get("initial_states"), x, step_BNh, A, B)
             recorder.states.record(recorder.layer, tape)
             chunk_size = chunk_size if x.is_cuda else min(chunk_size, N)
@@ -155,13 +159,22 @@ def _selective(scan: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """One position. It writes into the state that it was given, a copy of ours."""
+    """One position. It writes into the state that it was given, a copy of ours.
+
+    transformers' step ignores the limits of step sizes that its scan obeys. One position would differ from several.
+    """
 
     @functools.wraps(step)
-    def recorded(state: Tensor, *args: Any, **more: Any) -> Any:
-        recorder, out = _recorder.get(), step(state, *args, **more)
-        if recorder is not None:
-            recorder.states.finish(recorder.layer, state)
+    def recorded(state: Tensor, x: Tensor, dt: Tensor, *args: Any, **more: Any) -> Any:
+        recorder = _recorder.get()
+        if recorder is None:
+            return step(state, x, dt, *args, **more)
+        limits = recorder.limits.get(recorder.layer, NO_LIMITS)
+        if limits != NO_LIMITS:
+            dt = steps(dt, more.get("dt_bias"), more.get("dt_softplus", False), limits)
+            more |= {"dt_bias": None, "dt_softplus": False}
+        out = step(state, x, dt, *args, **more)
+        recorder.states.finish(recorder.layer, state)
         return out
 
     return recorded
@@ -176,8 +189,8 @@ WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {  # b
 }
 
 
-def install(model: Any) -> None:
-    """Wrap the scans of the files that define the model's modules."""
+def install(model: Any) -> dict[int, Limits]:
+    """Wrap the scans of the files that define the model's modules. Gives the limits of step sizes by layer."""
     for name in {type(module).__module__ for module in model.modules()}:
         file = sys.modules[name]
         for function, wrapper in WRAPPERS.items():
@@ -186,3 +199,5 @@ def install(model: Any) -> None:
                 wrapped: Any = wrapper(original)
                 wrapped.recorded_by = __name__
                 setattr(file, function, wrapped)
+    limited = [m for m in model.modules() if getattr(m, "time_step_limit", None) is not None and hasattr(m, "layer_idx")]
+    return {m.layer_idx: (float(m.time_step_limit[0]), float(m.time_step_limit[1])) for m in limited}

@@ -55,7 +55,8 @@ class SlotCache(Cache):
 
     def __init__(self, kv: KVCache, blocks: int, shapes: dict[int, RowShape], recorder: Recorder | None = None) -> None:
         """shapes: gets the row shape of every layer that writes. recorder: of a model with recurrent layers."""
-        super().__init__(layers=[] if recorder is None else [_RecurrentLayer(recorder, number) for number in range(blocks)])
+        layers: list[Any] = [] if recorder is None else [_RecurrentLayer(recorder, number) for number in range(blocks)]
+        super().__init__(layers=layers)
         self.kv, self.blocks, self.shapes, self.recorder = kv, blocks, shapes, recorder
 
     def update(

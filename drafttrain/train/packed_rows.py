@@ -19,6 +19,6 @@ def check_packing(pack: bool, options: TrainOptions, target: HFTarget, drafter: 
     for what, model in language_models(target, drafter, adapter) if drafter.trained else ():
         if model.recurrent:
             raise UserError(
-                f"data.pack puts several conversations in a row, and the recurrent layers of {what}, {type(model.model).__name__}, "
-                "would carry each one's state into the next; set data.pack=false"
+                f"data.pack puts several conversations in a row, and the recurrent layers of {what}, "
+                f"{type(model.model).__name__}, would carry each one's state into the next; set data.pack=false"
             )

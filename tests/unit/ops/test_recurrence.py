@@ -37,7 +37,9 @@ def test_state_spaces(N: int) -> None:
     step, rate = steps(random(B, N, heads), random(heads), True), -random(heads).exp()
     found, b = state_space_state(state, x, step, rate, b), b.repeat_interleave(2, 2)
     for i in range(N):
-        state = state * (step[:, i] * rate).exp()[..., None, None] + (x[:, i] * step[:, i, :, None])[..., None] * b[:, i, :, None]
+        state = (
+            state * (step[:, i] * rate).exp()[..., None, None] + (x[:, i] * step[:, i, :, None])[..., None] * b[:, i, :, None]
+        )
     torch.testing.assert_close(found, state, **TOLERANCE)
 
 
