@@ -68,7 +68,6 @@ def composite(kind: str, text: dict[str, Any], **fields: Any) -> Callable[..., A
     return lambda **changes: getattr(t, kind)(text_config=text | changes, **fields)
 
 
-RECURRENT = "recurrent state"  # in the reason of every row that has one beside attention
 NO_ATTENTION = "no attention heads"
 ROWS = (
     Architecture("Llama", of("LlamaConfig", WIDE)),
@@ -177,9 +176,9 @@ ROWS = (
         ),
     ),
     Architecture(
-        "Qwen3-Next", of("Qwen3NextConfig", WIDE, DELTA, FEW, shared_expert_intermediate_size=32, num_experts=8), RECURRENT
+        "Qwen3-Next", of("Qwen3NextConfig", WIDE, DELTA, FEW, shared_expert_intermediate_size=32, num_experts=8), trees=False
     ),
-    Architecture("Qwen3.5 (text)", of("Qwen3_5TextConfig", WIDE, DELTA), RECURRENT),
+    Architecture("Qwen3.5 (text)", of("Qwen3_5TextConfig", WIDE, DELTA), trees=False),
     Architecture(
         "Nemotron-H",
         of(
@@ -194,9 +193,9 @@ ROWS = (
             chunk_size=16,
             moe_shared_expert_intermediate_size=32,
         ),
-        RECURRENT,
+        trees=False,
     ),
-    Architecture("Bamba", of("BambaConfig", GATED, SSM, attn_layer_indices=[2]), RECURRENT),
+    Architecture("Bamba", of("BambaConfig", GATED, SSM, attn_layer_indices=[2]), trees=False),
     Architecture(
         "Granite-4 (hybrid)",
         of(
@@ -208,10 +207,10 @@ ROWS = (
             shared_intermediate_size=32,
             layer_types=["mamba", "mamba", "attention", "mamba"],
         ),
-        RECURRENT,
+        trees=False,
     ),
-    Architecture("Falcon-H1", of("FalconH1Config", WIDE, SSM, mamba_d_ssm=128), RECURRENT),
-    Architecture("LFM2", of("Lfm2Config", GATED, layer_types=["conv", "conv", "full_attention", "conv"]), RECURRENT),
+    Architecture("Falcon-H1", of("FalconH1Config", WIDE, SSM, mamba_d_ssm=128), trees=False),
+    Architecture("LFM2", of("Lfm2Config", GATED, layer_types=["conv", "conv", "full_attention", "conv"]), trees=False),
     Architecture(
         "Jamba",
         of(
@@ -223,7 +222,7 @@ ROWS = (
             num_experts_per_tok=2,
             mamba_dt_rank=8,
         ),
-        RECURRENT,
+        trees=False,
     ),
     Architecture(
         "Mamba-2",

@@ -52,6 +52,7 @@ from drafttrain.train.engine import World, divided, join_world, settings
 from drafttrain.train.interrupt import Interrupt
 from drafttrain.train.logger import Logger, check_logger
 from drafttrain.train.onpolicy import check_on_policy
+from drafttrain.train.packed_rows import check_packing
 from drafttrain.train.profile import window
 from drafttrain.train.progress import Console
 from drafttrain.train.schedule import learning_rate
@@ -148,8 +149,7 @@ def _prepare(options: RunOptions, world: World, where: Placement, console: Conso
     quick_measure = _quick_measure(options, loaded, drafter, adapter, where) if options.measure.every else None
     check_on_policy(drafter, options.train, options.deepspeed)
     check_sequence_parallel(options.train, options.loss, loaded.target, drafter, adapter)
-    if options.data.pack and options.train.on_policy:
-        raise UserError("train.on_policy needs one conversation per row, but data.pack puts several in a row; leave one out")
+    check_packing(options.data.pack, options.train, loaded.target, drafter, adapter)
     check_features(options.features, drafter, options.train, loaded.target.shape.vocab_size)
     _check_end(options, loaded, drafter)
     if options.decode.tree_nodes is None and drafter.proposal.tunable and options.deepspeed.zero_stage == 3:

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from drafttrain.core.sampling import Lane
 from drafttrain.decoding.step import DecodeStep
 from drafttrain.model.drafter import Commit
+from drafttrain.model.target import Taps
 from drafttrain.ops.sample import sample
 
 
@@ -72,6 +73,21 @@ class Prefill:
         out = decode.target(chunk_BT, decode.kv, None, position_BT, decode.taps, (count_B - 1).clamp_min(0)[:, None])
         assert out.logits_BRV is not None
         return out.logits_BRV[:, 0], out.hidden
+
+    def again(self, slot: int, text: Sequence[int]) -> None:
+        """Fill the slot of the target's cache with this text, which is shorter than what it holds. Rows stay those in use."""
+        kv, device = self.decode_step.kv, self.decode_step.target.device
+        static, slot_B = kv.static_length, kv.slot_B
+        kv.use_static_length(None)
+        kv.rows(torch.tensor([slot], device=device))
+        kv.reset(kv.slot_B)
+        for start in range(0, len(text), self.chunk):
+            chunk_1T = torch.tensor([text[start : start + self.chunk]], device=device)
+            position_1T = start + torch.arange(chunk_1T.shape[1], device=device)[None]
+            self.decode_step.target(chunk_1T, kv, None, position_1T, Taps(), chunk_1T[:, :0])
+            kv.extend([chunk_1T.shape[1]])
+        kv.use_static_length(static)
+        kv.rows(slot_B)
 
     def _first(self, last_SV: Tensor, slot_S: Tensor, token_S1: Tensor, length_S: Tensor) -> Tensor:
         """The first token of every sequence, from the logits at its prompt's last token."""

@@ -248,6 +248,8 @@ class Session:
         """Switch sequences that a guard has cut to plain decoding. Their steps in flight are dropped."""
         for slot, (request, result) in self.active.items():
             if result.fell_back:
+                if not self.kv.croppable:
+                    self.prefill.again(slot, [*request.prompt, *result.tokens[:-1]])
                 self.decode_step.fall_back(slot, request.prompt, result.tokens)
                 result.fell_back = False
                 if self._in_flight is not None:

@@ -198,8 +198,12 @@ class DecodeStep:
             self.state.catch_up(slot_B)
 
     def fall_back(self, slot: int, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """Continue the slot's text after these tokens by plain decoding. Later positions are forgotten."""
-        self.kv.crop_slot(slot, len(prompt) + len(tokens) - 1)  # the last one is the root, which no cache holds yet
+        """Continue the slot's text after these tokens by plain decoding. Later positions are forgotten.
+
+        Where the cache cannot forget them, the caller has computed the text again (`Prefill.again`).
+        """
+        if self.kv.croppable:
+            self.kv.crop_slot(slot, len(prompt) + len(tokens) - 1)  # the last one is the root, which no cache holds yet
         self.slots.fall_back(slot, tokens)
         self.logits_processors.see(slot, [*prompt, *tokens])
 

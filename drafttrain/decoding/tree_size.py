@@ -75,6 +75,8 @@ def _chain(size: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]
 def _verify(target: Target, drafter: Drafter, kv: KVCache, ancestor_BNN: Tensor, position_BN: Tensor) -> Tensor:
     logits_BNV = target(torch.ones_like(position_BN), kv, ancestor_BNN, position_BN, drafter.taps).logits_BRV
     assert logits_BNV is not None
+    if not kv.croppable:  # a commit runs the scans of recurrent layers again
+        kv.mark(torch.full_like(position_BN[:, 0], max(1, position_BN.shape[1] - 1)))
     return logits_BNV
 
 

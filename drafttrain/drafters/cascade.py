@@ -131,12 +131,13 @@ class CascadeState(CachedState):
         pending = self.take_pending(slot_B)
         token_BN, last_B = with_root(pending)
         out = self._run(token_BN, last_B[:, None])
+        committed = kv.mark(last_B)  # without the root: the next commit brings it again
         self._keep_first(token_BN, last_B + 1)
-        root_B1, committed_B = token_BN.gather(1, last_B[:, None]), kv.length_B - 1
+        root_B1 = token_BN.gather(1, last_B[:, None])
         inner.observe_prompt(replace(pending, hidden={k: h[:, :-1] for k, h in out.hidden.items()}), slot_B)
         before_draft = inner.snapshot(slot_B)
         assert out.logits_BRV is not None
-        token_B1 = sample(out.logits_BRV[:, 0], sampling, committed_B + 1, Lane.TARGET)[:, None]
+        token_B1 = sample(out.logits_BRV[:, 0], sampling, kv.length_B, Lane.TARGET)[:, None]
         at_root = {k: h.gather(1, last_B[:, None, None].expand(-1, 1, h.shape[-1])) for k, h in out.hidden.items()}
         inner.observe(Commit(root_B1, token_B1, at_root, torch.ones_like(last_B)), slot_B)
         longest = self.drafter.draft_length
@@ -145,7 +146,7 @@ class CascadeState(CachedState):
         while (left := draft.left()) > 0:
             self._decode_step(slot_B, draft, left, policy, sampling)
         inner.restore(slot_B, before_draft)
-        kv.crop(committed_B)  # the root's keys too: the next commit brings it again
+        kv.back_to(committed)
         return draft.tree(root_B1)
 
     def _decode_step(self, slot_B: Tensor, draft: Draft, left: int, policy: Policy, sampling: Sampling) -> None:

@@ -61,6 +61,11 @@ def model_of(options: DraftModelOptions, target: Target, kind: str) -> Model:
         raise UserError(
             f"drafter.path {options.path!r} has no weights, which a model of another tokenizer needs: {found.missing}"
         )
+    if found.model.recurrent:
+        raise UserError(
+            f"drafter.path {options.path!r} has another tokenizer and recurrent layers, whose state cannot go back when its "
+            "text is encoded anew; choose a draft model of the target's tokenizer, or one without such layers"
+        )
     if options.lora_rank:
         raise UserError(
             "drafter.lora_rank adapts what is trained, a model of another tokenizer is not; set drafter.lora_rank=0"

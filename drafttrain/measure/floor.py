@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from drafttrain.decoding.decoder import Decoded
 from drafttrain.model.shapes import TargetShape
 from drafttrain.ops.quantised import stored_bytes
+from drafttrain.targets.hf import CacheBytes
 
 
-def step_floor(
-    modules: Sequence[nn.Module], shape: TargetShape, dtype: torch.dtype, wave: Decoded, device: torch.device
-) -> float | None:
+def step_floor(modules: Sequence[nn.Module], cache: CacheBytes, wave: Decoded, device: torch.device) -> float | None:
     """Least seconds of one decode step: it reads all weights once, and the batch's KV cache at half of its final length.
 
-    None on a CPU.
+    Recurrent states are read and written. None on a CPU.
     """
     if device.type != "cuda":
         return None
     positions = sum(r.prompt_tokens + len(r.tokens) / 2 for r in wave.results)
-    return (weight_bytes(*modules) + kv_bytes(shape, dtype, positions)) / copy_bandwidth(device)
+    states = 2 * cache.states * len(wave.results)
+    return (weight_bytes(*modules) + cache.position * positions + states) / copy_bandwidth(device)
 
 
 def weight_bytes(*models: nn.Module) -> int:

@@ -279,8 +279,7 @@ def _entry(bench: Bench, checkpoint: CheckpointRef, drafter: Drafter, evidence: 
 
 def _floor_fraction(bench: Bench, drafter: Drafter, timed: Race, name: str, keys: Keys) -> float | None:
     target, wave = bench.loaded.target, timed.of(name)[0][0]
-    own_shape = replace(target.shape, kv_heads=target.shape.kv_heads // target.part.size)  # this process's KV heads
-    floor = step_floor([target.model, drafter], own_shape, target.dtype, wave, target.device)
+    floor = step_floor([target.model, drafter], target.cache_bytes(), wave, target.device)
     if floor is None:
         return None
     return 1000 * floor / (keys["draft_ms"] + keys["verify_ms"] + keys["commit_ms"] + keys["host_ms"])

@@ -11,14 +11,23 @@ Other files use `KVCache` alone. It counts positions; a `Storage` holds keys and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from drafttrain.model.kv_storage import PagedStorage, PageView, Rows, Storage, pages_for
+from drafttrain.model.recurrent_state import RecurrentStates, States
 
 STORAGE: Callable[[int, int, int, torch.device, int | None], Storage] = PagedStorage  # every new cache gets one
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in each row's sequence that the cache can go back to."""
+
+    length_B: Tensor
+    states: States  # of recurrent layers
 
 
 class KVCache:
@@ -31,12 +40,21 @@ class KVCache:
     in shape, and values in width from keys.
 
     By default the host follows every row's length. `use_static_length` fixes all shapes instead, for CUDA graphs.
+    A model with recurrent layers keeps their `states` here too. Such a cache commits chains, and goes back only to a `Mark`.
     """
 
     def __init__(
-        self, layers: int, slots: int, max_len: int, device: torch.device | str = "cpu", pages: int | None = None
+        self,
+        layers: int,
+        slots: int,
+        max_len: int,
+        device: torch.device | str = "cpu",
+        pages: int | None = None,
+        recurrent: bool = False,
     ) -> None:
+        """recurrent: the model has recurrent layers."""
         self.layers, self.slots, self.max_len = layers, slots, max_len
+        self.states = RecurrentStates(slots, torch.device(device)) if recurrent else None
         self.padding_slot = slots
         self.storage = STORAGE(layers, slots, max_len, torch.device(device), pages)  # for this file and its tests alone
         self._length_S = torch.zeros(slots + 1, dtype=torch.long, device=device)
@@ -56,6 +74,8 @@ class KVCache:
             self._host_slots = slot_B.tolist()
         self._refresh(slot_B)
         self.storage.select(self._rows, in_order)
+        if self.states is not None:
+            self.states.rows(slot_B)
 
     def _refresh(self, slot_B: Tensor) -> None:
         length_B = self._length_S[slot_B]
@@ -168,20 +188,57 @@ class KVCache:
         return self.storage.view(self._rows)
 
     def keep(self, path_BA: Tensor, count_B: Tensor) -> None:
-        """Commit the scratch positions named by `path_BA` (tree nodes, root first), `count_B` of each row; drop the rest."""
+        """Commit the scratch positions named by `path_BA` (tree nodes, root first), `count_B` of each row; drop the rest.
+
+        With recurrent layers the tree is a chain.
+        """
         self.storage.move(self._rows, path_BA, count_B)
-        self.crop(self.length_B + count_B)
+        self.advance(count_B)
+
+    def advance(self, count_B: Tensor) -> None:
+        """Commit the first `count_B` scratch positions of each row. Nothing moves."""
+        counts = None if self.static else count_B.tolist()
+        if self.states is not None:
+            self.states.commit(count_B, counts)
+        self._set_lengths(self.length_B + count_B, counts)
 
     def extend(self, counts: Sequence[int]) -> None:
-        """Commit the first `counts[b]` scratch positions of each row. Nothing moves, and nothing is read from the device."""
+        """As `advance`, for counts that the host knows: nothing is read from the device."""
         assert not self.static, "with a static length the host does not know the rows' lengths"
-        self._length_S[self.slot_B] = self.length_B + torch.tensor(counts, device=self.device)
-        for slot, count in zip(self._host_slots, counts, strict=True):
+        count_B = torch.tensor(counts, device=self.device)
+        if self.states is not None:
+            self.states.commit(count_B, counts)
+        self._set_lengths(self.length_B + count_B, counts)
+
+    def _set_lengths(self, length_B: Tensor, added: Sequence[int] | None) -> None:
+        self._length_S[self.slot_B] = length_B
+        for slot, count in zip(self._host_slots, added or (), strict=added is not None):
             self._host_lengths[slot] += count
         self._refresh(self.slot_B)
 
+    def mark(self, count_B: Tensor | None = None) -> Mark:
+        """The place after the first `count_B` scratch positions of each row; None: after the committed ones."""
+        if count_B is None:
+            return Mark(self.length_B, {} if self.states is None else self.states.take(self.slot_B))
+        return Mark(self.length_B + count_B, {} if self.states is None else self.states.after(count_B))
+
+    def back_to(self, mark: Mark) -> None:
+        """Drop the positions after the mark. The rows are those for which it was made."""
+        if self.states is not None:
+            self.states.put(self.slot_B, mark.states)
+        self._crop(mark.length_B)
+
+    @property
+    def croppable(self) -> bool:
+        """Whether it can go back to any length."""
+        return self.states is None
+
     def crop(self, length_B: Tensor) -> None:
         """Set the rows' lengths: positions past them are dropped."""
+        assert self.croppable, "recurrent states cannot go back to any length; use `mark` and `back_to`"
+        self._crop(length_B)
+
+    def _crop(self, length_B: Tensor) -> None:
         self._length_S[self.slot_B] = length_B
         if not self.static:
             for slot, length in zip(self._host_slots, length_B.tolist(), strict=True):
@@ -190,6 +247,7 @@ class KVCache:
 
     def crop_slot(self, slot: int, length: int) -> None:
         """As `crop`, for one slot, whether it is in use or not."""
+        assert self.croppable, "recurrent states cannot go back to any length; compute the slot's positions again"
         self._length_S[slot] = length
         if not self.static:
             self._host_lengths[slot] = length
@@ -198,12 +256,24 @@ class KVCache:
     def reset(self, slot_R: Tensor) -> None:
         """Empty these slots for new requests; they keep the memory that they have reserved."""
         self._length_S[slot_R] = 0
+        if self.states is not None:
+            self.states.clear(slot_R)
         if not self.static:
             for slot in slot_R.tolist():
                 self._host_lengths[slot] = 0
         self._refresh(self.slot_B)
 
     # -- memory of the slots
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Of the keys and values that are allocated."""
+        return self.storage.bytes_per_position
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a slot's recurrent states, whatever its length."""
+        return 0 if self.states is None else self.states.bytes_per_slot
 
     @property
     def pages(self) -> int:
@@ -223,17 +293,24 @@ class KVCache:
     def reserve(self, slot: int, positions: int) -> None:
         """Give an empty slot memory for this many positions. Raises ValueError when the pool has too few pages."""
         self.storage.reserve(slot, positions)
-        self._length_S[slot] = self._host_lengths[slot] = 0
+        self._empty(slot)
         self.rows(self.slot_B)
 
     def fork(self, source: int, slot: int, positions: int) -> None:
         """As `reserve`; the slot begins with the committed prefix of the source. Whole pages of a pool are shared."""
         prefix = self._host_lengths[source]
         self.storage.fork(source, slot, prefix, positions)
+        if self.states is not None:
+            self.states.copy(source, slot)
         self._length_S[slot] = self._host_lengths[slot] = prefix
         self.rows(self.slot_B)
 
     def release(self, slot: int) -> None:
         """Take back the slot's memory and empty it; pages that other slots share stay with them."""
         self.storage.release(slot)
+        self._empty(slot)
+
+    def _empty(self, slot: int) -> None:
         self._length_S[slot] = self._host_lengths[slot] = 0
+        if self.states is not None:
+            self.states.clear(torch.tensor([slot], device=self.device))

@@ -82,6 +82,11 @@ class Storage(Protocol):
         """Pages that no slot has reserved."""
         ...
 
+    @property
+    def bytes_per_position(self) -> int:
+        """Of the keys and values of all layers that have memory."""
+        ...
+
     def select(self, rows: Rows, in_order: bool) -> None:
         """Name the rows of the following calls. in_order: row b is slot b, for all slots."""
         ...
@@ -149,6 +154,10 @@ class PagedStorage:
     @property
     def free_pages(self) -> int:
         return len(self.free)
+
+    @property
+    def bytes_per_position(self) -> int:
+        return sum(store.nbytes for store in self.stores) // ((self.pages + 1) * PAGE)
 
     def select(self, rows: Rows, in_order: bool) -> None:
         self._table_BQ = self.table_SQ[rows.slot_B]

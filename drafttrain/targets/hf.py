@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,16 +19,27 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents
+from drafttrain.model.recurrent_state import States
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
 from drafttrain.targets.attention import install
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import probe, reference_logits
+from drafttrain.targets.recurrent import Recorder, recording
+from drafttrain.targets.recurrent import install as record_scans
 from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed
 from drafttrain.targets.slot_cache import RowShape, SlotCache, extra_layers
-from drafttrain.targets.structure import find_backbone, find_blocks, lacking, scale_of, set_depth, shape_of
+from drafttrain.targets.structure import find_backbone, find_blocks, is_recurrent, lacking, scale_of, set_depth, shape_of
 from drafttrain.targets.substitute import restore, substitute
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBytes:
+    """Memory of a decoding request."""
+
+    position: int  # keys and values of one position
+    states: int  # recurrent states, whatever the length
 
 
 class HFTarget(PrunedTarget):
@@ -50,7 +62,8 @@ class HFTarget(PrunedTarget):
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int] = frozenset(), frozen: bool = True) -> None:
         super().__init__()
         self.model, self.frozen = model, frozen
-        self.stop_ids, self.trees = stop_ids, True
+        self.recurrent = is_recurrent(model)
+        self.stop_ids, self.trees = stop_ids, not self.recurrent
         config = model.config.get_text_config()
         self.shape = shape_of(config)
         self.backbone: FrozenRef[Any] = FrozenRef(find_backbone(model, self.shape.blocks))
@@ -65,6 +78,8 @@ class HFTarget(PrunedTarget):
         self.masks = LayerMasks(config)
         self._more_layers = extra_layers(config)  # of the cache, after those of the blocks
         self._row_shapes: dict[int, RowShape] = {}  # what each layer has written into a cache
+        self._states: States = {}  # empty tensors of the recurrent layers' shapes, known after the first pass
+        self._step_limits = record_scans(model) if self.recurrent else {}
         self.unmasked = False  # whole sequences need no mask tensor
         self.fingerprint = ""
         if frozen:
@@ -146,15 +161,20 @@ class HFTarget(PrunedTarget):
         if "position_ids" in self._accepts:
             inputs["position_ids"] = position_BN
         inputs["use_cache"] = kv is not None
+        recorder = None
         if kv is not None:
-            inputs["past_key_values"] = SlotCache(kv, self.shape.blocks, self._row_shapes)
+            recorder = Recorder(kv.states, self._step_limits) if kv.states is not None else None
+            inputs["past_key_values"] = SlotCache(kv, self.shape.blocks, self._row_shapes, recorder)
         if kv is None and self.unmasked and not isinstance(ancestor_BNN, Tensor):
             inputs |= {"whole": True, "documents": ancestor_BNN}
             inputs["attention_mask"] = self.masks.unused(token_BN)
         elif kv is not None or ancestor_BNN is not None:
             inputs["attention_mask"] = self.masks(kv, ancestor_BNN, position_BN, self.dtype)
         self._captured, self._wanted = {}, frozenset(taps.blocks)
-        final_BNH = self.backbone.module(**inputs).last_hidden_state
+        with recording(recorder):
+            final_BNH = self.backbone.module(**inputs).last_hidden_state
+        if kv is not None and kv.states is not None and not self._states:
+            self._states = kv.states.like()
         hidden, self._captured, self._wanted = self._captured, {}, frozenset()
         return self._output(final_BNH, hidden, taps, logit_row_BR)
 
@@ -171,11 +191,18 @@ class HFTarget(PrunedTarget):
     def new_cache(self, slots: int, max_len: int, pages: int | None = None) -> KVCache:
         if not self.frozen and not self.training and not self.joins:
             substitute(self.model, self.bits)
-        kv = KVCache(self.shape.blocks + self._more_layers, slots, max_len, self.device, pages)
+        kv = KVCache(self.shape.blocks + self._more_layers, slots, max_len, self.device, pages, self.recurrent)
         for shape in dict.fromkeys(self._row_shapes.values()):
             layers = [number for number, own in self._row_shapes.items() if own == shape]
             kv.allocate(shape.heads, shape.width, self.dtype, shape.value_width, layers)
+        if kv.states is not None:
+            for number, (convolution, scan) in self._states.items():
+                kv.states.allocate(number, convolution, scan)
         return kv
+
+    def cache_bytes(self) -> CacheBytes:
+        kv = self.new_cache(1, 1)
+        return CacheBytes(kv.bytes_per_position, kv.state_bytes)
 
     def norm(self, hidden_H: Tensor) -> Tensor:
         if self._norm is None:

@@ -148,6 +148,8 @@ def _description(options: TargetOptions, target: HFTarget, parameters: int) -> d
         "parameters": parameters,
         "fingerprint": target.fingerprint,
     }
+    cache = target.cache_bytes()
+    described |= {"kv_bytes_per_position": cache.position, "state_bytes_per_request": cache.states}
     return described | asdict(target.shape)
 
 

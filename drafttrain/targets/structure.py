@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -16,9 +17,15 @@ def lacking(model: Any) -> str | None:
     base, config = model.base_model, model.config.get_text_config()
     if hasattr(base, "build_alibi_tensor") or getattr(config, "alibi", False):
         return "its alibi biases count positions along a 2-D mask, which rows of several lengths and draft trees do not have"
-    if getattr(model, "_is_stateful", False) or "conv" in (getattr(config, "layer_types", None) or ()):
-        return "its layers keep a recurrent state, which a cache of positions cannot take back after rejected drafts"
+    if is_recurrent(model):
+        return "its layers keep a recurrent state of a kind that we cannot take back after rejected drafts"
     return None
+
+
+def is_recurrent(model: Any) -> bool:
+    """Whether some layers keep a recurrent state or a convolution's last inputs instead of keys and values."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return bool(getattr(model, "_is_stateful", False) or {"conv", "linear_attention"} & set(kinds))
 
 
 def find_blocks(model: nn.Module, blocks: int) -> nn.ModuleList:
@@ -56,9 +63,16 @@ def set_depth(config: Any, blocks: int) -> Any:
     if shared:  # the last blocks read the keys and values of earlier ones
         text.num_kv_shared_layers = max(0, blocks - (before - shared))
     text.num_hidden_layers = blocks
-    for name in ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers"):  # one entry per block
+    for name in (
+        "layer_types",
+        "layers_block_type",
+        "mlp_layer_types",
+        "indexer_types",
+        "no_rope_layers",
+    ):  # one entry per block
         if types := getattr(text, name, None):
-            setattr(text, name, [types[i % len(types)] for i in range(blocks)])
+            with suppress(AttributeError):  # a property that follows the number of blocks
+                setattr(text, name, [types[i % len(types)] for i in range(blocks)])
     return text
 
 

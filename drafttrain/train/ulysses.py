@@ -48,6 +48,12 @@ def sequence_group(options: TrainOptions, world: World) -> Ulysses | None:
     return Ulysses(world.rank % size, size, groups[world.rank // size])
 
 
+def language_models(target: HFTarget, drafter: Drafter, adapter: Adapter | None) -> list[tuple[str, HFTarget]]:
+    """The models that a training step runs over whole sequences, with their names in messages."""
+    models = [("the target", target), *(("the drafter's model", m) for m in drafter.modules() if isinstance(m, HFTarget))]
+    return models if adapter is None else [*models, ("the adapted target", adapter.target)]
+
+
 def check_sequence_parallel(
     options: TrainOptions, loss: LossOptions, target: HFTarget, drafter: Drafter, adapter: Adapter | None
 ) -> None:
@@ -63,10 +69,13 @@ def check_sequence_parallel(
             f"{setting}, but loss={END_TO_END} needs all positions of a sequence in one process; "
             "choose another loss, or set train.sequence_parallel=1"
         )
-    inside = list(drafter.modules())
-    models = [("the target", target), *(("the drafter's model", m) for m in inside if isinstance(m, HFTarget))]
-    models += [] if adapter is None else [("the adapted target", adapter.target)]
+    inside, models = list(drafter.modules()), language_models(target, drafter, adapter)
     for what, model in models:
+        if model.recurrent:
+            raise UserError(
+                f"{setting}, but the recurrent layers of {what}, {type(model.model).__name__}, read a sequence in order; "
+                "set train.sequence_parallel=1"
+            )
         if not model.unmasked:
             raise UserError(
                 f"{setting}, but {what}, {type(model.model).__name__}, needs attention masks over whole sequences; "

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from benchmarks.architectures import model_of as hybrid
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
@@ -94,6 +95,35 @@ def test_a_drafter_is_trained_and_measured(
     (report,) = (tmp_path / "out").rglob("report.json")
     (entry,) = json.loads(report.read_text())["checkpoints"]
     assert entry["exact_matches"] == entry["transformers_exact_matches"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("Qwen3-Next", "medusa"), ("Qwen3-Next", "eagle3"), ("Granite-4 (hybrid)", "medusa"), ("LFM2", "eagle3")],
+)
+def test_a_drafter_of_a_target_with_recurrent_layers_is_trained_and_measured(
+    name: str, recipe: str, material: Path, on_disk: Callable[[PreTrainedModel], Path], command: Callable[..., int],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Chains, because trees are refused. Packed rows are refused too."""
+    target = on_disk(hybrid(name))
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text("".join(json.dumps({"turns": [f"word {i}"]}) + "\n" for i in range(3)))
+    chosen = (f"recipe={recipe}", f"target.path={target}", f"data.path={material / 'data.jsonl'}", f"prompts={asked}")
+    chain = "drafter.paths=[[0],[0,0],[0,0,0]]" if recipe == "medusa" else "drafter.tree=chain"
+    small = (chain, "train.steps=3", "train.global_batch=4", "train.micro_batch=4", "decode.max_new_tokens=12")
+    few = ("measure.minutes=0.1", "measure.repeats=1", "data.held_out=4", f"output={tmp_path / 'out'}", "logger=none")
+    assert command("fit", *chosen, *small, *few) == 0
+    (report,) = (tmp_path / "out").rglob("report.json")
+    found = json.loads(report.read_text())
+    (entry,) = found["checkpoints"]
+    assert entry["exact_matches"] == entry["transformers_exact_matches"] == 3
+    assert found["target"]["state_bytes_per_request"] > 0 and found["target"]["kv_bytes_per_position"] > 0
+    capsys.readouterr()
+    assert command("fit", *chosen, *small, *few, "data.pack=true") == 2
+    error = capsys.readouterr().err.strip()
+    assert "set data.pack=false" in error and "\n" not in error
 
 
 def test_sdpa_is_refused_in_one_line_where_transformers_has_none(on_disk: Callable[[PreTrainedModel], Path]) -> None:

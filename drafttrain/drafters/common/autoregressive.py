@@ -78,16 +78,19 @@ class AutoregressiveState(CachedState):
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         self._choose_rows(slot_B)
         token_BN, last_B = with_root(self.take_pending(slot_B))
-        logits_BV = self._run(token_BN, last_B + 1, last_B[:, None])
-        committed_B = self.kv.length_B - 1  # the root's keys are scratch: the next commit brings it again
+        logits_BRV = self._pass(token_BN, last_B[:, None])
+        assert logits_BRV is not None
+        marks = [kv.mark(last_B) for kv in self.own_caches]  # the root's keys are scratch: the next commit brings it again
+        self._keep(last_B + 1)
+        logits_BV = logits_BRV[:, 0]
         root_B = token_BN.gather(1, last_B[:, None])[:, 0]
         if self.grower is None:
             tree = self._chain(root_B, logits_BV, depth, sampling)
         else:
             first = Scored(logits_BV[:, None], logits_BV[:, None, :0])
             tree = self.grower.grow(root_B, first, partial(self._score, list[Generation]()), None, depth)
-        for kv in self.own_caches:
-            kv.crop(committed_B)
+        for kv, mark in zip(self.own_caches, marks, strict=True):
+            kv.back_to(mark)
         return tree
 
     def _choose_rows(self, slot_B: Tensor) -> None:
@@ -127,9 +130,16 @@ class AutoregressiveState(CachedState):
 
     def _run(self, token_BN: Tensor, count_B: Tensor, row_BR: Tensor) -> Tensor:
         """[B, V] logits at the one row asked for, if any; the first `count` tokens stay in the cache."""
+        logits_BRV = self._pass(token_BN, row_BR)
+        self._keep(count_B)
+        return row_BR if logits_BRV is None else logits_BRV[:, 0]
+
+    def _pass(self, token_BN: Tensor, row_BR: Tensor) -> Tensor | None:
+        """[B, R, V] logits at the rows asked for; the tokens become scratch."""
         column_N = torch.arange(token_BN.shape[1], device=token_BN.device)
         position_BN = (self.kv.length_B[:, None] + column_N).clamp_max(self.drafter.last_position)
-        logits_BRV = self.drafter.run(self.own_caches, token_BN, None, position_BN, row_BR)
-        for kv in self.own_caches:  # the first tokens are in their places
-            kv.crop(kv.length_B + count_B)
-        return row_BR if logits_BRV is None else logits_BRV[:, 0]
+        return self.drafter.run(self.own_caches, token_BN, None, position_BN, row_BR)
+
+    def _keep(self, count_B: Tensor) -> None:
+        for kv in self.own_caches:
+            kv.advance(count_B)

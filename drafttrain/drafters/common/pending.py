@@ -168,11 +168,13 @@ class CachedState(RevertibleState):
         return self.pending.take(slot_B, self.pending.step if self.kv.static else None)
 
     def snapshot(self, slot_B: Tensor) -> Any:
-        return self.kv.lengths(slot_B), self.pending.snapshot(slot_B)
-
-    def restore(self, slot_B: Tensor, snapshot: Any) -> None:
-        length_B, pending = snapshot
         for kv in self.own_caches:
             kv.rows(slot_B)
-            kv.crop(length_B)
+        return [kv.mark() for kv in self.own_caches], self.pending.snapshot(slot_B)
+
+    def restore(self, slot_B: Tensor, snapshot: Any) -> None:
+        marks, pending = snapshot
+        for kv, mark in zip(self.own_caches, marks, strict=True):
+            kv.rows(slot_B)
+            kv.back_to(mark)
         self.pending.restore(slot_B, pending)

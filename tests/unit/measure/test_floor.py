@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,7 +74,10 @@ def test_the_floor_is_the_weights_and_half_of_the_output(monkeypatch: pytest.Mon
     results = [SimpleNamespace(prompt_tokens=10, tokens=[1] * 4), SimpleNamespace(prompt_tokens=7, tokens=[1] * 6)]
     wave: Any = SimpleNamespace(results=results)
     monkeypatch.setattr(floor, "copy_bandwidth", lambda device: 1000.0)
-    found = floor.step_floor([target.model], target.shape, torch.bfloat16, wave, torch.device("cuda"))
-    assert kv_bytes(target.shape, torch.bfloat16, 22) == 2 * 4 * 2 * 8 * 2 * 22
-    assert found == (total(target.model) - TABLE + 2 * 4 * 2 * 8 * 2 * 22) / 1000.0
-    assert floor.step_floor([target.model], target.shape, torch.bfloat16, wave, torch.device("cpu")) is None
+    cache = target.cache_bytes()
+    assert cache.states == 0 and cache.position * 22 == kv_bytes(target.shape, target.dtype, 22) == 2 * 4 * 2 * 8 * 4 * 22
+    found = floor.step_floor([target.model], cache, wave, torch.device("cuda"))
+    assert found == (total(target.model) - TABLE + 2 * 4 * 2 * 8 * 4 * 22) / 1000.0
+    with_states = floor.step_floor([target.model], replace(cache, states=50), wave, torch.device("cuda"))
+    assert with_states == found + 2 * 2 * 50 / 1000.0  # of two requests, read and written
+    assert floor.step_floor([target.model], cache, wave, torch.device("cpu")) is None

@@ -29,6 +29,10 @@ class ContiguousStorage:
     def free_pages(self) -> int:
         return len(self._empty)
 
+    @property
+    def bytes_per_position(self) -> int:
+        return sum(store.nbytes for store in self._shapes.values()) // ((self.pages + 1) * self.capacity)
+
     def select(self, rows: Rows, in_order: bool) -> None:
         self._slot_B = rows.slot_B
 

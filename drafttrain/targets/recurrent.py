@@ -1,0 +1,203 @@
+"""Records the scans of recurrent layers, so that their states can be made again for the accepted positions.
+
+transformers' mixers call functions of their own file. `install` wraps these functions, once for each file. A wrapped function
+does what it did, unless a pass of ours records (`recording`): other models of the process notice nothing.
+
+Shapes: B rows, N positions, h heads, g groups of heads, K key width, V value width, S state width, C channels.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.model.recurrent_state import RecurrentStates
+from drafttrain.ops.recurrence import CHUNK, delta_state, selective_state, state_space_state, steps
+
+Limits = tuple[float, float]
+NO_LIMITS: Limits = (0.0, float("inf"))
+
+
+class Recorder:
+    """The states that a pass reads, and the layer that is running."""
+
+    def __init__(self, states: RecurrentStates, limits: dict[int, Limits]) -> None:
+        """limits: of the step sizes, by layer."""
+        states.begin()
+        self.states, self.limits, self.layer = states, limits, -1
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+@contextmanager
+def recording(recorder: Recorder | None) -> Iterator[None]:
+    """Within this context the recorder gets what the scans read and make. None: nothing is recorded."""
+    token = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
+
+
+def counted(count_B: Tensor, positions: int) -> Tensor:
+    """[B, N] whether a position is among each row's first `count`."""
+    return torch.arange(positions, device=count_B.device) < count_B[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTape:
+    state_BhKV: Tensor | None
+    k_BNhK: Tensor
+    v_BNhV: Tensor
+    decay_BNh: Tensor
+    beta_BNh: Tensor
+    normalise: bool
+
+    def after(self, count_B: Tensor) -> Tensor:
+        kept_BN1 = counted(count_B, self.k_BNhK.shape[1])[..., None]
+        k_BNhK, (B, _, h, V) = self.k_BNhK.float(), self.v_BNhV.shape
+        if self.normalise:  # as the scan does, which has no name for its 1e-6
+            k_BNhK = k_BNhK * torch.rsqrt((k_BNhK * k_BNhK).sum(-1, keepdim=True) + 1e-6)
+        state_BhKV = k_BNhK.new_zeros(B, h, k_BNhK.shape[-1], V) if self.state_BhKV is None else self.state_BhKV
+        return delta_state(state_BhKV, k_BNhK, self.v_BNhV, self.decay_BNh * kept_BN1, self.beta_BNh * kept_BN1)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpaceTape:
+    state_BhVS: Tensor | None
+    x_BNhV: Tensor
+    step_BNh: Tensor
+    rate_h: Tensor
+    b_BNgS: Tensor
+
+    def after(self, count_B: Tensor) -> Tensor:
+        kept_BN1 = counted(count_B, self.x_BNhV.shape[1])[..., None]
+        B, _, h, V = self.x_BNhV.shape
+        state_BhVS = self.step_BNh.new_zeros(B, h, V, self.b_BNgS.shape[-1]) if self.state_BhVS is None else self.state_BhVS
+        return state_space_state(state_BhVS, self.x_BNhV, self.step_BNh * kept_BN1, self.rate_h, self.b_BNgS)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveTape:
+    state_BCS: Tensor | None
+    x_BCN: Tensor
+    step_BCN: Tensor
+    rate_CS: Tensor
+    b_BSN: Tensor
+
+    def after(self, count_B: Tensor) -> Tensor:
+        kept_B1N = counted(count_B, self.x_BCN.shape[2])[:, None]
+        (B, C, _), S = self.x_BCN.shape, self.b_BSN.shape[1]
+        state_BCS = self.x_BCN.new_zeros(B, C, S) if self.state_BCS is None else self.state_BCS
+        return selective_state(state_BCS, self.x_BCN, self.step_BCN * kept_B1N, self.rate_CS, self.b_BSN)
+
+
+def _delta(scan: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scan)
+    def recorded(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **more: Any) -> Any:
+        recorder, N = _recorder.get(), key.shape[1]
+        if recorder is None:
+            return scan(query, key, value, g=g, beta=beta, **more)
+        if N > 1:
+            normalise = bool(more.get("use_qk_l2norm_in_kernel"))
+            tape = DeltaTape(more.get("initial_state"), key, value, g, beta, normalise)
+            recorder.states.record(recorder.layer, tape)
+            if N < CHUNK and not key.is_cuda:  # the plain-torch scan pads to its chunk
+                more["chunk_size"] = N
+        return scan(query, key, value, g=g, beta=beta, **more)
+
+    return recorded
+
+
+def _state_space(scan: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scan)
+    def recorded(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **more: Any) -> Any:
+        recorder, N = _recorder.get(), x.shape[1]
+        if recorder is not None and N > 1:
+            step_BNh = steps(dt, more.get("dt_bias"), more.get("dt_softplus", False), more.get("dt_limit", NO_LIMITS))
+            tape = StateSpaceTape(more.get("initial_states"), x, step_BNh, A, B)
+            recorder.states.record(recorder.layer, tape)
+            chunk_size = chunk_size if x.is_cuda else min(chunk_size, N)
+        return scan(x, dt, A, B, C, chunk_size=chunk_size, **more)
+
+    return recorded
+
+
+def _selective(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """The scan has no argument for a state, and starts from zero. What an earlier state adds is added here."""
+
+    @functools.wraps(scan)
+    def recorded(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Any:
+        recorder = _recorder.get()
+        if recorder is None:
+            return scan(x, dt, A, B, C, **more)
+        bias = more.get("delta_bias")
+        step_BCN = steps(dt, None if bias is None else bias[:, None], more.get("delta_softplus", False))
+        state_BCS = recorder.states.scan_state(recorder.layer)
+        recorder.states.record(recorder.layer, SelectiveTape(state_BCS, x, step_BCN, A, B))
+        out_BCN, final_BCS = scan(x, dt, A, B, C, **more)
+        if state_BCS is None:
+            return out_BCN, final_BCS
+        sum_BCN = step_BCN.float().cumsum(-1)
+        left_BCNS = (sum_BCN[..., None] * A[:, None]).exp() * state_BCS[:, :, None]
+        added_BCN = torch.einsum("bcns,bsn->bcn", left_BCNS, C.float())
+        gate = more.get("z")
+        added_BCN = added_BCN if gate is None else added_BCN * F.silu(gate)
+        return out_BCN + added_BCN.to(out_BCN.dtype), final_BCS + left_BCNS[:, :, -1]
+
+    return recorded
+
+
+def _step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """One position. It writes into the state that it was given, a copy of ours.
+
+    transformers' step ignores the limits of step sizes that its scan obeys. One position would differ from several.
+    """
+
+    @functools.wraps(step)
+    def recorded(state: Tensor, x: Tensor, dt: Tensor, *args: Any, **more: Any) -> Any:
+        recorder = _recorder.get()
+        if recorder is None:
+            return step(state, x, dt, *args, **more)
+        limits = recorder.limits.get(recorder.layer, NO_LIMITS)
+        if limits != NO_LIMITS:
+            dt = steps(dt, more.get("dt_bias"), more.get("dt_softplus", False), limits)
+            more |= {"dt_bias": None, "dt_softplus": False}
+        out = step(state, x, dt, *args, **more)
+        recorder.states.finish(recorder.layer, state)
+        return out
+
+    return recorded
+
+
+WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {  # by the function's name
+    "torch_chunk_gated_delta_rule": _delta,
+    "mamba2_chunk_scan": _state_space,
+    "mamba2_selective_state_update": _step,
+    "mamba_selective_scan": _selective,
+    "mamba_selective_state_update": _step,
+}
+
+
+def install(model: Any) -> dict[int, Limits]:
+    """Wrap the scans of the files that define the model's modules. Gives the limits of step sizes by layer."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        file = sys.modules[name]
+        for function, wrapper in WRAPPERS.items():
+            original = getattr(file, function, None)
+            if original is not None and not hasattr(original, "recorded_by"):
+                wrapped: Any = wrapper(original)
+                wrapped.recorded_by = __name__
+                setattr(file, function, wrapped)
+    limited = [m for m in model.modules() if getattr(m, "time_step_limit", None) is not None and hasattr(m, "layer_idx")]
+    return {m.layer_idx: (float(m.time_step_limit[0]), float(m.time_step_limit[1])) for m in limited}

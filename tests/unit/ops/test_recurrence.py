@@ -1,0 +1,73 @@
+"""The states of recurrences, in chunks, against one position after another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.ops.recurrence import CHUNK, delta_state, selective_state, state_space_state, steps
+
+LENGTHS = (1, 5, CHUNK, 2 * CHUNK + 3)
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("N", LENGTHS)
+def test_the_delta_rule(N: int) -> None:
+    B, k_heads, heads, K, V = 2, 2, 4, 6, 5
+    state, key, value = random(B, heads, K, V), F.normalize(random(B, N, k_heads, K), dim=-1), random(B, N, heads, V)
+    decay, beta = -F.softplus(random(B, N, heads)), random(B, N, heads).sigmoid()
+    found, key = delta_state(state, key, value, decay, beta), key.repeat_interleave(2, 2)
+    for i in range(N):
+        state = state * decay[:, i].exp()[..., None, None]
+        read = (state * key[:, i, :, :, None]).sum(-2)
+        state = state + key[:, i, :, :, None] * ((value[:, i] - read) * beta[:, i, :, None])[:, :, None]
+    torch.testing.assert_close(found, state, **TOLERANCE)
+
+
+@pytest.mark.parametrize("N", LENGTHS)
+def test_state_spaces(N: int) -> None:
+    B, groups, heads, V, S = 2, 2, 4, 6, 5
+    state, x, b = random(B, heads, V, S), random(B, N, heads, V), random(B, N, groups, S)
+    step, rate = steps(random(B, N, heads), random(heads), True), -random(heads).exp()
+    found, b = state_space_state(state, x, step, rate, b), b.repeat_interleave(2, 2)
+    for i in range(N):
+        state = (
+            state * (step[:, i] * rate).exp()[..., None, None] + (x[:, i] * step[:, i, :, None])[..., None] * b[:, i, :, None]
+        )
+    torch.testing.assert_close(found, state, **TOLERANCE)
+
+
+@pytest.mark.parametrize("N", LENGTHS)
+def test_selective_scans(N: int) -> None:
+    B, C, S = 2, 6, 5
+    state, x, b = random(B, C, S), random(B, C, N), random(B, S, N)
+    step, rate = steps(random(B, C, N), random(C, 1), True), -random(C, S).exp()
+    found = selective_state(state, x, step, rate, b)
+    for i in range(N):
+        state = state * (step[..., i, None] * rate).exp() + (x[..., i] * step[..., i])[..., None] * b[:, None, :, i]
+    torch.testing.assert_close(found, state, **TOLERANCE)
+
+
+def test_positions_that_do_not_count_change_nothing() -> None:
+    state, key, value = random(1, 2, 4, 3), F.normalize(random(1, 6, 2, 4), dim=-1), random(1, 6, 2, 3)
+    decay, beta = -F.softplus(random(1, 6, 2)), random(1, 6, 2).sigmoid()
+    decay[:, 3:], beta[:, 3:] = 0.0, 0.0
+    shorter = delta_state(state, key[:, :3], value[:, :3], decay[:, :3], beta[:, :3])
+    torch.testing.assert_close(delta_state(state, key, value, decay, beta), shorter)
+    x, b, step, rate = random(1, 6, 2, 3), random(1, 6, 1, 4), F.softplus(random(1, 6, 2)), -random(2).exp()
+    step[:, 3:] = 0.0
+    state = random(1, 2, 3, 4)
+    shorter = state_space_state(state, x[:, :3], step[:, :3], rate, b[:, :3])
+    torch.testing.assert_close(state_space_state(state, x, step, rate, b), shorter)
+
+
+def test_steps_have_limits() -> None:
+    raw = torch.tensor([-20.0, 0.0, 20.0])
+    assert steps(raw, None, True, (0.001, 0.1)).tolist() == pytest.approx([0.001, 0.1, 0.1])
+    assert steps(raw, torch.tensor([0.0, 1.0, 0.0]), False, (-50.0, 50.0)).tolist() == [-20.0, 1.0, 20.0]
