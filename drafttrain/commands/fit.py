@@ -189,8 +189,8 @@ def _check_images(options: RunOptions, drafter: Drafter, data: Dataset) -> None:
     check_images(drafter, data.has_images)
     if data.has_images and options.train.sequence_parallel > 1:
         raise UserError(
-            f"train.sequence_parallel is {options.train.sequence_parallel}, but it divides text alone, and the data has images; "
-            "leave it out"
+            f"train.sequence_parallel is {options.train.sequence_parallel}, but it divides text alone, and the data has "
+            "images; leave it out"
         )
 
 

@@ -246,6 +246,7 @@ def keep_freed_memory() -> None:
 def _stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """End-of-sequence ids of the generation configuration, the model's configuration and the tokenizer."""
     found: set[int] = set()
-    for ids in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    configured = getattr(model.config, "eos_token_id", None)  # a model of several parts may have it in its text part alone
+    for ids in (model.generation_config.eos_token_id, configured, tokenizer.eos_token_id):
         found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
     return frozenset(found)
