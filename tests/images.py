@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,17 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from drafttrain.data.chat import Encoded
 from drafttrain.targets.images import ImageReader, image_reader
 from drafttrain.targets.vision import VisionTarget
 
-VOCAB, PLACEHOLDER = 128, 120
+VOCAB = 128
 SPECIAL = {119: "<eos>", 120: "<image>", 121: "<video>", 122: "<begin>", 123: "<end>", 124: "<user>", 125: "<assistant>"}
 TEXT = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
 TEXT |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 119, "pad_token_id": 0}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 TOWER = {"hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48, "patch_size": 4, "depth": 3}
 IDS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
-GRIDS = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
 NAMES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 WORDS = [
     "red",
@@ -69,8 +68,9 @@ def config_of(name: str) -> Any:
         text["layer_types"] = ["sliding_attention", "full_attention"] * 2
         tower |= {"image_size": 16, "patch_size": 4}
         return t.Gemma3Config(
-            text_config=text,
+            text_config=text | {"tie_word_embeddings": False},
             vision_config=tower,
+            tie_word_embeddings=False,
             mm_tokens_per_image=4,
             image_token_index=120,
             eos_token_id=119,
@@ -163,6 +163,11 @@ def sequence(target: VisionTarget, pictures: list[str | Path], seed: int = 0, te
     return found
 
 
+def encoded(prompt: list[int]) -> Encoded:
+    """A training row of a prompt, without supervised tokens."""
+    return Encoded(np.array(prompt, np.int64), np.zeros(len(prompt), np.bool_))
+
+
 def write_conversations(folder: Path, count: int, replies: bool = True) -> Path:
     """A file of conversations with a picture each, next to it."""
     lines = []
@@ -174,6 +179,3 @@ def write_conversations(folder: Path, count: int, replies: bool = True) -> Path:
         lines.append(json.dumps({"messages": turns + [{"role": "assistant", "content": words}] * replies}))
     (folder / "data.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder / "data.jsonl"
-
-
-__all__ = ["GRIDS", "NAMES", "io"]
