@@ -23,6 +23,7 @@ from tests.images import NAMES, encoded, inline, picture, sequence, vision_targe
 
 NEW = 12
 FAMILIES = ("medusa", "eagle3", "dflash")
+OTHERS = ("eagle", "mtp", "dspark", "dflash2")  # have the same code as one of these
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,10 @@ def test_the_image_decides_the_text(asked: Asked, tmp_path: Path) -> None:
     assert generated(asked.target, other) != asked.wanted[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + OTHERS)
 def test_drafters_leave_the_text_as_it_is(asked: Asked, family: str) -> None:
+    if family in OTHERS and asked.target.kind.whole:
+        return
     for rows, chunk in ((1, 512), (4, 6)):
         drafter = build(family, asked.target, noise=0.5)
         decoder = Decoder(asked.target, drafter, "greedy", Sampling(), frozenset(), NEW, prefill_chunk=chunk)
