@@ -6,18 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase
-
 from drafttrain.api.drafter import LoadedDrafter
 from drafttrain.api.settings import with_options
 from drafttrain.core.errors import UserError
+from drafttrain.data.forms import conversation
 from drafttrain.data.prompts import encode_messages, encode_prompt
 from drafttrain.decoding.request import Result
 from drafttrain.measure import DecodeOptions
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.targets.load import LoadedTarget
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def generate(
     Args:
         target: The target.
         drafter: The drafter, or None for plain decoding.
-        prompts: Of each text: a string, a list of messages that ends with a user's, or token ids.
+        prompts: Of each text: a string, a list of messages that ends with a user's and may hold images, or token ids.
         max_new_tokens: Of each text.
         batch_size: Texts that are decoded together.
         temperature: 0 is greedy decoding.
@@ -72,20 +71,24 @@ def generate(
     loaded = target if drafter is None else drafter.target
     decoder = decoder_of(loaded, decode, None if drafter is None else drafter.for_decoding())
     try:
-        results = decoder.run([_tokens(loaded.tokenizer, prompt, chat) for prompt in prompts], batch_size).results
+        results = decoder.run([_tokens(loaded, prompt, chat) for prompt in prompts], batch_size).results
     except ValueError as error:  # an empty prompt, or one that leaves no room
         raise UserError(str(error)) from error
     return [_generation(loaded, result, drafter is not None) for result in results]
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -> list[int]:
+def _tokens(loaded: LoadedTarget, prompt: Prompt, chat: bool) -> list[int]:
+    tokenizer = loaded.tokenizer
     if isinstance(prompt, str):
         if not prompt.strip():
             raise UserError("a prompt is empty; give text")
         chats = chat and bool(tokenizer.chat_template)
         return encode_prompt(tokenizer, [prompt]) if chats else list(tokenizer(prompt, verbose=False)["input_ids"])
     if prompt and isinstance(prompt[0], Mapping):
-        return encode_messages(tokenizer, [dict(message) for message in cast(Sequence[Mapping[str, str]], prompt)])
+        messages = [dict(message) for message in cast(Sequence[Mapping[str, Any]], prompt)]
+        if any(isinstance(message.get("content"), list) for message in messages):
+            messages = list(conversation("a prompt", {"messages": messages}, "messages", replies=False).messages)
+        return encode_messages(tokenizer, messages, loaded.images)
     return list(cast(Sequence[int], prompt))
 
 

@@ -24,7 +24,8 @@ from drafttrain.measure.cases import encode_cases
 from drafttrain.measure.decoding import decoder_of
 from drafttrain.measure.quick_measurement import quick_measurement
 from drafttrain.measure.runner import CheckpointRef, check_measurement
-from drafttrain.model.drafter import Drafter, trainable
+from drafttrain.model.drafter import Drafter, check_images, trainable
+from drafttrain.model.images import has_images
 from drafttrain.ops import library
 from drafttrain.runs.checkpoint_source import CheckpointSource, check_start
 from drafttrain.runs.console import line_printer, print_line, print_note
@@ -161,6 +162,7 @@ def _prepare(options: RunOptions, world: World, where: Placement, console: Conso
     if drafter.trained:
         records = ready.records if ready else None
         data = training_data(options.data, loaded, world, console.say, records)
+        _check_images(options, drafter, data)
         print_vocabulary(data, loaded.target.shape.vocab_size, getattr(options.drafter, "draft_vocab", None), console.say)
         if world.first and records is None:
             data = _with_origin(data, options, loaded, where, console)
@@ -180,6 +182,16 @@ def _prepare(options: RunOptions, world: World, where: Placement, console: Conso
         quick_measure=quick_measure,
         quick_measure_every=options.measure.every,
     )
+
+
+def _check_images(options: RunOptions, drafter: Drafter, data: Dataset) -> None:
+    """Raise UserError for conversations with images that cannot be trained on."""
+    check_images(drafter, data.has_images)
+    if data.has_images and options.train.sequence_parallel > 1:
+        raise UserError(
+            f"train.sequence_parallel is {options.train.sequence_parallel}, but it divides text alone, and the data has "
+            "images; leave it out"
+        )
 
 
 def _print_models(
@@ -210,9 +222,9 @@ def _check_end(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> N
     """Raise UserError for what would fail after training: the measurement, and a checkpoint that does not fit on the disk."""
     if options.measure.enabled:
         check_measurement(loaded, drafter, options.decode, options.measure)
-        encode_cases(
-            measurement_prompts(options), loaded.tokenizer, loaded.target.shape.max_positions - options.decode.max_new_tokens
-        )
+        room = loaded.target.shape.max_positions - options.decode.max_new_tokens
+        cases, _ = encode_cases(measurement_prompts(options), loaded.tokenizer, room, loaded.images)
+        check_images(drafter, any(has_images(case.tokens) for case in cases))
     else:
         decoder_of(loaded, options.decode, drafter)
     folder = next(path for path in (Path(options.output).absolute(), *Path(options.output).absolute().parents) if path.is_dir())

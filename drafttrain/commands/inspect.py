@@ -20,6 +20,7 @@ from drafttrain.data import InspectOptions
 from drafttrain.data.chat import Encoded
 from drafttrain.data.contamination import Copy, copies
 from drafttrain.data.dataset import encoder_of
+from drafttrain.data.pictures import sources_of
 from drafttrain.data.progress import bar
 from drafttrain.data.prompts import load_prompts, named_prompts
 from drafttrain.data.provenance import find_provenance
@@ -30,7 +31,8 @@ from drafttrain.measure.html import render
 from drafttrain.runs.console import print_line
 from drafttrain.runs.options import RunOptions
 from drafttrain.runs.paths import dated_path
-from drafttrain.targets.load import load_tokenizer, path_of
+from drafttrain.targets.images import TEXT_ONLY, Images
+from drafttrain.targets.load import load_config, load_images, load_tokenizer, path_of
 
 SUPERVISED, REST, BAR = "black on green", "dim", "green"
 SHOWN = 3000  # characters of a conversation on the terminal; the page has the whole
@@ -102,7 +104,7 @@ def _statistics(
 ) -> tuple[Statistics, list[Sample]]:
     statistics, most = Statistics(), max(options.inspect.page_samples, options.inspect.samples)
     kept: dict[int, Encoded | None] = dict.fromkeys(chosen(len(conversations), most, options.data.seed))
-    encode = encoder_of(options.data, tokenizer)
+    encode = encoder_of(options.data, tokenizer, _images(options, conversations, tokenizer))
     with bar("tokenising", len(conversations), shown=True) as advance:
         for i, conversation in enumerate(conversations):
             encoded = encode(conversation)
@@ -111,6 +113,13 @@ def _statistics(
             if i in kept:
                 kept[i] = encoded
     return statistics, [sample_of(conversations[i], encoded, tokenizer) for i, encoded in kept.items() if encoded is not None]
+
+
+def _images(options: RunOptions, conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase) -> Images:
+    """The target's images, if there are any in the conversations."""
+    if not any(sources_of(conversation.messages) for conversation in conversations):
+        return TEXT_ONLY
+    return load_images(options.target, load_config(options.target), tokenizer)
 
 
 def _writer(data: str) -> str:

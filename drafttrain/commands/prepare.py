@@ -19,6 +19,7 @@ from drafttrain.core.errors import Interrupted, UserError, check_at_least
 from drafttrain.data import PrepareOptions
 from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, PromptScripts, jobs_of, read_scripts
 from drafttrain.data.journal import Journal, check_settings, scan
+from drafttrain.data.pictures import sources_of
 from drafttrain.data.provenance import FORMAT
 from drafttrain.data.publish import FORMATS, check_out, publish
 from drafttrain.data.rules import check_rules
@@ -50,6 +51,8 @@ def prepare(options: RunOptions, resolved: dict[str, Any]) -> Path:
     """
     out = _checked(options)
     scripts = read_scripts(read_conversations(options.data, replies=False))
+    if options.prepare.format != "jsonl" and any(sources_of(script.messages) for script in scripts.scripts):
+        raise UserError(f"prepare.format={options.prepare.format} holds text alone, and the data has images; set it to jsonl")
     try:
         with Interrupt():
             if options.target.tensor_parallel > 1:

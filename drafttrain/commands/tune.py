@@ -99,7 +99,7 @@ def tune(options: RunOptions, resolved: dict[str, Any]) -> Path:
         directory = source.checkpoint(loaded, line_printer(console))
         record, restored = read_meta(directory), load_checkpoint(directory, loaded)
         room = loaded.target.shape.max_positions - options.decode.max_new_tokens
-        cases, _ = encode_cases(prompts, loaded.tokenizer, room)
+        cases, _ = encode_cases(prompts, loaded.tokenizer, room, loaded.images)
         _check_prompts(len(cases), options.tune.batch_size)
         with progress_bars(console) as watch:
             measure = MeasureOptions(minutes=options.tune.minutes, repeats=options.tune.repeats)

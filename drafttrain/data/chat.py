@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,20 +21,23 @@ from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.forms import Conversation
 from drafttrain.data.templates import Rendered, Template, TemplateOptions, special_tokens
+from drafttrain.model.images import FIRST
+from drafttrain.targets.images import TEXT_ONLY, ImageRef, Images
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
     """Token ids and loss mask of one row."""
 
-    token_ids: NDArray[np.int32]  # int32 [T]
+    token_ids: NDArray[Any]  # [T], int32; int64 with ids of images (`model.images`)
     mask: NDArray[np.bool_]  # bool [T], True on supervised tokens; never on a document's first token, which nothing precedes
     truncated: bool = False  # whether a reply or a part of one did not fit
     # first tokens of the row's documents; several if conversations are packed or replies need separate texts
     starts: tuple[int, ...] = (0,)
+    images: tuple[ImageRef, ...] = ()  # that were read for it; empty for rows that come from prepared data
 
     @property
-    def documents(self) -> list[NDArray[np.int32]]:
+    def documents(self) -> list[NDArray[Any]]:
         """Each document's token ids."""
         return np.split(self.token_ids, self.starts[1:])
 
@@ -56,7 +60,8 @@ def join(documents: Sequence[Encoded]) -> Encoded:
         return documents[0]
     starts = np.cumsum([0, *(len(d.token_ids) for d in documents[:-1])]).tolist()
     token_ids, mask = (np.concatenate([getattr(d, name) for d in documents]) for name in ("token_ids", "mask"))
-    return Encoded(token_ids, mask, any(d.truncated for d in documents), tuple(starts))
+    images = tuple(dict.fromkeys(image for d in documents for image in d.images))
+    return Encoded(token_ids, mask, any(d.truncated for d in documents), tuple(starts), images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,15 @@ class Boundary:
 class Encoder:
     """Converts conversations to rows of at most `max_length` tokens per document."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, options: TemplateOptions | None = None) -> None:
-        self.tokenizer, self.max_length = tokenizer, max_length
-        self.template = Template(tokenizer, options or TemplateOptions())
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        options: TemplateOptions | None = None,
+        images: Images = TEXT_ONLY,
+    ) -> None:
+        self.tokenizer, self.max_length, self.images = tokenizer, max_length, images
+        self.template = Template(tokenizer, options or TemplateOptions(), images)
         added = tokenizer.added_tokens_decoder
         self.special = {i for i, token in added.items() if token.special}
         self._anchor_pattern = special_tokens(tokenizer)
@@ -91,12 +102,12 @@ class Encoder:
             (ids,) = self._ids([conversation.text], special=True)
             return _masked(ids, [(0, len(ids))], self.max_length)
         texts = self.template.render(conversation)
-        documents = [self._document(text, first=i == 0) for i, text in enumerate(texts)]
+        documents = [self._document(text, i == 0, conversation.origin) for i, text in enumerate(texts)]
         kept = [document for document in documents if document.supervised]
         row = join(kept or documents[:1])
         return replace(row, truncated=any(document.truncated for document in documents))
 
-    def _document(self, rendered: Rendered, first: bool) -> Encoded:
+    def _document(self, rendered: Rendered, first: bool, origin: str) -> Encoded:
         """The row of one text. first: it contains the conversation's first reply, which may be cut."""
         ids, edges = self._edges(rendered)
         replies = [
@@ -104,9 +115,11 @@ class Encoder:
             for begin, end in zip(edges[::2], edges[1::2], strict=True)
         ]
         whole = [end for _, end in replies if end <= self.max_length]
+        found = self.images.ids(ids, rendered.images, origin)
         if len(ids) <= self.max_length or (not whole and first):
-            return _masked(ids, replies, self.max_length)
-        return replace(_masked(ids, replies, max(whole, default=1)), truncated=len(whole) < len(replies))
+            return replace(_masked(found, replies, self.max_length), images=rendered.images)
+        row = _masked(found, replies, max(whole, default=1))
+        return replace(row, truncated=len(whole) < len(replies), images=rendered.images)
 
     def _edges(self, rendered: Rendered) -> tuple[list[int], list[Boundary]]:
         """The text's ids, and the boundaries of its replies: start and end in turn.
@@ -167,13 +180,16 @@ class Encoder:
         return end if end is not None and not str(self.tokenizer.decode(ids[end:last])).strip() else last
 
 
-def _masked(ids: Sequence[int], replies: Sequence[tuple[int, int]], length: int) -> Encoded:
-    """The first `length` ids with the replies' mask."""
+def _masked(ids: Sequence[int] | NDArray[Any], replies: Sequence[tuple[int, int]], length: int) -> Encoded:
+    """The first `length` ids with the replies' mask, which never covers an image."""
+    ids = ids if isinstance(ids, np.ndarray) else np.array(ids, np.int32)
     mask = np.zeros(len(ids), np.bool_)
     for first, last in replies:
         mask[first:last] = True
     mask[:1] = False
-    return Encoded(np.array(ids[:length], np.int32), mask[:length], truncated=len(ids) > length)
+    if ids.dtype == np.int64:
+        mask &= ids < FIRST
+    return Encoded(ids[:length], mask[:length], truncated=len(ids) > length)
 
 
 def _common(prefix: Sequence[int], ids: Sequence[int]) -> int:

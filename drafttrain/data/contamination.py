@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from drafttrain.core.errors import UserError
+from drafttrain.data.pictures import text_of
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.sources import Conversation, Source
 
@@ -92,7 +93,7 @@ def copies(prompts: Sequence[Prompt], conversations: Iterable[Conversation], n: 
     known: dict[Gram, list[int]] = {}
     sizes = []
     for number, prompt in enumerate(prompts):
-        own = {gram for turn in prompt.turns for gram in _grams(turn, n)}
+        own = {gram for turn in prompt.turns for gram in _grams(text_of(turn), n)}
         sizes.append(len(own))
         for gram in own:
             known.setdefault(gram, []).append(number)
@@ -103,7 +104,7 @@ def copies(prompts: Sequence[Prompt], conversations: Iterable[Conversation], n: 
             if count > best.get(number, (0, ""))[0]:
                 best[number] = count, conversation.origin
     matches = [
-        Copy(str(prompts[i].question_id), prompts[i].category, count / sizes[i], origin, prompts[i].turns[0])
+        Copy(str(prompts[i].question_id), prompts[i].category, count / sizes[i], origin, text_of(prompts[i].turns[0]))
         for i, (count, origin) in best.items()
         if count >= least * sizes[i]
     ]
@@ -113,7 +114,7 @@ def copies(prompts: Sequence[Prompt], conversations: Iterable[Conversation], n: 
 def _texts(conversation: Conversation) -> Iterator[str]:
     if conversation.text is not None:
         yield conversation.text
-    yield from (message["content"] for message in conversation.messages)
+    yield from (text_of(message["content"]) for message in conversation.messages)
 
 
 def _grams(text: str, n: int) -> Iterable[Gram]:

@@ -28,6 +28,7 @@ from drafttrain.data.summary import summarise
 from drafttrain.data.templates import TemplateOptions, read_template
 from drafttrain.data.workers import spare_cores
 from drafttrain.model.batch import TrainBatch
+from drafttrain.targets.images import TEXT_ONLY, Images
 
 __all__ = ["Dataset", "Encoded", "check_supervised", "collate", "encoder_of", "load_dataset", "pack", "shard", "token_counts"]
 
@@ -64,6 +65,12 @@ class Dataset:
             self.conversations.close()
 
     @property
+    def has_images(self) -> bool:
+        """Whether a conversation that is prepared by now has an image."""
+        blocks = () if self.conversations is None else self.conversations.blocks
+        return any(done.block.has_images for done in blocks)
+
+    @property
     def rows(self) -> Order:
         """The order of `train`'s rows over all epochs."""
         if not self._order:
@@ -87,16 +94,17 @@ def load_dataset(
     progress: bool = True,
     leads: bool = True,
     records: Records | None = None,
+    images: Images = TEXT_ONLY,
 ) -> Dataset:
     """Read, tokenise and split the data. Raises UserError for unusable records, and when too few are left to train on.
 
     Of large data it waits only for the beginning of the first epoch. The rest is prepared while training runs, until `close`.
     Packing needs all of it. leads: this process prepares the data, and the others of its machine read it.
-    records: conversations in memory, used instead of those that the options name.
+    records: conversations in memory, used instead of those that the options name. images: of the target.
     """
     _check_options(options)
     sources = open_sources(options) if records is None else [Source(options.path, records, options.form, None)]
-    encoder = encoder_of(options, tokenizer)
+    encoder = encoder_of(options, tokenizer, images)
     conversations = Conversations(sources, encoder, _workers(options, sources, leads), options.bad_records)
     try:
         return _dataset(options, conversations, progress)
@@ -105,10 +113,10 @@ def load_dataset(
         raise
 
 
-def encoder_of(options: DataOptions, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+def encoder_of(options: DataOptions, tokenizer: PreTrainedTokenizerBase, images: Images = TEXT_ONLY) -> Encoder:
     """Converts conversations to rows, with the template that the options name."""
     template = TemplateOptions(read_template(options.template), options.thinking, options.date)
-    return Encoder(tokenizer, options.max_length, template)
+    return Encoder(tokenizer, options.max_length, template, images)
 
 
 def _dataset(options: DataOptions, conversations: Conversations, progress: bool) -> Dataset:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.data.files import keys_of
+from drafttrain.data.pictures import IMAGE_KEYS, image_part, located
 
 ASSISTANT = "assistant"
 ROLES = {  # role names of published ShareGPT-style sets
@@ -50,8 +52,12 @@ class Form:
         return " or ".join(" with ".join(f"`{name}`" for name in names) for names in self.fields)
 
 
-def conversation(origin: str, record: dict[str, Any], form: str = "auto", replies: bool = True) -> Conversation:
+def conversation(
+    origin: str, record: dict[str, Any], form: str = "auto", replies: bool = True, folder: Path | None = None
+) -> Conversation:
     """The record as a conversation. replies: refuse records without an assistant turn, which are only usable as prompts.
+
+    folder: that of the record's file, to which the paths of images are relative; None: the working directory.
 
     Null fields count as absent, since tables hold every column in every row. Raises UserError for an unusable record.
     """
@@ -62,6 +68,8 @@ def conversation(origin: str, record: dict[str, Any], form: str = "auto", replie
     parsed = FORMS[name].read(origin, filled)
     if isinstance(parsed, str):
         return Conversation(origin, text=parsed, form=name)
+    for message in parsed:
+        message["content"] = located(origin, message, folder)
     roles = [message["role"] for message in parsed]
     if "system" in filled and "system" not in roles and isinstance(filled["system"], str) and filled["system"]:
         parsed.insert(0, {"role": "system", "content": _string(origin, "system", filled["system"])})
@@ -117,7 +125,7 @@ def _mt_bench(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
     turns = filled["turns"]
     if not isinstance(turns, list):
         raise UserError(f"{origin}: expected a list in `turns`, got {type(turns).__name__}; write one string per turn")
-    return [{"role": "user", "content": _string(origin, f"turns[{i}]", turn)} for i, turn in enumerate(turns)]
+    return [{"role": "user", "content": _content(origin, f"turns[{i}]", turn)} for i, turn in enumerate(turns)]
 
 
 def _question(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
@@ -180,17 +188,22 @@ def _message_content(origin: str, place: str, turn: dict[str, Any], content: str
     return parsed | {key: turn[key] for key in COPIED_FIELDS if turn.get(key) is not None}
 
 
-def _content(origin: str, place: str, value: Any) -> str:
-    """A string, or a list of text parts."""
+def _content(origin: str, place: str, value: Any) -> str | list[dict[str, str]]:
+    """A string, or a list of parts, which is joined where all are text."""
     if not isinstance(value, list):
         return _string(origin, place, value)
-    parts = []
+    parts: list[dict[str, str]] = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind in IMAGE_KEYS:
+            parts.append(image_part(origin, place, part))
+            continue
         if kind != "text":
-            raise UserError(f"{origin}: expected text parts in {place}, got {kind}; write its text, or remove the record")
-        parts.append(_string(origin, f"{place}.text", part.get("text")))
-    return "".join(parts)
+            raise UserError(
+                f"{origin}: expected text and image parts in {place}, got {kind}; write its text, or remove the record"
+            )
+        parts.append({"type": "text", "text": _string(origin, f"{place}.text", part.get("text"))})
+    return parts if any(part["type"] != "text" for part in parts) else "".join(part["text"] for part in parts)
 
 
 def _calls(origin: str, place: str, value: Any) -> list[dict[str, Any]]:

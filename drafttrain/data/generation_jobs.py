@@ -16,12 +16,13 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.data import PrepareOptions
+from drafttrain.data.pictures import Content, text_of
 from drafttrain.data.rules import Reply
 from drafttrain.data.sources import ASSISTANT, Conversation
 
 PROMPT_ROLES = ("system", "developer", "user")
 TOO_LONG = "too_long"  # reason of a failed turn: it leaves no room for a reply
-Message = dict[str, str]
+Message = dict[str, Any]  # role, and the content: text, or parts of text and images
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def read_scripts(conversations: Iterable[Conversation]) -> PromptScripts:
             skipped[reason] += 1
             continue
         script = tuple({"role": m["role"], "content": m["content"]} for m in conversation.messages if m["role"] != ASSISTANT)
-        text = json.dumps([[m["role"], m["content"].strip()] for m in script])
+        text = json.dumps([[m["role"], _stripped(m["content"])] for m in script])
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         skipped["duplicate"] += name in scripts
         scripts.setdefault(name, PromptScript(name, script, conversation.origin))
@@ -83,6 +84,10 @@ def read_scripts(conversations: Iterable[Conversation]) -> PromptScripts:
     return PromptScripts(list(scripts.values()), +skipped)
 
 
+def _stripped(content: Content) -> Content:
+    return content.strip() if isinstance(content, str) else content
+
+
 def _unusable(conversation: Conversation) -> str | None:
     """Why a conversation is skipped; None if it is used."""
     roles = [message["role"] for message in conversation.messages]
@@ -90,7 +95,7 @@ def _unusable(conversation: Conversation) -> str | None:
         return "plain text"
     if any(role not in (*PROMPT_ROLES, ASSISTANT) for role in roles) or any("tool_calls" in m for m in conversation.messages):
         return "with tools"
-    if not any(m["role"] == "user" and m["content"].strip() for m in conversation.messages):
+    if not any(m["role"] == "user" and text_of(m["content"]).strip() for m in conversation.messages):
         return "without a user turn"
     return None
 

@@ -14,6 +14,7 @@ from drafttrain.data.rules import Reply
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.request import Result
 from drafttrain.decoding.scheduler import Session
+from drafttrain.targets.images import TEXT_ONLY, Images
 
 Finished = Callable[[Dialogue], None]  # called for every text that has ended
 Tick = Callable[[int], None]  # called with numbers of new tokens
@@ -27,6 +28,7 @@ class LocalGenerator:
     tokenizer: PreTrainedTokenizerBase
     max_length: int  # tokens of a conversation, including a reply of maximal length
     batch_size: int  # texts decoded together
+    images: Images = TEXT_ONLY  # of the target
 
     def answer(self, jobs: Sequence[GenerationJob], finished: Finished, tick: Tick) -> None:
         """Generate every job's text."""
@@ -36,7 +38,7 @@ class LocalGenerator:
     def _answer(self, temperature: float, jobs: list[GenerationJob], finished: Finished, tick: Tick) -> None:
         decoder, slots = self.decoder_at(temperature), min(self.batch_size, len(jobs))
         session = Session(decoder, slots, self.max_length + decoder.scratch)
-        waiting, under_way = iter(jobs), _ActiveDialogues(self.tokenizer, self.max_length, session)
+        waiting, under_way = iter(jobs), _ActiveDialogues(self.tokenizer, self.max_length, session, self.images)
         while under_way.fill(waiting, 2 * slots, finished):
             for chunk in session.step():
                 tick(len(chunk.tokens))
@@ -47,8 +49,10 @@ class LocalGenerator:
 class _ActiveDialogues:
     """The dialogues that a session works on, by their pending results."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, session: Session) -> None:
-        self.tokenizer, self.max_length, self.session = tokenizer, max_length, session
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_length: int, session: Session, images: Images = TEXT_ONLY
+    ) -> None:
+        self.tokenizer, self.max_length, self.session, self.images = tokenizer, max_length, session, images
         self.open: dict[int, tuple[Dialogue, Result]] = {}
 
     def fill(self, jobs: Iterator[GenerationJob], most: int, finished: Finished) -> bool:
@@ -62,7 +66,7 @@ class _ActiveDialogues:
         messages = dialogue.next_prompt()
         if messages is not None:
             try:
-                tokens = encode_messages(self.tokenizer, messages)
+                tokens = encode_messages(self.tokenizer, messages, self.images)
             except UserError as error:  # some templates refuse system turns; other prompts may pass
                 dialogue.fail(str(error))
             else:

@@ -133,6 +133,7 @@ class Conversations:
         self.documents_C[numbers] = done.block.documents_N[places]
         self._block_C[numbers], self._place_C[numbers] = len(self.blocks), places
         self.blocks.append(done)
+        self.encoder.images.add(done.block.images())
         for place in places[fresh & ~done.block.sound_N[places]].tolist():
             self._refuse(str(done.block.batch["fault"][place]))
 

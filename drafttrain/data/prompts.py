@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -11,10 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.core.errors import UserError, printable
 from drafttrain.data import DataOptions
 from drafttrain.data.files import ASSETS, keys_of, path_of
+from drafttrain.data.forms import conversation
+from drafttrain.data.pictures import Content, sources_of, text_of
 from drafttrain.data.records import read_records
 from drafttrain.data.sets import SETS, field_of, hub_records
 from drafttrain.data.sources import cache_folder
 from drafttrain.data.templates import template_errors, template_origin
+from drafttrain.targets.images import TEXT_ONLY, Images
 
 SINGLE = ("prompt", "question")  # HumanEval, GSM8K
 
@@ -25,7 +29,7 @@ class Prompt:
 
     question_id: str | int
     category: str
-    turns: list[str]  # the user's turns; the target's replies are inserted between them
+    turns: list[Content]  # the user's turns; the target's replies are inserted between them
     format: str | None = None  # json if the reply must be JSON
     required: tuple[str, ...] = ()  # keys that the JSON reply must have
     reference: Any = None  # the record's own answer
@@ -61,18 +65,23 @@ def _load(name: str, limit: int | None) -> list[Prompt]:
     file = ASSETS / "prompts.jsonl" if path == "embedded" else path_of(path, "prompts")
     records = read_records(file, limit, cache_folder(DataOptions()) / "spool")
     category = chosen or file.name.split(".")[0]
-    return [_prompt(origin, record, i, category, chosen) for i, (origin, record) in enumerate(records, start=1)]
+    read = enumerate(records, start=1)
+    return [_prompt(origin, record, i, category, chosen, file.parent) for i, (origin, record) in read]
 
 
-def _prompt(origin: str, record: dict[str, Any], number: int, category: str, chosen: str) -> Prompt:
-    """category: used if the record has none. chosen: the record's public set; empty: recognised by its fields."""
+def _prompt(origin: str, record: dict[str, Any], number: int, category: str, chosen: str, folder: Path | None = None) -> Prompt:
+    """category: used if the record has none. chosen: the record's public set; empty: recognised by its fields.
+
+    folder: that of the file, to which the paths of images are relative.
+    """
     of = SETS.get(chosen)
     turns = of.turns(record) if of else _turns_by_field(record)
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+    turns = turns if of else _with_images(origin, record, turns, folder)
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) or of is None for turn in turns):
         got = keys_of(record)
         form = f"the fields of {chosen}" if of else "`turns`, a list of strings (or `prompt`, or `question`)"
         raise UserError(f"{origin}: expected {form}, got {got}; write the prompt so")
-    if not turns[0].strip():
+    if not text_of(turns[0]).strip():
         raise UserError(f"{origin}: expected text in the first turn, got a blank string; fill it, or remove the record")
     question_id = record.get(of.name) if of and of.name else record.get("question_id", record.get("task_id"))
     question_id = number if question_id is None else question_id
@@ -80,6 +89,17 @@ def _prompt(origin: str, record: dict[str, Any], number: int, category: str, cho
     reference = record.get(of.reference) if of and of.reference else record.get("reference")
     name = question_id if isinstance(question_id, int) else printable(str(question_id))
     return Prompt(name, printable(str(category)), turns, *_format(origin, record), reference, chosen or None)
+
+
+def _with_images(origin: str, record: dict[str, Any], turns: Any, folder: Path | None) -> Any:
+    """The turns with the files of their images: lists of parts in `turns`, or the user's turns of `messages`."""
+    if turns is None and isinstance(record.get("messages"), list):
+        read = conversation(origin, {"messages": record["messages"]}, "messages", False, folder)
+    elif isinstance(turns, list) and any(isinstance(turn, list) for turn in turns):
+        read = conversation(origin, {"turns": turns}, "turns", False, folder)
+    else:
+        return turns if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns) else None
+    return [message["content"] for message in read.messages if message["role"] == "user"]
 
 
 def _turns_by_field(record: dict[str, Any]) -> Any:
@@ -103,22 +123,38 @@ def _format(origin: str, record: dict[str, Any]) -> tuple[str | None, tuple[str,
     return form, tuple(required)
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], replies: Sequence[str] = ()) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Content], replies: Sequence[str] = (), images: Images = TEXT_ONLY
+) -> list[int]:
     """Token ids that the target continues: the first turn, or with r replies the first r + 1 turns and the replies between.
 
     A chat template is applied with its generation prompt. Without one, turns are plain text with blank lines between them.
     """
     contents = [part for pair in zip(turns, replies, strict=False) for part in pair] + [turns[len(replies)]]
-    return encode_messages(
-        tokenizer, [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
-    )
+    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return encode_messages(tokenizer, messages, images)
 
 
-def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation that ends in a user turn. Templates are applied as in `encode_prompt`."""
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], images: Images = TEXT_ONLY
+) -> list[int]:
+    """Token ids of a conversation that ends in a user turn. Templates are applied as in `encode_prompt`.
+
+    images: of the target, for contents with images.
+    """
+    sources = sources_of(messages)
     if not tokenizer.chat_template:
+        if sources:
+            raise UserError(
+                f"{sources[0][:80]}: images need a chat template, and the tokenizer has none; choose another target"
+            )
         return list(tokenizer("\n\n".join(m["content"] for m in messages), verbose=False)["input_ids"])
-    refused = f"the chat template refuses the prompt {messages[0]['content'][:40]!r}"
+    refused = f"the chat template refuses the prompt {text_of(messages[0]['content'])[:40]!r}"
     with template_errors(refused, template_origin(tokenizer), "use a template that takes user turns"):
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        text = str(tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, tokenize=False))
+    if not sources:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    origin = f"the prompt {text_of(messages[0]['content'])[:40]!r}"
+    full = images.expand(text, sources, origin)
+    ids = tokenizer(full.text, add_special_tokens=False, verbose=False)["input_ids"]
+    return [int(i) for i in images.ids(ids, full.images, origin)]

@@ -51,6 +51,10 @@ class Records(Protocol):
     @property
     def digest(self) -> str: ...
 
+    def folder(self, number: int) -> Path | None:
+        """The folder of the record's file; None: it is in no file."""
+        ...
+
 
 class Lines:
     """Lines of JSON in a file or in memory.
@@ -73,6 +77,9 @@ class Lines:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_mapped": None}
+
+    def folder(self, number: int) -> Path | None:
+        return self.name.parent
 
     @property
     def digest(self) -> str:
@@ -113,6 +120,9 @@ class Rows:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_batches": []}
 
+    def folder(self, number: int) -> Path | None:
+        return self.name.parent
+
     @property
     def digest(self) -> str:
         if self._digest is None:
@@ -141,6 +151,9 @@ class Loaded:
     def digest(self) -> str:
         return str(self.rows._fingerprint)
 
+    def folder(self, number: int) -> Path | None:
+        return None
+
 
 class Listed:
     """A few records in memory."""
@@ -158,6 +171,9 @@ class Listed:
     def digest(self) -> str:
         return digest_of(json.dumps(self.rows, default=str).encode())
 
+    def folder(self, number: int) -> Path | None:
+        return None
+
 
 class Joined:
     """Several `Records`, one after another."""
@@ -169,12 +185,21 @@ class Joined:
         return self.ends[-1]
 
     def __getitem__(self, number: int) -> tuple[str, dict[str, Any]]:
+        at, inside = self._place(number)
+        return self.parts[at][inside]
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """(part, number in it)."""
         at = bisect_right(self.ends, number)
-        return self.parts[at][number - (self.ends[at - 1] if at else 0)]
+        return at, number - (self.ends[at - 1] if at else 0)
 
     @property
     def digest(self) -> str:
         return digest_of("\n".join(part.digest for part in self.parts).encode())
+
+    def folder(self, number: int) -> Path | None:
+        at, inside = self._place(number)
+        return self.parts[at].folder(inside)
 
 
 def filled(value: Any) -> Any:

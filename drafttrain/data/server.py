@@ -11,6 +11,8 @@ The response decides how a request continues:
 from __future__ import annotations
 
 import asyncio
+import base64
+import mimetypes
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 from drafttrain.core.errors import UserError
 from drafttrain.data.generation_jobs import Dialogue, GenerationJob, Message
 from drafttrain.data.local_generator import Finished, Tick
+from drafttrain.data.pictures import INLINE
 from drafttrain.data.rules import Reply
+from drafttrain.targets.images import content_of
 
 if TYPE_CHECKING:
     import httpx
@@ -142,9 +146,27 @@ class Server:
 
     def _body(self, job: GenerationJob, messages: list[Message]) -> dict[str, Any]:
         options = self.options
-        body: dict[str, Any] = {"model": options.model, "messages": messages, "max_tokens": options.max_new_tokens}
+        body: dict[str, Any] = {"model": options.model, "messages": [_served(m) for m in messages]}
+        body["max_tokens"] = options.max_new_tokens
         body |= {"temperature": job.temperature, "top_p": options.top_p, "seed": job.seed}
         return body | ({"top_k": options.top_k} if options.top_k else {})  # vLLM and SGLang support it, OpenAI does not
+
+
+def _served(message: Message) -> Message:
+    """The message as servers take it: images as base64."""
+    if isinstance(message["content"], str):
+        return message
+    parts = []
+    for part in message["content"]:
+        if part["type"] != "image":
+            parts.append(part)
+            continue
+        url = part["image"]
+        if not url.startswith(INLINE):
+            kind = mimetypes.guess_type(url)[0] or "image/png"
+            url = f"data:{kind};base64,{base64.b64encode(content_of(url, 'image')).decode()}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    return message | {"content": parts}
 
 
 def _read_reply(body: Any) -> tuple[Reply, int]:

@@ -35,7 +35,7 @@ class Source:
     def conversation(self, number: int, replies: bool = True) -> Conversation:
         """The record with this number, from 0. Raises UserError that names the record's place."""
         origin, record = self.records[number]
-        return conversation(origin, record, self.form, replies)
+        return conversation(origin, record, self.form, replies, self.records.folder(number))
 
 
 def open_sources(options: DataOptions) -> list[Source]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,9 +29,12 @@ from drafttrain.data.chat import Encoded, Encoder
 from drafttrain.data.forms import Conversation
 from drafttrain.data.records import NO_ROOM
 from drafttrain.data.sources import Source
+from drafttrain.model.images import FIRST, bases, rows, spans
+from drafttrain.targets.images import ImageRef
 
 MAGIC, OLD_MAGIC = b"drafttrain block", b"ARROW1"  # first bytes of a file; of a file of earlier versions
 HEADER = 64  # bytes before the Arrow file, a multiple of its alignment
+IMAGES = "images"  # a column that only blocks with images have
 VERSION = 1  # version of a block's content; every version has its own folder
 SCHEMA = pa.schema(
     {
@@ -47,6 +50,9 @@ SCHEMA = pa.schema(
 )
 
 
+SPANS = pa.list_(pa.struct({"at": pa.int32(), "row": pa.int32(), "count": pa.int32(), "image": pa.string()}))  # of `ImageRef`
+
+
 class Block:
     """Some prepared records of one source. record_N: their numbers."""
 
@@ -55,6 +61,7 @@ class Block:
         self.record_N = batch["record"].to_numpy()
         self._ids, self._mask = (batch[name].flatten().to_numpy() for name in ("token_ids", "mask"))
         self._edges = batch["token_ids"].offsets.to_numpy()
+        self._spans = batch[IMAGES] if IMAGES in batch.schema.names else None
         self.truncated_N = batch["truncated"].to_numpy(zero_copy_only=False)
 
     def __len__(self) -> int:
@@ -64,7 +71,23 @@ class Block:
         """The documents of the n-th record. The arrays are read-only views."""
         part = slice(self._edges[n], self._edges[n + 1])
         starts = tuple(self.batch["starts"][n].as_py())
-        return Encoded(self._ids[part], self._mask[part].view(np.bool_), bool(self.truncated_N[n]), starts)
+        ids = self._ids[part]
+        if self._spans is not None and (spans := self._spans[n].as_py()):
+            ids = ids.astype(np.int64)
+            for span in spans:
+                image = ImageRef(**json.loads(span["image"]))
+                ids[span["at"] : span["at"] + span["count"]] = image.base + span["row"] + np.arange(span["count"])
+        return Encoded(ids, self._mask[part].view(np.bool_), bool(self.truncated_N[n]), starts)
+
+    @property
+    def has_images(self) -> bool:
+        return self._spans is not None
+
+    def images(self) -> Iterator[ImageRef]:
+        """All images of the records."""
+        for inside in () if self._spans is None else self._spans:
+            for span in inside.as_py() or ():
+                yield ImageRef(**json.loads(span["image"]))
 
     @property
     def tokens_N(self) -> NDArray[np.int32]:
@@ -104,13 +127,19 @@ class Block:
 
 def encode_block(source: Source, encoder: Encoder, numbers: Sequence[int]) -> Block:
     """Prepare these records of a source. A faulty record has its error message in the column `fault`."""
-    rows = [{"record": number, **_encoded(source, encoder, number)} for number in numbers]
-    columns = [pa.array([row[name] for row in rows], type=SCHEMA.field(name).type) for name in SCHEMA.names]
-    return Block(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+    found = [{"record": number, **_encoded(source, encoder, number)} for number in numbers]
+    schema = SCHEMA if not any(row[IMAGES] for row in found) else SCHEMA.append(pa.field(IMAGES, SPANS))
+    columns = [pa.array([row[name] for row in found], type=schema.field(name).type) for name in schema.names]
+    return Block(pa.RecordBatch.from_arrays(columns, schema=schema))
 
 
 def _encoded(source: Source, encoder: Encoder, number: int) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys(SCHEMA.names[1:]) | {"token_ids": [], "mask": [], "starts": [], "truncated": False}
+    row: dict[str, Any] = dict.fromkeys([*SCHEMA.names[1:], IMAGES]) | {
+        "token_ids": [],
+        "mask": [],
+        "starts": [],
+        "truncated": False,
+    }
     try:
         conversation = source.conversation(number)
         encoded = encoder(conversation)
@@ -119,7 +148,15 @@ def _encoded(source: Source, encoder: Encoder, number: int) -> dict[str, Any]:
     row |= {"form": conversation.form, "digest": _digest(conversation), "truncated": encoded.truncated}
     if not encoded.supervised and not encoded.truncated:
         return row | {"fault": f"{conversation.origin}: expected supervised tokens, got a reply of none; fill it, or remove it"}
-    return row | {"token_ids": encoded.token_ids, "mask": encoded.mask.view(np.uint8), "starts": list(encoded.starts)}
+    row |= {"mask": encoded.mask.view(np.uint8), "starts": list(encoded.starts)}
+    if not encoded.images:
+        return row | {"token_ids": encoded.token_ids}
+    ids, by_base, found = encoded.token_ids, {image.base: image for image in encoded.images}, []
+    for start, stop in spans(ids.tolist()):
+        first = int(ids[start])
+        image = json.dumps(asdict(by_base[bases(first)]))
+        found.append({"at": start, "row": rows(first), "count": stop - start, "image": image})
+    return row | {"token_ids": np.where(ids < FIRST, ids, 0).astype(np.int32), IMAGES: found}
 
 
 def _digest(conversation: Conversation) -> bytes:
@@ -147,7 +184,7 @@ class Store:
         """Write a block atomically. Returns its name."""
         name = self.name(block.record_N)
         sink = pa.BufferOutputStream()
-        with ipc.new_file(sink, SCHEMA) as writer:
+        with ipc.new_file(sink, block.batch.schema) as writer:
             writer.write_batch(block.batch)
         content = sink.getvalue()
         with atomic_file(self.folder / name, NO_ROOM) as file:
@@ -183,6 +220,7 @@ def key_of(source: Source, encoder: Encoder) -> str:
     """A hash of everything that decides the result of preparing a source."""
     parts = [VERSION, source.records.digest, source.form, encoder.max_length, asdict(encoder.template.options)]
     parts += [tokenizer_digest(encoder.tokenizer)]
+    parts += [encoder.images.digest] if encoder.images.digest else []
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

@@ -29,6 +29,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from drafttrain.core.errors import UserError
 from drafttrain.data.bounds import TooLongError, bounded
 from drafttrain.data.forms import ASSISTANT, Conversation
+from drafttrain.data.pictures import sources_of
+from drafttrain.targets.images import TEXT_ONLY, ImageRef, Images
 
 Messages = Sequence[dict[str, Any]]
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -44,6 +46,7 @@ class Rendered:
 
     text: str
     replies: list[tuple[int, int]]  # [start, end) characters of each reply
+    images: tuple[ImageRef, ...] = ()  # of the conversation, in order; the text may hold only the first of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +69,10 @@ class _Reply:
 class Template:
     """The chat template that renders conversations."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions, images: Images = TEXT_ONLY) -> None:
         if options.thinking not in ("keep", "drop"):
             raise UserError(f"data.thinking is {options.thinking!r}; set it to keep or drop")
-        self.tokenizer, self.options = tokenizer, options
+        self.tokenizer, self.options, self.images = tokenizer, options, images
         self.arguments: dict[str, Any] = (
             dict.fromkeys(("enable_thinking", "thinking"), False) if options.thinking == "drop" else {}
         )
@@ -86,9 +89,10 @@ class Template:
         messages = self._messages(conversation, template)
         if MARKED.search(template):
             # transformers' own token mask is wrong at trimmed spaces, so this uses the marked characters instead
-            return [Rendered(*self._run(conversation, messages, marks=True))]
-        whole, _ = self._run(conversation, messages)
-        return _rendered_texts(whole, self._replies(conversation, messages, whole))
+            text, marked, pictures = self._run(conversation, messages, marks=True)
+            return [Rendered(text, marked, pictures)]
+        whole, _, pictures = self._run(conversation, messages)
+        return _rendered_texts(whole, self._replies(conversation, messages, whole), pictures)
 
     def _text(self, conversation: Conversation) -> str:
         """The template's text. The tokenizer may have another one for conversations with tools."""
@@ -119,7 +123,7 @@ class Template:
         for turn, message in enumerate(messages):
             if message["role"] != ASSISTANT or turn == 0:  # a reply to nothing has no prompt to be drafted from
                 continue
-            before, _ = self._run(conversation, messages[:turn], add_generation_prompt=True)
+            before = self._run(conversation, messages[:turn], add_generation_prompt=True)[0]
             after = whole if turn + 1 == len(messages) else self._run(conversation, messages[: turn + 1])[0]
             if not after.startswith(before):
                 raise UserError(
@@ -141,8 +145,8 @@ class Template:
 
     def _run(
         self, conversation: Conversation, messages: Messages, marks: bool = False, **how: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered text and its marked characters."""
+    ) -> tuple[str, list[tuple[int, int]], tuple[ImageRef, ...]]:
+        """The rendered text with the tokens of its images, its marked characters, and the images."""
         text, render = self._text(conversation), cast(Any, render_jinja_template)  # its annotations exclude marks
         with template_errors(f"{conversation.origin}: the chat template refuses this conversation", self._origin, WAY_OUT):
             (rendered,), marked = render(
@@ -154,7 +158,11 @@ class Template:
                 **self.arguments,
                 **how,
             )
-        return rendered, marked[0] if marks else []
+        found: list[tuple[int, int]] = marked[0] if marks else []
+        if not (sources := sources_of(messages)):
+            return rendered, found, ()
+        full = self.images.expand(rendered, sources, conversation.origin, [edge for span in found for edge in span])
+        return full.text, list(zip(full.edges[::2], full.edges[1::2], strict=True)), full.images
 
 
 @contextmanager
@@ -179,15 +187,15 @@ def _short(error: BaseException) -> str:
     return " ".join(str(error).split())[:160]
 
 
-def _rendered_texts(whole: str, replies: Sequence[_Reply]) -> list[Rendered]:
+def _rendered_texts(whole: str, replies: Sequence[_Reply], images: tuple[ImageRef, ...]) -> list[Rendered]:
     """The whole text with the replies that it contains unchanged, and for each other reply a text that ends with it."""
     left, texts = list(replies), []
     for text in (whole, *(reply.after for reply in reversed(replies))):
         here = [reply for reply in left if text.startswith(reply.after)]
         left = [reply for reply in left if reply not in here]
         if here:
-            texts.append(Rendered(text, [(len(reply.before), len(reply.after)) for reply in here]))
-    return texts[::-1] or [Rendered(whole, [])]
+            texts.append(Rendered(text, [(len(reply.before), len(reply.after)) for reply in here], images))
+    return texts[::-1] or [Rendered(whole, [], images)]
 
 
 def template_origin(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.decoding.request import Request
+from drafttrain.model.images import with_placeholders
 
 
 class StopTokens:
@@ -43,7 +44,9 @@ class LogitsProcessors:
     All data is on the device and nothing syncs with the host: a CUDA graph can hold `add` and the call.
     """
 
-    def __init__(self, slots: int, vocab: int, penalty: float, device: torch.device) -> None:
+    def __init__(self, slots: int, vocab: int, penalty: float, device: torch.device, placeholder: int | None = None) -> None:
+        """placeholder: the token that counts as seen where a prompt has an image."""
+        self._placeholder = placeholder
         self.penalty, self._device = penalty, device
         self.seen_SV = torch.zeros(slots, vocab, dtype=torch.bool, device=device) if penalty != 1.0 else None
         self._least_S = torch.zeros(slots, dtype=torch.long, device=device)  # tokens before which stop tokens are barred
@@ -63,6 +66,7 @@ class LogitsProcessors:
         """Set the slot's text, prompt included."""
         if self.seen_SV is not None:
             self.seen_SV[slot] = False
+            text = text if self._placeholder is None else with_placeholders(text, self._placeholder)
             self.seen_SV[slot, torch.tensor(text, device=self._device)] = True
 
     def add(self, slot_B: Tensor, root_B: Tensor, token_BA: Tensor, count_B: Tensor) -> None:

@@ -6,6 +6,7 @@ Shapes: B prompts, S sequences (a prompt may have several), T prompt positions, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from drafttrain.core.sampling import Lane
 from drafttrain.decoding.step import DecodeStep
 from drafttrain.model.drafter import Commit
+from drafttrain.model.images import chunk_ends
 from drafttrain.model.target import Taps
 from drafttrain.ops.sample import sample
 
@@ -43,9 +45,8 @@ class Prefill:
             decode.state.reset(slot_S)
         last_BV: Tensor | None = None
         root_S = torch.zeros_like(slot_S)
-        for start in range(0, token_BT.shape[1], self.chunk):
-            chunk_BT = token_BT[:, start : start + self.chunk]
-            stop = start + chunk_BT.shape[1]
+        for start, stop in pairwise([0, *chunk_ends(prompts, self.chunk, decode.target.whole_images)]):
+            chunk_BT = token_BT[:, start:stop]
             counts = [min(max(length - start, 0), chunk_BT.shape[1]) for length in lengths]
             count_B = (length_B - start).clamp(0, chunk_BT.shape[1])
             chunk_BV, hidden = self._pass(chunk_BT, count_B)

@@ -64,7 +64,9 @@ class Session:
         target, device, every = decoder.target, decoder.target.device, slots + 1  # the last one is the padding slot
         self.kv = target.new_cache(slots, max_len, pages)
         self.state = decoder.drafter.open(every, max_len) if decoder.drafter else None
-        self.logits_processors = LogitsProcessors(every, target.shape.vocab_size, decoder.sampling.repetition_penalty, device)
+        self.logits_processors = LogitsProcessors(
+            every, target.shape.vocab_size, decoder.sampling.repetition_penalty, device, target.placeholder
+        )
         self.slots = SlotState(every, decoder.sampling, device)
         self.decode_step = DecodeStep(
             target, decoder.drafter, decoder.policy, decoder.sampling, decoder.controls.window,

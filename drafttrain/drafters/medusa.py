@@ -76,6 +76,7 @@ class Medusa(Drafter):
 
     proposal: TreeProposal
     revertible = True
+    images = True
 
     def __init__(self, options: MedusaOptions, target: Target) -> None:
         shape = target.shape

@@ -12,6 +12,7 @@ from drafttrain import __version__
 from drafttrain.core.checksums import list_files
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, remove_abandoned
+from drafttrain.export import pictured
 from drafttrain.export.card import card
 from drafttrain.export.files import DTYPES, Source, write
 from drafttrain.export.golden import Golden
@@ -103,7 +104,8 @@ def _refusal(opened: Opened, stack: str, wanted: Wanted) -> str | None:
     to = _to(opened, stack, wanted)
     if to is None:
         return "it takes no adapter as a drafter; leave adapter out to export it merged"
-    return to.refuse(Source(opened, stack, wanted.dtype))
+    source = Source(opened, stack, wanted.dtype)
+    return pictured.refuse(opened.meta.family, stack, source.target_architecture) or to.refuse(source)
 
 
 def export(opened: Opened, golden: Golden, wanted: Wanted) -> Exported:

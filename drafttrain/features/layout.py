@@ -6,19 +6,25 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-Ids = NDArray[np.int32]
+from drafttrain.model.images import FIRST
+
+Ids = NDArray[Any]  # int32; int64 with ids of images
 MAX_SHARD_BYTES = 2**28
 MIN_SHARDS = 64  # so that processes get similar shares and a damaged shard costs little
 MIN_SHARD_TOKENS = 2**13  # enough for one forward of the target
 
 
 def key_of(ids: Ids) -> str:
-    """A conversation's key: a hash of its token ids, on which alone a frozen target's states depend."""
-    return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=16).hexdigest()
+    """A conversation's key: a hash of its token ids, on which alone a frozen target's states depend.
+
+    Ids of images name their content, and need eight bytes.
+    """
+    wide = len(ids) > 0 and int(ids.max()) >= FIRST
+    return hashlib.blake2b(ids.astype("<i8" if wide else "<i4").tobytes(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,8 @@ class Bench:
     def _generate(self, cases: list[Case]) -> Decoded:
         target, guard = self.loaded.target, guard_of(self.loaded, self.decode).without("plain")
         stop_text, guards = stop_text_of(self.loaded, self.decode), [guard.of(case.as_json) for case in cases]
-        return generate(target.model, [c.tokens for c in cases], target.stop_ids, self.decode, stop_text, guards)
+        prompts = [c.tokens for c in cases]
+        return generate(target.model, prompts, target.stop_ids, self.decode, stop_text, guards, target.generation_inputs)
 
 
 def _run(decoder: Decoder, cases: Sequence[Case], first: int) -> Decoded:

@@ -10,7 +10,9 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError
+from drafttrain.data.pictures import Content
 from drafttrain.data.prompts import Prompt, encode_prompt
+from drafttrain.targets.images import TEXT_ONLY, Images
 
 Item = TypeVar("Item")
 
@@ -22,7 +24,7 @@ class Case:
     question_id: str
     category: str
     tokens: list[int]  # the dialogue up to and including this turn
-    turns: tuple[str, ...] = ()  # all messages of the user
+    turns: tuple[Content, ...] = ()  # all messages of the user
     replies: tuple[str, ...] = ()  # the target's replies to the turns before this one
     as_json: bool = False  # the prompt asks for JSON
     required: tuple[str, ...] = ()  # keys that the JSON must have
@@ -34,9 +36,11 @@ class Case:
         return len(self.replies) + 1
 
 
-def encode_cases(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, room: int) -> tuple[list[Case], int]:
+def encode_cases(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, room: int, images: Images = TEXT_ONLY
+) -> tuple[list[Case], int]:
     """(cases of at most `room` tokens, number of longer prompts, which are left out). Raises UserError when none is left."""
-    every = [_case(p, tokenizer) for p in prompts]
+    every = [_case(p, tokenizer, images) for p in prompts]
     kept = [c for c in every if 0 < len(c.tokens) <= room]
     if not kept:
         shortest = min((len(c.tokens) for c in every), default=0)
@@ -47,11 +51,11 @@ def encode_cases(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, 
     return alternate_categories(kept), len(every) - len(kept)
 
 
-def _case(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Case:
+def _case(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, images: Images) -> Case:
     return Case(
         str(prompt.question_id),
         str(prompt.category),
-        encode_prompt(tokenizer, prompt.turns),
+        encode_prompt(tokenizer, prompt.turns, images=images),
         tuple(prompt.turns),
         as_json=prompt.format == "json",
         required=prompt.required,
@@ -60,7 +64,12 @@ def _case(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Case:
 
 
 def follow_ups(
-    cases: Sequence[Case], outputs: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, room: int, most: int | None
+    cases: Sequence[Case],
+    outputs: Sequence[list[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    room: int,
+    most: int | None,
+    images: Images = TEXT_ONLY,
 ) -> tuple[list[Case], int]:
     """(the next turns of these cases, number of next turns left out as longer than `room` tokens).
 
@@ -70,7 +79,7 @@ def follow_ups(
     for case, output in zip(cases, outputs, strict=True):
         if case.turn < len(case.turns) and (most is None or case.turn < most):
             replies = (*case.replies, str(tokenizer.decode(output, skip_special_tokens=True)).strip())
-            found.append(replace(case, tokens=encode_prompt(tokenizer, case.turns, replies), replies=replies))
+            found.append(replace(case, tokens=encode_prompt(tokenizer, case.turns, replies, images), replies=replies))
     fitting = [case for case in found if len(case.tokens) <= room]
     return fitting, len(found) - len(fitting)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from drafttrain.core.tree import Path
+from drafttrain.data.pictures import text_of
 from drafttrain.decoding.request import Result
 from drafttrain.measure.acceptance import Acceptance, pooled
 from drafttrain.measure.bench import BASELINE, REFERENCE
@@ -156,7 +157,9 @@ def _of_cases(evidence: Evidence, chosen: Sequence[int]) -> Keys:
     expected = everywhere = None
     if evidence.hits is not None:
         hits, ours = [evidence.hits[i] for i in chosen], [evidence.speculative[i] for i in chosen]
-        dialogues = [(case.origin, case.question_id, case.turns) for case in (evidence.cases[i] for i in chosen)]
+        dialogues = [
+            (case.origin, case.question_id, tuple(map(text_of, case.turns))) for case in (evidence.cases[i] for i in chosen)
+        ]
         counts_C2 = torch.tensor([[r.emitted - r.verifications, r.verifications] for r in ours])
         expected = predicted(hits, evidence.paths, evidence.sampled, dialogues, counts_C2)
         everywhere = expected_tau(hits, evidence.paths, evidence.sampled, visited=False)

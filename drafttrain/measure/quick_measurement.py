@@ -25,7 +25,7 @@ def quick_measurement(
     It uses the first batch size and `every_prompts` of the prompts. Raises UserError if all prompts are too long.
     """
     room = loaded.target.shape.max_positions - decode.max_new_tokens
-    cases, _ = encode_cases(prompts, loaded.tokenizer, room)
+    cases, _ = encode_cases(prompts, loaded.tokenizer, room, loaded.images)
     cases, size = cases[: options.every_prompts], options.batch_sizes[0]
     once = replace(options, repeats=1, transformers=False)
 

@@ -31,7 +31,8 @@ from drafttrain.measure.sheet import outputs as sheet_outputs
 from drafttrain.measure.slices import at_temperature, conditions, other_slices
 from drafttrain.measure.speed import Race
 from drafttrain.measure.target_change import Original
-from drafttrain.model.drafter import Drafter, trainable
+from drafttrain.model.drafter import Drafter, check_images, trainable
+from drafttrain.model.images import has_images
 from drafttrain.objective.losses import Hits
 from drafttrain.targets.adapt import check_whole
 from drafttrain.targets.load import LoadedTarget
@@ -68,7 +69,8 @@ def measure_checkpoints(
     for checkpoint in checkpoints:
         check_target(checkpoint.path, read_meta(checkpoint.path).target, loaded.target)
     check_measurement(loaded, None, decode, options)
-    cases, left_out = encode_cases(prompts, loaded.tokenizer, loaded.target.shape.max_positions - decode.max_new_tokens)
+    room = loaded.target.shape.max_positions - decode.max_new_tokens
+    cases, left_out = encode_cases(prompts, loaded.tokenizer, room, loaded.images)
     notes = [f"{left_out} of {len(prompts)} prompts are too long for the target and were left out"] if left_out else []
     if reason := loaded.description.get("attention_reason"):
         notes.append(f"target.attention is eager: {reason}")
@@ -104,7 +106,9 @@ def _group(
     original: the unchanged target, where the checkpoints have an adapted one; the report compares the two.
     """
     restored = {c.name: load_checkpoint(c.path, bench.loaded) for c in checkpoints}
-    first = checkpoints[0].name
+    first, pictured = checkpoints[0].name, any(has_images(case.tokens) for case in cases)
+    for one in restored.values():
+        check_images(one.drafter, pictured)
     if original is not None:
         watch, label = bench.watch, f"{first}: "
         bench = replace(
@@ -197,7 +201,8 @@ def _baseline(bench: Bench, cases: Sequence[Case], passes: int) -> tuple[list[Ca
     replies, room = plain, bench.loaded.target.shape.max_positions - bench.decode.max_new_tokens
     while True:
         outputs = [r.tokens for r in replies]
-        turn, left_out = follow_ups(turn, outputs, bench.loaded.tokenizer, room, bench.options.turns)
+        loaded = bench.loaded
+        turn, left_out = follow_ups(turn, outputs, loaded.tokenizer, room, bench.options.turns, loaded.images)
         if left_out:
             bench.budget.notes.append(f"{left_out} further turns are too long for the target and were left out")
         if not turn:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.decoding.request import Result
 from drafttrain.measure.entry import Evidence
 from drafttrain.measure.exactness import Match
+from drafttrain.model.images import without_images
 
 OUTPUTS = 8  # outputs per checkpoint: the first ones, because the prompts alternate between categories
 PROMPT = 400  # characters of a prompt's end that are shown
@@ -30,7 +31,7 @@ def _sample(evidence: Evidence, i: int, tokenizer: PreTrainedTokenizerBase) -> d
         "category": case.category,
         "tau": result.tau if result.verifications else None,
         "exact": None if exact is None else exact.value,
-        "prompt": str(tokenizer.decode(case.tokens, skip_special_tokens=True))[-PROMPT:],
+        "prompt": str(tokenizer.decode(without_images(case.tokens), skip_special_tokens=True))[-PROMPT:],
         "first": first,
         "runs": [[drafts, *rest[2 * n : 2 * n + 2]] for n, drafts in enumerate(result.runs)],
     }

@@ -15,6 +15,7 @@ from drafttrain.core.files import atomic_write_text
 from drafttrain.measure import cells
 from drafttrain.measure.flags import best_entry
 from drafttrain.measure.html import render
+from drafttrain.model.images import without_images
 
 if TYPE_CHECKING:  # `compare` and `simulate` read reports without loading a model
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ def outputs(evidence: Evidence, tokenizer: PreTrainedTokenizerBase) -> list[dict
     """Both outputs of the first prompts whose outputs differ. The prompts are spread over the categories."""
 
     def text(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(tokenizer.decode(without_images(tokens), skip_special_tokens=True))
 
     found = []
     for case, plain, ours in zip(evidence.cases, evidence.plain, evidence.speculative, strict=True):

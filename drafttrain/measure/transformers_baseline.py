@@ -5,7 +5,7 @@ Shapes: B prompts, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -39,11 +39,12 @@ def generate(
     decode: DecodeOptions,
     stop_text: StopText | None = None,
     guards: Sequence[Guard | None] | None = None,
+    inputs: Callable[[Tensor], dict[str, Tensor]] | None = None,
 ) -> Decoded:
     """Greedy `generate`, with its cache, on all prompts as one left-padded batch. Each output is cut where it ends.
 
     guards: one per prompt; only guards that stop an output. Times are those of the whole batch, so timings are meaningful for a
-    batch of one only. Costs stay empty.
+    batch of one only. Costs stay empty. inputs: the model's inputs for the prompts; None: their tokens.
     """
     longest = max(len(p) for p in prompts)
     pad = min(stop_ids, default=0)
@@ -52,7 +53,7 @@ def generate(
     stopwatch, started = _Stopwatch(), perf_counter()
     with torch.inference_mode():
         text_BT = model.generate(
-            token_BT,
+            **({"input_ids": token_BT} if inputs is None else inputs(token_BT)),
             attention_mask=seen_BT,
             generation_config=_greedy(stop_ids, pad, decode),
             stopping_criteria=StoppingCriteriaList([stopwatch]),

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Lane, Sampling, distribution
 from drafttrain.core.tree import DraftTree
 from drafttrain.model.batch import Prediction, TrainBatch
@@ -135,6 +136,7 @@ class Drafter(nn.Module, ABC):
     recomputes: bool = False  # in training, layers keep only their inputs and compute the rest again for the gradient
     layer_shape: TargetShape | None = None  # the shape of the drafter's own decoder layers
     trained: bool = True  # False: nothing is trained, and `fit` only measures
+    images: bool = False  # it reads images, by the target's embeddings or states alone
 
     def __init__(self, proposal: Proposal) -> None:
         super().__init__()
@@ -210,6 +212,16 @@ class Drafter(nn.Module, ABC):
         self.proposal.use(settings)
         if self.calibration is not None:
             self.calibration.use(settings)
+
+
+def check_images(drafter: Drafter, images: bool) -> None:
+    """Raise UserError for a drafter that cannot read conversations with images. images: whether there are any."""
+    if images and (not drafter.images or drafter.adapts is not None):
+        reason = "adapts its target" if drafter.images else "reads text alone"
+        raise UserError(
+            f"there are images in the data or the prompts, and this drafter {reason}; choose a family that docs/images.md "
+            "lists, or leave the images out"
+        )
 
 
 def trainable(drafter: nn.Module) -> int:

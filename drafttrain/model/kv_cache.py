@@ -58,6 +58,8 @@ class KVCache:
         self.padding_slot = slots
         self.storage = STORAGE(layers, slots, max_len, torch.device(device), pages)  # for this file and its tests alone
         self._length_S = torch.zeros(slots + 1, dtype=torch.long, device=device)
+        # rotary position of a slot's next position, less its index: not 0 after images that take fewer positions than tokens
+        self.shift_S = torch.zeros(slots + 1, dtype=torch.long, device=device)
         self._host_lengths = [0] * (slots + 1)  # the same lengths on the host; out of date while shapes are static
         self._host_slots: list[int] = []  # of the rows in use, likewise
         self._static_length: int | None = None
@@ -114,6 +116,15 @@ class KVCache:
     def equal_lengths(self) -> bool:
         """Whether every row is known to have `longest` positions."""
         return self._rows.equal_lengths
+
+    @property
+    def shift_B(self) -> Tensor:
+        """Each row's shift of rotary positions."""
+        return self.shift_S[self.slot_B]
+
+    def add_shift(self, shift_B: Tensor) -> None:
+        """Shift the rotary positions of all later positions of the rows."""
+        self.shift_S[self.slot_B] += shift_B
 
     def lengths(self, slot_R: Tensor) -> Tensor:
         """Committed positions of any slots, [R]."""
@@ -255,7 +266,7 @@ class KVCache:
 
     def reset(self, slot_R: Tensor) -> None:
         """Empty these slots for new requests; they keep the memory that they have reserved."""
-        self._length_S[slot_R] = 0
+        self._length_S[slot_R] = self.shift_S[slot_R] = 0
         if self.states is not None:
             self.states.clear(slot_R)
         if not self.static:
@@ -303,6 +314,7 @@ class KVCache:
         if self.states is not None:
             self.states.copy(source, slot)
         self._length_S[slot] = self._host_lengths[slot] = prefix
+        self.shift_S[slot] = self.shift_S[source]
         self.rows(self.slot_B)
 
     def release(self, slot: int) -> None:
@@ -311,6 +323,6 @@ class KVCache:
         self._empty(slot)
 
     def _empty(self, slot: int) -> None:
-        self._length_S[slot] = self._host_lengths[slot] = 0
+        self._length_S[slot] = self.shift_S[slot] = self._host_lengths[slot] = 0
         if self.states is not None:
             self.states.clear(torch.tensor([slot], device=self.device))

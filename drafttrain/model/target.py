@@ -58,6 +58,8 @@ class Target(Protocol):
     generations: bool  # a tree may come in several passes, each with the nodes that follow those before
     captured: bool  # with a cache of static length a call does not sync with the host: a CUDA graph can hold it
     tokenizer: Any  # transformers', where it was loaded with one; else None
+    whole_images: bool  # the tokens of an image see each other: a pass holds all of them
+    placeholder: int | None  # token that stands for an image's rows in the target's own vocabulary; None: it sees no images
 
     @property
     def device(self) -> torch.device: ...
@@ -84,7 +86,7 @@ class Target(Protocol):
         ...
 
     def embed(self, token: Tensor) -> Tensor:
-        """[..., H] embeddings of tokens [...]."""
+        """[..., H] embeddings of tokens [...], ids of images (`model.images`) among them where the target sees images."""
         ...
 
     def head(self, hidden_H: Tensor) -> Tensor:

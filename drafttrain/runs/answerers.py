@@ -45,7 +45,9 @@ def decoder_answerer(options: RunOptions, part: Part | None) -> tuple[Answerer, 
             f"prepare.max_new_tokens is {prepare.max_new_tokens}, but a conversation has room for {longest} tokens "
             "(prepare.max_length, and the target's context); set it lower"
         )
-    engine = LocalGenerator(lambda t: _decoder(loaded, prepare, t), loaded.tokenizer, longest, prepare.batch_size)
+    engine = LocalGenerator(
+        lambda t: _decoder(loaded, prepare, t), loaded.tokenizer, longest, prepare.batch_size, loaded.images
+    )
     names = ("name", "path", "revision", "dtype", "weights", "architecture", "fingerprint")
     target = {name: loaded.description[name] for name in names}
     return engine, _record(target, None, template, prepare, longest)

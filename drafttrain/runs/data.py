@@ -30,7 +30,12 @@ def training_data(
     """
     limited = replace(options, max_length=min(options.max_length, loaded.target.shape.max_positions))
     data = load_dataset(
-        limited, loaded.tokenizer, progress=world.first, leads=world.first or first_of_machine(), records=records
+        limited,
+        loaded.tokenizer,
+        progress=world.first,
+        leads=world.first or first_of_machine(),
+        records=records,
+        images=loaded.images,
     )
     print_counts(data.summary, options, say)
     if packing := data.summary.get("packing"):

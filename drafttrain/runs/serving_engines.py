@@ -16,6 +16,7 @@ from rich.console import Console
 
 from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
+from drafttrain.data.pictures import sources_of
 from drafttrain.data.prompts import Prompt, encode_prompt
 from drafttrain.data.server import base_of
 from drafttrain.engines.answers import TimedEngine
@@ -66,6 +67,8 @@ class EngineChoice:
         choice = EngineChoice(every=options.engine == ALL)
         if names:
             _check(options, names)
+            if any(sources_of([{"content": turn} for turn in p.turns]) for p in measurement_prompts(options)):
+                raise UserError("engines are measured with prompts of text alone, and there are images; leave one of both out")
         for name in names:
             if name in ENDPOINTS:
                 choice.endpoints[name] = _places(options, name)

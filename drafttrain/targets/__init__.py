@@ -20,6 +20,10 @@ class TargetOptions:
     trust_remote_code: bool = False
     tensor_parallel: int = 1  # processes that share one target, each with its own GPU; equals the number of started processes
     prefetch: bool = False  # fit: start the next batch's target forward before the drafter's step; on a GPU both overlap
+    image_inputs: str = (
+        "fused"  # what drafters read at an image's tokens: the target's image embeddings (fused), or the embedding
+    )
+    # of its placeholder token (docs/images.md)
     placement: str = "auto"  # fit: replicated | zero3 | tensor_parallel. auto: from free memory (docs/scaling.md)
 
     def __post_init__(self) -> None:

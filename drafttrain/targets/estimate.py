@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from drafttrain.core.errors import UserError
@@ -22,6 +22,7 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import DTYPES, path_of, reason
 from drafttrain.targets.structure import find_blocks
+from drafttrain.targets.weights import model_class
 
 PLACEMENTS = ("replicated", "zero3", "tensor_parallel")
 LIVE = 10**9  # most parameters of a sharded target that are gathered at a time: DeepSpeed's stage3_max_live_parameters
@@ -48,7 +49,8 @@ def outline(options: TargetOptions) -> Outline:
     path, more = path_of(options), {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **more), dtype=DTYPES[options.dtype])
+            config = AutoConfig.from_pretrained(path, **more)
+            model = model_class(config).from_config(config, dtype=DTYPES[options.dtype])
     except Exception as error:  # as in `load_target`
         raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason(error)}") from error
     return Outline(model)

@@ -58,6 +58,8 @@ class HFTarget(PrunedTarget):
     outline = False  # has no weights, only shapes
     part: Part = WHOLE  # the part that this process holds
     tokenizer: Any = None  # the tokenizer that was loaded with the model
+    whole_images = False
+    placeholder: int | None = None
 
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int] = frozenset(), frozen: bool = True) -> None:
         super().__init__()
@@ -157,11 +159,23 @@ class HFTarget(PrunedTarget):
         taps: Taps,
         logit_row_BR: Tensor | None = None,
     ) -> TargetOut:
+        inputs = self._inputs(token_BN, kv, ancestor_BNN, position_BN)
+        self._captured, self._wanted = {}, frozenset(taps.blocks)
+        with recording(None if kv is None else inputs["past_key_values"].recorder):
+            final_BNH = self.backbone.module(**inputs).last_hidden_state
+        if kv is not None and kv.states is not None and not self._states:
+            self._states = kv.states.like()
+        hidden, self._captured, self._wanted = self._captured, {}, frozenset()
+        return self._output(final_BNH, hidden, taps, logit_row_BR)
+
+    def _inputs(
+        self, token_BN: Tensor, kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor
+    ) -> dict[str, Any]:
+        """The arguments of the model's own forward."""
         inputs: dict[str, Any] = {"input_ids": token_BN}
         if "position_ids" in self._accepts:
             inputs["position_ids"] = position_BN
         inputs["use_cache"] = kv is not None
-        recorder = None
         if kv is not None:
             recorder = Recorder(kv.states, self._step_limits) if kv.states is not None else None
             inputs["past_key_values"] = SlotCache(kv, self.shape.blocks, self._row_shapes, recorder)
@@ -170,13 +184,11 @@ class HFTarget(PrunedTarget):
             inputs["attention_mask"] = self.masks.unused(token_BN)
         elif kv is not None or ancestor_BNN is not None:
             inputs["attention_mask"] = self.masks(kv, ancestor_BNN, position_BN, self.dtype)
-        self._captured, self._wanted = {}, frozenset(taps.blocks)
-        with recording(recorder):
-            final_BNH = self.backbone.module(**inputs).last_hidden_state
-        if kv is not None and kv.states is not None and not self._states:
-            self._states = kv.states.like()
-        hidden, self._captured, self._wanted = self._captured, {}, frozenset()
-        return self._output(final_BNH, hidden, taps, logit_row_BR)
+        return inputs
+
+    def generation_inputs(self, token_BT: Tensor) -> dict[str, Tensor]:
+        """The arguments of transformers' `generate` for these prompts."""
+        return {"input_ids": token_BT}
 
     def _output(self, final_BNH: Tensor, hidden: dict[int, Tensor], taps: Taps, logit_row_BR: Tensor | None) -> TargetOut:
         if taps.final:

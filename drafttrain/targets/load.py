@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.shapes import TargetShape
@@ -19,11 +19,13 @@ from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import bind, device_of
 from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.images import TEXT_ONLY, ImageReader, Images, NoImages, image_reader
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.quantised import QuantisedTarget
 from drafttrain.targets.sharded import ShardedTarget, Shards
 from drafttrain.targets.split import SplitTarget, check_divides, split_target
 from drafttrain.targets.structure import shape_of
+from drafttrain.targets.vision import ARCHITECTURES, INPUTS, VisionTarget
 from drafttrain.targets.weights import check_settings, load_model
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
@@ -38,6 +40,7 @@ class LoadedTarget:
     tokenizer: PreTrainedTokenizerBase
     path: str  # directory or hub id
     description: dict[str, Any]  # the facts that checkpoints and reports record
+    images: Images = TEXT_ONLY  # turns images of conversations into tokens
 
 
 def load_target(
@@ -77,6 +80,7 @@ def load_target(
     if device.type == "cpu":
         keep_freed_memory()
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    images = load_images(options, model.config, tokenizer)
     target: HFTarget
     if shards is not None:
         target = ShardedTarget(model, shards, stop_ids)
@@ -84,24 +88,45 @@ def load_target(
         target = split_target(model, part, device, stop_ids, kind)
     elif options.weights is not None:
         target = QuantisedTarget(model, options.weights, device, stop_ids)
+    elif type(model).__name__ in ARCHITECTURES:
+        target = _with_tower(model.to(device), stop_ids, images, options)
     else:
         target = runner(model.to(device), stop_ids)
+    if not isinstance(target, VisionTarget) and isinstance(images, ImageReader):
+        images = NoImages("target.weights, target.tensor_parallel and target.placement=zero3 run the target on text alone")
     if len(tokenizer) > target.shape.vocab_size:
         raise UserError(
             f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
         )
     target.tokenizer = tokenizer
-    return LoadedTarget(target, tokenizer, path, _description(options, target, parameters))
+    return LoadedTarget(target, tokenizer, path, _description(options, target, parameters), images)
+
+
+def _with_tower(model: PreTrainedModel, stop_ids: frozenset[int], images: Images, options: TargetOptions) -> VisionTarget:
+    """A target of text and images; of text alone where it has no image processor."""
+    reader = images if isinstance(images, ImageReader) else None
+    return VisionTarget(model, stop_ids, reader=reader, drafter_inputs=options.image_inputs)
+
+
+def load_images(options: TargetOptions, config: Any, tokenizer: PreTrainedTokenizerBase) -> Images:
+    """The images of the target with this configuration, or the reason why it has none."""
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    if name not in ARCHITECTURES:
+        return NoImages(f"{name} is run on text alone; images work with {', '.join(ARCHITECTURES)}")
+    shared = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    return image_reader(path_of(options), config, tokenizer, **shared)
 
 
 def load_shape(options: TargetOptions) -> TargetShape:
     """The target's dimensions, from its configuration only. Raises UserError as `load_target` does."""
+    return shape_of(load_config(options).get_text_config())
+
+
+def load_config(options: TargetOptions) -> Any:
+    """transformers' configuration of the target. Raises UserError as `load_target` does."""
     path = path_of(options)
     try:
-        config = AutoConfig.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
-        return shape_of(config.get_text_config())
-    except UserError:
-        raise
+        return AutoConfig.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # as in `load_target`
         raise UserError(f"target.path {path!r} has no configuration that transformers can load: {reason(error)}") from error
 
@@ -128,6 +153,8 @@ def check_options(options: TargetOptions, shared: bool = False) -> None:
         raise UserError(f"target.dtype is {options.dtype!r}; choose one of {', '.join(DTYPES)}")
     if options.attention not in ("auto", "sdpa", "eager"):
         raise UserError(f"target.attention is {options.attention!r}; choose auto, sdpa or eager")
+    if options.image_inputs not in INPUTS:
+        raise UserError(f"target.image_inputs is {options.image_inputs!r}; choose {' or '.join(INPUTS)}")
     if options.weights not in (None, *BITS):
         raise UserError(f"target.weights is {options.weights!r}; choose {' or '.join(BITS)}, or null")
     if options.weights is None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging
 
 from drafttrain.core.checksums import check_listed
@@ -41,7 +42,9 @@ def load_model(path: str, origin: str, **settings: Any) -> Any:
         check_files(Path(path), origin)
         if not int(os.environ.get("LOCAL_RANK", 0)):  # once on each machine
             check_listed(Path(path), AGAIN, is_weights)
-    level, load = logging.get_verbosity(), cast(Any, AutoModelForCausalLM.from_pretrained)
+    shared = {name: settings[name] for name in ("revision", "trust_remote_code") if name in settings}
+    kind = model_class(AutoConfig.from_pretrained(path, **shared))
+    level, load = logging.get_verbosity(), cast(Any, kind.from_pretrained)
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # `_check_filled` reports missing tensors
     logging.disable_progress_bar()  # callers have not asked for one
@@ -57,6 +60,12 @@ def load_model(path: str, origin: str, **settings: Any) -> Any:
             logging.enable_progress_bar()
     _check_filled(model, found, origin)
     return model
+
+
+def model_class(config: Any) -> Any:
+    """transformers' class that loads a model of this configuration: that of models of text and images where it must."""
+    pictured = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if pictured else AutoModelForCausalLM
 
 
 def check_settings(directory: str) -> None:

@@ -101,6 +101,7 @@ class BlockDrafter(Drafter):
 
     proposal: TreeProposal
     revertible = True
+    images = True
 
     def __init__(self, options: BlockOptions, target: Target, walks: bool = False, group: int | None = None) -> None:
         """walks: drafts depend on the one before, so above temperature 0 a chain is sampled token by token. group: as in

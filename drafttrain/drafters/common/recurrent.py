@@ -36,6 +36,7 @@ class Recurrent(Drafter):
 
     proposal: TreeProposal
     revertible = True
+    images = True
     norm_output = False  # the normed state goes to the next step too
     _target: FrozenRef[Target]
 

@@ -80,7 +80,12 @@ def test_prompts_without_replies_are_for_answering_only() -> None:
     [
         ({"text": "a"}, "messages", r"expected `messages` \(data.form=messages\), got text; correct data.form"),
         ({"turns": "hi"}, "auto", "expected a list in `turns`, got str"),
-        ({"messages": [HI | {"content": [{"type": "image_url"}]}, YES]}, "auto", "expected text parts in .*, got image_url"),
+        (
+            {"messages": [HI | {"content": [{"type": "image_url"}]}, YES]},
+            "auto",
+            "expected a path or base64 in the image of .*, got nothing",
+        ),
+        ({"messages": [HI | {"content": [{"type": "audio"}]}, YES]}, "auto", "expected text and image parts in .*, got audio"),
         ({"messages": [HI, YES], "tools": "f"}, "auto", "expected a list of JSON schemas in `tools`, got 'f'"),
         (
             {"messages": [HI, {"role": "assistant", "tool_calls": [{"x": 1}]}]},

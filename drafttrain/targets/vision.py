@@ -1,0 +1,250 @@
+"""Targets that read images next to text: transformers' models of a vision tower and a language model.
+
+The tower runs once for each image. Its features replace the embeddings of the image's rows, and everything after that is the
+language model's. Callers give positions as indices; this runner turns them into rotary positions.
+
+Shapes: B rows, N new positions, T positions, M rows of images in a pass, R rows of one image, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from drafttrain.core.errors import UserError
+from drafttrain.model.images import FIRST, bases, rows, spans
+from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.masks import Documents
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.images import ImageReader
+
+KEPT_BYTES = 2**29  # of features of images, on the target's device
+INPUTS = ("fused", "placeholder")
+
+
+@dataclass(frozen=True, slots=True)
+class VisionKind:
+    """How a language model reads images."""
+
+    rotary: bool = False  # rotary positions have a temporal, a vertical and a horizontal part (arXiv 2409.12191, section 2.1)
+    whole: bool = False  # the rows of an image see each other
+
+
+GRID = VisionKind(rotary=True)
+ARCHITECTURES = {
+    **dict.fromkeys(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), GRID),
+    **dict.fromkeys(("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"), GRID),
+    "Gemma3ForConditionalGeneration": VisionKind(whole=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the language model reads of an image."""
+
+    layers: list[Tensor]  # [R, H] each: the embeddings, then what is added to the outputs of the first blocks
+    place_R3: Tensor  # rotary positions, from the image's first
+    shift: int  # rotary positions that the image takes, less its rows
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.numel() * layer.element_size() for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Pictured:
+    """The rows of images of one pass, in order."""
+
+    layers: list[Tensor]  # [M, H] each
+    place_M3: Tensor
+    shift_M: Tensor  # of the image, at its last row; 0 at others
+
+
+class VisionTarget(HFTarget):
+    """As HFTarget, for sequences that hold ids of images too.
+
+    reader: gives the pixels. drafter_inputs: what `embed` gives drafters at an image's rows: the tower's features (fused), or
+    the embedding of the target's placeholder token (placeholder).
+    """
+
+    name = "vision"
+    reader: ImageReader | None = None
+    drafter_inputs = "fused"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stop_ids: frozenset[int] = frozenset(),
+        frozen: bool = True,
+        reader: ImageReader | None = None,
+        drafter_inputs: str = "fused",
+    ) -> None:
+        super().__init__(model, stop_ids, frozen)
+        self.reader, self.drafter_inputs = reader, drafter_inputs
+
+    def _prepare(self) -> None:
+        self.kind = ARCHITECTURES[type(self.model).__name__]
+        self.whole_images = self.kind.whole
+        self.placeholder = int(self.model.config.image_token_id)
+        self._features: OrderedDict[int, Features] = OrderedDict()
+
+    def _view(self, model: PreTrainedModel) -> HFTarget:
+        return VisionTarget(model, self.stop_ids, reader=self.reader, drafter_inputs=self.drafter_inputs)
+
+    def embed(self, token: Tensor) -> Tensor:
+        image = token >= FIRST
+        if not bool(image.any()):
+            return super().embed(token)
+        if self.drafter_inputs == "placeholder":
+            return super().embed(token.masked_fill(image, self._placeholder))
+        return self._fused(token, image, self._pictured(token[image]))
+
+    @property
+    def _placeholder(self) -> int:
+        assert self.placeholder is not None
+        return self.placeholder if self.placeholder < self.shape.vocab_size else 0
+
+    def _fused(self, token: Tensor, image: Tensor, pictured: Pictured) -> Tensor:
+        """[..., H] embeddings with the images' features."""
+        embedded = super().embed(token.masked_fill(image, 0))
+        return embedded.masked_scatter(image[..., None], pictured.layers[0].to(embedded.dtype))
+
+    def _inputs(
+        self, token_BN: Tensor, kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor
+    ) -> dict[str, Any]:
+        image_BN = token_BN >= FIRST
+        if isinstance(ancestor_BNN, Tensor) or not bool(image_BN.any()):  # a draft tree holds text
+            inputs = super()._inputs(token_BN, kv, ancestor_BNN, position_BN)
+            if self.kind.rotary and kv is not None:
+                inputs["position_ids"] = position_BN + kv.shift_B[:, None]
+            return inputs
+        pictured = self._pictured(token_BN[image_BN])
+        inputs = super()._inputs(token_BN, kv, ancestor_BNN, position_BN)
+        del inputs["input_ids"]
+        inputs["inputs_embeds"] = self._fused(token_BN, image_BN, pictured)
+        if self.kind.rotary:
+            inputs["position_ids"] = self._rotary(token_BN, image_BN, pictured, kv, ancestor_BNN, position_BN)
+        if len(pictured.layers) > 1:
+            inputs |= {"visual_pos_masks": image_BN, "deepstack_visual_embeds": pictured.layers[1:]}
+        if self.kind.whole:
+            inputs = {name: value for name, value in inputs.items() if name not in ("whole", "documents")}
+            inputs["attention_mask"] = self._whole_masks(token_BN, image_BN, kv, ancestor_BNN, position_BN)
+        return inputs
+
+    def _rotary(
+        self,
+        token_BN: Tensor,
+        image_BN: Tensor,
+        pictured: Pictured,
+        kv: KVCache | None,
+        documents: Documents | None,
+        position_BN: Tensor,
+    ) -> Tensor:
+        """[3, B, N] rotary positions. An image's shift counts from the position after its last row, also in later passes.
+
+        Worked example, `a`, an image of 2 x 2 rows, `b`: the rows have (1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), and `b`,
+        at index 5, has 3.
+        """
+        shift_BN = torch.zeros_like(token_BN).masked_scatter(image_BN, pictured.shift_M)
+        before_BN = shift_BN.cumsum(1) - shift_BN
+        if kv is not None:
+            before_BN = before_BN + kv.shift_B[:, None]
+            kv.add_shift(shift_BN.sum(1))
+        elif documents is not None:  # a document does not count the images of those before it
+            column_N = torch.arange(token_BN.shape[1], device=token_BN.device)
+            begins_BN = torch.ones_like(image_BN)
+            begins_BN[:, 1:] = documents.number_BT[:, 1:] != documents.number_BT[:, :-1]
+            before_BN = before_BN - before_BN.gather(1, column_N.where(begins_BN, 0).cummax(1).values)
+        first_BN = position_BN + before_BN
+        row_BN = torch.where(image_BN, rows(token_BN), 0)
+        places = [torch.zeros_like(token_BN).masked_scatter(image_BN, place_M) for place_M in pictured.place_M3.unbind(1)]
+        return torch.stack([first_BN - row_BN + place_BN for place_BN in places])
+
+    def _whole_masks(
+        self,
+        token_BN: Tensor,
+        image_BN: Tensor,
+        kv: KVCache | None,
+        documents: Documents | None,
+        position_BN: Tensor,
+    ) -> Any:
+        """The masks of all layers, in which the rows of an image see each other."""
+        first_BN = image_BN & (rows(token_BN) == 0)
+        number_BN = torch.where(image_BN, first_BN.cumsum(1), 0)
+        same_BNN = (number_BN[:, None] == number_BN[..., None]) & image_BN[:, None]
+        masks = self.masks(kv, documents, position_BN, self.dtype)
+
+        def opened(mask_B1NP: Tensor) -> Tensor:
+            B, N, _ = same_BNN.shape
+            start_B = torch.zeros(B, dtype=torch.long, device=token_BN.device) if kv is None else kv.length_B
+            column_BN = start_B[:, None] + torch.arange(N, device=token_BN.device)
+            seen_BNP = torch.zeros_like(mask_B1NP[:, 0], dtype=torch.bool)
+            seen_BNP.scatter_(2, column_BN[:, None].expand(B, N, N), same_BNN)
+            return mask_B1NP.masked_fill(seen_BNP[:, None], 0.0)
+
+        return {kind: opened(mask) for kind, mask in masks.items()} if isinstance(masks, dict) else opened(masks)
+
+    def _pictured(self, id_M: Tensor) -> Pictured:
+        """The features of these rows of images."""
+        base_U, image_M = bases(id_M).unique(return_inverse=True)
+        found = [self._image(base) for base in base_U.tolist()]
+        size_U = torch.tensor([len(f.place_R3) for f in found], device=id_M.device)
+        row_M = rows(id_M)
+        at_M = (size_U.cumsum(0) - size_U)[image_M] + row_M
+        shift_U = torch.tensor([f.shift for f in found], device=id_M.device)
+        layers = [torch.cat(parts)[at_M] for parts in zip(*(f.layers for f in found), strict=True)]
+        shift_M = torch.where(row_M == size_U[image_M] - 1, shift_U[image_M], 0)
+        return Pictured(layers, torch.cat([f.place_R3 for f in found])[at_M], shift_M)
+
+    def _image(self, base: int) -> Features:
+        """The features of an image, computed when it is first read."""
+        if base not in self._features:
+            with torch.inference_mode(False), torch.no_grad():  # a drafter may train on what decoding has computed
+                self._features[base] = self._computed(base)
+            while len(self._features) > 1 and sum(f.bytes for f in self._features.values()) > KEPT_BYTES:
+                self._features.popitem(last=False)
+        self._features.move_to_end(base)
+        return self._features[base]
+
+    def _computed(self, base: int) -> Features:
+        if self.reader is None:
+            raise UserError("this target was made without an image processor; it reads text alone")
+        model: Any = self.model.base_model
+        pixels = {name: x.to(self.device) for name, x in self.reader.pixels(base).items()}
+        pixels["pixel_values"] = pixels["pixel_values"].to(self.dtype)
+        out = model.get_image_features(**pixels, return_dict=True)
+        embedded_RH = _joined(out.pooler_output)
+        more = [_joined(layer) for layer in getattr(out, "deepstack_features", None) or ()]
+        count = len(embedded_RH)
+        place_R3, shift = torch.zeros(count, 3, dtype=torch.long, device=self.device), 0
+        if self.kind.rotary:
+            token_1R = torch.full((1, count), self._placeholder, device=self.device)
+            place_31R, delta = model.get_rope_index(
+                token_1R, mm_token_type_ids=torch.ones_like(token_1R), image_grid_thw=pixels["image_grid_thw"]
+            )
+            place_R3, shift = place_31R[:, 0].T.contiguous(), int(delta)
+        return Features([embedded_RH, *more], place_R3, shift)
+
+    def generation_inputs(self, token_BT: Tensor) -> dict[str, Tensor]:
+        model: Any = self.model.base_model
+        if self.kind.rotary:
+            model.rope_deltas = None  # transformers adds those of the last call with images to text too
+        image_BT = token_BT >= FIRST
+        if self.reader is None or not bool(image_BT.any()):
+            return {"input_ids": token_BT}
+        shown = [self.reader.pixels(row[start]) for row in token_BT.tolist() for start, _ in spans(row)]
+        inputs = {name: torch.cat([pixels[name] for pixels in shown]).to(self.device) for name in shown[0]}
+        inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
+        kinds = "token_type_ids" if self.kind.whole else "mm_token_type_ids"
+        return inputs | {"input_ids": token_BT.masked_fill(image_BT, self.placeholder or 0), kinds: image_BT.long()}
+
+
+def _joined(parts: Any) -> Tensor:
+    """[R, H] the features of one image, which transformers splits by image."""
+    whole: Tensor = parts if isinstance(parts, Tensor) else torch.cat(list(parts))
+    return whole.flatten(0, -2)

@@ -1,0 +1,87 @@
+"""A target that reads images, from drawn prompts to replies, a trained drafter, its measurement and its export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import image_prompts
+from tests.images import write_conversations, write_target
+
+SMALL = ("train.steps=3", "train.checkpoint_every=3", "train.global_batch=4", "train.micro_batch=2", "data.held_out=4")
+FEW = ("measure.minutes=0.1", "measure.repeats=1", "decode.max_new_tokens=12", "decode.tree_nodes=6", "logger=none")
+
+
+def prompts_in(folder: Path) -> Path:
+    """Two prompts with an image, one of them of two turns, and one without."""
+    image = {"type": "image", "image": "0.png"}
+    asked = [[[image, {"type": "text", "text": "what"}], "how"], [[image, {"type": "text", "text": "count"}]], ["how many"]]
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in asked))
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "recipe", "more"),
+    [
+        ("qwen2_5_vl", "medusa", ()),
+        ("qwen3_vl", "eagle3", ("features=cached", "drafter.taps=[0,1,2]")),
+        ("gemma3", "eagle3", ("data.pack=true", "data.max_length=64", "drafter.taps=[0,1,2]")),
+        ("qwen3_vl", "dflash", ("drafter.layers=1", "drafter.block_size=4", "target.image_inputs=placeholder")),
+    ],
+)
+def test_a_drafter_is_trained_measured_and_exported(
+    name: str, recipe: str, more: tuple[str, ...], command: Callable[..., int], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    target = f"target.path={write_target(name, tmp_path / 'target')}"
+    data, asked = write_conversations(tmp_path, 16), prompts_in(tmp_path)
+    chosen = (f"recipe={recipe}", target, f"data.path={data}", f"data.cache={tmp_path / 'cache'}", f"prompts={asked}")
+    assert command("fit", *chosen, *SMALL, *FEW, *more, f"output={tmp_path / 'out'}") == 0
+    (report,) = (tmp_path / "out").rglob("report.json")
+    (entry,) = json.loads(report.read_text())["checkpoints"]
+    assert entry["exact_matches"] == entry["transformers_exact_matches"] == 4
+    capsys.readouterr()
+    (checkpoint,) = (tmp_path / "out").rglob("step-00003")
+    stack = "vllm" if recipe == "medusa" else "sglang"
+    exported = command("export", f"checkpoint={checkpoint}", target, f"format={stack}", f"out={tmp_path / 'export'}")
+    if recipe == "medusa":
+        refused = capsys.readouterr().err
+        assert exported == 2 and "not known to draft with this family for Qwen2_5_VLForConditionalGeneration" in refused
+    else:
+        assert exported == 0 and (tmp_path / "export" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_target_answers_drawn_prompts(command: Callable[..., int], tmp_path: Path) -> None:
+    drawn, target = tmp_path / "drawn", write_target("qwen3_vl", tmp_path / "target")
+    image_prompts.main(["--out", str(drawn), "--count", "6", "--prompts", "2"])
+    chosen = (f"target.path={target}", f"data.path={drawn / 'data.jsonl'}", f"out={tmp_path / 'replies'}")
+    short = ("prepare.max_new_tokens=8", "prepare.max_length=400", "prepare.drop=[]")
+    assert command("prepare", *chosen, *short) == 0
+    records = [json.loads(line) for line in (tmp_path / "replies" / "part-00000.jsonl").read_text().splitlines()]
+    assert len(records) == 6 and all(Path(record["messages"][0]["content"][0]["image"]).is_file() for record in records)
+    page = tmp_path / "page.html"
+    words = (f"target.path={target}", f"data.path={tmp_path / 'replies'}", f"prompts={drawn / 'prompts.jsonl'}", f"out={page}")
+    assert command("inspect", *words) == 0 and page.is_file()
+
+
+def test_a_family_of_text_alone_is_refused(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, data = write_target("qwen2_5_vl", tmp_path / "target"), write_conversations(tmp_path, 8)
+    chosen = ("recipe=hydra", f"target.path={target}", f"data.path={data}", f"prompts={prompts_in(tmp_path)}")
+    assert command("fit", *chosen, *SMALL, *FEW, f"output={tmp_path / 'out'}") == 2
+    assert "this drafter reads text alone" in capsys.readouterr().err
+
+
+def test_drawn_prompts_repeat(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        image_prompts.main(["--out", str(tmp_path / folder), "--count", "4", "--prompts", "2", "--seed", "3"])
+    files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*"))
+    assert len(files) == 8
+    assert all((tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files)

@@ -1,0 +1,200 @@
+"""Targets of text and images: the text is transformers', whatever drafts; positions, states and embeddings are the model's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.tiny import build
+from drafttrain.core.sampling import Sampling
+from drafttrain.data.chat import Encoded, join
+from drafttrain.data.dataset import collate
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.features.online import Online
+from drafttrain.measure.expected import forced_batch
+from drafttrain.model.images import FIRST, chunk_ends, has_images, spans, with_placeholders
+from drafttrain.model.target import FINAL, Taps
+from drafttrain.targets.vision import VisionTarget
+from tests.helpers import watch_proposals
+from tests.images import NAMES, encoded, inline, picture, sequence, vision_target
+
+NEW = 12
+FAMILIES = ("medusa", "eagle3", "dflash")
+OTHERS = ("eagle", "mtp", "dspark", "dflash2")  # have the same code as one of these
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A target with prompts, some of them without an image, and transformers' greedy text for each."""
+
+    target: VisionTarget
+    prompts: list[list[int]]
+    wanted: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    folder = tmp_path_factory.mktemp(request.param)
+    target = vision_target(request.param, folder)
+    pictures = [picture(folder / f"{i}.png", i, (24 + 8 * i, 16)) for i in range(3)]
+    prompts = [
+        sequence(target, [pictures[0]], 1),
+        sequence(target, [pictures[1], inline(pictures[2])], 2),
+        [5, 6, 7, 8, 9],
+        sequence(target, [pictures[0], pictures[0]], 3),
+        sequence(target, [pictures[2]], 4, text=9),
+    ]
+    return Asked(target, prompts, [generated(target, prompt) for prompt in prompts])
+
+
+def generated(target: VisionTarget, prompt: list[int]) -> list[int]:
+    inputs = target.generation_inputs(torch.tensor([prompt]))
+    out = target.model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("chunk", [512, 7, 4])
+def test_greedy_text_is_that_of_generate(asked: Asked, chunk: int) -> None:
+    for rows in (1, 4):
+        decoder = Decoder(asked.target, None, "greedy", Sampling(), frozenset(), NEW, prefill_chunk=chunk)
+        assert [r.tokens for r in decoder.run(asked.prompts, rows).results] == asked.wanted
+
+
+def test_the_image_decides_the_text(asked: Asked, tmp_path: Path) -> None:
+    other = sequence(asked.target, [picture(tmp_path / "other.png", 77)], 1)
+    assert with_placeholders(other, 120) == with_placeholders(asked.prompts[0], 120)
+    assert generated(asked.target, other) != asked.wanted[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES + OTHERS)
+def test_drafters_leave_the_text_as_it_is(asked: Asked, family: str) -> None:
+    if family in OTHERS and asked.target.kind.whole:
+        return
+    for rows, chunk in ((1, 512), (4, 6)):
+        drafter = build(family, asked.target, noise=0.5)
+        decoder = Decoder(asked.target, drafter, "greedy", Sampling(), frozenset(), NEW, prefill_chunk=chunk)
+        results = decoder.run(asked.prompts, rows).results
+        assert [r.tokens for r in results] == asked.wanted
+        assert asked.target.trees and sum(r.nodes for r in results)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_are_those_of_training(asked: Asked, family: str) -> None:
+    """The first draft of every decode step is the likeliest token that training predicts from the same position."""
+    prompt, text = asked.prompts[1], asked.wanted[1]
+    drafter = build(family, asked.target, noise=0.5)
+    seen = watch_proposals(drafter)
+    decoder = Decoder(asked.target, drafter, "greedy", Sampling(), frozenset(), NEW, prefill_chunk=8)
+    (result,) = decoder.run([prompt]).results
+    batch = Online(asked.target, drafter.taps).fill(forced_batch(prompt, text))
+    with torch.no_grad():
+        first = next(iter(drafter.predict(batch)))
+        logits_MV = first.whole(first.head(first.hidden_MH), asked.target.shape.vocab_size)
+    best = dict(zip(first.source_M.tolist(), logits_MV.argmax(-1).tolist(), strict=True))
+    at, compared = len(prompt) - 1, 0
+    for tree, length in zip(seen, result.lengths, strict=True):
+        if at in best:
+            compared += 1
+            depth_one = tree.token_BN[0, tree.parent_BN[0] == 0].tolist()
+            assert best[at] in depth_one
+        at += length
+    assert compared > 3
+
+
+def test_states_in_chunks_and_packed_are_those_of_the_whole(asked: Asked) -> None:
+    """A pass over several documents, and a prefill in chunks, give each image the states of its own document alone."""
+    target, rows = asked.target, [encoded(prompt) for prompt in asked.prompts[:3]]
+    wanted = [states(target, [row])[0] for row in rows]
+    together = states(target, [join(rows)])[0]
+    assert torch.allclose(together, torch.cat(wanted), atol=2e-5)
+    padded = states(target, rows)
+    for row, want in enumerate(wanted):
+        assert torch.allclose(padded[row, : len(want)], want, atol=2e-5)
+
+
+def states(target: VisionTarget, rows: list[Encoded]) -> torch.Tensor:
+    filled = Online(target, Taps()).fill(collate(rows, 0))
+    return filled.hidden[FINAL]
+
+
+def test_rotary_positions_are_the_models(asked: Asked) -> None:
+    target, prompt = asked.target, torch.tensor([asked.prompts[1]])
+    image = prompt >= FIRST
+    index = torch.arange(prompt.shape[1])[None]
+    kv = target.new_cache(2, 64)
+    target(prompt.expand(2, -1), kv, None, index.expand(2, -1), Taps())
+    kv.extend([prompt.shape[1]] * 2)
+    if not target.kind.rotary:
+        assert kv.shift_B.tolist() == [0, 0]
+        return
+    grids = target.generation_inputs(prompt)["image_grid_thw"]
+    shown = prompt.masked_fill(image, 120)
+    wanted, delta = target.model.base_model.get_rope_index(shown, mm_token_type_ids=image.long(), image_grid_thw=grids)
+    pictured = target._pictured(prompt[image])
+    assert torch.equal(target._rotary(prompt, image, pictured, None, None, index), wanted)
+    assert kv.shift_B.tolist() == [int(delta)] * 2
+    kv.reset(torch.tensor([0]))
+    assert kv.shift_B.tolist() == [0, int(delta)]
+
+
+def test_what_drafters_read_at_an_image(asked: Asked) -> None:
+    prompt = torch.tensor(asked.prompts[0])
+    image, target = prompt >= FIRST, asked.target
+    fused = target.embed(prompt)
+    try:
+        target.drafter_inputs = "placeholder"
+        assert torch.equal(target.embed(prompt), target.embed(prompt.masked_fill(image, 120)))
+    finally:
+        target.drafter_inputs = "fused"
+    assert not torch.allclose(fused[image], target.embed(torch.tensor(120)))
+    assert torch.equal(fused[~image], target.embed(prompt[~image]))
+
+
+def test_features_of_an_image_are_computed_once(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, computed = asked.target, []
+    own = target._computed
+    monkeypatch.setattr(target, "_computed", lambda base: computed.append(base) or own(base))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(target, "_features", type(target._features)())
+    Decoder(target, None, "greedy", Sampling(), frozenset(), 2, prefill_chunk=4).run(asked.prompts, 4)
+    assert len(computed) == len(set(computed)) == 3
+
+
+def test_samples_share_the_positions_after_an_image(asked: Asked) -> None:
+    decoder = Decoder(asked.target, None, "greedy", Sampling(), frozenset(), NEW)
+    from drafttrain.decoding.scheduler import Session
+
+    request = replace(decoder.request(asked.prompts[0]), samples=2)
+    session = Session(decoder, 2, decoder.positions(request), pages=40)
+    results = session.submit(request)
+    for _ in session:
+        pass
+    assert [r.tokens for r in results] == [asked.wanted[0]] * 2
+
+
+def test_a_repetition_penalty_counts_the_placeholder(asked: Asked) -> None:
+    decoder = Decoder(asked.target, None, "greedy", Sampling(repetition_penalty=1.5), frozenset(), NEW)
+    inputs = asked.target.generation_inputs(torch.tensor([asked.prompts[0]]))
+    out = asked.target.model.generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0, repetition_penalty=1.5
+    )
+    assert decoder.run(asked.prompts[:1]).results[0].tokens == out[0, len(asked.prompts[0]) :].tolist()
+
+
+def test_a_drafter_of_text_alone_is_refused(asked: Asked) -> None:
+    decoder = Decoder(asked.target, build("prompt_lookup", asked.target), "greedy", Sampling(), frozenset(), NEW)
+    with pytest.raises(ValueError, match="reads text alone"):
+        decoder.run(asked.prompts[:1])
+
+
+def test_chunks_of_whole_images() -> None:
+    image = [FIRST, FIRST + 1, FIRST + 2]
+    prompt = [1, 2, *image, 3, *image, *image, 4]
+    assert spans(prompt) == [(2, 5), (6, 9), (9, 12)]
+    assert has_images(prompt) and not has_images([1, 2]) and not has_images([])
+    assert chunk_ends([prompt], 4, whole=True) == [2, 6, 9, 13]
+    assert chunk_ends([prompt], 2, whole=True) == [2, 5, 6, 9, 12, 13]
+    assert chunk_ends([prompt], 4, whole=False) == [4, 8, 12, 13]
+    assert chunk_ends([prompt, [1] * 5 + image], 4, whole=True) == [2, 5, 9, 13]
