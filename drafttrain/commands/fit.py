@@ -203,6 +203,8 @@ def _print_models(
     console.say(f"target: {about['architecture']}, {size} ({path}, {about['runner']} runner)")
     if about["runner_reason"]:
         console.say(f"the fast runner cannot run this target: {about['runner_reason']}")
+    if about["chains_reason"]:
+        console.say(f"this target verifies chains, not trees: {about['chains_reason']}")
     if about["attention_reason"]:
         console.say(f"target.attention is eager: {about['attention_reason']}")
     if about.get("weights"):

@@ -150,7 +150,8 @@ def _check(lm: HFTarget, path: str) -> None:
     """Raise UserError unless the model decodes exactly with our KV cache."""
     try:
         lm.eval()
-        lm.trees = probe(lm)
+        lm.chains_reason = probe(lm)
+        lm.trees = lm.chains_reason is None
         lm.train()
     except Exception as error:  # a model may raise anything when it does not support this cache
         raise UserError(f"drafter.path {path!r} cannot draft with a KV cache of ours: {one_line(error, 160)}") from error

@@ -25,7 +25,7 @@ from drafttrain.targets.attention import install
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import WHOLE, Part
-from drafttrain.targets.probe import probe, reference_logits
+from drafttrain.targets.probe import probe, reference_logits, wrong_tap
 from drafttrain.targets.recurrent import Recorder, recording
 from drafttrain.targets.recurrent import install as record_scans
 from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed
@@ -60,6 +60,8 @@ class HFTarget(PrunedTarget):
     tokenizer: Any = None  # the tokenizer that was loaded with the model
     whole_images = False
     placeholder: int | None = None
+    wrong_tap: int | None = None  # the first block whose output cannot be tapped; None: all can
+    chains_reason: str | None = None  # why draft trees are not exact; None: they are, or the target was not probed
 
     def __init__(self, model: PreTrainedModel, stop_ids: frozenset[int] = frozenset(), frozen: bool = True) -> None:
         super().__init__()
@@ -91,7 +93,9 @@ class HFTarget(PrunedTarget):
         self.unmasked = self._install_attention()
         if frozen:
             try:
-                self.trees = probe(self)
+                self.chains_reason = probe(self)
+                self.trees = self.chains_reason is None
+                self.wrong_tap = wrong_tap(self) if self.part.size == 1 else None
             except UserError:
                 raise
             except Exception as error:  # a model may raise anything when it does not support this cache or mask
@@ -107,12 +111,22 @@ class HFTarget(PrunedTarget):
         """Returns whether whole sequences run without a mask."""
         return install(self)
 
+    @property
+    def takes_positions(self) -> bool:
+        """Whether its forward has `position_ids`."""
+        return "position_ids" in self._accepts
+
+    @property
+    def longest_reach(self) -> int:
+        """Positions of its longest window or chunk; 0: every layer sees everything."""
+        return self.masks.longest
+
     def _fingerprint(self) -> str:
         return fingerprint_of(self.model)
 
     def reference_logits(self) -> dict[tuple[int, ...], Tensor]:
         """Logits of the model's own forward for the probe's sequences."""
-        return reference_logits(self.model)
+        return reference_logits(self.model, self.longest_reach)
 
     def __call__(self, *args: Any, **kwargs: Any) -> TargetOut:
         """Calls `forward` directly, because module hooks such as DeepSpeed's do not support TargetOut."""
@@ -159,6 +173,11 @@ class HFTarget(PrunedTarget):
         taps: Taps,
         logit_row_BR: Tensor | None = None,
     ) -> TargetOut:
+        if taps.blocks and self.wrong_tap is not None:
+            raise UserError(
+                f"the output of block {self.wrong_tap} of {type(self.model).__name__} is not the hidden state behind it (taps); "
+                "choose a drafter that reads the target's last state alone"
+            )
         inputs = self._inputs(token_BN, kv, ancestor_BNN, position_BN)
         self._captured, self._wanted = {}, frozenset(taps.blocks)
         with recording(None if kv is None else inputs["past_key_values"].recorder):
@@ -173,7 +192,7 @@ class HFTarget(PrunedTarget):
     ) -> dict[str, Any]:
         """The arguments of the model's own forward."""
         inputs: dict[str, Any] = {"input_ids": token_BN}
-        if "position_ids" in self._accepts:
+        if self.takes_positions:
             inputs["position_ids"] = position_BN
         inputs["use_cache"] = kv is not None
         if kv is not None:

@@ -170,6 +170,7 @@ def _description(options: TargetOptions, target: HFTarget, parameters: int) -> d
     described |= {
         "runner": target.name,
         "runner_reason": _why_slow(options, target),
+        "chains_reason": target.chains_reason,
         "attention_reason": _why_eager(options, target),
         "architecture": type(target.model).__name__,
         "parameters": parameters,

@@ -1,4 +1,4 @@
-"""Checks once, at load time, whether a model is exact with our cache and masks.
+"""Checks once, at load time, whether a model is exact with our cache and masks, and if not which property it lacks.
 
 Shapes: B rows, N nodes, T prompt positions, V vocabulary.
 """
@@ -15,6 +15,11 @@ from drafttrain.model.target import Taps, Target
 
 PROMPTS = (5, 3)  # prompt lengths of the probe's rows
 CHAIN, TREE = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)), ((0,), (0, 1), (0, 2), (0, 1, 3))  # paths of its four nodes
+BEYOND = 5  # positions of the long prompt behind the longest window
+BUDGET = {"cpu": 1e10, "cuda": 1e14}  # parameters times positions of the long prompt that a probe may take, by device
+LOGITS_ARE = "its logits are not its output matrix applied to its last state"
+NO_POSITIONS = "it takes no positions, so that two branches cannot stand at the same place"
+Expected = dict[tuple[int, ...], Tensor]  # the last logits [V] of a sequence
 
 
 class Probed(Target, Protocol):
@@ -23,63 +28,150 @@ class Probed(Target, Protocol):
     model: Any
     recurrent: bool  # some layers keep a state instead of keys and values: nodes follow one another, whatever their parents are
 
+    @property
+    def takes_positions(self) -> bool:
+        """Whether its forward has `position_ids`."""
+        ...
+
+    @property
+    def longest_reach(self) -> int:
+        """Positions of its longest window or chunk; 0: every layer sees everything."""
+        ...
+
     def reference_logits(self) -> dict[tuple[int, ...], Tensor]:
         """`reference_logits` of its model."""
         ...
 
 
-def _probed(vocab_size: int) -> tuple[Tensor, Tensor]:
-    """(prompt_BT, node_BN) of the probe."""
+def _probed(vocab_size: int, lengths: tuple[int, ...] = PROMPTS) -> tuple[Tensor, Tensor]:
+    """(prompt_BT, node_BN) of a probe whose rows have prompts of these lengths."""
     generator = torch.Generator().manual_seed(0)
-    prompt_BT = torch.randint(0, vocab_size, (2, max(PROMPTS)), generator=generator)
-    return prompt_BT, torch.randint(0, vocab_size, (2, 4), generator=generator)
+    prompt_BT = torch.randint(0, vocab_size, (len(lengths), max(lengths)), generator=generator)
+    return prompt_BT, torch.randint(0, vocab_size, (len(lengths), 4), generator=generator)
 
 
-def _sequence(prompt_BT: Tensor, node_BN: Tensor, row: int, path: tuple[int, ...]) -> tuple[int, ...]:
-    return (*prompt_BT[row, : PROMPTS[row]].tolist(), *node_BN[row, list(path)].tolist())
+def _sequence(inputs: tuple[Tensor, Tensor], length: int, row: int, path: tuple[int, ...]) -> tuple[int, ...]:
+    prompt_BT, node_BN = inputs
+    return (*prompt_BT[row, :length].tolist(), *node_BN[row, list(path)].tolist())
+
+
+def long_prompt(model: Any, reach: int) -> tuple[int, ...]:
+    """The length of a prompt longer than the model's windows, as the only row; no row if there are none, or it costs much."""
+    size = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    affordable = size * (reach + BEYOND) <= BUDGET.get(model.device.type, 0.0)
+    return (reach + BEYOND,) if reach and affordable else ()
 
 
 @torch.no_grad()
-def reference_logits(model: Any) -> dict[tuple[int, ...], Tensor]:
-    """The last logits [V] of the model's own forward without a cache, by sequence, for every sequence of the probe."""
-    inputs = _probed(model.config.get_text_config().vocab_size)
-    sequences = {_sequence(*inputs, row, path) for row in range(len(PROMPTS)) for path in CHAIN + TREE}
+def reference_logits(model: Any, reach: int = 0) -> Expected:
+    """The last logits [V] of the model's own forward without a cache, by sequence, for every sequence of the probe.
+
+    reach: the positions of the model's longest window, as `Probed.longest_reach`.
+    """
+    vocab_size, sequences = model.config.get_text_config().vocab_size, set[tuple[int, ...]]()
+    for lengths in (PROMPTS, long_prompt(model, reach)):
+        if lengths:
+            inputs = _probed(vocab_size, lengths)
+            paths = CHAIN + TREE if lengths == PROMPTS else (CHAIN[-1], *TREE[-2:])
+            sequences |= {_sequence(inputs, n, row, path) for row, n in enumerate(lengths) for path in paths}
     rows = {ids: torch.tensor([ids], device=model.device) for ids in sorted(sequences)}
     return {ids: model(row, use_cache=False).logits[0, -1].float() for ids, row in rows.items()}
 
 
 @torch.no_grad()
-def probe(target: Probed) -> bool:
-    """Whether ragged trees are exact: each node's logits equal those of its path alone. Raises UserError when chains fail.
+def probe(target: Probed) -> str | None:
+    """Why draft trees are not exact; None: they are. Raises UserError, with the property that fails, when chains are not.
 
     Rows of 5 and 3 committed tokens verify a root, two children and a grandchild at once. The reference is the model's own
-    forward over the row's prefix and the node's path.
+    forward over the row's prefix and the node's path. Models with windows verify the same nodes behind a prompt that is
+    longer than all of them, where that costs little.
     """
     expected = target.reference_logits()
     if _worst_gap(target, expected, CHAIN) > 1.0:
+        name, reason = type(target.model).__name__, _why_not_chains(target, expected)
+        raise UserError(f"{name} cannot be decoded exactly: {reason}; choose another target")
+    why: str | None = None
+    if target.recurrent:
+        why = "its layers keep a recurrent state, which follows a single branch"
+    elif _worst_gap(target, expected, TREE) > 1.0:
+        why = "its attention does not follow a mask of branches" if target.takes_positions else NO_POSITIONS
+    long = long_prompt(target.model, target.longest_reach)
+    if long and _worst_gap(target, expected, CHAIN[-1:] if why else TREE, long) > 1.0:
         raise UserError(
-            f"{type(target.model).__name__} gives other logits with a cache than without one; "
-            "this architecture cannot be decoded exactly, choose another target"
+            f"{type(target.model).__name__} cannot be decoded exactly: behind {target.longest_reach} positions its logits "
+            "with a cache are others (windows); choose another target"
         )
-    return not target.recurrent and _worst_gap(target, expected, TREE) <= 1.0
+    return why
 
 
-def _worst_gap(target: Probed, expected: dict[tuple[int, ...], Tensor], paths: tuple[tuple[int, ...], ...]) -> float:
-    """Largest difference between logits with and without a cache, in units of the dtype's rounding tolerance."""
-    inputs, device = _probed(target.shape.vocab_size), target.device
+@torch.no_grad()
+def wrong_tap(target: Probed) -> int | None:
+    """The first block, the last apart, whose tapped output is not the model's own hidden state; None: all are right.
+
+    A model that gives no hidden states is not compared.
+    """
+    inputs, blocks = _probed(target.shape.vocab_size), range(target.shape.blocks - 1)
+    token_1T = torch.tensor([_sequence(inputs, PROMPTS[0], 0, CHAIN[-1])], device=target.device)
+    position_1T = torch.arange(token_1T.shape[1], device=target.device)[None]
+    states = getattr(target.model(token_1T, use_cache=False, output_hidden_states=True), "hidden_states", None)
+    if not states or len(states) != len(blocks) + 2:
+        return None
+    found = target(token_1T, None, None, position_1T, Taps(tuple(blocks)), token_1T[:, :0]).hidden
+    return next((n for n in blocks if _gap(target, found[n].flatten(), states[n + 1].flatten()) > 1.0), None)
+
+
+def _why_not_chains(target: Probed, expected: Expected) -> str:
+    """The first property that fails: head, cache, then what rows of several lengths need."""
+    inputs, length = _probed(target.shape.vocab_size), PROMPTS[0]
+    ids = _sequence(inputs, length, 0, CHAIN[-1])
+    token_1T = torch.tensor([ids], device=target.device)
+    position_1T = torch.arange(len(ids), device=target.device)[None]
+    logits_1TV = target(token_1T, None, None, position_1T, Taps()).logits_BRV
+    assert logits_1TV is not None
+    if _gap(target, logits_1TV[0, -1], expected[ids]) > 1.0:
+        return f"{LOGITS_ARE} (head)"
+    kv = target.new_cache(1, 16)
+    target(token_1T[:, :length], kv, None, position_1T[:, :length], Taps())
+    kv.keep(position_1T[:, :length], torch.tensor([length], device=target.device))
+    logits_1NV = target(token_1T[:, length:], kv, None, position_1T[:, length:], Taps()).logits_BRV
+    assert logits_1NV is not None
+    if _gap(target, logits_1NV[0, -1], expected[ids]) > 1.0:
+        return "a pass with a KV cache gives other logits than one without (cache)"
+    if not target.takes_positions:
+        return "it takes no positions, and rows of several lengths in one batch need their own (positions)"
+    return "rows of several lengths in one batch see what their mask hides (mask)"
+
+
+def _worst_gap(
+    target: Probed, expected: Expected, paths: tuple[tuple[int, ...], ...], lengths: tuple[int, ...] = PROMPTS
+) -> float:
+    """Largest difference between logits with and without a cache, in units of the dtype's rounding tolerance.
+
+    Only the paths that `expected` has are compared. lengths: of the rows' prompts.
+    """
+    inputs, device, B, T = _probed(target.shape.vocab_size, lengths), target.device, len(lengths), max(lengths)
     prompt_BT, node_BN = (tokens.to(device) for tokens in inputs)
-    kv, arange_T, count_B = target.new_cache(2, 16), torch.arange(5, device=device), torch.tensor(PROMPTS, device=device)
-    target(prompt_BT, kv, None, arange_T.expand(2, 5), Taps(), count_B[:, None] - 1)
-    kv.keep(arange_T.expand(2, 5), count_B)
-    ancestor_BNN = torch.zeros(2, 4, 4, dtype=torch.bool, device=device)
-    for path in paths:
+    kv, arange_T, count_B = target.new_cache(B, T + 11), torch.arange(T, device=device), torch.tensor(lengths, device=device)
+    target(prompt_BT, kv, None, arange_T.expand(B, T), Taps(), count_B[:, None] - 1)
+    kv.keep(arange_T.expand(B, T), count_B)
+    ancestor_BNN = torch.zeros(B, 4, 4, dtype=torch.bool, device=device)
+    ways: tuple[tuple[int, ...], ...] = TREE if paths == TREE else CHAIN
+    for path in ways:
         ancestor_BNN[:, path[-1], list(path)] = True
     position_BN = count_B[:, None] + ancestor_BNN.sum(-1) - 1
     logits_BNV = target(node_BN, kv, ancestor_BNN, position_BN, Taps()).logits_BRV
     assert logits_BNV is not None
     gaps = []
-    for row in range(len(PROMPTS)):
+    for row, length in enumerate(lengths):
         for path in paths:
-            expected_V = expected[_sequence(*inputs, row, path)].to(device)
-            gaps.append((logits_BNV[row, path[-1]].float() - expected_V).abs().max() / expected_V.abs().max().clamp_min(1.0))
-    return float(torch.stack(gaps).max()) / (200 * torch.finfo(target.dtype).eps)
+            ids = _sequence(inputs, length, row, path)
+            if ids in expected:
+                gaps.append(_gap(target, logits_BNV[row, path[-1]], expected[ids]))
+    return max(gaps)
+
+
+def _gap(target: Probed, found_V: Tensor, expected_V: Tensor) -> float:
+    """The largest difference of two rows of logits, in units of the dtype's rounding tolerance."""
+    expected_V = expected_V.to(found_V.device)
+    worst = (found_V.float() - expected_V).abs().max() / expected_V.abs().max().clamp_min(1.0)
+    return float(worst) / (200 * torch.finfo(target.dtype).eps)

@@ -20,6 +20,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.shapes import TargetShape
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.fingerprint import fingerprint_of
+from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import Part
 from drafttrain.targets.probe import reference_logits
 
@@ -85,7 +86,7 @@ def whole_model_of(model: Any, part: Part) -> WholeModel:
     threads = torch.get_num_threads()
     if part.first:
         torch.set_num_threads(max(threads, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1))
-    logits = part.share(reference_logits(model) if part.first else {})
+    logits = part.share(reference_logits(model, LayerMasks(model.config.get_text_config()).longest) if part.first else {})
     torch.set_num_threads(threads)
     return WholeModel(fingerprint_of(model), model.get_output_embeddings().weight, logits)
 

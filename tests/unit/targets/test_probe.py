@@ -1,0 +1,156 @@
+"""The probe names the property that a model lacks. Each model here is a Llama with one fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.architectures import model_of
+from drafttrain.core.errors import UserError
+from drafttrain.model.target import Taps
+from drafttrain.targets import probe as probing
+from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.probe import long_prompt
+
+WIDE = 16  # a window that the probe's short rows do not reach
+TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+def with_other_logits(model: Any) -> None:
+    """The causal LM adds to what its output matrix gives."""
+    own = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        out.logits = out.logits + torch.linspace(0, 3, out.logits.shape[-1])
+        return out
+
+    model.forward = forward
+
+
+def with_forgotten_cache(model: Any) -> None:
+    """Attention sees new positions alone."""
+    own = model.model.forward
+
+    def forward(
+        input_ids: Any, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None, **more: Any
+    ) -> Any:
+        return own(input_ids, position_ids=position_ids, use_cache=False)
+
+    model.model.forward = forward
+
+
+def without_positions(model: Any) -> None:
+    """Positions follow the order of the tokens, whatever is asked for."""
+    own = model.model.forward
+
+    def forward(input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, **more: Any) -> Any:
+        more.pop("position_ids", None)
+        before = 0 if past_key_values is None else past_key_values.get_seq_length()
+        position_ids = before + torch.arange(input_ids.shape[1]).expand(input_ids.shape)
+        return own(input_ids, attention_mask, position_ids, past_key_values, **more)
+
+    model.model.forward = forward
+
+
+def without_rows(model: Any) -> None:
+    """The first row's mask serves all."""
+    own = model.model.forward
+
+    def forward(
+        input_ids: Any, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None, **more: Any
+    ) -> Any:
+        if attention_mask is not None:
+            attention_mask = attention_mask[:1].expand_as(attention_mask)
+        return own(input_ids, attention_mask, position_ids, past_key_values, **more)
+
+    model.model.forward = forward
+
+
+def without_branches(model: Any) -> None:
+    """New positions see each other in the order of the tokens."""
+    own = model.model.forward
+
+    def forward(
+        input_ids: Any, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None, **more: Any
+    ) -> Any:
+        N = input_ids.shape[1]
+        if attention_mask is not None and position_ids is not None:
+            columns = attention_mask.shape[-1] - N
+            begin = position_ids[:, :1]
+            attention_mask = torch.full_like(attention_mask, torch.finfo(attention_mask.dtype).min)
+            for row in range(len(input_ids)):
+                for n in range(N):
+                    attention_mask[row, :, n, : int(begin[row])] = 0
+                    attention_mask[row, :, n, int(begin[row]) : int(begin[row]) + n + 1] = 0
+            assert columns >= 0
+        return own(input_ids, attention_mask, position_ids, past_key_values, **more)
+
+    model.model.forward = forward
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "property"),
+    [
+        (with_other_logits, "Llama", r"\(head\)"),
+        (with_forgotten_cache, "Llama", r"\(cache\)"),
+        (without_rows, "Llama", r"\(mask\)"),
+        (without_positions, "Llama", r"\(positions\)"),
+    ],
+)
+def test_a_refusal_names_the_property(fault: Callable[[Any], None], name: str, property: str) -> None:
+    model = model_of(name)
+    fault(model)
+    with pytest.raises(UserError, match=rf"^LlamaForCausalLM cannot be decoded exactly: [^\n]*{property}; choose another"):
+        HFTarget(model)
+
+
+def test_a_model_that_ignores_branches_gets_chains() -> None:
+    model = model_of("Llama")
+    without_branches(model)
+    target = HFTarget(model)
+    assert not target.trees and target.chains_reason == "its attention does not follow a mask of branches"
+
+
+@pytest.mark.parametrize(("name", "reason"), [("MPT", "takes no positions"), ("Qwen3-Next", "recurrent state")])
+def test_chains_have_their_reason(name: str, reason: str) -> None:
+    target = HFTarget(model_of(name))
+    assert not target.trees and reason in str(target.chains_reason)
+
+
+@pytest.mark.parametrize("runner", [HFTarget, FastTarget])
+def test_windows_are_reached(runner: type[HFTarget], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask without the window is right for short texts alone."""
+    model = model_of("Mistral", sliding_window=WIDE)
+    assert long_prompt(model, WIDE) == (WIDE + 5,) and long_prompt(model, 0) == () and long_prompt(model, 10**9) == ()
+    own = runner(model)
+    assert own.trees and own.longest_reach == WIDE
+    reference = probing.reference_logits(model, WIDE)
+    monkeypatch.setattr(runner, "reference_logits", lambda self: reference)
+    monkeypatch.setattr(runner, "longest_reach", WIDE)
+    with pytest.raises(UserError, match=r"behind 16 positions its logits with a cache are others \(windows\)"):
+        runner(model_of("Mistral", sliding_window=4 * WIDE))
+
+
+class Doubled(HFTarget):
+    """Taps twice the output of block 1."""
+
+    def _hook(self, number: int) -> Any:
+        own = super()._hook(number)
+        return own if number != 1 else lambda module, args, output: own(module, args, output * 2)
+
+
+def test_a_wrong_tap_is_refused_when_it_is_read() -> None:
+    target, position_1T = Doubled(model_of("Llama")), torch.arange(5)[None]
+    assert target.trees and target.wrong_tap == 1 and HFTarget(model_of("Llama")).wrong_tap is None
+    with pytest.raises(UserError, match=r"block 1 of LlamaForCausalLM is not the hidden state behind it \(taps\)"):
+        target(TOKENS, None, None, position_1T, Taps((1,)))
+    target(TOKENS, None, None, position_1T, Taps(final=True))
+
+
+def test_prompts_of_the_probe_fit_small_vocabularies() -> None:
+    assert HFTarget(model_of("Llama", vocab_size=5)).trees
