@@ -175,7 +175,7 @@ class HFTarget(PrunedTarget):
     ) -> TargetOut:
         if taps.blocks and self.wrong_tap is not None:
             raise UserError(
-                f"the output of block {self.wrong_tap} of {type(self.model).__name__} is not the hidden state behind it (taps); "
+                f"the output of block {self.wrong_tap} of {type(self.model).__name__} is no hidden state of it (taps); "
                 "choose a drafter that reads the target's last state alone"
             )
         inputs = self._inputs(token_BN, kv, ancestor_BNN, position_BN)

@@ -147,7 +147,7 @@ class Doubled(HFTarget):
 def test_a_wrong_tap_is_refused_when_it_is_read() -> None:
     target, position_1T = Doubled(model_of("Llama")), torch.arange(5)[None]
     assert target.trees and target.wrong_tap == 1 and HFTarget(model_of("Llama")).wrong_tap is None
-    with pytest.raises(UserError, match=r"block 1 of LlamaForCausalLM is not the hidden state behind it \(taps\)"):
+    with pytest.raises(UserError, match=r"block 1 of LlamaForCausalLM is no hidden state of it \(taps\)"):
         target(TOKENS, None, None, position_1T, Taps((1,)))
     target(TOKENS, None, None, position_1T, Taps(final=True))
 
