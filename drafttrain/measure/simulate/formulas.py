@@ -29,6 +29,14 @@ def speedup(tokens: float, draft: float, verify: float, other: float = 0.0) -> f
     return tokens / (draft + verify + other)
 
 
+def distinct_experts(tokens: float, experts: int, chosen: int) -> float:
+    """The expected number of distinct experts of a layer that `tokens` tokens read, each choosing `chosen` of `experts`.
+
+    E (1 - (1 - k / E)^m), for tokens that choose independently. Texts choose alike, so that real numbers are lower.
+    """
+    return experts * (1.0 - (1.0 - chosen / experts) ** tokens)
+
+
 def operations(tokens: float, K: int, draft_operations: float) -> float:
     """Arithmetic per token of a chain, as a multiple of plain decoding's (their theorem 3.11).
 

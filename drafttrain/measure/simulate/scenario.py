@@ -6,27 +6,54 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from drafttrain.core.tree import Path
-from drafttrain.measure.simulate.formulas import Ranks, best_tree, expected_tokens, full_tree, speedup, tree_tokens
+from drafttrain.measure.simulate.formulas import (
+    Ranks,
+    best_tree,
+    distinct_experts,
+    expected_tokens,
+    full_tree,
+    speedup,
+    tree_tokens,
+)
 
 MOST_BATCH = 4096  # largest batch size of the search for a break-even
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The mixture-of-experts layers of a target."""
+
+    count: int  # experts of a layer, E
+    chosen: int  # that a token is sent to, k
+    share: float  # of what a plain step of one token reads, in routed experts' weights
+
+    def pass_cost(self, tokens: float) -> float:
+        """What a pass over these tokens reads, in plain steps of one token: dense weights once, distinct experts each once."""
+        return 1.0 - self.share + self.share * distinct_experts(tokens, self.count, self.chosen) / self.chosen
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
     """Costs in plain decode steps at the same batch size.
 
-    A target pass over T tokens costs 1 + token (T - 1) plain steps of batch 1, because it reads the weights once. A
-    verification of `nodes` for each of B sequences costs c_v = (1 + token (B nodes - 1)) / (1 + token (B - 1)).
+    A target pass over T tokens costs R(T) + token (T - 1) plain steps of batch 1. R(T) is what it reads: 1, the weights once,
+    or with experts `Experts.pass_cost(T)`. A verification of `nodes` for each of B sequences costs c_v, the pass over
+    B nodes tokens in passes over B tokens.
     """
 
     draft: float  # one draft pass
     token: float  # each further token in a target pass, in plain steps of batch 1
     other: float = 0.0  # the rest of a decode step
     parallel: bool = False  # one draft pass gives all drafts
+    experts: Experts | None = None  # of a target whose layers are mixtures; None: it reads the same weights for any tokens
 
     def verify(self, nodes: float, batch: int = 1) -> float:
         """c_v, the cost of a verification. nodes: root included."""
-        return (1.0 + self.token * (batch * nodes - 1.0)) / (1.0 + self.token * (batch - 1.0))
+        return self._pass(batch * nodes) / self._pass(batch)
+
+    def _pass(self, tokens: float) -> float:
+        read = 1.0 if self.experts is None else self.experts.pass_cost(tokens)
+        return read + self.token * (tokens - 1.0)
 
     def passes(self, depth: int) -> int:
         return min(1, depth) if self.parallel else depth
@@ -99,9 +126,12 @@ class Scenario:
         return _bisect(lambda alpha: self.at(alpha).best_chain().speedup >= 1.0, 0.0, 1.0)
 
     def break_even_batch(self) -> int | None:
-        """The least batch size at which no chain is faster than plain decoding; None if there is none up to `MOST_BATCH`."""
+        """The least batch size from which on no chain is faster than plain decoding; None: none up to `MOST_BATCH`."""
         if self.best_chain(MOST_BATCH).speedup >= 1.0:
             return None
+        if self.costs.experts is not None:  # large batches read all experts anyway, so that a verification may get cheaper
+            faster = (batch for batch in range(MOST_BATCH, 0, -1) if self.best_chain(batch).speedup >= 1.0)
+            return next(faster, 0) + 1
         low, high = 0, MOST_BATCH  # in plain steps, a verification never gets cheaper with a larger batch
         while high - low > 1:
             middle = (low + high) // 2

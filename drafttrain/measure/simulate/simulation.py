@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from drafttrain.core.errors import UserError, check_at_least
 from drafttrain.measure.simulate import SimulateOptions
 from drafttrain.measure.simulate.formulas import Ranks, best_tree, full_tree, geometric_ranks, shifted
 from drafttrain.measure.simulate.measured import Measured
-from drafttrain.measure.simulate.scenario import Scenario, Shape, StepCosts
+from drafttrain.measure.simulate.scenario import Experts, Scenario, Shape, StepCosts
 from drafttrain.measure.simulate.toy import Trial, sampled_chain, tree_trial
 
 ASSUMED = {"alpha": 0.7, "draft": 0.05, "token": 0.01, "other": 0.0}
@@ -108,11 +108,18 @@ def scenario_of(options: SimulateOptions, measured: Measured | None) -> tuple[Sc
         other=ASSUMED["other"] if measured is None else measured.other,
     )
     overrides = {"draft": options.draft_cost, "token": options.token_cost, "other": options.other_cost}
-    costs = StepCosts(
-        **{**asdict(known), **{k: v for k, v in overrides.items() if v is not None}, "parallel": options.parallel}
+    costs = replace(
+        known, **{k: v for k, v in overrides.items() if v is not None}, parallel=options.parallel, experts=experts_of(options)
     )
     ranks = _ranks(options, measured, alpha_K, value if relative else None)
     return Scenario(alpha_K, ranks, costs, options.lengths), value if relative else None
+
+
+def experts_of(options: SimulateOptions) -> Experts | None:
+    """The target's experts, if the options describe some."""
+    if not options.experts:
+        return None
+    return Experts(options.experts, options.experts_per_token, options.expert_share)
 
 
 def alpha_of(text: str | None) -> tuple[float | None, bool]:
@@ -129,6 +136,18 @@ def check(options: SimulateOptions) -> None:
     costs = (options.draft_cost, options.token_cost, options.other_cost)
     if any(cost is not None and cost < 0 for cost in costs):
         raise UserError("simulate.draft_cost, token_cost and other_cost are in plain steps; set them to 0 or more")
+    if options.experts and not 1 <= options.experts_per_token <= options.experts:
+        raise UserError(
+            f"simulate.experts_per_token is {options.experts_per_token}; give how many of a layer's {options.experts} experts "
+            "a token is sent to"
+        )
+    if options.experts and not 0.0 < options.expert_share < 1.0:
+        raise UserError(
+            f"simulate.expert_share is {options.expert_share}; give the routed experts' share of the weights that a plain step "
+            "of one token reads, within 0 and 1"
+        )
+    if options.experts < 0 or (not options.experts and (options.experts_per_token or options.expert_share)):
+        raise UserError(f"simulate.experts is {options.experts}; give a layer's experts, or 0 for a dense target")
     for name in ("lengths", "batch_sizes"):
         if not getattr(options, name) or min(getattr(options, name)) < 1:
             raise UserError(f"simulate.{name} is {getattr(options, name)}; give one or more numbers of at least 1")

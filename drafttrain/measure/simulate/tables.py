@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from drafttrain.measure.cells import console_table
-from drafttrain.measure.simulate.formulas import operations
-from drafttrain.measure.simulate.scenario import MOST_BATCH
+from drafttrain.measure.simulate.formulas import distinct_experts, operations
+from drafttrain.measure.simulate.scenario import MOST_BATCH, Experts
 from drafttrain.measure.simulate.simulation import Simulation
 
 
@@ -19,11 +19,20 @@ def assumptions(simulation: Simulation) -> list[str]:
     where = "at every position" if len(scenario.alpha_K) == 1 else "by position, the last one for all later positions"
     passes = "one pass gives all drafts" if costs.parallel else "one pass per draft"
     own = "assumed" if simulation.measured is None else f"from {simulation.measured.name} unless set"
+    lines = [] if costs.experts is None else [experts_line(costs.experts)]
     return [
         f"acceptance {alphas} {where}",
         f"costs in plain steps: {costs.draft:.3g} for a draft pass ({passes}), {costs.token:.3g} for each further token in the "
         f"target's pass, {costs.other:.3g} for the rest of a step ({own})",
+        *lines,
     ]
+
+
+def experts_line(experts: Experts) -> str:
+    """How many experts passes of some sizes read, and what the passes cost by that."""
+    E, k = experts.count, experts.chosen
+    passes = ", ".join(f"{m} tokens {distinct_experts(m, E, k):.0f} ({experts.pass_cost(m):.2f})" for m in (1, 4, 8, 16))
+    return f"a layer has {E} experts, a token reads {k}; distinct experts, and reads in plain steps, of {passes}"
 
 
 def chain_table(simulation: Simulation, alphas: Sequence[float], draft_operations: float) -> Table:

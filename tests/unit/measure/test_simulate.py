@@ -18,6 +18,7 @@ from drafttrain.core.tree import TreeShape, arrivals
 from drafttrain.measure.simulate import SimulateOptions
 from drafttrain.measure.simulate.formulas import (
     best_tree,
+    distinct_experts,
     expected_tokens,
     full_tree,
     geometric_ranks,
@@ -26,7 +27,7 @@ from drafttrain.measure.simulate.formulas import (
     tree_tokens,
 )
 from drafttrain.measure.simulate.measured import Measured, token_cost
-from drafttrain.measure.simulate.scenario import MOST_BATCH, Scenario, StepCosts
+from drafttrain.measure.simulate.scenario import MOST_BATCH, Experts, Scenario, StepCosts
 from drafttrain.measure.simulate.simulation import alpha_of, run_simulation
 from drafttrain.measure.simulate.toy import sampled_chain, tree_trial
 from tests.runs import report, version_1, write
@@ -104,6 +105,49 @@ def test_verifying_costs_more_in_a_batch() -> None:
     assert costs.verify(6, 100_000) == pytest.approx(6.0, abs=0.01)
     assert StepCosts(0.1, 0.0, 0.2, parallel=True).speedup(2.0, 4, 5) == pytest.approx(2 / 1.3)
     assert StepCosts(0.1, 0.0, 0.2).speedup(2.0, 4, 5) == pytest.approx(2 / 1.6)
+
+
+@pytest.mark.parametrize(
+    ("experts", "chosen", "found"), [(128, 4, (4, 15, 29, 51)), (256, 8, (8, 31, 57, 102)), (128, 8, (8, 29, 52, 82))]
+)
+def test_distinct_experts(experts: int, chosen: int, found: tuple[int, ...]) -> None:
+    """gpt-oss-120b, DeepSeek-V3 and Qwen3-30B at 1, 4, 8 and 16 tokens."""
+    assert tuple(round(distinct_experts(tokens, experts, chosen)) for tokens in (1, 4, 8, 16)) == found
+
+
+def test_a_verification_reads_distinct_experts() -> None:
+    experts = Experts(128, 8, 0.8)
+    costs = StepCosts(draft=0.05, token=0.0, experts=experts)
+    assert experts.pass_cost(1) == pytest.approx(1.0) and experts.pass_cost(10**6) == pytest.approx(0.2 + 0.8 * 16)
+    assert costs.verify(5) == pytest.approx(0.2 + 0.8 * distinct_experts(5, 128, 8) / 8)
+    assert costs.verify(5, 4) == pytest.approx(experts.pass_cost(20) / experts.pass_cost(4))
+    assert costs.verify(5) > costs.verify(5, 8) > costs.verify(5, 64) > 1.0  # a large batch reads them all anyway
+    dense = replace(costs, experts=None)
+    assert dense.verify(5) == 1.0
+
+
+def test_with_experts_the_break_even_batch_is_the_last_crossing() -> None:
+    """Chains may pay at large batches and not at small ones; from the break-even on they never do."""
+    scenario = Scenario((0.5,), [[0.5]] * 10, StepCosts(0.1, 0.008, experts=Experts(128, 4, 0.9)))
+    found = scenario.break_even_batch()
+    assert found is not None and scenario.best_chain(1).speedup < 1.0 <= scenario.best_chain(found - 1).speedup
+    assert all(scenario.best_chain(batch).speedup < 1.0 for batch in range(found, MOST_BATCH, 100))
+
+
+def test_tokens_that_choose_by_themselves_read_as_many_experts_as_the_formula_says() -> None:
+    """A tiny mixture of experts with a random router and random states."""
+    from benchmarks.architectures import model_of
+
+    torch.manual_seed(0)
+    layer = model_of("Qwen3-MoE", num_experts=32, num_experts_per_tok=4).model.layers[0]
+    chosen: list[torch.Tensor] = []
+    layer.mlp.gate.register_forward_hook(lambda module, args, output: chosen.append(output[-1]))
+    with torch.no_grad():
+        for _ in range(100):
+            layer.mlp(torch.randn(1, 16, 64))
+    for tokens in (1, 4, 16):
+        counted = [len(index_Tk[:tokens].unique()) for index_Tk in chosen]
+        assert sum(counted) / len(counted) == pytest.approx(distinct_experts(tokens, 32, 4), rel=0.15)
 
 
 def test_break_even_points_are_where_the_best_chain_crosses_one() -> None:
