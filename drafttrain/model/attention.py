@@ -31,7 +31,7 @@ from drafttrain.ops.append import append
 from drafttrain.ops.rms_norm import norm
 from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of, bits_of, causal_bits
 
-FEW = 64  # positions of a text up to which the operators that read pages in place are faster
+FEW = 64  # new positions up to which the compiled operator is faster, and for a text the operators of a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,12 @@ class AttentionMetadata:
         self._masks: dict[tuple[int | None, int], Tensor | None] = {}
         self._visible: dict[int | None, Tensor] = {}
         self.pages = kv.page_view() if kv is not None and whole <= (FEW if text else MOST_NODES) else None
-        few, width = kv is not None and self.pages is not None, cos_MD.shape[1]
+        in_place, width = kv is not None and self.pages is not None, cos_MD.shape[1]
         # one compiled operator appends and attends; it runs on a CPU
+        few = in_place and position_BN.shape[1] <= FEW
         self.compiled = few and not cos_MD.is_cuda and library.serves(cos_MD) and width in range(2, 257, 2)
         # two kernels append and attend; they run on a GPU, and their launch does not depend on the rows' lengths
-        self.two_kernels = few and not self.compiled and kv is not None and pages_in_place(kv) is not None
+        self.two_kernels = in_place and not self.compiled and kv is not None and pages_in_place(kv) is not None
         if self.compiled:
             self.position_BN = position_BN.contiguous()
             seen = self.ancestor_BNN if bits_BNw is None else bits_BNw

@@ -257,9 +257,6 @@ CASES = {
     "sliding-far": (2, 5, 2, 1, 128, 100, True, False, 400),
     "wide": (2, 6, 2, 2, 256, None, False, False, 40),
     "empty": (2, 17, 4, 4, 48, None, False, False, 1),
-    "two words": (2, 65, 4, 2, 32, None, False, True, 100),
-    "four words": (1, 256, 2, 1, 16, None, False, False, 60),
-    "words and window": (2, 150, 2, 2, 16, 4, False, False, 60),
 }
 
 
@@ -280,7 +277,7 @@ def test_attend(poison: None, case: str, dtype: torch.dtype) -> None:
     qkv = torch.randn(rows, nodes, (heads + 2 * kv_heads) * width).to(dtype)
     found = []
     for function in (attend_op.attend, attend_op.reference):
-        kv = KVCache(2, rows + 1, 512, pages=rows * 20)
+        kv = KVCache(2, rows + 1, 512, pages=rows * 16)
         kv.allocate(kv_heads, width, dtype)
         kv.storage.stores[0].fill_(torch.nan if function is attend_op.attend else 0.0)
         kv.storage.free = torch.randperm(kv.pages, generator=torch.Generator().manual_seed(1)).tolist()
@@ -308,7 +305,7 @@ def test_attend(poison: None, case: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "parts"), [(32, (1, 5, 13, 14)), (80, (1, 5, 13, 14)), (16, (3, 64, 70, 140, 190))])
+@pytest.mark.parametrize(("width", "parts"), [(32, (1, 5, 13, 14)), (80, (1, 5, 13, 14)), (16, (3, 64, 70, 130, 190))])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("function", [attend_op.attend, attend_op.reference])
 def test_a_tree_attends_alike_in_one_pass_and_in_generations(

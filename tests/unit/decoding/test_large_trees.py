@@ -103,7 +103,7 @@ def test_tokens_are_the_same_with_two_kernels_as_on_a_gpu(nodes: int, monkeypatc
 
     def apart(meta: AttentionMetadata, kv: Any, *rest: Any) -> None:
         made(meta, kv, *rest)
-        meta.two_kernels, meta.compiled = kv is not None and kv.static and meta.compiled, False
+        meta.two_kernels, meta.compiled = kv is not None and kv.static and meta.pages is not None, False
         if meta.two_kernels:
             words[meta.bits_BNw.shape[2]] += 1
 
