@@ -175,6 +175,8 @@ def _description(options: TargetOptions, target: HFTarget, parameters: int) -> d
         "parameters": parameters,
         "fingerprint": target.fingerprint,
     }
+    if isinstance(target, VisionTarget):
+        described["image_inputs"] = target.drafter_inputs
     return described | asdict(target.shape)
 
 
