@@ -44,7 +44,8 @@ def with_options(options: Options, changes: Mapping[str, Any], group: str) -> Op
 
 def target_options(loaded: LoadedTarget) -> TargetOptions:
     """The options of a target that is loaded."""
-    return TargetOptions(**{name: loaded.description[name] for name in RECORDED}, device=str(loaded.target.device))
+    recorded = {name: loaded.description[name] for name in (*RECORDED, "image_inputs") if name in loaded.description}
+    return TargetOptions(**recorded, device=str(loaded.target.device))
 
 
 def for_drafter(run: Run, loaded: LoadedTarget, drafter: Any) -> Run:

@@ -52,6 +52,7 @@ class TargetRecord:
     blocks: int
     fingerprint: str
     weights: str | None = None  # int8, int4: they were quantised
+    image_inputs: str | None = None  # what the drafter read at images; left out for targets of text alone
 
     @staticmethod
     def of(loaded: LoadedTarget) -> TargetRecord:
@@ -66,6 +67,7 @@ class TargetRecord:
             blocks=shape.blocks,
             fingerprint=loaded.target.fingerprint,
             weights=about["weights"],
+            image_inputs=about.get("image_inputs"),
         )
 
 
@@ -102,6 +104,8 @@ def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointM
     )
     (directory / WEIGHTS).write_bytes(weights)
     content = dataclasses.asdict(done)
+    if content["target"]["image_inputs"] is None:
+        del content["target"]["image_inputs"]
     write_sealed_json(directory / META, {k: v for k, v in content.items() if k not in ("adapter", "imported") or v is not None})
     return done
 

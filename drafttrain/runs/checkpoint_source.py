@@ -59,7 +59,7 @@ class CheckpointSource:
         return None if self.meta is None else self.meta.step
 
     def target(self, options: TargetOptions) -> TargetOptions:
-        """The target that the user names, else the one that the checkpoint records.
+        """The target that the user names, else the one that the checkpoint records; images as in training.
 
         Raises UserError for a target of another shape, before its weights are read.
         """
@@ -67,6 +67,8 @@ class CheckpointSource:
             return options
         if options.name == "embedded" and self.meta.target.name != "embedded":
             options = replace(options, **{name: getattr(self.meta.target, name) for name in RECORDED})
+        if self.meta.target.image_inputs is not None:
+            options = replace(options, image_inputs=self.meta.target.image_inputs)
         check_shape(self.directory, self.meta.target, load_shape(options))
         return options
 

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,7 +111,7 @@ class ImageReader:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"known": {}, "_by_source": {}}
 
-    @property
+    @cached_property
     def digest(self) -> str:
         settings = json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
         return hashlib.sha256(settings.encode()).hexdigest()
@@ -145,16 +146,17 @@ class ImageReader:
 
     def read(self, source: str, origin: str) -> ImageRef:
         """Open an image and count its rows. Raises UserError that names the origin."""
-        if source not in self._by_source:
+        name = _version_of(source)
+        if name not in self._by_source:
             content = content_of(source, origin)
             digest = self._digest(content)
             made = self._processed(content, source, origin)
             rows = self.fixed or int(made["image_grid_thw"][0].prod()) // self.processor.merge_size**2
             if rows > MOST_ROWS:
                 raise UserError(f"{origin}: image {named(source)} has {rows:,} rows, more than {MOST_ROWS:,}; make it smaller")
-            self._by_source[source] = ImageRef(source, digest, rows)
-            self.add([self._by_source[source]])
-        return self._by_source[source]
+            self._by_source[name] = ImageRef(source, digest, rows)
+            self.add([self._by_source[name]])
+        return self._by_source[name]
 
     def add(self, images: Iterable[ImageRef]) -> None:
         for image in images:
@@ -196,6 +198,14 @@ class ImageReader:
                 f"{origin}: the target's image processor cuts images into crops; set do_pan_and_scan to false in it"
             )
         return made
+
+
+def _version_of(source: str) -> str:
+    """A name of an image's file as it is now."""
+    if source.startswith(INLINE) or not (path := Path(source)).is_file():
+        return source
+    about = path.stat()
+    return f"{source}:{about.st_mtime_ns}:{about.st_size}"
 
 
 def _unnamed(reason: str) -> str:

@@ -178,6 +178,8 @@ def _description(options: TargetOptions, target: HFTarget, parameters: int) -> d
     }
     cache = target.cache_bytes()
     described |= {"kv_bytes_per_position": cache.position, "state_bytes_per_request": cache.states}
+    if isinstance(target, VisionTarget):
+        described["image_inputs"] = target.drafter_inputs
     return described | asdict(target.shape)
 
 

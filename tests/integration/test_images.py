@@ -47,6 +47,8 @@ def test_a_drafter_is_trained_measured_and_exported(
     assert entry["exact_matches"] == entry["transformers_exact_matches"] == 4
     capsys.readouterr()
     (checkpoint,) = (tmp_path / "out").rglob("step-00003")
+    recorded = json.loads((checkpoint / "drafter.json").read_text())["target"]["image_inputs"]
+    assert recorded == ("placeholder" if "target.image_inputs=placeholder" in more else "fused")
     stack = "vllm" if recipe == "medusa" else "sglang"
     exported = command("export", f"checkpoint={checkpoint}", target, f"format={stack}", f"out={tmp_path / 'export'}")
     if recipe == "medusa":
