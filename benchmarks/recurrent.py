@@ -2,8 +2,8 @@
 
     python -m benchmarks.recurrent [--architecture NAME] [--repeats 5] [--json FILE]
 
-The target is a random model of a few million parameters. The perfect drafter costs nothing and is always right; the other one is
-wrong at each third position, so that states are taken back in most steps. Before timing, all sides must give the same tokens.
+The target is a random model of a few million parameters. One drafter is always right and costs nothing; the other one is wrong
+at each third position, so that states are taken back in most steps. Before timing, all sides must give the same tokens.
 """
 
 from __future__ import annotations
