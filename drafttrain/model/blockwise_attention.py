@@ -76,9 +76,8 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     try:
         with torch.enable_grad():
             for attend in (block_mask_attention, _tiled):
-                inputs = [
-                    torch.randn(s, generator=generator.manual_seed(i), device=device, dtype=dtype) for i, s in enumerate(sizes)
-                ]
+                random = torch.Generator(device).manual_seed(0)
+                inputs = [torch.randn(size, generator=random, device=device, dtype=dtype) for size in sizes]
                 out = attend(*(x.requires_grad_() for x in inputs), seen)
                 found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True))
