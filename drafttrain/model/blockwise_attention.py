@@ -80,7 +80,7 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, width: int) -> bool:
                 inputs = [torch.randn(size, generator=random, device=device, dtype=dtype) for size in sizes]
                 out = attend(*(x.requires_grad_() for x in inputs), seen)
                 found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-        apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True))
+        apart = max(float((a.detach() - b.detach()).abs().max() / b.detach().abs().max()) for a, b in zip(*found, strict=True))
         if apart > 5e-2:
             raise RuntimeError(f"its results are {apart:.1e} apart")
     except (TorchDynamoException, RuntimeError) as error:
