@@ -26,6 +26,9 @@ def rms_norm(x_H: Tensor, delta_H: Tensor | None, weight_H: Tensor, eps: float) 
 def trained_norm(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """The norm of x times the weight, with gradients, in training. The input and one number per row are kept for the backward
     pass."""
+    if torch.compiler.is_compiling():  # the compiler fuses the operators itself, and cannot look into our kernels
+        wide_H = _wide(x_H)
+        return (wide_H * torch.rsqrt(wide_H.square().mean(-1, keepdim=True) + eps)).to(x_H.dtype) * weight_H
     out_H: Tensor = _Norm.apply(x_H, weight_H, eps)
     return out_H
 
@@ -48,7 +51,6 @@ class _Norm(torch.autograd.Function):
         return out_H
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_H: Tensor) -> tuple[Tensor, Tensor, None]:
         x_H, weight_H, scale_1 = ctx.saved_tensors
         if not _kernels(x_H, weight_H, grad_H):
