@@ -78,7 +78,8 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, width: int) -> bool:
             for attend in (block_mask_attention, _tiled):
                 random = torch.Generator(device).manual_seed(0)
                 inputs = [torch.randn(size, generator=random, device=device, dtype=dtype) for size in sizes]
-                out = attend(*(x.requires_grad_() for x in inputs), seen)
+                q, k, v, context_k, context_v = (x.requires_grad_() for x in inputs)
+                out = attend(q, k, v, context_k, context_v, seen)
                 found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
         apart = max(float((a.detach() - b.detach()).abs().max() / b.detach().abs().max()) for a, b in zip(*found, strict=True))
         if apart > 5e-2:

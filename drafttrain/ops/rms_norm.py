@@ -29,7 +29,7 @@ def trained_norm(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses the operators itself, and cannot look into our kernels
         wide_H = _wide(x_H)
         return (wide_H * torch.rsqrt(wide_H.square().mean(-1, keepdim=True) + eps)).to(x_H.dtype) * weight_H
-    out_H: Tensor = _Norm.apply(x_H, weight_H, eps)
+    out_H: Tensor = _Norm.apply(x_H, weight_H, eps)  # type: ignore[no-untyped-call]
     return out_H
 
 
