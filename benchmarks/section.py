@@ -20,6 +20,7 @@ class Settings:
     divide: int = 1  # all sizes are divided by it
     say: Callable[[str], None] = lambda text: None  # shows a line of progress
     base: Path | None = None  # an older checkout to compare with
+    rivals: Path | None = None  # an interpreter with other toolkits
 
     def of(self, size: int, least: int = 1) -> int:
         """A size, divided."""

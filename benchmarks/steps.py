@@ -40,8 +40,8 @@ CLOSE = {"float32": 1e-4, "bfloat16": 2e-2}
 class Side:
     """One checkout's process."""
 
-    def __init__(self, python: Path) -> None:
-        command = [str(python), str(WORKER)]
+    def __init__(self, python: Path, worker: Path = WORKER, *arguments: str) -> None:
+        command = [str(python), str(worker), *arguments]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, what: str, case: dict[str, Any]) -> dict[str, float]:

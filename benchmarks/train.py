@@ -1,6 +1,7 @@
 """Training compared with named alternatives, as ratios taken in one run: interleaved, median of repeats.
 
     python -m benchmarks.train [SECTION ...] [--repeats 5] [--device auto] [--divide N] [--results DIR] [--base DIR]
+                             [--rivals PYTHON]
 
 The compared sides of a section must compute the same before timing; otherwise only that is printed, and the exit code is 1.
 Each section writes its figures to DIR/SECTION.json, and a plot where there is one.
@@ -10,6 +11,7 @@ compared with one that keeps all logits: time and peak memory by vocabulary and 
 drafters, compared with a dense mask: time and peak memory by length. overlap: the target's next states started before the
 drafter's step, compared with one after the other. reading: cached features read while the batch before them trains, compared
 with one after the other. steps: a drafter's step compared with the one of an older checkout, --base; without it, alone.
+rivals: an EAGLE-3 step compared with other toolkits' modules, --rivals; without it, left out.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from benchmarks.objective import objective
 from benchmarks.overlap import overlap
 from benchmarks.packing import packing
 from benchmarks.reading import reading
+from benchmarks.rival_steps import rivals
 from benchmarks.section import Found, Settings
 from benchmarks.steps import steps
 from drafttrain.cli.quiet import quiet
@@ -40,6 +43,7 @@ SECTIONS: dict[str, Callable[[Settings], Found]] = {
     "overlap": overlap,
     "reading": reading,
     "steps": steps,
+    "rivals": rivals,
 }
 RESULTS = Path("outputs") / "benchmarks" / "train"
 
@@ -51,6 +55,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--divide", type=int, default=1, help="all sizes by this, where time or memory is short")
     parser.add_argument("--base", type=Path, help="an older checkout with its .venv, for steps")
+    parser.add_argument("--rivals", type=Path, help="an interpreter with the other toolkits, for rivals")
     parser.add_argument("--results", type=Path, default=RESULTS)
     found = parser.parse_args(given)
     if unknown := [name for name in found.sections if name not in SECTIONS]:
@@ -68,7 +73,12 @@ def main(given: list[str] | None = None) -> int:
     asked, differ, console = arguments(given), False, Console(width=WIDTH)
     quiet()
     settings = Settings(
-        asked.device, asked.repeats, asked.divide, lambda text: console.print(text, style="dim", soft_wrap=True), asked.base
+        asked.device,
+        asked.repeats,
+        asked.divide,
+        lambda text: console.print(text, style="dim", soft_wrap=True),
+        asked.base,
+        asked.rivals,
     )
     for name in asked.sections or SECTIONS:
         try:

@@ -1,7 +1,8 @@
 """Attention of many blocks of slots, each to its own part of one context (arXiv 2602.06036, section 4; 2602.01469).
 
 Blocks are computed a few at a time, a tile: no mask or score of all slots is in memory at once. On a CPU a tile has only the
-part of the context that its blocks see, and the backward pass gives torch's kernel each tile's output and log-sum-exp.
+part of the context that its blocks see, and the backward pass gives torch's kernel each tile's output and log-sum-exp. On a GPU
+FlexAttention computes all blocks in one kernel in training, where it gives the tiles' results.
 
 Shapes: B rows, T positions of the context, A blocks of a row, C of them at once, S slots of a block, R = C S, P keys of a tile,
 h heads, g KV heads, x = h / g, D head width.
@@ -9,8 +10,10 @@ h heads, g KV heads, x = h / g, D head width.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drafttrain.model.batch import Context
+from drafttrain.model.block_mask_attention import block_mask_attention
 
 LEAST_TILE, MOST_TILE = 64, 512  # slots whose attention is computed at once in training
 aten = torch.ops.aten
@@ -55,6 +59,49 @@ def blockwise_attention(
         tiles = Tiles(seen, rule, max(1, LEAST_TILE // S), S)
         out_BhASD: Tensor = _Tiled.apply(tiles, q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD)
         return out_BhASD
+    if torch.is_grad_enabled() and q_BhASD.is_cuda and _has_kernel(q_BhASD.device, q_BhASD.dtype, q_BhASD.shape[-1]):
+        blocks = (q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD)
+        return block_mask_attention(*blocks, seen, rule.chained, rule.window, rule.scale)
+    return _tiled(q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD, seen, rule)
+
+
+@cache
+def _has_kernel(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether FlexAttention compiles here and agrees with the tiles; if not, a warning says why."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    sizes = [(1, 4, 20, 8, width), *[(1, 2, 20, 8, width)] * 2, *[(1, 2, 150, width)] * 2]
+    last_1A = torch.arange(7, 147, 7, device=device)[None]
+    seen, found = Context(torch.zeros_like(last_1A), last_1A), list[list[Tensor]]()
+    try:
+        with torch.enable_grad():
+            for attend in (block_mask_attention, _tiled):
+                random = torch.Generator(device).manual_seed(0)
+                inputs = [torch.randn(size, generator=random, device=device, dtype=dtype) for size in sizes]
+                q, k, v, context_k, context_v = (x.requires_grad_() for x in inputs)
+                out = attend(q, k, v, context_k, context_v, seen)
+                found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+        apart = max(float((a.detach() - b.detach()).abs().max() / b.detach().abs().max()) for a, b in zip(*found, strict=True))
+        if apart > 5e-2:
+            raise RuntimeError(f"its results are {apart:.1e} apart")
+    except (TorchDynamoException, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        warnings.warn(f"FlexAttention is not used for blocks of slots, tiles are: {reason}", stacklevel=2)
+        return False
+    return True
+
+
+def _tiled(
+    q_BhASD: Tensor,
+    k_BhASD: Tensor,
+    v_BhASD: Tensor,
+    context_k_BhTD: Tensor,
+    context_v_BhTD: Tensor,
+    seen: Context,
+    rule: Rule = WHOLE,
+) -> Tensor:
+    """Tile by tile, by torch's attention under a mask."""
+    A, S = q_BhASD.shape[2:4]
     slots = min(max(context_k_BhTD.shape[2] // 2, LEAST_TILE), MOST_TILE)  # scores between its blocks are masked, wasted
     blocks = max(1, slots // S)
     again, mixed = torch.is_grad_enabled() and blocks < A, []

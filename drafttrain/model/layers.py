@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drafttrain.model.shapes import SCALINGS, LayerShape, TargetShape
+from drafttrain.ops.gated import gate
 from drafttrain.ops.linear import PACKS, linear
-from drafttrain.ops.rms_norm import rms_norm
+from drafttrain.ops.rms_norm import rms_norm, trained_norm
 
 
 class RMSNorm(nn.Module):
@@ -36,8 +37,7 @@ class RMSNorm(nn.Module):
     def forward(self, x_H: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return rms_norm(x_H, None, self.weight, self.eps)[1]
-        wide_H = x_H.float()
-        return (wide_H * torch.rsqrt(wide_H.pow(2).mean(-1, keepdim=True) + self.eps)).to(x_H.dtype) * self.weight
+        return trained_norm(x_H, self.weight, self.eps)
 
 
 class Linear(nn.Linear):
@@ -71,7 +71,10 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_H: Tensor) -> Tensor:
-        out_H: Tensor = self.down_proj(F.silu(self.gate_proj(x_H)) * self.up_proj(x_H))
+        if torch.is_grad_enabled():
+            out_H: Tensor = self.down_proj(gate(self.gate_proj(x_H), self.up_proj(x_H)))
+            return out_H
+        out_H = self.down_proj(F.silu(self.gate_proj(x_H)) * self.up_proj(x_H))
         return out_H
 
 

@@ -22,23 +22,29 @@ class Scores(torch.autograd.Function):
     """Autograd function: (loss_C, hit_C, mass_C) from the logits of both models.
 
     It saves one tensor for the backward pass, dloss/dlogits, which is computed together with the loss (`ops.divergence`).
-    spend: it may take the place of the logits, which nothing reads afterwards.
+    spend: it may take the place of the logits, which nothing reads afterwards. row_C: as for `divergence.scores`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, terms: Terms, spend: bool = False
+        ctx: Any,
+        logits_CV: Tensor,
+        target_logits_CV: Tensor,
+        label_C: Tensor,
+        terms: Terms,
+        spend: bool = False,
+        row_C: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wanted = ctx.needs_input_grad[0]
         (first, weight), *others = terms.items()
         into_CV = logits_CV if spend and not others else None
-        found = divergence.scores(logits_CV, target_logits_CV, label_C, first, wanted, into_CV)
+        found = divergence.scores(logits_CV, target_logits_CV, label_C, first, wanted, into_CV, row_C)
         loss_C, slope_CV = found.loss_C, found.slope_CV
         if weight != 1.0 or others:
             loss_C = weight * loss_C
             slope_CV = None if slope_CV is None else slope_CV.mul_(weight)
         for name, weight in others:
-            other = divergence.scores(logits_CV, target_logits_CV, label_C, name, wanted)
+            other = divergence.scores(logits_CV, target_logits_CV, label_C, name, wanted, None, row_C)
             loss_C = loss_C + weight * other.loss_C
             if slope_CV is not None and other.slope_CV is not None:
                 slope_CV.add_(other.slope_CV, alpha=weight)
@@ -48,9 +54,9 @@ class Scores(torch.autograd.Function):
         return loss_C, found.hit_C, found.mass_C
 
     @staticmethod
-    def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (slope_CV,) = ctx.saved_tensors
-        return slope_CV.mul_(grad_C[:, None].to(slope_CV.dtype)), None, None, None, None  # needed once
+        return slope_CV.mul_(grad_C[:, None].to(slope_CV.dtype)), None, None, None, None, None  # needed once
 
 
 def scores_of(
@@ -71,7 +77,9 @@ def scores_of(
         return restricted(logits_CD, target, label_C, terms, prediction.vocab_D, end_to_end, spend)
     if prediction.offers is not None:
         return offered(logits_CD, target, label_C, terms, prediction.offers, end_to_end)
-    found: tuple[Tensor, Tensor, Tensor] = Scores.apply(logits_CD, target.logits(), label_C, terms, spend)
+    place_C, logits_UV = target.place_C, target.chunk.logits_UV
+    logits_UV, row_C = (logits_UV[place_C], None) if isinstance(place_C, slice) else (logits_UV, place_C)
+    found: tuple[Tensor, Tensor, Tensor] = Scores.apply(logits_CD, logits_UV, label_C, terms, spend, row_C)
     return found
 
 

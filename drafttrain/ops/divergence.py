@@ -36,6 +36,7 @@ def scores(
     name: str,
     want_slope: bool,
     into: Tensor | None = None,
+    row_C: Tensor | None = None,
 ) -> Scores:
     """The divergence `name` of each prediction, its top-1 agreement and overlap, and the gradient in the logits' dtype if
     wanted.
@@ -44,10 +45,13 @@ def scores(
     2310.08461). tvd: 1 - sum min(p, q). lk: -log sum min(p, q) (arXiv 2602.23881).
 
     target_logits_CV may hold -inf. Among equally likely tokens the lowest index counts. into: receives the gradient; it may be
-    logits_CV itself, which halves the memory.
+    logits_CV itself, which halves the memory. row_C: the row of target_logits_CV that each prediction is compared with; None:
+    its own. No copy of all these rows is made.
     """
     if want_slope and into is None:
         into = torch.empty_like(logits_CV)
+    if row_C is not None:
+        return _of_rows(logits_CV, target_logits_CV, label_C, name, into if want_slope else None, row_C)
     if name in COMPILED and _compiled(logits_CV, target_logits_CV, label_C, into if want_slope else None):
         return _on_cpu(logits_CV, target_logits_CV, label_C, name, into if want_slope else None)
     if not _serves(logits_CV, target_logits_CV, into):
@@ -105,6 +109,19 @@ def log_sum_exp(logits_CV: Tensor) -> Tensor:
 def likeliest(logits_CV: Tensor) -> Tensor:
     """[C] the likeliest token of each row, on a part of the rows at a time; the lowest one among equally likely ones."""
     return torch.cat([part_RV.float().argmax(-1) for part_RV in torch.split(logits_CV, rows_at_once(logits_CV))])
+
+
+def _of_rows(
+    logits_CV: Tensor, target_logits_UV: Tensor, label_C: Tensor, name: str, into: Tensor | None, row_C: Tensor
+) -> Scores:
+    """`scores` with chosen rows of the target's logits, which are copied for a part of the predictions at a time."""
+    parts, rows = list[Scores](), rows_at_once(logits_CV)
+    for start in range(0, max(len(label_C), 1), rows):
+        at = slice(start, start + rows)
+        slope_RV = None if into is None else into[at]
+        parts.append(scores(logits_CV[at], target_logits_UV[row_C[at]], label_C[at], name, into is not None, slope_RV))
+    loss_C, hit_C, mass_C, _ = zip(*parts, strict=True)
+    return Scores(torch.cat(loss_C), torch.cat(hit_C), torch.cat(mass_C), into)
 
 
 def _by_rows(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str, into: Tensor | None) -> Scores:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.ops import library
+from drafttrain.ops import jit, library
+
+WIDEST = 16_384  # numbers of a row that one program of the kernel holds
 
 
 def rms_norm(x_H: Tensor, delta_H: Tensor | None, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -19,6 +21,58 @@ def rms_norm(x_H: Tensor, delta_H: Tensor | None, weight_H: Tensor, eps: float) 
     summed_H = x_H if delta_H is None else torch.empty_like(x_H)
     torch.ops.drafttrain.rms_norm(x_H, None if delta_H is None else delta_H.contiguous(), weight_H, eps, summed_H, out_H)
     return summed_H, out_H
+
+
+def trained_norm(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """The norm of x times the weight, with gradients, in training. The input and one number per row are kept for the backward
+    pass."""
+    if torch.compiler.is_compiling():  # the compiler fuses the operators itself, and cannot look into our kernels
+        wide_H = _wide(x_H)
+        return (wide_H * torch.rsqrt(wide_H.square().mean(-1, keepdim=True) + eps)).to(x_H.dtype) * weight_H
+    out_H: Tensor = _Norm.apply(x_H, weight_H, eps)  # type: ignore[no-untyped-call]
+    return out_H
+
+
+class _Norm(torch.autograd.Function):
+    """On a GPU one kernel each way; elsewhere torch's operators. Computed in float32, or float64 where the input is."""
+
+    @staticmethod
+    def forward(ctx: Any, x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        if not _kernels(x_H, weight_H):
+            wide_H = _wide(x_H)
+            scale_1 = torch.rsqrt(torch.linalg.vecdot(wide_H, wide_H)[..., None] / x_H.shape[-1] + eps)
+            ctx.save_for_backward(x_H, weight_H, scale_1)
+            return (wide_H * scale_1).to(x_H.dtype) * weight_H
+        from drafttrain.kernels.triton import layer
+
+        out_H, scale_1 = torch.empty_like(x_H), x_H.new_empty(*x_H.shape[:-1], 1, dtype=torch.float32)
+        layer.norm(x_H, weight_H, eps, out_H, scale_1).run()
+        ctx.save_for_backward(x_H, weight_H, scale_1)
+        return out_H
+
+    @staticmethod
+    def backward(ctx: Any, grad_H: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_H, weight_H, scale_1 = ctx.saved_tensors
+        if not _kernels(x_H, weight_H, grad_H):
+            normed_H, slope_H = _wide(x_H) * scale_1, _wide(grad_H * weight_H)
+            to_weight_H = (grad_H * normed_H.to(x_H.dtype)).flatten(0, -2).sum(0)
+            along_1 = torch.linalg.vecdot(slope_H, normed_H)[..., None] / x_H.shape[-1]
+            return slope_H.addcmul(normed_H, along_1, value=-1.0).mul_(scale_1).to(x_H.dtype), to_weight_H, None
+        from drafttrain.kernels.triton import layer
+
+        to_x_H = torch.empty_like(x_H)
+        to_weight_RH = layer.parts(x_H)
+        layer.norm_backward(grad_H, x_H, weight_H, scale_1, to_x_H, to_weight_RH).run()
+        return to_x_H, to_weight_RH.sum(0).to(weight_H.dtype), None
+
+
+def _wide(x_H: Tensor) -> Tensor:
+    return x_H if x_H.dtype == torch.float64 else x_H.float()
+
+
+def _kernels(*inputs: Tensor) -> bool:
+    same = all(x.dtype in library.DTYPES and x.is_contiguous() and x.dtype == inputs[0].dtype for x in inputs)
+    return same and bool(inputs[0].numel()) and inputs[0].shape[-1] <= WIDEST and jit.serves(inputs[0])
 
 
 class OtherNorm:

@@ -25,6 +25,7 @@ class TrainOptions:
     min_lr: float = 0.0  # learning rate at the end, as a share of lr
     precision: str = "float32"  # of the drafter: float32 | bfloat16
     activation_checkpointing: bool = False  # recompute layers for the gradient: less memory, more time
+    compile: str = "off"  # on: torch.compile of the drafter's layers, or a line that says why not. Not with ZeRO stage 3
     on_policy: float = 0.0  # share of a batch's conversations whose reply the drafter's own model writes (arXiv 2306.13649)
     on_policy_temperature: float = 1.0
     seed: int = 0

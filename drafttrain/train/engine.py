@@ -21,6 +21,7 @@ from drafttrain.objective.losses import Objective
 from drafttrain.targets.devices import bind, number_by_gpu
 from drafttrain.targets.parallel import end_at_exit
 from drafttrain.train import DeepSpeedOptions, TrainOptions, shards
+from drafttrain.train.compiled import check
 from drafttrain.train.muon import Matrix
 from drafttrain.train.optimizer import OPTIMIZERS, MuonWithAdamW, make_optimizer
 from drafttrain.train.shards import ParameterShard
@@ -294,6 +295,7 @@ def settings(options: TrainOptions, deepspeed: DeepSpeedOptions, accumulation: i
     """DeepSpeed's configuration. Raises UserError for options out of range."""
     if deepspeed.zero_stage not in (0, 1, 2, 3):
         raise UserError(f"deepspeed.zero_stage is {deepspeed.zero_stage}; choose 0, 1, 2 or 3")
+    check(options.compile, deepspeed.zero_stage)
     if options.precision not in ("float32", "bfloat16"):
         raise UserError(f"train.precision is {options.precision!r}; choose float32 or bfloat16")
     if len(options.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in options.betas):

@@ -28,6 +28,7 @@ from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.train import DeepSpeedOptions, TrainOptions
 from drafttrain.train.checkpoint_manager import CheckpointManager, Progress, save_settings
+from drafttrain.train.compiled import compile_layers
 from drafttrain.train.engine import TrainingEngine, World
 from drafttrain.train.interrupt import Interrupt
 from drafttrain.train.logger import Logger
@@ -103,6 +104,8 @@ class Trainer:
         """Run the remaining steps. logger: on rank 0 only. When interrupted, saves a checkpoint and raises Interrupted."""
         options, progress, say = self.job.train, self.progress, console.say
         first = progress.step
+        if options.compile == "on":
+            compile_layers(self.job.drafter, say)
         if self.job.drafter.starts_usable and first == 0 and not (self.checkpoints.folder / checkpoint_name(0)).exists():
             self._checkpoint(say)  # the baseline that training is compared with
         with ExitStack() as stack:

@@ -103,6 +103,19 @@ def test_divergence_compiles(name: str, capability: int, tmp_path: Path) -> None
         check(launch.compile(capability), capability, tmp_path)
 
 
+@needs_triton
+@compiles
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_layer_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+    from drafttrain.kernels.triton import layer as kernels
+
+    x, weight, scale = meta(64, 4096, dtype=dtype), meta(4096, dtype=dtype), meta(64, 1, dtype=torch.float32)
+    launches = [kernels.gate(x, x, x), kernels.gate_backward(x, x, x, x, x), kernels.norm(x, weight, 1e-5, x, scale)]
+    for launch in [*launches, kernels.norm_backward(x, x, weight, scale, x, kernels.parts(x))]:
+        check(launch.compile(capability), capability, tmp_path)
+
+
 def meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 

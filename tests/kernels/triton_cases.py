@@ -15,7 +15,9 @@ from torch import Tensor
 from drafttrain.core.tree import ancestors
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.ops import divergence as divergence_op
+from drafttrain.ops import gated as gated_op
 from drafttrain.ops import jit
+from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops import tree_attention as attention_op
 from drafttrain.ops.tree_bits import bits_of
 
@@ -295,3 +297,35 @@ def test_divergence_at_its_limits(function: Any) -> None:
     steps, law = torch.zeros(2, 1, 5000, device=DEVICE)
     steps[0, [100, 101, 100 + 2048, 4900]], law[0, 100] = 2.0, 2.0
     assert function(steps, law, label, "kl", False).hit_C.item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(1, 1), (3, 5, 17), (600, 33), (2, 2048)])
+def test_gate(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate, up, grad = (torch.randn(size, device=DEVICE, dtype=dtype) for _ in range(3))
+    both = [x.requires_grad_() for x in (gate, up)]
+    assert gated_op._kernels(gate, up, grad)
+    found = gated_op.gate(*both)
+    found = [found, *torch.autograd.grad(found, both, grad)]
+    exact = [x.detach().double().requires_grad_() for x in both]
+    wanted = torch.nn.functional.silu(exact[0]) * exact[1]
+    for one, other in zip(found, [wanted, *torch.autograd.grad(wanted, exact, grad.double())], strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(1, 1), (3, 5, 17), (600, 33), (2, 2048)])
+def test_norm(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, grad = (torch.randn(size, device=DEVICE, dtype=dtype) for _ in range(2))
+    weight = torch.randn(size[-1], device=DEVICE, dtype=dtype)
+    both = [given.requires_grad_() for given in (x, weight)]
+    assert norm_op._kernels(x, weight, grad)
+    found = norm_op.trained_norm(x, weight, 1e-2)
+    found = [found, *torch.autograd.grad(found, both, grad)]
+    exact = [given.detach().double().requires_grad_() for given in both]
+    wanted = exact[0] * torch.rsqrt(exact[0].square().mean(-1, keepdim=True) + 1e-2) * exact[1]
+    limits = [1.0, 1.0, x.numel() ** 0.5]  # the weight's gradient is a sum over rows
+    for one, other, limit in zip(found, [wanted, *torch.autograd.grad(wanted, exact, grad.double())], limits, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=2 * TOLERANCE[dtype], atol=2 * limit * TOLERANCE[dtype])

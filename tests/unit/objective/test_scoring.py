@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.common import peak
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.model.batch import Top
@@ -18,6 +19,7 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.model.target import FINAL
 from drafttrain.objective.chunks import Chunk, chunks
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from drafttrain.ops import divergence
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
 from tests.unit.objective.test_losses import naive_loss, padded_batch
@@ -246,3 +248,21 @@ def test_divided_parameters_get_the_same_gradients(name: str, loss: str, chunk: 
     torch.testing.assert_close(counts_again.packed(), counts.packed())
     for a, b in zip(gradients(again, drafter), wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_chosen_rows_are_not_copied_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all rows of the target's logits that predictions are compared with, a copy of a few is in memory."""
+    torch.manual_seed(0)
+    logits_CV, target_logits_UV = torch.randn(48, 512), torch.randn(64, 512)
+    row_C, label_C = torch.randperm(64)[:48], torch.randint(512, (48,))
+    monkeypatch.setitem(divergence.AT_ONCE, "cpu", 4 * 512)
+
+    def both(row_C: Tensor | None, target_logits: Tensor) -> divergence.Scores:
+        with torch.no_grad():
+            return divergence.scores(logits_CV, target_logits, label_C, name, True, row_C=row_C)
+
+    for found, expected in zip(both(row_C, target_logits_UV), both(None, target_logits_UV[row_C]), strict=True):
+        torch.testing.assert_close(found, expected)
+    whole = logits_CV.numel() * logits_CV.element_size()  # the gradient takes as much, and nothing else should
+    assert peak(lambda: both(row_C, target_logits_UV), torch.device("cpu")) < 1.9 * whole

@@ -1,0 +1,69 @@
+"""FlexAttention's mask, its tiles and its result on a CPU, against the dense mask and against the tiles that a CPU computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+
+from drafttrain.model import blockwise_attention as blockwise
+from drafttrain.model.batch import Context
+from drafttrain.model.block_mask_attention import TILE, block_mask_attention, mask_of, tiles
+from drafttrain.model.blockwise_attention import Rule, blockwise_attention
+
+COLUMNS, BLOCKS, SLOTS = 200, 40, 8
+RULES = [Rule(), Rule(chained=True), Rule(chained=True, window=20), Rule(window=5, scale=0.3)]
+
+
+def context() -> Context:
+    """A row of two documents, and a row whose first block sees nothing."""
+    first_2A = torch.tensor([[0] * 30 + [80] * 10, [0] * BLOCKS])
+    last_2A = torch.stack([torch.cat([torch.arange(2, 62, 2), torch.arange(85, 185, 10)]), torch.arange(BLOCKS) * 5 - 1])
+    return Context(first_2A, last_2A)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_mask_is_the_dense_one_and_tiles_cover_it(rule: Rule) -> None:
+    queries, keys = BLOCKS * SLOTS, COLUMNS + BLOCKS * SLOTS
+    dense_BQK = blockwise._mask(context(), BLOCKS, SLOTS, COLUMNS, rule)
+    seen = mask_of(context(), SLOTS, COLUMNS, rule.chained, rule.window)
+    assert torch.equal(create_mask(seen, 2, 1, queries, keys, device="cpu")[:, 0], dense_BQK)
+    padded = F.pad(dense_BQK, (0, -keys % TILE, 0, -queries % TILE))
+    needed_BIJ = padded.unflatten(1, (-1, TILE)).unflatten(3, (-1, TILE)).any(4).any(2)
+    found_BIJ = tiles(context(), BLOCKS, SLOTS, COLUMNS)
+    assert bool((found_BIJ | ~needed_BIJ).all())
+    assert rule.window is not None or torch.equal(found_BIJ, needed_BIJ)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_result_is_that_of_the_tiles(rule: Rule, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    slots, text = (2, kv_heads, BLOCKS, SLOTS, 16), (2, kv_heads, COLUMNS, 16)
+    inputs = [torch.randn(size) for size in ((2, 4, BLOCKS, SLOTS, 16), slots, slots, text, text)]
+    with torch.no_grad():  # FlexAttention has no gradient on a CPU
+        found = block_mask_attention(*inputs, context(), rule.chained, rule.window, rule.scale, flex_attention)
+        torch.testing.assert_close(found, blockwise_attention(*inputs, context(), rule), atol=1e-5, rtol=1e-5)
+
+
+def test_failure_is_a_warning_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("no compiler\nhere")
+
+    monkeypatch.setattr(blockwise, "block_mask_attention", broken)
+    blockwise._has_kernel.cache_clear()
+    with pytest.warns(UserWarning, match="FlexAttention is not used for blocks of slots, tiles are: no compiler$"):
+        assert not blockwise._has_kernel(torch.device("cpu"), torch.float32, 16)
+    blockwise._has_kernel.cache_clear()
+
+
+def test_kernel_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*inputs: torch.Tensor) -> torch.Tensor:
+        return 2.0 * blockwise._tiled(*inputs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(blockwise, "block_mask_attention", wrong)
+    blockwise._has_kernel.cache_clear()
+    with pytest.warns(UserWarning, match="apart"):
+        assert not blockwise._has_kernel(torch.device("cpu"), torch.float32, 16)
+    blockwise._has_kernel.cache_clear()

@@ -1,0 +1,53 @@
+"""Norm and gate of layers in training: gradients by differences in float64, and results of the operators they replace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.ops.gated import gate
+from drafttrain.ops.rms_norm import trained_norm
+
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def plain_norm(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    wide_H = x_H.float()
+    return (wide_H * torch.rsqrt(wide_H.pow(2).mean(-1, keepdim=True) + eps)).to(x_H.dtype) * weight_H
+
+
+def test_gradients_by_differences() -> None:
+    torch.manual_seed(0)
+    x, y = (torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(gate, (x, y))
+    assert torch.autograd.gradcheck(lambda x, weight: trained_norm(x, weight, 1e-2), (x, weight))
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_results_are_those_of_the_operators(dtype: torch.dtype, contiguous: bool) -> None:
+    torch.manual_seed(0)
+    x, y, grad = (torch.randn(4, 7, 33, dtype=dtype) for _ in range(3))
+    if not contiguous:
+        x, y = (given.transpose(0, 1).contiguous().transpose(0, 1) for given in (x, y))
+    weight = torch.randn(33, dtype=dtype)
+    inputs = [given.detach().requires_grad_() for given in (x, y, weight)]
+    both = (
+        (lambda: gate(inputs[0], inputs[1]), lambda: F.silu(inputs[0]) * inputs[1], inputs[:2]),
+        (lambda: trained_norm(inputs[0], inputs[2], 1e-5), lambda: plain_norm(inputs[0], inputs[2], 1e-5), inputs[::2]),
+    )
+    for ours, theirs, of in both:
+        for found, wanted in zip(*([out, *torch.autograd.grad(out, of, grad)] for out in (ours(), theirs())), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+def test_gate_keeps_its_inputs_alone() -> None:
+    """Autograd's own graph keeps a third tensor, SiLU of the gate."""
+    gate_I, up_I = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
+    kept = list[int]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        gate(gate_I, up_I)
+    assert kept == [32, 32]
