@@ -25,7 +25,7 @@ TEXT |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 TOWER = {"hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48, "patch_size": 4, "depth": 3}
 IDS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122, "vision_end_token_id": 123}
-NAMES = ("qwen2_5_vl", "qwen3_vl", "gemma3")
+NAMES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen2_vl")
 WORDS = [
     "red",
     "green",

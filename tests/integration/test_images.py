@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import drafttrain
 from benchmarks import image_prompts
-from tests.images import write_conversations, write_target
+from drafttrain.core.errors import UserError
+from tests.images import picture, write_conversations, write_target
 
 SMALL = ("train.steps=3", "train.checkpoint_every=3", "train.global_batch=4", "train.micro_batch=2", "data.held_out=4")
 FEW = ("measure.minutes=0.1", "measure.repeats=1", "decode.max_new_tokens=12", "decode.tree_nodes=6", "logger=none")
@@ -87,3 +89,13 @@ def test_drawn_prompts_repeat(tmp_path: Path) -> None:
     files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*"))
     assert len(files) == 8
     assert all((tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files)
+
+
+def test_the_python_api_takes_images(tmp_path: Path) -> None:
+    target = drafttrain.load_target(write_target("qwen3_vl", tmp_path / "target"))
+    content = [{"type": "image", "image": str(picture(tmp_path / "a.png"))}, {"type": "text", "text": "what"}]
+    (found,) = drafttrain.generate(target, None, [[{"role": "user", "content": content}]], max_new_tokens=4)
+    assert found.tokens
+    content[0]["image"] = str(tmp_path / "b.png")
+    with pytest.raises(UserError, match=r"a prompt: expected an image file at .*b.png"):
+        drafttrain.generate(target, None, [[{"role": "user", "content": content}]], max_new_tokens=4)
