@@ -204,7 +204,7 @@ def _print_models(
     if about["runner_reason"]:
         console.say(f"the fast runner cannot run this target: {about['runner_reason']}")
     if about["chains_reason"]:
-        console.say(f"this target verifies chains, not trees: {about['chains_reason']}")
+        console.say(f"this target verifies chains, not trees, so drafts are chains: {about['chains_reason']}")
     if about["attention_reason"]:
         console.say(f"target.attention is eager: {about['attention_reason']}")
     if about.get("weights"):

@@ -106,17 +106,17 @@ def test_a_drafter_of_a_target_with_recurrent_layers_is_trained_and_measured(
     name: str, recipe: str, material: Path, on_disk: Callable[[PreTrainedModel], Path], command: Callable[..., int],
     tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Chains, because trees are refused. Packed rows are refused too."""
+    """By path alone: the recipes' trees become chains. Packed rows are refused."""
     target = on_disk(hybrid(name))
     asked = tmp_path / "prompts.jsonl"
     asked.write_text("".join(json.dumps({"turns": [f"word {i}"]}) + "\n" for i in range(3)))
     chosen = (f"recipe={recipe}", f"target.path={target}", f"data.path={material / 'data.jsonl'}", f"prompts={asked}")
-    chain = "drafter.paths=[[0],[0,0],[0,0,0]]" if recipe == "medusa" else "drafter.tree=chain"
-    small = (chain, "train.steps=3", "train.global_batch=4", "train.micro_batch=4", "decode.max_new_tokens=12")
+    small = ("train.steps=3", "train.global_batch=4", "train.micro_batch=4", "decode.max_new_tokens=12")
     few = ("measure.minutes=0.1", "measure.repeats=1", "data.held_out=4", f"output={tmp_path / 'out'}", "logger=none")
     assert command("fit", *chosen, *small, *few) == 0
     (report,) = (tmp_path / "out").rglob("report.json")
     found = json.loads(report.read_text())
+    assert "this target verifies chains, not trees, so drafts are chains" in capsys.readouterr().out
     (entry,) = found["checkpoints"]
     assert entry["exact_matches"] == entry["transformers_exact_matches"] == 3
     assert found["target"]["state_bytes_per_request"] > 0 and found["target"]["kv_bytes_per_position"] > 0

@@ -25,7 +25,8 @@ class TreeProposal(Proposal):
     """The proposal that `TreeOptions` describe.
 
     A static tree without paths is searched by `tune`. A tree that grows by confidence gets the node budget of `tune` if its
-    options give none; its `paths` are those of the best static tree of its size, from which expected tau is estimated.
+    options give none; its `paths` are those of the best static tree of its size, from which expected tau is estimated. For a
+    target that is exact for chains only it is a chain.
     """
 
     def __init__(self, options: TreeOptions, draft_length: int, target: Target, independent: bool = False) -> None:
@@ -44,9 +45,7 @@ class TreeProposal(Proposal):
         super().__init__(draft_length)
         self.kind, self.given = kind, paths
         if self.grown and not target.trees:
-            raise UserError(
-                f"drafter.tree is {kind}; this target's architecture is exact for chains only: set drafter.tree=chain"
-            )
+            self.kind = "chain"
         if paths is not None:
             self._paths = self._checked(paths)
         self.width, self.vocab, self._nodes_given = options.width, target.shape.vocab_size, options.nodes is not None
