@@ -6,6 +6,7 @@ Shapes: B rows, N positions, R logit rows, V vocabulary.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ STOP = frozenset({0})
 class FixedTarget:
     """The same logits at every position."""
 
+    shape = SimpleNamespace(max_positions=6)
+
     def __init__(self, logits: list[float]) -> None:
         self.logits_V = torch.tensor(logits)
 
@@ -31,6 +34,23 @@ class FixedTarget:
         self, token_BN: Tensor, kv: KVCache | None, ancestor: None, position_BN: Tensor, taps: Taps, logit_row_BR: Tensor
     ) -> TargetOut:
         return TargetOut(self.logits_V.expand(*logit_row_BR.shape, -1))
+
+
+class RoutedTarget(FixedTarget):
+    """A pass of several rows, or of further tokens, chooses another expert, which changes the second logit."""
+
+    def __init__(self, logits: list[float], changed: float) -> None:
+        super().__init__(logits)
+        self.changed, self.longest = changed, 0
+
+    def __call__(
+        self, token_BN: Tensor, kv: KVCache | None, ancestor: None, position_BN: Tensor, taps: Taps, logit_row_BR: Tensor
+    ) -> TargetOut:
+        assert kv is None
+        self.longest = max(self.longest, token_BN.shape[1])
+        alone = token_BN.shape == (1, int(logit_row_BR[0, 0]) + 1)
+        logits_V = self.logits_V + torch.tensor([0.0, 0.0 if alone else self.changed, 0.0])
+        return TargetOut(logits_V.expand(*logit_row_BR.shape, -1))
 
 
 def test_repetition_is_measured_in_tokens() -> None:
@@ -71,6 +91,15 @@ def test_only_rounding_of_a_narrow_dtype_explains_a_divergence(dtype: torch.dtyp
     target = FixedTarget(logits)
     assert compare(target, dtype, [[2]], [[2, 0, 2]], [[2, 1, 2]]) == [match]
     assert compare(target, dtype, [[2]], [[2, 0]], [[2, 0]]) == [Match.SAME]
+
+
+@pytest.mark.parametrize(("changed", "match"), [(0.3, Match.EXPLAINED), (0.1, Match.UNEXPLAINED), (0.0, Match.UNEXPLAINED)])
+def test_a_near_tie_of_experts_is_told_from_a_fault(changed: float, match: Match) -> None:
+    """Logits 8 and 7.5: rounding alone does not bridge them, a pass of another shape that chooses other experts may."""
+    target = RoutedTarget([8.0, 7.5, 0.0], changed)
+    assert compare(target, torch.bfloat16, [[2]], [[2, 0, 2]], [[2, 1, 2]]) == [match]
+    assert target.longest <= target.shape.max_positions
+    assert compare(target, torch.float32, [[2]], [[2, 0, 2]], [[2, 1, 2]]) == [Match.UNEXPLAINED]
 
 
 @pytest.mark.parametrize(("statistic", "freedom", "p"), [(3.841, 1, 0.05), (18.307, 10, 0.05), (5.0, 0, 1.0)])
