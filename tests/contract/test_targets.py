@@ -72,6 +72,7 @@ def test_trees_are_exact_where_the_row_says_so(name: str) -> None:
 def test_greedy_tokens_are_generates(name: str, family: str, batch: int) -> None:
     """Ragged prompts, prompts longer than a prefill chunk and than a window."""
     target, (asked, texts) = target_of(name), generated(name)
+    asked, texts = (asked[:2], texts[:2]) if batch == 1 else (asked, texts)
     chain = {} if target.trees or family != "medusa" else {"paths": [[0], [0, 0], [0, 0, 0]]}
     drafter = build(family, target, noise=1.0, **chain)
     results = Decoder(target, drafter, "greedy", Sampling(), frozenset(), 24, prefill_chunk=6).run(asked, batch).results
