@@ -55,7 +55,7 @@ class _Norm(torch.autograd.Function):
         x_H, weight_H, scale_1 = ctx.saved_tensors
         if not _kernels(x_H, weight_H, grad_H):
             normed_H, slope_H = _wide(x_H) * scale_1, _wide(grad_H * weight_H)
-            to_weight_H = (grad_H * normed_H.to(x_H.dtype)).flatten(0, -2).sum(0)
+            to_weight_H = (grad_H * normed_H.to(x_H.dtype)).reshape(-1, x_H.shape[-1]).sum(0)
             along_1 = torch.linalg.vecdot(slope_H, normed_H)[..., None] / x_H.shape[-1]
             return slope_H.addcmul(normed_H, along_1, value=-1.0).mul_(scale_1).to(x_H.dtype), to_weight_H, None
         from drafttrain.kernels.triton import layer

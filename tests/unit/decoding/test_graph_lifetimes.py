@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding import decoder as speculate
@@ -219,7 +220,7 @@ def allocated() -> int:
 
 
 def is_tensor(x: Any) -> bool:
-    return issubclass(type(x), torch.Tensor) and not x.is_mkldnn
+    return issubclass(type(x), torch.Tensor) and not issubclass(type(x), FakeTensor) and not x.is_mkldnn
 
 
 def captured(work: Callable[[], Any]) -> Graph:

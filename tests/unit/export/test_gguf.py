@@ -258,7 +258,7 @@ def test_scaled_positions_are_kept(rope: dict[str, Any], tmp_path: Path) -> None
         ("draft_model", {"name": "gpt2"}, "its architecture is gpt2"),
         ("draft_model", {"name": "qwen3", "rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", **LLAMA3}}, "'llama3'"),
         ("draft_model", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}}, "is 'dynamic'"),
-        ("draft_model", {"sliding_window": 16}, "it has sliding-window attention"),
+        ("draft_model", {"name": "mistral-sliding", "sliding_window": 16}, "it has sliding-window attention"),
     ],
 )
 def test_what_cannot_be_held_is_refused(case: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_what_cannot_be_held_is_refused(case: str, changes: dict[str, Any], says
 
 
 def test_a_target_that_cannot_be_written_is_said_before(tmp_path: Path) -> None:
-    found, golden = opened(tmp_path, "eagle3", target_of(sliding_window=16))
+    found, golden = opened(tmp_path, "eagle3", target_of(name="mistral-sliding", sliding_window=16))
     with pytest.raises(
         UserError, match=r"the target cannot be written as GGUF: it has sliding-window attention.*; leave out with_target"
     ):
