@@ -31,7 +31,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", train.SECTIONS)
+@pytest.mark.parametrize(
+    "name", [name for name in train.SECTIONS if name != "rivals"]
+)  # these need an interpreter of their own
 def test_every_section_is_rehearsed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     divide = "256" if name in ("objective", "attention") else "64"
     assert train.main([name, "--divide", divide, "--repeats", "1", "--device", "cpu", "--results", str(tmp_path)]) == 0
@@ -44,6 +46,11 @@ def test_every_section_is_rehearsed(name: str, tmp_path: Path, capsys: pytest.Ca
         assert all(figures.get(part, lambda figure: figure["other_seconds"])(figure) > 0 for figure in record[part])
     assert (tmp_path / f"{name}.png").exists() == (name in ("objective", "attention"))
     assert "not timed" not in capsys.readouterr().out
+
+
+def test_rivals_are_left_out_without_their_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["rivals", "--divide", "64", "--repeats", "1", "--device", "cpu", "--results", str(tmp_path)]) == 0
+    assert "rivals need --rivals PYTHON, an interpreter with specforge and speculators; left out" in capsys.readouterr().out
 
 
 def test_what_differs_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
