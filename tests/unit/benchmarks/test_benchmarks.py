@@ -31,10 +31,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name for name in train.SECTIONS if name != "rivals"]
-)  # these need an interpreter of their own
+@pytest.mark.parametrize("name", [name for name in train.SECTIONS if name != "rivals"])
 def test_every_section_is_rehearsed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rivals need an interpreter of their own."""
     divide = "256" if name in ("objective", "attention") else "64"
     assert train.main([name, "--divide", divide, "--repeats", "1", "--device", "cpu", "--results", str(tmp_path)]) == 0
     record = json.loads((tmp_path / f"{name}.json").read_text())
