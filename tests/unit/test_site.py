@@ -37,6 +37,7 @@ def copied(root: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_builds(root: Path, tmp_path: Path) -> None:
     built = build(copied(root, tmp_path))
     assert built.returncode == 0, built.stderr
@@ -47,6 +48,7 @@ def test_the_site_builds(root: Path, tmp_path: Path) -> None:
     assert not [page for page in pages if "fonts.googleapis.com" in page]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "text", "complaint"),
     [
