@@ -14,7 +14,7 @@ import torch
 from drafttrain.model.target import Taps, Target
 
 _NARROW = (torch.bfloat16, torch.float16)
-SHAPES = ((1, 0), (8, 0), (1, 7), (4, 3))  # (rows, further tokens behind the context) of passes that compute the same logits
+SHAPES = ((1, 0), (8, 0), (1, 7), (4, 3))  # rows and further tokens of passes that compute the same logits
 
 
 class Match(Enum):

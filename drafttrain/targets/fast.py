@@ -233,6 +233,7 @@ class FastTarget(HFTarget):
         taps: Taps,
         logit_row_BR: Tensor | None = None,
     ) -> TargetOut:
+        self._check_taps(taps)
         x_BNH, delta_BNH = self.embed(token_BN), None
         earlier = ancestor_BNN.shape[2] - ancestor_BNN.shape[1] if isinstance(ancestor_BNN, Tensor) else 0
         steps = {

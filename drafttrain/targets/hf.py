@@ -173,11 +173,7 @@ class HFTarget(PrunedTarget):
         taps: Taps,
         logit_row_BR: Tensor | None = None,
     ) -> TargetOut:
-        if taps.blocks and self.wrong_tap is not None:
-            raise UserError(
-                f"the output of block {self.wrong_tap} of {type(self.model).__name__} is no hidden state of it (taps); "
-                "choose a drafter that reads the target's last state alone"
-            )
+        self._check_taps(taps)
         inputs = self._inputs(token_BN, kv, ancestor_BNN, position_BN)
         self._captured, self._wanted = {}, frozenset(taps.blocks)
         with recording(None if kv is None else inputs["past_key_values"].recorder):
@@ -186,6 +182,14 @@ class HFTarget(PrunedTarget):
             self._states = kv.states.like()
         hidden, self._captured, self._wanted = self._captured, {}, frozenset()
         return self._output(final_BNH, hidden, taps, logit_row_BR)
+
+    def _check_taps(self, taps: Taps) -> None:
+        """Raise UserError for blocks whose outputs are not the model's hidden states."""
+        if taps.blocks and self.wrong_tap is not None:
+            raise UserError(
+                f"the output of block {self.wrong_tap} of {type(self.model).__name__} is no hidden state of it (taps); "
+                "choose a drafter that reads the target's last state alone"
+            )
 
     def _inputs(
         self, token_BN: Tensor, kv: KVCache | None, ancestor_BNN: Tensor | Documents | None, position_BN: Tensor

@@ -152,5 +152,16 @@ def test_a_wrong_tap_is_refused_when_it_is_read() -> None:
     target(TOKENS, None, None, position_1T, Taps(final=True))
 
 
+def test_so_is_a_wrong_tap_of_the_fast_runner() -> None:
+    """Its probe compares it with the model's own hidden states: here those of other weights."""
+    target, position_1T = FastTarget(model_of("Llama")), torch.arange(5)[None]
+    assert target.wrong_tap is None
+    target.model = model_of("Llama", seed=1)
+    target.wrong_tap = probing.wrong_tap(target)
+    assert target.wrong_tap == 0
+    with pytest.raises(UserError, match=r"block 0 of LlamaForCausalLM is no hidden state of it \(taps\)"):
+        target(TOKENS, None, None, position_1T, Taps((1,)))
+
+
 def test_prompts_of_the_probe_fit_small_vocabularies() -> None:
     assert HFTarget(model_of("Llama", vocab_size=5)).trees
