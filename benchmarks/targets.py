@@ -19,7 +19,7 @@ from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.hf import HFTarget
 
 BEGIN, END = "<!-- targets: written by `make targets` -->", "<!-- /targets -->"
-HEAD = ["architecture", "transformers class", "runner", "drafts", "CUDA graphs", "tensor parallel", "ZeRO-3"]
+HEAD = ["architecture", "transformers class", "runner", "drafts", "CUDA graphs", "tensor parallel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Facts:
         """Its row of the table."""
         start = [self.name, f"`{self.kind}`"]
         if self.refused is not None:
-            return [*start, "refused", *["-"] * 4]
+            return [*start, "refused", *["-"] * 3]
         split = "no" if self.whole else "yes"
-        return [*start, self.runner, "trees" if self.trees else "chains", self.graphs, split, "yes"]
+        return [*start, self.runner, "trees" if self.trees else "chains", self.graphs, split]
 
 
 def facts_of(row: Architecture) -> Facts:

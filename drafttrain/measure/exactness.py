@@ -57,10 +57,10 @@ def rounding_explains(
 ) -> bool:
     """Whether both tokens' logits are within rounding of the greatest logit.
 
-    Each of the two compared logits may be off by half a unit in the last place: together eps * |greatest logit|. Where a
-    router's choice of experts is a near-tie, rounding does more: another expert changes a logit by hundredths. So a token also
-    passes if its logit is that great in a pass of another shape, which computes the same logits. No pass uses a cache, so that a
-    fault of caches or tree masks is never explained.
+    Each of the two compared logits may be off by half a unit in the last place: together eps * |greatest logit|. Rounding does
+    more where a router's choice of experts is a near-tie: another expert changes a logit by hundredths. So a token also passes
+    if its logit is that great in a pass of another shape, which computes the same logits. No pass uses a cache, so that a fault
+    of caches or tree masks is never explained.
     """
     room = target.shape.max_positions - len(context)
     left = set(tokens)

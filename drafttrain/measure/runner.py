@@ -72,6 +72,8 @@ def measure_checkpoints(
     room = loaded.target.shape.max_positions - decode.max_new_tokens
     cases, left_out = encode_cases(prompts, loaded.tokenizer, room, loaded.images)
     notes = [f"{left_out} of {len(prompts)} prompts are too long for the target and were left out"] if left_out else []
+    if reason := loaded.description.get("chains_reason"):
+        notes.append(f"the target verifies chains, not trees, so drafts are chains: {reason}")
     if reason := loaded.description.get("attention_reason"):
         notes.append(f"target.attention is eager: {reason}")
     notes.extend(_other_weights(loaded, checkpoints))

@@ -5,6 +5,7 @@ Shapes: B rows, N nodes, T prompt positions, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Protocol
 
 import torch
@@ -74,8 +75,9 @@ def reference_logits(model: Any, reach: int = 0) -> Expected:
             inputs = _probed(vocab_size, lengths)
             paths = CHAIN + TREE if lengths == PROMPTS else (CHAIN[-1], *TREE[-2:])
             sequences |= {_sequence(inputs, n, row, path) for row, n in enumerate(lengths) for path in paths}
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     rows = {ids: torch.tensor([ids], device=model.device) for ids in sorted(sequences)}
-    return {ids: model(row, use_cache=False).logits[0, -1].float() for ids, row in rows.items()}
+    return {ids: model(row, use_cache=False, **last).logits[0, -1].float() for ids, row in rows.items()}
 
 
 @torch.no_grad()
