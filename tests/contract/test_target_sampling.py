@@ -1,4 +1,4 @@
-"""Every target's sampled texts follow its own law, whatever drafts for it: counted out on a vocabulary of five tokens."""
+"""Sampled texts follow the target's own distribution, whatever drafts: enumerated on a vocabulary of five tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.tiny import build
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from tests.contract.test_targets import EXACT, FEW, runner_of
-from tests.laws import Law, law_of_texts, tail
+from tests.distributions import Texts, of_texts, tail
 
 VOCAB, LENGTH, COUNT = 5, 3, 1500
 PROMPT = [1, 4, 2, 2, 0, 3, 1] * 3  # longer than windows and chunks
@@ -27,13 +27,13 @@ def target_of(name: str) -> Any:
 
 
 @cache
-def expected(name: str) -> Law:
-    return law_of_texts(model_of(name, vocab_size=VOCAB), PROMPT, SAMPLING, LENGTH)
+def expected(name: str) -> Texts:
+    return of_texts(model_of(name, vocab_size=VOCAB), PROMPT, SAMPLING, LENGTH)
 
 
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", EXACT)
-def test_samples_follow_the_targets_law(name: str) -> None:
+def test_samples_follow_the_targets_distribution(name: str) -> None:
     """Texts of three tokens jointly; drafts of trees and chains, drawn and not drawn (in turns), that are often wrong."""
     target, family = target_of(name), ("draft_model", "medusa")[EXACT.index(name) % 2]
     chain = {} if target.trees or family != "medusa" else {"paths": [[0], [0, 0], [0, 0, 0]]}
@@ -43,11 +43,11 @@ def test_samples_follow_the_targets_law(name: str) -> None:
     assert sum(sum(r.accepted) for r in results) > 0  # drafts were accepted, and so tested
 
 
-def test_a_wrong_law_is_seen() -> None:
+def test_a_wrong_distribution_is_seen() -> None:
     """Samples of one target do not pass for another's, nor do those at another temperature."""
     target = target_of("Llama")
     results = Decoder(target, None, "lossless", SAMPLING, max_new_tokens=LENGTH).run([PROMPT] * COUNT, 250).results
     texts = [tuple(r.tokens) for r in results]
     assert tail(expected("Llama"), texts) > 1e-6
-    other = law_of_texts(model_of("Llama", vocab_size=VOCAB), PROMPT, Sampling(1.0), LENGTH)
+    other = of_texts(model_of("Llama", vocab_size=VOCAB), PROMPT, Sampling(1.0), LENGTH)
     assert tail(other, texts) < 1e-6 and tail(expected("GPT-2"), texts) < 1e-6

@@ -20,8 +20,8 @@ from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.target import Taps
 from drafttrain.ops import greedy_accept, library, lossless_accept, sample
 from drafttrain.targets.fast import FastTarget
+from tests.distributions import Texts, of_texts, tail
 from tests.helpers import Scripted, ScriptedState, never, oracle, prompts, random_guess, tiny_model, tiny_target
-from tests.laws import Law, law_of_texts, tail
 
 NEW = 14
 CHAIN = [[0] * d for d in range(1, 5)]
@@ -382,8 +382,8 @@ class SiblingsState(ScriptedState):
 def test_sampled_siblings_follow_the_targets_law_through_the_whole_loop(policy: str) -> None:
     """Chi-square of three tokens jointly, vocabulary 64, top-k and top-p applied."""
     sampling, prompt, count = Sampling(1.1, top_k=5, top_p=0.9, seed=21), prompts(1, seed=4, longest=9)[0], 4000
-    joint = Law()
-    for text, p in law_of_texts(HF.model, prompt, sampling, 4).items():
+    joint = Texts()
+    for text, p in of_texts(HF.model, prompt, sampling, 4).items():
         joint[text[1:]] = joint.get(text[1:], 0.0) + p
     decoder = Decoder(FAST, Siblings(64), policy, sampling, max_new_tokens=4)
     results = decoder.run([prompt] * count, 250).results
