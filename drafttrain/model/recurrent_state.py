@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from drafttrain.core.errors import UserError
+
 
 class Tape(Protocol):
     """The inputs of one layer's scan over N positions."""
@@ -120,7 +122,10 @@ class RecurrentStates:
         if run.tape is not None:
             return columns_BCW, run.tape.after(count_B)
         if new > 1:
-            raise NotImplementedError("a layer's scan was not recorded, so its state cannot be taken back")
+            raise UserError(
+                "a recurrent layer of the target ran a kernel of another package (fla, mamba-ssm); its inputs are not recorded, "
+                "and its state cannot be taken back after rejected drafts; uninstall the package, or choose another target"
+            )
         kept_B = (count_B > 0).view(-1, *[1] * (run.state.ndim - 1))
         return columns_BCW, torch.where(kept_B, run.state, self._scan[layer][self._slot_B])
 

@@ -260,7 +260,7 @@ def test_a_scan_that_was_not_recorded_is_no_silent_fault() -> None:
     states.begin()
     states.convolution_inputs(0, torch.ones(2, 3, 5), 4)
     states.finish(0, torch.ones(2, 4))
-    with pytest.raises(NotImplementedError, match="not recorded"):
+    with pytest.raises(UserError, match=r"^a recurrent layer [^\n]*fla[^\n]* not recorded[^\n]*uninstall[^\n]*$"):
         states.commit(torch.tensor([1, 5]))
     states.commit(torch.tensor([5, 5]), [5, 5])
     assert states.take(torch.tensor([0]))[0][0].tolist() == [[[1.0] * 3] * 3]
