@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.drafter import Drafter
@@ -52,6 +53,8 @@ def compile_layers(drafter: Drafter, say: Callable[[str], None]) -> int:
         told.append(error)
 
     parts = list(_parts(drafter))
+    if parts:  # with the first call, where a failure is caught, and not out of `backward`
+        functorch.force_non_lazy_backward_lowering = True
     for module, name in parts:
         setattr(module, name, Compiled(getattr(module, name), failed))
     if not parts:

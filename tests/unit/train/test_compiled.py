@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_compiler
+from torch._dynamo.backends.common import aot_autograd
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
@@ -53,6 +55,19 @@ def test_failure_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fallen[2] == [
         "train.compile: this part runs without compilation, as do others that fail: RuntimeError: no C++ compiler"
     ]
+    assert fallen[0] == plain[0]
+    torch.testing.assert_close(fallen[1], plain[1])
+
+
+def test_failure_of_the_backward_pass_alone_falls_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers make it at the first call, so that a failure does not come out of `backward`."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no kernel for this gradient")
+
+    backend = aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, _: graph), bw_compiler=broken)
+    plain, fallen = gradients("eagle3", None, monkeypatch), gradients("eagle3", backend, monkeypatch)
+    assert len(fallen[2]) == 1 and "no kernel for this gradient" in fallen[2][0]
     assert fallen[0] == plain[0]
     torch.testing.assert_close(fallen[1], plain[1])
 
