@@ -123,7 +123,7 @@ class RecurrentStates:
             return columns_BCW, run.tape.after(count_B)
         if new > 1:
             raise UserError(
-                "a recurrent layer of the target ran a kernel of another package (fla, mamba-ssm); its inputs are not recorded, "
+                "a recurrent layer ran a kernel of another package (fla, mamba-ssm); the inputs of its scan are not recorded, "
                 "and its state cannot be taken back after rejected drafts; uninstall the package, or choose another target"
             )
         kept_B = (count_B > 0).view(-1, *[1] * (run.state.ndim - 1))
