@@ -12,6 +12,7 @@ Shapes: B rows, T positions, N positions of all rows, H hidden, V vocabulary.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from drafttrain.model.target import FINAL, Taps
 from drafttrain.targets.hf import HFTarget
 
 
-class Rival(Case):
+class Rival(Case, ABC):
     """The case with another module, which has the same weights."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
@@ -34,12 +35,13 @@ class Rival(Case):
         self.dtype, self.blocks = next(self.drafter.parameters()).dtype, list(self.drafter.taps.blocks)
         self.module = self.made(asked).to(self.dtype).train()
 
+    @abstractmethod
     def made(self, asked: dict[str, Any]) -> nn.Module:
-        raise NotImplementedError
+        """The other toolkit's module, with the drafter's weights."""
 
+    @abstractmethod
     def loss(self) -> Tensor:
         """The sum of the steps' mean losses, each times the drafter's weight of the step."""
-        raise NotImplementedError
 
     def load(self, module: nn.Module, renames: dict[str, str], missing: set[str]) -> None:
         """The drafter's weights. missing: parts of the module that the drafter does not own."""
