@@ -259,8 +259,12 @@ def test_shapes_that_cannot_be(
         TreeProposal(TreeOptions(kind, paths, width, nodes), length, target)
 
 
-def test_a_target_of_chains_is_refused_a_dynamic_tree() -> None:
+@pytest.mark.parametrize("kind", ["dynamic", "best_first"])
+def test_a_grown_tree_is_a_chain_for_a_target_of_chains(kind: str) -> None:
     target = tiny_target()
     target.trees = False
-    with pytest.raises(UserError, match=r"set drafter\.tree=chain"):
-        TreeProposal(TreeOptions("dynamic", width=4), 4, target)
+    proposal = TreeProposal(TreeOptions(kind, width=4), 4, target, independent=True)
+    assert proposal.kind == "chain"
+    assert proposal.grown is None
+    assert not proposal.tunable
+    assert proposal.paths == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
