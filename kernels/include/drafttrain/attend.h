@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "simd.h"
@@ -84,36 +85,48 @@ void append(const Attend<T>& a, int64_t b, int64_t head) {
     }
 }
 
+// Columns of `rows` rows that are summed at a time, in registers: a divisor of `width`, as both are powers of two.
+constexpr int columns(int rows, int width) { return std::min(width, std::max(1, kSums / rows) * kRegister); }
+
 // Scores of `Rows` queries with a block of keys; `kt` is the block transposed, [D, kKeys]. Rows of s are `span` apart.
 template <int Rows>
 inline void score(const float* q, int64_t stride, int64_t width, const float* kt, float* s, int64_t span) {
-    constexpr int kParts = kKeys / kLanes;
-    Floats acc[Rows][kParts] = {};
-    for (int64_t d = 0; d < width; d++) {
-        Floats k[kParts];
-        for (int j = 0; j < kParts; j++) {
-            k[j] = load(kt + d * kKeys + j * kLanes);
-            pin(k[j]);
+    constexpr int kColumns = columns(Rows, kKeys), kParts = kColumns / kRegister;
+    for (int first = 0; first < kKeys; first += kColumns) {
+        Register acc[Rows][kParts] = {};
+        for (int64_t d = 0; d < width; d++) {
+            Register k[kParts];
+            for (int j = 0; j < kParts; j++) {
+                k[j] = load_register(kt + d * kKeys + first + j * kRegister);
+                pin(k[j]);
+            }
+            for (int r = 0; r < Rows; r++) {
+                const float x = q[r * stride + d];
+                for (int j = 0; j < kParts; j++) acc[r][j] += x * k[j];
+            }
         }
-        for (int r = 0; r < Rows; r++) {
-            const float x = q[r * stride + d];
-            for (int j = 0; j < kParts; j++) acc[r][j] += x * k[j];
-        }
+        for (int r = 0; r < Rows; r++)
+            for (int j = 0; j < kParts; j++) store_register(s + r * span + first + j * kRegister, acc[r][j]);
     }
-    for (int r = 0; r < Rows; r++)
-        for (int j = 0; j < kParts; j++) store(s + r * span + j * kLanes, acc[r][j]);
 }
 
 // Online softmax (Milakov & Gimelshein 2018) of one row's next `count` scores, in place; returns the factor for earlier sums.
 inline float soften(float* s, int64_t count, float* top, float* mass) {
-    Floats best = all(*top), total{};
-    for (int64_t i = 0; i < count; i += kLanes) best = max(best, load(s + i));
-    const float now = greatest(best), keep = std::exp(*top - now);
-    for (int64_t i = 0; i < count; i += kLanes) {
-        const Floats e = exp(load(s + i) - now);
-        store(s + i, e);
-        total += e;
-    }
+    constexpr int kParts = kLanes / kRegister;
+    Register best[kParts], part[kParts] = {};
+    for (int j = 0; j < kParts; j++) best[j] = *top - Register{};
+    for (int64_t i = 0; i < count; i += kLanes)
+        for (int j = 0; j < kParts; j++) best[j] = max(best[j], load_register(s + i + j * kRegister));
+    Floats lanes, total;
+    std::memcpy(&lanes, best, sizeof(lanes));
+    const float now = greatest(lanes), keep = std::exp(*top - now);
+    for (int64_t i = 0; i < count; i += kLanes)
+        for (int j = 0; j < kParts; j++) {
+            const Register e = exp(load_register(s + i + j * kRegister) - now);
+            store_register(s + i + j * kRegister, e);
+            part[j] += e;
+        }
+    std::memcpy(&total, part, sizeof(total));
     *mass = *mass * keep + sum(total);
     *top = now;
     return keep;
@@ -122,20 +135,23 @@ inline float soften(float* s, int64_t count, float* top, float* mass) {
 // out = out * keep + p v for `Rows` rows; values[i] is key i's value, Parts * kLanes floats.
 template <int Rows, int Parts>
 inline void mix(const float* p, int64_t span, const float* keep, int64_t count, const float* const* values, float* out) {
-    Floats acc[Rows][Parts];
-    for (int r = 0; r < Rows; r++)
-        for (int j = 0; j < Parts; j++) acc[r][j] = load(out + (r * Parts + j) * kLanes) * keep[r];
-    for (int64_t i = 0; i < count; i++) {
-        Floats x[Parts];
-        for (int j = 0; j < Parts; j++) {
-            x[j] = load(values[i] + j * kLanes);
-            pin(x[j]);
+    constexpr int kWide = Parts * kLanes, kColumns = columns(Rows, kWide), kParts = kColumns / kRegister;
+    for (int first = 0; first < kWide; first += kColumns) {
+        Register acc[Rows][kParts];
+        for (int r = 0; r < Rows; r++)
+            for (int j = 0; j < kParts; j++) acc[r][j] = load_register(out + r * kWide + first + j * kRegister) * keep[r];
+        for (int64_t i = 0; i < count; i++) {
+            Register x[kParts];
+            for (int j = 0; j < kParts; j++) {
+                x[j] = load_register(values[i] + first + j * kRegister);
+                pin(x[j]);
+            }
+            for (int r = 0; r < Rows; r++)
+                for (int j = 0; j < kParts; j++) acc[r][j] += p[r * span + i] * x[j];
         }
         for (int r = 0; r < Rows; r++)
-            for (int j = 0; j < Parts; j++) acc[r][j] += p[r * span + i] * x[j];
+            for (int j = 0; j < kParts; j++) store_register(out + r * kWide + first + j * kRegister, acc[r][j]);
     }
-    for (int r = 0; r < Rows; r++)
-        for (int j = 0; j < Parts; j++) store(out + (r * Parts + j) * kLanes, acc[r][j]);
 }
 
 // The mask of node n for `count` positions from `start`: 0 or minus infinity, padded to whole blocks.

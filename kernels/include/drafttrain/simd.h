@@ -13,6 +13,24 @@ constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4)));
 
+// A register. Without AVX-512 a `Floats` takes several, and compilers keep sums of that type in memory.
+#ifdef __AVX512F__
+typedef Floats Register;
+constexpr int kSums = 16;  // registers that hold sums, out of 32
+#else
+typedef float Register __attribute__((vector_size(32), aligned(4)));
+constexpr int kSums = 8;  // out of 16
+#endif
+constexpr int kRegister = sizeof(Register) / sizeof(float);
+
+inline Register load_register(const float* p) {
+    Register v;
+    std::memcpy(&v, p, sizeof(v));
+    return v;
+}
+
+inline void store_register(float* p, Register v) { std::memcpy(p, &v, sizeof(v)); }
+
 inline Floats load(const float* p) {
     Floats v;
     std::memcpy(&v, p, sizeof(v));
@@ -22,7 +40,7 @@ inline Floats load(const float* p) {
 inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof(v)); }
 
 // Keeps a value in its register. Compilers would load it again for each product, and loads are the bottleneck.
-inline void pin([[maybe_unused]] Floats& v) {
+inline void pin([[maybe_unused]] Register& v) {
 #ifdef __AVX512F__
     asm("" : "+v"(v));
 #endif
@@ -30,9 +48,15 @@ inline void pin([[maybe_unused]] Floats& v) {
 
 inline Floats all(float x) { return x - Floats{}; }
 
-inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+template <typename V>
+V max(V a, V b) {
+    return a > b ? a : b;
+}
 
-inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+template <typename V>
+V min(V a, V b) {
+    return a < b ? a : b;
+}
 
 // Combines halves until one value is left, so that the order of the lanes is the same on every processor.
 template <typename F>
@@ -53,20 +77,22 @@ inline float greatest(Floats v) {
 }
 
 // e^x to about 2 ulp within [-87, 88], clamped outside: e^-87 is negligible against the 1 of a softmax's greatest value.
-inline Floats exp(Floats x) {
-    x = min(max(x, all(-87.0f)), all(88.0f));
-    const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-    const Floats n = x * 1.44269504f + shift - shift;
-    Floats r = x - n * 0.693145752f;  // ln 2 in two parts
+template <typename V>
+V exp(V x) {
+    typedef int32_t Whole __attribute__((vector_size(sizeof(V))));
+    x = min(max(x, -87.0f - V{}), 88.0f - V{});
+    const V shift = 12582912.0f - V{};  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    const V n = x * 1.44269504f + shift - shift;
+    V r = x - n * 0.693145752f;  // ln 2 in two parts
     r = r - n * 1.42860677e-6f;
-    Floats y = all(1.9875691500e-4f);
+    V y = 1.9875691500e-4f - V{};
     y = y * r + 1.3981999507e-3f;
     y = y * r + 8.3334519073e-3f;
     y = y * r + 4.1665795894e-2f;
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
-    return y * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+    return y * (V)((__builtin_convertvector(n, Whole) + 127) << 23);
 }
 
 template <typename T>
