@@ -57,6 +57,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "peagle",
         {"taps": [0, 3], "draft_length": 4, "layers": 3, "mask_token": 5, "fc_norm": True, "norm_before_residual": True},
     ),
+    "eagle3-windows": ("eagle3", {"taps": [0, 1, 2], "draft_length": 3, "layer": {"sliding_window": 6}}),
+    "peagle-windows": (
+        "peagle",
+        {"taps": [0, 1, 2], "draft_length": 3, "layers": 2, "layer": {"sliding_window": 10, "full_attention_layers": [1]}},
+    ),
     "pard": ("pard", {"blocks": 2, "draft_length": 3}),
     "pard-lora": ("pard", {"blocks": 2, "draft_length": 3, "lora_rank": 2, "mask_token": 7}),
     "eagle": ("eagle", {"draft_length": 3, "bias": False}),
@@ -78,6 +83,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"block_size": 3, "layers": 1, "taps": [1], "mask_token": 5, "layer": {"rope_scaling": LINEAR, "head_dim": 12}},
     ),
     "dflash-shifted": ("dflash", {"block_size": 4, "layers": 1, "taps": [0, 1, 2], "slots": "shifted"}),
+    "dflash-windows": (
+        "dflash",
+        {"block_size": 3, "layers": 2, "taps": [1], "layer": {"sliding_window": 5, "full_attention_layers": [0]}},
+    ),
+    "dflash-open-windows": (
+        "dflash",
+        {"block_size": 3, "layers": 2, "taps": [1], "causal_windows": False, "layer": {"sliding_window": 5}},
+    ),
+    "dspark-windows": (
+        "dspark",
+        {"block_size": 3, "layers": 2, "taps": [1], "rank": 8, "layer": {"sliding_window": 5, "full_attention_layers": [0]}},
+    ),
+    "dflash2-windows": (
+        "dflash2",
+        {"block_size": 3, "layers": 2, "taps": [1], "rank": 4, "candidates": 5, "layer": {"sliding_window": 5}},
+    ),
     "dspark": ("dspark", {"block_size": 3, "layers": 2, "taps": [0, 1, 2], "rank": 8}),
     "dspark-in-place": ("dspark", {"block_size": 4, "layers": 1, "taps": [1], "rank": 4, "slots": "in_place", "mask_token": 5}),
     "dflash2": ("dflash2", {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "rank": 8, "candidates": 8}),

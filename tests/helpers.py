@@ -25,6 +25,8 @@ from transformers import (
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, TreeShape
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.features.online import Online
 from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.proposal import Proposal
@@ -149,6 +151,32 @@ def watch_proposals(drafter: Drafter) -> list[DraftTree]:
 
     drafter.open = watched  # type: ignore[method-assign]
     return seen
+
+
+def drafted_and_predicted(target: HFTarget, drafter: Drafter, prompt: list[int]) -> tuple[list[int], list[int]]:
+    """The drafts below a root after the prompt, each the likeliest, and what `predict` names for them, given as text."""
+    seen = watch_proposals(drafter)
+    Decoder(target, drafter, "greedy", Sampling(), frozenset(), 12).run([prompt], 1)
+    tree = seen[0]
+    chain = [0]
+    for path in sorted((p for p in drafter.proposal.paths if set(p) == {0}), key=len):
+        children = (tree.parent_BN[0] == chain[-1]).nonzero()[:, 0].tolist()
+        chain.append(children[0])
+        assert len(chain) == len(path) + 1
+    drafts = tree.token_BN[0, chain].tolist()
+    text = torch.tensor([prompt + drafts])
+    source = len(prompt) - 1
+    ones = torch.ones_like(text, dtype=torch.bool)
+    batch = TrainBatch(text, torch.arange(text.shape[1])[None], torch.zeros_like(text), ones)
+    filled = Online(target, drafter.taps).fill(batch)
+    predicted: dict[int, int] = {}
+    with torch.no_grad():
+        for prediction in drafter.predict(filled):
+            best = prediction.whole(prediction.head(prediction.hidden_MH), 64).argmax(-1).tolist()
+            for s, label, token in zip(prediction.source_M.tolist(), prediction.label_M.tolist(), best, strict=True):
+                if (prediction.every_step and label > source + 1) or s == source:
+                    predicted[label - source - 1] = token
+    return drafts[1:], [predicted[i] for i in range(1, len(drafts))]
 
 
 def oracle(texts: Sequence[Sequence[int]], vocab: int = 64) -> Callable[[list[int]], list[int]]:

@@ -77,7 +77,8 @@ class PEagle(FusedDrafter):
         self.embed_tokens = nn.Embedding(of.vocab_size, of.hidden_size)
         token_V = torch.arange(of.vocab_size, device=target.device)
         self.embed_tokens.weight.data.copy_(target.embed(token_V).detach())
-        self.layers = nn.ModuleList([Eagle3Layer(of), *(DecoderLayer(of) for _ in range(options.layers - 1))])
+        of.check_window(options.layers, self.draft_length)
+        self.layers = nn.ModuleList([Eagle3Layer(of), *(DecoderLayer(of, number=i) for i in range(1, options.layers))])
         self.fused_layers = FusedLayers(list(self.layers))  # type: ignore[arg-type]
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
         self.add_head(options.draft_vocab)
@@ -131,7 +132,7 @@ class PEagle(FusedDrafter):
         state_BNH = torch.cat([self.fuse(batch.hidden), self.mask_state().expand(B, slots, -1)], 1)
 
         def attend(attention: Attention, read_BNI: Tensor) -> Tensor:
-            return attention.out(attended(*attention.qkv(read_BNI, chains.position_BN), chains))
+            return attention.out(attended(*attention.qkv(read_BNI, chains.position_BN), chains, attention.shape.window))
 
         state_BNH = self.through(chains.append_masks(batch.after(1), self.mask_token), state_BNH, attend)
         pairs = batch.future(2)

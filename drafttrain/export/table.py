@@ -162,7 +162,7 @@ TABLE: dict[str, dict[str, Row]] = {
         llamacpp=Layout("GGUF", gguf.dflash_files, read_gguf.dflash_draft, gguf.refuse_dflash),
         lmdeploy=Layout("z-lab", dflash.lmdeploy, read_dflash.lmdeploy, dflash.lmdeploy_refuse),
     ),
-    "dspark": _block(Layout("speculators", dspark.speculators, read_dspark.speculators, dflash.refuse_last)),
+    "dspark": _block(Layout("speculators", dspark.speculators, read_dspark.speculators, dflash.refuse_per_layer)),
     "dflash2": _block(Layout("speculators", dflash2.speculators, read_dflash2.speculators, dflash.refuse_last)),
     "draft_model": _row(
         **{stack: _plain() for stack in ("vllm", "sglang", "trtllm", "openvino")},

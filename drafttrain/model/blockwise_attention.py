@@ -55,6 +55,8 @@ def blockwise_attention(
     not stored.
     """
     A, S = q_BhASD.shape[2:4]
+    if rule.window is not None:  # the columns that slot 0 sees; the tiles have no others
+        seen = Context(torch.maximum(seen.first_BA, seen.last_BA + 2 - rule.window), seen.last_BA)
     if q_BhASD.device.type == "cpu":
         tiles = Tiles(seen, rule, max(1, LEAST_TILE // S), S)
         out_BhASD: Tensor = _Tiled.apply(tiles, q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD)

@@ -48,7 +48,7 @@ class FusedLayers:
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
         self.layers = list(layers)
-        self.chain = [Block(layer) for layer in layers]
+        self.chain = [Block(layer, layer.self_attn.shape.window) for layer in layers]
         self._joined = Joined(self.layers, [joint for block in self.chain for joint in block.joints])
         self._blocks: Blocks | None = None
 
@@ -70,18 +70,21 @@ class FusedLayers:
         whole_call = len(whole) == len(weights) and library.has_product()
         self._blocks = Blocks(whole, self.layers[0].post_attention_layernorm.eps) if whole_call else None
 
-    def run(self, x_BNH: Tensor, meta: AttentionMetadata, read_BNX: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, x_BNH: Tensor, meta: AttentionMetadata | Sequence[AttentionMetadata], read_BNX: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(x, delta): the last layer's output is their sum. x_BNH, the residual stream, may be changed in place.
 
-        read_BNX: the input of the first layer's projections; None: the norm of x.
+        meta: one for all layers, or one for each. read_BNX: the input of the first layer's projections; None: the norm of x.
         """
-        if self._blocks is not None and meta.compiled:
-            x_BNH, delta_BNH, _ = self._blocks.run(x_BNH.contiguous(), meta, (), read_BNX)
+        metas = [meta] * len(self.chain) if isinstance(meta, AttentionMetadata) else meta
+        if self._blocks is not None and metas[0].compiled and all(one is metas[0] for one in metas):
+            x_BNH, delta_BNH, _ = self._blocks.run(x_BNH.contiguous(), metas[0], (), read_BNX)
             assert delta_BNH is not None
             return x_BNH, delta_BNH
         delta: Tensor | None = None
-        for number, block in enumerate(self.chain):
-            x_BNH, delta = block.forward(x_BNH, delta, meta, number, None if number else read_BNX)
+        for number, (block, one) in enumerate(zip(self.chain, metas, strict=True)):
+            x_BNH, delta = block.forward(x_BNH, delta, one, number, None if number else read_BNX)
         assert delta is not None
         return x_BNH, delta
 
@@ -95,7 +98,7 @@ class FusedAttention:
     """One attention module without an MLP."""
 
     def __init__(self, attention: Attention) -> None:
-        self.attention, self.shape = attention, heads_of(attention)
+        self.attention, self.shape = attention, heads_of(attention, attention.shape.window)
         self.qkv, self.out = Joint([attention.q_proj, attention.k_proj, attention.v_proj]), Joint([attention.o_proj])
         self._joined = Joined([attention], [self.qkv, self.out])
 

@@ -90,10 +90,12 @@ class AttentionShape:
     rope_theta: float
     qk_eps: float | None = None  # of an RMS norm of each query and key before rotation (Henry et al. 2020); None: no norm
     rope_scaling: Mapping[str, Any] | None = None  # as `LayerShape.rope_scaling`
+    window: int | None = None  # positions that a query sees at most, its own included; None: all
 
     @staticmethod
-    def of(shape: TargetShape, in_width: int, qk_norm: bool = False) -> AttentionShape:
-        """The dimensions for a drafter's layer whose output has the target's hidden size."""
+    def of(shape: TargetShape, in_width: int, qk_norm: bool = False, number: int = 0) -> AttentionShape:
+        """The dimensions for a drafter's layer whose output has the target's hidden size. number: of the layer, from 0."""
+        own = shape if isinstance(shape, LayerShape) else None
         return AttentionShape(
             in_width,
             shape.hidden_size,
@@ -102,7 +104,8 @@ class AttentionShape:
             shape.head_dim,
             shape.rope_theta,
             shape.norm_eps if qk_norm else None,
-            shape.rope_scaling if isinstance(shape, LayerShape) else None,
+            None if own is None else own.rope_scaling,
+            None if own is None else own.window(number),
         )
 
 
@@ -170,12 +173,17 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and a gated MLP with a norm before each, named as in Llama. A family calls `self_attn` itself."""
 
-    def __init__(self, shape: TargetShape, in_width: int | None = None, qk_norm: bool = False, input_norm: bool = True) -> None:
-        """in_width: of attention's input; None: the target's hidden size. input_norm: a norm before attention."""
+    def __init__(
+        self, shape: TargetShape, in_width: int | None = None, qk_norm: bool = False, input_norm: bool = True, number: int = 0
+    ) -> None:
+        """in_width: of attention's input; None: the target's hidden size. input_norm: a norm before attention.
+
+        number: of the layer in its drafter, from 0: layers may differ in their sliding windows.
+        """
         super().__init__()
         width, eps = shape.hidden_size, shape.norm_eps
         self.input_layernorm = RMSNorm(width, eps) if input_norm else nn.Identity()
-        self.self_attn = Attention(AttentionShape.of(shape, in_width or width, qk_norm))
+        self.self_attn = Attention(AttentionShape.of(shape, in_width or width, qk_norm, number))
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(width, shape.intermediate_size)
 

@@ -45,8 +45,9 @@ def attention_mask(
     """[B, N, P] bool: the keys that each new position attends to: the prefix and its ancestors.
 
     kv None: there is no prefix. ancestor_BNN: [B, N, M] where the N new positions are the last of a tree of M. window:
-    positions that a query sees at most, its own included; None: all, as it must be for M above N. chunk: a query sees its own
-    chunk of so many positions alone: with 8, position 9 sees positions 8 and 9.
+    positions that a query sees at most, its own included; None: all. Earlier nodes of the tree, whose rotary positions are not
+    given, are within it. chunk: a query sees its own chunk of so many positions alone: with 8, position 9 sees positions 8 and
+    9; M is N then.
     """
     B, N = position_BN.shape
     if isinstance(ancestor_BNN, Documents):
@@ -59,7 +60,8 @@ def attention_mask(
     key_BP = position_BN
     if kv is not None:
         key_BP = torch.arange(mask_BNP.shape[-1], device=position_BN.device).repeat(B, 1)
-        key_BP = key_BP.scatter(1, kv.length_B[:, None] + torch.arange(N, device=position_BN.device), position_BN)
+        column_N = torch.arange(ancestor_BNN.shape[2] - N, ancestor_BNN.shape[2], device=position_BN.device)
+        key_BP = key_BP.scatter(1, kv.length_B[:, None] + column_N, position_BN)
     if window is not None:
         mask_BNP = mask_BNP & (position_BN[..., None] - key_BP[:, None] < window)
     if chunk is not None:

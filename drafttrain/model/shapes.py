@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from drafttrain.core.errors import UserError
@@ -13,6 +13,9 @@ SCALINGS = {  # of rotary positions: kind -> the numbers it needs
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+
+
+OWN = ("rope_scaling", "sliding_window", "full_attention_layers")  # settings of drafters' layers that are not the target's
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,29 @@ class LayerShape(TargetShape):
     """The dimensions of a drafter's own decoder layers."""
 
     rope_scaling: dict[str, Any] | None = None  # of rotary positions, in transformers' form; None: none, whatever the target's
+    sliding_window: int | None = None  # positions that a query sees at most, its own included; None: all
+    full_attention_layers: tuple[int, ...] = ()  # layers without the window, from 0
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer, counted from 0; None: it sees all positions."""
+        return None if layer in self.full_attention_layers else self.sliding_window
+
+    def check_window(self, layers: int, drafts: int) -> None:
+        """Raise UserError for windows that `layers` layers cannot have, or that `drafts` drafts do not fit."""
+        window, full = self.sliding_window, self.full_attention_layers
+        if window is None:
+            if full:
+                raise UserError(
+                    f"drafter.layer.full_attention_layers is {list(full)} without drafter.layer.sliding_window; set it"
+                )
+            return
+        if window <= drafts + 1:
+            raise UserError(
+                f"drafter.layer.sliding_window is {window}; {drafts} drafts and the token before them must fit: set it above "
+                f"{drafts + 1}"
+            )
+        if not all(0 <= layer < layers for layer in full):
+            raise UserError(f"drafter.layer.full_attention_layers is {list(full)}; the drafter has layers 0 to {layers - 1}")
 
 
 @dataclass
@@ -49,6 +75,8 @@ class LayerOptions:
     rope_theta: float | None = None
     norm_eps: float | None = None
     rope_scaling: Any = None  # {rope_type: linear or llama3, factor: ..., ...}; null: none. Any: Hydra fills no null mapping
+    sliding_window: int | None = None  # positions that a query sees at most, its own included; null: all
+    full_attention_layers: list[int] = field(default_factory=list)  # layers without the window, from 0
 
     @staticmethod
     def of(given: LayerOptions | Mapping[str, Any]) -> LayerOptions:
@@ -66,21 +94,25 @@ class LayerOptions:
         """The options that give this shape for this target."""
         if shape is None:
             return LayerOptions()
-        apart = {
-            f.name: getattr(shape, f.name)
-            for f in fields(LayerOptions)
-            if f.name != "rope_scaling" and getattr(shape, f.name) != getattr(target, f.name)
-        }
-        return LayerOptions(**apart, rope_scaling=shape.rope_scaling if isinstance(shape, LayerShape) else None)
+        shared = [f.name for f in fields(LayerOptions) if f.name not in OWN]
+        apart = {name: getattr(shape, name) for name in shared if getattr(shape, name) != getattr(target, name)}
+        if not isinstance(shape, LayerShape):
+            return LayerOptions(**apart)
+        full = list(shape.full_attention_layers)
+        return LayerOptions(
+            **apart, rope_scaling=shape.rope_scaling, sliding_window=shape.sliding_window, full_attention_layers=full
+        )
 
     def shape(self, target: TargetShape) -> LayerShape:
         """The layers' dimensions. Raises UserError for values that no layer can have."""
         check_scaling(self.rope_scaling)
         own = {name: value for name, value in asdict(self).items() if value is not None}
+        own["full_attention_layers"] = tuple(self.full_attention_layers)
         shape = LayerShape(**asdict(target) | own)
-        for name in set(own) - {"rope_scaling"}:
+        for name in set(own) - {"rope_scaling", "full_attention_layers"}:
             if own[name] <= 0:
-                raise UserError(f"drafter.layer.{name} is {own[name]}; set it above 0, or to null: as the target's")
+                other = "all positions" if name == "sliding_window" else "as the target's"
+                raise UserError(f"drafter.layer.{name} is {own[name]}; set it above 0, or to null: {other}")
         if shape.heads % shape.kv_heads or shape.head_dim % 2:
             raise UserError(
                 f"drafter.layer has {shape.heads} heads of width {shape.head_dim} over {shape.kv_heads} KV heads; choose an "

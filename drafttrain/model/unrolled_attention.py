@@ -25,32 +25,48 @@ ROWS = 256  # queries whose scores are in memory at once, where there is no fuse
 aten = torch.ops.aten
 
 
-def unrolled(q_BhTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents | None) -> Tensor:
+def unrolled(
+    q_BhTD: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    documents: Documents | None,
+    window: int | None = None,
+) -> Tensor:
     """[B, h, T, D]: attention of the last step's queries to keys and values [B, g, T, D] of each step; g divides h.
 
-    documents: step 0's keys are seen within one document, and each is computed alone; None: every row is one. Scores are
-    scaled by D ** -0.5.
+    documents: step 0's keys are seen within one document, and each is computed alone; None: every row is one. window: rotary
+    positions that a query sees at most, its own included, more than there are steps; None: all. Step i's query at index t has
+    the position t + i. Scores are scaled by D ** -0.5.
     """
-    return by_document(_whole, documents, q_BhTD, *keys, *values)
+    first = _first_window(window, len(keys))
+
+    def whole(q_BhTD: Tensor, *both: Tensor) -> Tensor:
+        out_BhTD: Tensor = _Unrolled.apply(q_BhTD, len(keys), first, *both)
+        return out_BhTD
+
+    return by_document(whole, documents, q_BhTD, *keys, *values)
 
 
-def _whole(q_BhTD: Tensor, *both: Tensor) -> Tensor:
-    out_BhTD: Tensor = _Unrolled.apply(q_BhTD, len(both) // 2, *both)
-    return out_BhTD
+def _first_window(window: int | None, steps: int) -> int | None:
+    """Indices that the last step's queries see of step 0, their own included."""
+    if window is None:
+        return None
+    assert window >= steps, "the keys of all steps at a query's own index are within its window"
+    return window - steps + 1
 
 
 class _Unrolled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BhTD: Tensor, steps: int, *both: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BhTD: Tensor, steps: int, window: int | None, *both: Tensor) -> Tensor:
         keys, values = both[:steps], both[steps:]
-        first_BhTD, lse_BhT = _causal(q_BhTD, keys[0], values[0])
+        first_BhTD, lse_BhT = _causal(q_BhTD, keys[0], values[0], window)
         own_iBhT = [_dot(q_BhTD, k) * q_BhTD.shape[-1] ** -0.5 for k in keys[1:]]
         joint_BhT = torch.stack([lse_BhT, *own_iBhT]).logsumexp(0) if own_iBhT else lse_BhT
         out_BhTD = first_BhTD * (lse_BhT - joint_BhT).exp()[..., None] if own_iBhT else first_BhTD
         for own_BhT, value_BgTD in zip(own_iBhT, values[1:], strict=True):
             out_BhTD = out_BhTD + _scaled((own_BhT - joint_BhT).exp(), value_BgTD)
         out_BhTD = out_BhTD.to(q_BhTD.dtype)
-        ctx.steps = steps
+        ctx.steps, ctx.window = steps, window
         ctx.save_for_backward(q_BhTD, out_BhTD, joint_BhT, *both)
         return out_BhTD
 
@@ -59,10 +75,10 @@ class _Unrolled(torch.autograd.Function):
         grad_BhTD = grads[0].contiguous()
         q_BhTD, out_BhTD, joint_BhT, *both = ctx.saved_tensors
         keys, values, scale = both[: ctx.steps], both[ctx.steps :], q_BhTD.shape[-1] ** -0.5
-        to_q, to_k, to_v = _causal_backward(grad_BhTD, q_BhTD, keys[0], values[0], out_BhTD, joint_BhT)
+        to_q, to_k, to_v = _causal_backward(grad_BhTD, q_BhTD, keys[0], values[0], out_BhTD, joint_BhT, ctx.window)
         to_keys, to_values = [to_k], [to_v]
         if ctx.steps == 1:
-            return to_q, None, to_k, to_v
+            return to_q, None, None, to_k, to_v
         mean_BhT = _dot(grad_BhTD, out_BhTD)
         for key_BgTD, value_BgTD in zip(keys[1:], values[1:], strict=True):
             share_BhT = (_dot(q_BhTD, key_BgTD) * scale - joint_BhT).exp()
@@ -70,7 +86,7 @@ class _Unrolled(torch.autograd.Function):
             to_q = to_q + _scaled(slope_BhT, key_BgTD)
             to_keys.append(_summed(slope_BhT, q_BhTD, key_BgTD))
             to_values.append(_summed(share_BhT.to(q_BhTD.dtype), grad_BhTD, value_BgTD))
-        return to_q, None, *to_keys, *to_values
+        return to_q, None, None, *to_keys, *to_values
 
 
 def _dot(a_BhTD: Tensor, b_BgTD: Tensor) -> Tensor:
@@ -106,26 +122,32 @@ def _shared(x_BhTD: Tensor, kv_heads: int) -> Tensor:
     return x_BhTD if x_BhTD.shape[1] == kv_heads else x_BhTD.unflatten(1, (kv_heads, -1)).sum(2)
 
 
-def _causal(q_BhTD: Tensor, k_BhTD: Tensor, v_BhTD: Tensor) -> tuple[Tensor, Tensor]:
+def _causal(q_BhTD: Tensor, k_BhTD: Tensor, v_BhTD: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp of the scores [B, h, T])."""
-    kernel = _kernel(q_BhTD)
+    kernel = _kernel(q_BhTD, window)
     if kernel is None or not _shares_keys(q_BhTD):
         k_BhTD, v_BhTD = (_repeated(x, q_BhTD.shape[1]) for x in (k_BhTD, v_BhTD))
     if kernel is not None:
         out_BhTD, lse_BhT = kernel(q_BhTD, k_BhTD, v_BhTD)
         return out_BhTD, lse_BhT[..., : q_BhTD.shape[2]]
     out_BhTD, lse_BhT = torch.empty_like(q_BhTD), _wide(q_BhTD[..., 0]).clone()
-    for at, seen, score_BhRP in _blocks(q_BhTD, k_BhTD):
+    for at, seen, score_BhRP in _blocks(q_BhTD, k_BhTD, window):
         lse_BhT[:, :, at] = score_BhRP.logsumexp(-1)
         out_BhTD[:, :, at] = score_BhRP.softmax(-1).to(q_BhTD.dtype) @ v_BhTD[:, :, seen]
     return out_BhTD, lse_BhT
 
 
 def _causal_backward(
-    grad_BhTD: Tensor, q_BhTD: Tensor, k_BhTD: Tensor, v_BhTD: Tensor, out_BhTD: Tensor, lse_BhT: Tensor
+    grad_BhTD: Tensor,
+    q_BhTD: Tensor,
+    k_BhTD: Tensor,
+    v_BhTD: Tensor,
+    out_BhTD: Tensor,
+    lse_BhT: Tensor,
+    window: int | None,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k and v; the log-sum-exp and the output may include terms of later steps."""
-    kernel, kv_heads = _kernel(q_BhTD), k_BhTD.shape[1]
+    kernel, kv_heads = _kernel(q_BhTD, window), k_BhTD.shape[1]
     if kernel is not None and _shares_keys(q_BhTD):
         return _fused_backward(grad_BhTD, q_BhTD, k_BhTD, v_BhTD, out_BhTD, lse_BhT)
     k_BhTD, v_BhTD = (_repeated(x, q_BhTD.shape[1]) for x in (k_BhTD, v_BhTD))
@@ -134,7 +156,7 @@ def _causal_backward(
         return to_q, _shared(to_k, kv_heads), _shared(to_v, kv_heads)
     to_q, to_k, to_v = torch.empty_like(q_BhTD), torch.zeros_like(k_BhTD), torch.zeros_like(v_BhTD)
     mean_BhT, scale = _dot(grad_BhTD, out_BhTD), q_BhTD.shape[-1] ** -0.5
-    for at, seen, score_BhRP in _blocks(q_BhTD, k_BhTD):
+    for at, seen, score_BhRP in _blocks(q_BhTD, k_BhTD, window):
         share_BhRP = (score_BhRP - lse_BhT[:, :, at, None]).exp()
         to_share_BhRP = _wide(grad_BhTD[:, :, at] @ v_BhTD[:, :, seen].transpose(-1, -2)) - mean_BhT[:, :, at, None]
         slope_BhRP = (share_BhRP * to_share_BhRP * scale).to(q_BhTD.dtype)
@@ -144,18 +166,25 @@ def _causal_backward(
     return to_q, _shared(to_k, kv_heads), _shared(to_v, kv_heads)
 
 
-def _blocks(q_BhTD: Tensor, k_BhTD: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+def _blocks(q_BhTD: Tensor, k_BhTD: Tensor, window: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
     """(queries, keys, their scores), block by block; scores of keys that are not seen are minus infinity."""
     T, device = q_BhTD.shape[2], q_BhTD.device
+    within = T if window is None else window
     for start in range(0, T, ROWS):
-        at, seen = slice(start, min(start + ROWS, T)), slice(0, min(start + ROWS, T))
+        stop = min(start + ROWS, T)
+        at, seen = slice(start, stop), slice(max(0, start - within + 1), stop)
         score_BhRP = _wide(q_BhTD[:, :, at] @ k_BhTD[:, :, seen].transpose(-1, -2)) * q_BhTD.shape[-1] ** -0.5
-        hidden_RP = torch.arange(seen.stop, device=device) > torch.arange(at.start, at.stop, device=device)[:, None]
-        yield at, seen, score_BhRP.masked_fill(hidden_RP, -torch.inf)
+        back_RP = torch.arange(start, stop, device=device)[:, None] - torch.arange(seen.start, stop, device=device)
+        yield at, seen, score_BhRP.masked_fill((back_RP < 0) | (back_RP >= within), -torch.inf)
 
 
-def _kernel(q_BhTD: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """A fused causal attention that also returns its log-sum-exp; None: there is none for these queries, compute in blocks."""
+def _kernel(q_BhTD: Tensor, window: int | None) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """A fused causal attention that also returns its log-sum-exp; None: there is none for these queries, compute in blocks.
+
+    The kernels have no window, so texts that are longer than theirs are computed in blocks.
+    """
+    if window is not None and window < q_BhTD.shape[2]:
+        return None
     if q_BhTD.device.type == "cpu":
         return lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[:2]
     if not q_BhTD.is_cuda or q_BhTD.shape[-1] % 8 or q_BhTD.dtype == torch.float64:
@@ -195,13 +224,22 @@ def _fused_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     return tuple(efficient(grad, q, k, v, None, out, padded_BhT, seed[0], seed[1], 0.0, wanted, True)[:3])
 
 
-def reference(q_BhTD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents | None) -> Tensor:
+def reference(
+    q_BhTD: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    documents: Documents | None,
+    window: int | None = None,
+) -> Tensor:
     """The twin of `unrolled`: all scores at once."""
+    first = _first_window(window, len(keys))
     keys, values = ([_repeated(x, q_BhTD.shape[1]) for x in both] for both in (keys, values))
     T, scale = q_BhTD.shape[2], q_BhTD.shape[-1] ** -0.5
     seen_BTT = torch.ones(1, T, T, dtype=torch.bool, device=q_BhTD.device).tril()
     if documents is not None:
         seen_BTT = documents.dense()
+    if first is not None:
+        seen_BTT = seen_BTT.triu(1 - first)
     first_BhTT = (q_BhTD @ keys[0].transpose(-1, -2) * scale).masked_fill(~seen_BTT[:, None], -torch.inf)
     own_iBhT1 = [(q_BhTD * k).sum(-1, keepdim=True) * scale for k in keys[1:]]
     share_BhTP = _wide(torch.cat([first_BhTT, *own_iBhT1], -1)).softmax(-1).to(q_BhTD.dtype)

@@ -37,12 +37,11 @@ def tree_attention(
     """[B, N, h D]: the tree's last N nodes attend to their row's prefix and to the nodes whose bits are set in bits_BNw.
 
     keys, values: contiguous [Q, page, k, D]. Position p of row b is in page table_BQ[b, p // page]; node i of the tree is at
-    position length_B[b] + i. earlier: nodes of the tree before these; with them there is no window. window: keys are seen only
-    within so many rotary positions. position_BN: the nodes' rotary positions; those of the prefix are 0, 1, 2, ... bound: upper
-    bound of every row's length + the tree. It alone decides the launch, so one CUDA graph works for all lengths up to it. A
-    node that sees nothing gets zeros. At most 256 nodes in the tree.
+    position length_B[b] + i. earlier: nodes of the tree before these. window: keys are seen only within so many rotary
+    positions; earlier nodes, whose rotary positions are not given, always are. position_BN: the nodes' rotary positions; those
+    of the prefix are 0, 1, 2, ... bound: upper bound of every row's length + the tree. It alone decides the launch, so one CUDA
+    graph works for all lengths up to it. A node that sees nothing gets zeros. At most 256 nodes in the tree.
     """
-    assert window is None or earlier == 0
     if not _serves(q_BNhD):
         return reference(q_BNhD, keys, values, table_BQ, length_B, bits_BNw, position_BN, scale, window, bound, earlier)
     from drafttrain.kernels.triton import tree_attention as kernels
@@ -71,10 +70,10 @@ def reference(
     M = earlier + N
     kv_heads, device = keys.shape[2], q_BNhD.device
     position_BP = torch.arange(bound, device=device).repeat(B, 1)
-    node_BN = length_B[:, None] + torch.arange(N, device=device)
+    node_BN = length_B[:, None] + torch.arange(earlier, M, device=device)
     seen_BNP = visible(length_B, bound - M, ancestors_of(bits_BNw, M))
     if window is not None:
-        place_BP = position_BP.scatter(1, node_BN, position_BN)
+        place_BP = position_BP.scatter(1, node_BN, position_BN)  # an earlier node's place is no less than its rotary position
         seen_BNP = seen_BNP & (position_BN[..., None] - place_BP[:, None] < window)
     at_BP = flat(table_BQ, position_BP, keys.shape[1])
     real_BP = position_BP < length_B[:, None] + M  # the other positions may hold anything, NaN too

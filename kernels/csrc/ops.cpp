@@ -109,7 +109,6 @@ void attend_at(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const st
     const int64_t batch = qkv.size(0), nodes = qkv.size(1), heads = qkv.size(2) / width - 2 * kv_heads;
     STD_TORCH_CHECK(width <= 256 && width % 2 == 0, "head widths are even and at most 256");
     STD_TORCH_CHECK(out.numel() == batch * nodes * heads * width && heads % kv_heads == 0, "shapes do not fit");
-    STD_TORCH_CHECK(earlier == 0 || window == 0, "with earlier nodes there is no window");
     const bool as_bits = ancestor && ancestor->scalar_type() == torch::headeronly::ScalarType::Long;
     int64_t longest = 0;
     for (int64_t b = 0; b < batch; b++) {

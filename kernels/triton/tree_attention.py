@@ -64,12 +64,13 @@ def _bits_from(words, real_R, node, WORDS: tl.constexpr):
 
 @triton.jit
 def _seen(
-    key_K, real_K, prefix, bits_R, words, real_R, position_R, position, window,
+    key_K, real_K, prefix, bits_R, words, real_R, position_R, position, window, earlier,
     WORDS: tl.constexpr, K: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """[R, K]: whether a row sees a key: the prefix and the node's ancestors, within the window.
 
-    bits_R: the rows' words where they have one each. Otherwise a step has at most 64 keys.
+    bits_R: the rows' words where they have one each. Otherwise a step has at most 64 keys. earlier: nodes before those that
+    `position` names; they are within the window.
     """
     node_K = key_K - prefix
     if WORDS == 1:
@@ -83,8 +84,9 @@ def _seen(
         ancestor_RK = ((step_R[:, None] >> tl.arange(0, K)[None, :].to(tl.uint64)) & 1) != 0
     seen_RK = real_K[None, :] & ((node_K < 0)[None, :] | ancestor_RK)
     if WINDOWED:
-        place_K = tl.load(position + tl.maximum(node_K, 0), mask=real_K & (node_K >= 0), other=0).to(tl.int32)
-        place_K = tl.where(node_K < 0, key_K, place_K)
+        new_K = node_K - earlier
+        place_K = tl.load(position + tl.maximum(new_K, 0), mask=real_K & (new_K >= 0), other=0).to(tl.int32)
+        place_K = tl.where(new_K < 0, key_K, place_K)
         seen_RK = seen_RK & (position_R[:, None] - place_K[None, :] < window)
     return seen_RK
 
@@ -133,7 +135,7 @@ def attend(
         )
     for k in range(plain, end, K):
         key_K, real_K = k + tl.arange(0, K), k + tl.arange(0, K) < total
-        seen_RK = _seen(key_K, real_K, prefix, bits_R, words, real_R, position_R, position, window, WORDS, K, WINDOWED)
+        seen_RK = _seen(key_K, real_K, prefix, bits_R, words, real_R, position_R, position, window, earlier, WORDS, K, WINDOWED)
         top_R, sum_R, out_RD = _step(
             q_RD, keys, values, table, key_K, real_K, seen_RK, scale, top_R, sum_R, out_RD, KV * D, D, WIDE, PAGE
         )
@@ -214,17 +216,13 @@ def launches(
     q_BNhD: Tensor, keys: Tensor, values: Tensor, table_BQ: Tensor, length_B: Tensor, bits_BNw: Tensor, position_BN: Tensor,
     out_BNI: Tensor, scale: float, window: int | None, bound: int, earlier: int,
 ) -> list[Launch]:  # fmt: skip
-    """The launches that fill out_BNI: one, or two where the keys are split. The host reads shapes and `bound`, no tensor.
-
-    With earlier nodes there is no window: the rotary positions of these nodes are not known here.
-    """
-    assert window is None or earlier == 0
+    """The launches that fill out_BNI: one, or two where the keys are split. The host reads shapes and `bound`, no tensor."""
     B, N, h, D = q_BNhD.shape
     _, page, kv, _ = keys.shape
     groups, wide, words = h // kv, max(triton.next_power_of_2(D), 16), bits_BNw.shape[2]
     tile = tiles(N * groups, wide, q_BNhD.dtype, words)
     blocks = triton.cdiv(N * groups, tile.rows)
-    reach = bound if window is None else min(bound, window + N)
+    reach = bound if window is None else min(bound, window + earlier + N)
     S = splits(B * kv * blocks, reach, N * groups, processors(q_BNhD.device))
     part = lse = out_BNI
     if S > 1:

@@ -27,7 +27,7 @@ from drafttrain.model.drafter import Commit, Drafter, RevertibleState
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
-from tests.helpers import FEW, prompts, tiny_model, tiny_target, watch_proposals
+from tests.helpers import FEW, drafted_and_predicted, prompts, tiny_model, tiny_target, watch_proposals
 
 
 def decode(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], batch: int, **settings: Any) -> list[Any]:
@@ -128,28 +128,8 @@ def test_what_is_trained_is_what_is_drafted(name: str) -> None:
     drafter, prompt = build(name, target, noise=0.5), prompts(1, seed=8, longest=30)[0] + [5, 9, 2]
     if not drafter.trained:
         pytest.skip("trains nothing: there is no prediction to compare with")
-    seen = watch_proposals(drafter)
-    decode(target, drafter, [prompt], 1, tokens=12)
-    tree = seen[0]
-    chain = [0]
-    for path in sorted((p for p in drafter.proposal.paths if set(p) == {0}), key=len):
-        children = (tree.parent_BN[0] == chain[-1]).nonzero()[:, 0].tolist()
-        chain.append(children[0])
-        assert len(chain) == len(path) + 1
-    drafts = tree.token_BN[0, chain].tolist()
-    text = torch.tensor([prompt + drafts])
-    source = len(prompt) - 1
-    ones = torch.ones_like(text, dtype=torch.bool)
-    batch = TrainBatch(text, torch.arange(text.shape[1])[None], torch.zeros_like(text), ones)
-    filled = Online(target, drafter.taps).fill(batch)
-    predicted: dict[int, int] = {}
-    with torch.no_grad():
-        for prediction in drafter.predict(filled):
-            best = prediction.whole(prediction.head(prediction.hidden_MH), 64).argmax(-1).tolist()
-            for s, label, token in zip(prediction.source_M.tolist(), prediction.label_M.tolist(), best, strict=True):
-                if (prediction.every_step and label > source + 1) or s == source:
-                    predicted[label - source - 1] = token
-    assert [predicted[i] for i in range(1, len(drafts))] == drafts[1:]
+    drafts, predicted = drafted_and_predicted(target, drafter, prompt)
+    assert predicted == drafts
 
 
 @pytest.mark.sampled(name=("medusa", "eagle3", "cascade"))

@@ -72,6 +72,9 @@ CASES = {
 }
 
 
+PARTED = ["ragged", "bit 63", "odd width", "splits", "two words", "four words", "words and splits"]
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Rows with pages of their own in any order; whatever no row owns is NaN, the rest of a row's last page too."""
@@ -124,7 +127,7 @@ def test_tree_attention(case: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", ["ragged", "bit 63", "odd width", "splits", "two words", "four words", "words and splits"])
+@pytest.mark.parametrize("case", [*PARTED, "window", "splits and window"])
 def test_the_last_nodes_of_a_tree_alone(case: str, dtype: torch.dtype) -> None:
     torch.manual_seed(len(case))
     inputs, of = Inputs.of(CASES[case], dtype), CASES[case]
@@ -133,7 +136,7 @@ def test_the_last_nodes_of_a_tree_alone(case: str, dtype: torch.dtype) -> None:
         last = (inputs.q_BNhD[:, earlier:], inputs.keys, inputs.values, inputs.table_BQ, inputs.length_B)
         last += (inputs.bits_BNw[:, earlier:], inputs.position_BN[:, earlier:])
         for function in (attention_op.tree_attention, attention_op.reference):
-            found = function(*last, of.width**-0.5, None, bound, earlier)
+            found = function(*last, of.width**-0.5, of.window, bound, earlier)
             torch.testing.assert_close(found, whole[:, earlier:], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 

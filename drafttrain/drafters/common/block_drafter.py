@@ -33,8 +33,9 @@ from drafttrain.drafters.common.block_options import BlockOptions, BlockShape
 from drafttrain.drafters.common.dynamic_tree import Generation, Scored, grown_from_slots
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
+from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.batch import Anchors, Context, Pairs, Prediction, TrainBatch
-from drafttrain.model.blockwise_attention import blockwise_attention
+from drafttrain.model.blockwise_attention import Rule, blockwise_attention
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.convolution import Bare, Convolved
 from drafttrain.model.drafter import Commit, Drafter, draft_chain
@@ -55,9 +56,11 @@ Choices = Callable[[int, Tensor], Tensor]  # (draft from 0, [B, W] tokens before
 class BlockLayer(DecoderLayer):
     """A decoder layer whose keys and values are those of the context and of the block, by one projection."""
 
-    def __init__(self, shape: TargetShape, group: int | None) -> None:
-        """group: of the convolutions around attention and MLP; None: there are none."""
-        super().__init__(shape, qk_norm=True)
+    def __init__(self, shape: TargetShape, group: int | None, number: int, causal_windows: bool) -> None:
+        """group: of the convolutions around attention and MLP; None: there are none. number: of the layer, from 0."""
+        super().__init__(shape, qk_norm=True, number=number)
+        window = self.self_attn.shape.window
+        self.rule = Rule(chained=window is not None and causal_windows, window=window)
         parts = (Bare() if group is None else Convolved(shape.hidden_size, group) for _ in range(2))
         self.attention_conv, self.mlp_conv = parts
         self.convolved = group is not None
@@ -84,11 +87,11 @@ class BlockLayer(DecoderLayer):
         own = self.self_attn.qkv(x_BASH.flatten(1, 2), position_BAS.flatten(1))
         if span is None:
             q_BhASD, k_BhASD, v_BhASD = (x.unflatten(2, (A, S)) for x in own)
-            mixed_BhXD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, *context, seen).flatten(2, 3)
+            mixed_BhXD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, *context, seen, self.rule).flatten(2, 3)
         else:
             q_BhASD, k_BhASD, v_BhASD = (span.heads(x).unflatten(2, (-1, S)) for x in own)
             all_keys, all_values = (span.gather(x) for x in context)
-            mixed_BhASD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, all_keys, all_values, seen)
+            mixed_BhASD = blockwise_attention(q_BhASD, k_BhASD, v_BhASD, all_keys, all_values, seen, self.rule)
             mixed_BhXD = span.positions(mixed_BhASD.flatten(2, 3))
         return self.self_attn.out(mixed_BhXD).unflatten(1, (A, S))
 
@@ -119,7 +122,8 @@ class BlockDrafter(Drafter):
             raise UserError(f"drafter.block_size is {shape.size}; the target has {of.max_positions} positions: lower it")
         self.fc = Linear(len(shape.taps) * of.hidden_size, of.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(of.hidden_size, of.norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(of, group) for _ in range(shape.layers))
+        of.check_window(shape.layers, self.draft_length)
+        self.layers = nn.ModuleList(BlockLayer(of, group, i, options.causal_windows) for i in range(shape.layers))
         self.fused_layers = FusedLayers(self.all_layers())
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
         parts = [self.fc, *(part for layer in self.all_layers() for part in (layer.self_attn, layer.mlp))]
@@ -251,12 +255,19 @@ class BlockState(CachedState):
         self.consume(pending, slot_B)
         root_B = pending.root_B
         x_BSH = drafter.embedded_block(root_B)
-        meta = self.cached.meta(drafter.positions(self.kv.length_B), self._whole_SS.expand(len(root_B), -1, -1))
-        if not drafter.layers[0].convolved:
-            return root_B, norm(drafter.norm, *drafter.fused_layers.run(x_BSH, meta))[1]
-        for number, (layer, block) in enumerate(zip(drafter.all_layers(), drafter.fused_layers.chain, strict=True)):
+        metas, layers = self._metas(drafter.positions(self.kv.length_B)), drafter.all_layers()
+        if not layers[0].convolved:
+            return root_B, norm(drafter.norm, *drafter.fused_layers.run(x_BSH, metas))[1]
+        for number, (layer, block, meta) in enumerate(zip(layers, drafter.fused_layers.chain, metas, strict=True)):
             x_BSH = layer.around(x_BSH, lambda in_BSH: block.attention(in_BSH, meta, number), block.mlp)  # noqa: B023
         return root_B, drafter.norm(x_BSH)
+
+    def _metas(self, position_BS: Tensor) -> list[AttentionMetadata]:
+        """Each layer's metadata: slots see their whole block, or the slots up to themselves."""
+        kinds = [layer.rule.chained for layer in self.drafter.all_layers()]
+        whole_BSS = self._whole_SS.expand(len(position_BS), -1, -1)
+        of = {chained: self.cached.meta(position_BS, None if chained else whole_BSS) for chained in set(kinds)}
+        return [of[chained] for chained in kinds]
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter, (root_B, state_BSH) = self.drafter, self.block(slot_B)

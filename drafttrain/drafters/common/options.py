@@ -34,6 +34,7 @@ class BlockOptions(TreeOptions):
     weights: str = "decay"  # decay: exp(-k / gamma) for draft k from 0. dpace: by the drafter's own confidence
     gamma: float | None = None  # None: 7, 5, 4 for blocks of 16, of 10, and smaller
     alpha: float = 0.5  # of dpace: 1 is no doubt in any draft, near 0 the drafter's own confidence
+    causal_windows: bool = True  # in layers with a sliding window slots see no later slot of their block, as in vLLM and SGLang
     layer: LayerOptions = field(default_factory=LayerOptions)
 
     def decay(self, drafts: int) -> list[float]:

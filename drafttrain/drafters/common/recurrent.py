@@ -218,5 +218,5 @@ class UnrolledAttention:
         if self.span is not None:
             q_BhTD, k_BhTD, v_BhTD = (self.span.gather(x) for x in (q_BhTD, k_BhTD, v_BhTD))
         keys, values = [*past[:steps], k_BhTD], [*past[steps:], v_BhTD]
-        mixed_BhTD = unrolled(q_BhTD, keys, values, self.documents)
+        mixed_BhTD = unrolled(q_BhTD, keys, values, self.documents, self.attention.shape.window)
         return self.attention.out(mixed_BhTD if self.span is None else self.span.scatter(mixed_BhTD)), k_BhTD, v_BhTD

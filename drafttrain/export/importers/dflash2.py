@@ -14,7 +14,7 @@ from drafttrain.model.target import Target
 
 def _options(found: Foreign, target: Target) -> dict[str, Any]:
     found.wants("conv_kernel_size", found.config.get("conv_kernel_size", TAPS), (TAPS,), "but convolutions here have two taps")
-    return speculators_options(found, target) | {
+    return speculators_options(found, target, non_causal=True) | {
         "group": found.number("conv_group_size"),
         "rank": found.number("selector_rank"),
         "candidates": found.number("selector_top_k"),

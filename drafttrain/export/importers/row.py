@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from drafttrain.targets.structure import shape_of
 
 EMBEDDING, HEAD, NORM = "embedding", "output matrix", "last norm"
 INNER, TYPE = "transformer_layer_config", "speculators_model_type"  # keys of speculators' configurations
+KINDS = (["full_attention"], ["sliding_attention"], ["full_attention", "sliding_attention"])
 TRAINED_FOR = "give the target that it was trained for with target=hf target.path=DIR"
 
 
@@ -122,7 +123,24 @@ def layer_options(found: Foreign, fields: Mapping[str, Any], target: Target, kin
     except Exception as error:  # its validation raises many kinds
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"{found.origin}: {found.config_name} describes no decoder layer ({reason}); correct it") from error
-    return asdict(LayerOptions.between(_scaled(found, shape, config.rope_parameters), target.shape))
+    own = replace(_scaled(found, shape, config.rope_parameters), **_windows(found, fields))
+    return asdict(LayerOptions.between(own, target.shape))
+
+
+def _windows(found: Foreign, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The sliding windows of `LayerShape`. A window that no layer has is ignored: targets' fields are often copied."""
+    layers = fields.get("num_hidden_layers", 1)
+    kinds = (
+        fields.get("layer_types") or ["sliding_attention" if fields.get("use_sliding_window") else "full_attention"] * layers
+    )
+    found.wants("layer_types", sorted(set(kinds)), KINDS, "but layers of drafters see all positions or a window")
+    if "sliding_attention" not in kinds:
+        return {}
+    window = fields.get("sliding_window")
+    if not isinstance(window, int) or isinstance(window, bool):
+        raise UserError(f"{found.origin}: sliding_window is {window!r}, and layers have windows; a number is needed")
+    full = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    return {"sliding_window": window, "full_attention_layers": full}
 
 
 def _scaled(found: Foreign, shape: Any, rope: Mapping[str, Any]) -> LayerShape:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts.llama import llama_fields, refuse_last_block
+from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_facts, window_fields
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 
+SERVED = ("vllm", "sglang", "transformers", "speculators")  # stacks that read sliding windows
 TRANSFORMERS = Renames(
     {"fc.{rest}": "encoder.fc.{rest}", "hidden_norm.{rest}": "encoder.output_norm_enc.{rest}", "{rest}": "{rest}"}
 )
@@ -23,7 +24,42 @@ def refuse(source: Source) -> str | None:
 
 def refuse_last(source: Source) -> str | None:
     """Why a stack that accepts shifted slots cannot load this drafter; None where it can."""
-    return refuse_last_block(source, ("vllm", "lmdeploy"))
+    return refuse_last_block(source, ("vllm", "lmdeploy")) or _refuse_windows(source)
+
+
+def refuse_per_layer(source: Source) -> str | None:
+    """As `refuse_last`, for a stack that takes layers with windows as causal and the others not, whatever the flag says."""
+    if (reason := refuse_last_block(source, ("vllm", "lmdeploy")) or refuse_windows(source, SERVED)) is not None:
+        return reason
+    if any(_windows(source)) and not _causal(source):
+        return "vLLM makes slots of its layers with windows causal; train with drafter.causal_windows=true"
+    return None
+
+
+def _refuse_windows(source: Source) -> str | None:
+    """transformers' sliding layers see the whole block. vLLM reads one flag of speculators' layout for all layers."""
+    if (reason := refuse_windows(source, SERVED)) is not None:
+        return reason
+    windows, causal = _windows(source), _causal(source)
+    if not any(windows):
+        return None
+    if source.stack == "transformers" and causal:
+        return "slots of its layers with windows see no later slot; transformers' do: train with drafter.causal_windows=false"
+    if source.stack == "speculators" and causal and not all(windows):
+        return (
+            "vLLM would read all layers of this layout as causal, those without a window too; use format=vllm, or train "
+            "without drafter.layer.full_attention_layers"
+        )
+    return None
+
+
+def _windows(source: Source) -> list[int | None]:
+    return window_facts(source.layer_shape, source.options["layers"]).get("windows", [])
+
+
+def _causal(source: Source) -> bool:
+    """Whether slots of layers with windows see no later slot."""
+    return bool(source.options.get("causal_windows", True))
 
 
 def lmdeploy_refuse(source: Source) -> str | None:
@@ -49,6 +85,7 @@ def zlab(source: Source) -> Files:
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         **_fields(source),
+        **({"is_causal": False} if any(_windows(source)) and not _causal(source) else {}),
         "num_target_layers": source.shape.blocks,
         "dflash_config": {"mask_token_id": mask_token(source), "target_layer_ids": _ids(source)},
     }
@@ -64,6 +101,8 @@ def transformers(source: Source) -> Files:
         "mask_token_id": mask_token(source),
         "target_layer_ids": _ids(source),
     }
+    if any(_windows(source)):
+        config["sliding_window"] -= 1  # it counts the positions before a query, without its own
     return Files(config, source.named(TRANSFORMERS), facts=facts(source))
 
 
@@ -78,14 +117,15 @@ def speculators_config(source: Source, algorithm: str, architecture: str) -> dic
     inner = {"model_type": "qwen3", **llama_fields(source.layer_shape, layers, source.dtype)}
     return {
         **header(source, algorithm, architecture),
-        "transformer_layer_config": inner | {"layer_types": ["full_attention"] * layers, "use_sliding_window": False},
+        "transformer_layer_config": inner | _kinds(source),
         "draft_vocab_size": source.shape.vocab_size,
         "target_hidden_size": source.shape.hidden_size,
         "block_size": source.options["block_size"],
         "mask_token_id": mask_token(source),
         "aux_hidden_state_layer_ids": source.layer_inputs,
         "sample_from_anchor": source.options["slots"] == "shifted",
-        "sliding_window_non_causal": True,  # with false vLLM would treat the block as causal
+        # with false vLLM would treat the block as causal, in all layers
+        "sliding_window_non_causal": not (any(_windows(source)) and _causal(source)),
     }
 
 
@@ -94,9 +134,15 @@ def _fields(source: Source) -> dict[str, Any]:
     return {
         **llama_fields(source.layer_shape, layers, source.dtype),
         "block_size": source.options["block_size"],
-        "layer_types": ["full_attention"] * layers,
-        "use_sliding_window": False,
+        **_kinds(source),
     }
+
+
+def _kinds(source: Source) -> dict[str, Any]:
+    """What kind of attention each layer has. Written always, because stacks have different defaults."""
+    layers = source.options["layers"]
+    full = {"layer_types": ["full_attention"] * layers, "use_sliding_window": False}
+    return full | window_fields(source.layer_shape, layers)
 
 
 def _ids(source: Source) -> list[int]:
@@ -111,4 +157,6 @@ def mask_token(source: Source) -> int:
 
 def facts(source: Source) -> dict[str, Any]:
     """The facts that the reader must find in addition to the golden ones."""
-    return {"block size": source.options["block_size"], "mask token": mask_token(source)}
+    windows = _windows(source)
+    own = {"windows": windows, "causal windows": _causal(source)} if any(windows) else {}
+    return {"block size": source.options["block_size"], "mask token": mask_token(source), **own}

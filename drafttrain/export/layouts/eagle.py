@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts.llama import llama_fields
+from drafttrain.export.layouts.llama import llama_fields, refuse_windows
 
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "lmdeploy": "LlamaForCausalLM"}
 
@@ -18,7 +18,7 @@ def refuse(source: Source) -> str | None:
     own = str(source.opened.loaded.target.dtype).removeprefix("torch.")
     if source.stack == "lmdeploy" and source.dtype not in (own, "float32"):
         return f"lmdeploy reads the target's embedding, which is {own}, from the drafter's files; export with dtype={own}"
-    return None
+    return refuse_windows(source)
 
 
 def files(source: Source) -> Files:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts.llama import llama_fields, refuse_last_block
+from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_facts, window_fields
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = ("vllm", "sglang", "trtllm", "speculators")  # stacks whose loaders know fc_norm and norm_output
 THREE = ("llamacpp", "openvino", "lmdeploy", "official")  # stacks that take exactly three layers
+WINDOWS = ("vllm", "speculators")  # stacks that read sliding windows
 UNNORMED = ("vllm", "speculators")  # stacks that read norm_before_residual
 EMBEDDING = "embed_tokens.weight"
 SPECULATORS = Renames({"midlayer.{rest}": "layers.0.{rest}", "{rest}": "{rest}"})
@@ -26,7 +27,8 @@ def refuse(source: Source) -> str | None:
     for flag, readers in (("fc_norm", NORMED), ("norm_output", NORMED), ("norm_before_residual", UNNORMED)):
         if options.get(flag) and stack not in readers:
             return f"it was trained with {flag}, which {stack} does not read; train with drafter.{flag}=false"
-    if (reason := refuse_last_block(source, ("vllm",))) is not None:
+    reason = refuse_last_block(source, ("vllm",)) or refuse_windows(source, WINDOWS)
+    if reason is not None:
         return reason
     if len(layers) != 3 and stack in THREE:
         return f"it taps {len(layers)} blocks, but {stack} takes exactly three; train with three drafter.taps"
@@ -60,6 +62,7 @@ def portable_config(source: Source, tensors: dict[str, Tensor], layers: int = 1)
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         **llama_fields(shape, layers, source.dtype),
+        **window_fields(shape, layers),
         "draft_vocab_size": len(tensors["lm_head.weight"]),
         "target_hidden_size": shape.hidden_size,
         IDS: ids,
@@ -84,8 +87,10 @@ def speculators(source: Source) -> Files:
 
 def speculators_config(source: Source, tensors: dict[str, Tensor], layers: int = 1) -> dict[str, Any]:
     """The fields of speculators' layout that P-EAGLE has too."""
+    shape = source.layer_shape
+    inner = {"model_type": "llama", **llama_fields(shape, layers, source.dtype), **window_fields(shape, layers)}
     return {
-        "transformer_layer_config": {"model_type": "llama", **llama_fields(source.layer_shape, layers, source.dtype)},
+        "transformer_layer_config": inner,
         "draft_vocab_size": len(tensors["lm_head.weight"]),
         **_flags(source),
         "target_hidden_size": source.shape.hidden_size,
@@ -117,4 +122,5 @@ def _before(source: Source) -> bool:
 def facts(source: Source) -> dict[str, Any]:
     """The facts that the reader must find in addition to the golden ones."""
     flags = {flag: bool(source.options.get(flag, False)) for flag in ("norm_output", "fc_norm")}
-    return {"norm flags": {"norm_before_residual": _before(source), **flags}}
+    windows = window_facts(source.layer_shape, source.options.get("layers", 1))
+    return {"norm flags": {"norm_before_residual": _before(source), **flags}, **windows}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts.llama import llama_fields
+from drafttrain.export.layouts.llama import llama_fields, refuse_windows
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 from drafttrain.targets.shallow import final_norm
@@ -32,6 +32,8 @@ def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     if not _plain(_norm(source), source.shape.hidden_size, source.shape.norm_eps):
         return "the target's last norm is no plain RMS norm, the only one that the layout can hold"
+    if (reason := refuse_windows(source)) is not None:
+        return reason
     if source.stack == "official":
         return _refuse_deepseek(source)
     lacking = [name for name in ("norm_output", "qk_norm") if not source.options.get(name)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts import eagle3
-from drafttrain.export.layouts.llama import refuse_last_block
+from drafttrain.export.layouts.llama import refuse_last_block, refuse_windows
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 
@@ -20,7 +20,7 @@ def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
     if source.stack == "speculators" and source.options["fc_norm"]:
         return "it was trained with fc_norm, which vLLM drops from these files; export it with format=vllm"
-    return refuse_last_block(source, ("vllm",))
+    return refuse_last_block(source, ("vllm",)) or refuse_windows(source, eagle3.WINDOWS)
 
 
 def portable(source: Source) -> Files:

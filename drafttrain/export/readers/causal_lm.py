@@ -106,7 +106,7 @@ def reading(
     for i in range(plan.layers):
         name = f"model.layers.{i}"
         norm = tensors.take(f"{name}.input_layernorm.weight", width)
-        layers.append((Layer(tensors, name, shape, width, bias=plan.bias, norms=plan.norms), norm))
+        layers.append((Layer(tensors, name, shape, width, bias=plan.bias, norms=plan.norms, number=i), norm))
     norm = tensors.take("model.norm.weight", width)
     head = embed if tied else tensors.take("lm_head.weight", vocab, width)
     tensors.finish()

@@ -48,15 +48,19 @@ def zlab(directory: Path, target: TargetParts, points: Sequence[Point]) -> Readi
     config.expect("model_type", "qwen3", "architecture")
     config.expect("num_target_layers", target.blocks, "layer ids")
     config.expect("vocab_size", len(target.embed), "vocabulary")
-    return _read(directory, config, config.inside("dflash_config", "layer ids"), ("fc", "hidden_norm"), target, points)
+    causal = config.values.get("is_causal", True)  # of layers with a window
+    own = config.inside("dflash_config", "layer ids")
+    return _read(directory, config, own, ("fc", "hidden_norm"), target, points, causal)
 
 
 def transformers(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
-    """Without `layer_types` transformers would use a sliding window of 2048."""
+    """Without `layer_types` transformers would use a sliding window of 2048. Its window counts the positions to either side."""
     config = Config.of(directory)
+    if config.values.get("sliding_window") is not None:
+        config = Config(config.values | {"sliding_window": config.values["sliding_window"] + 1}, config.where)
     config.expect("architectures", ["MuseGlimmerAssistantModel"], "architecture")
     config.expect("model_type", "muse_glimmer_assistant", "architecture")
-    return _read(directory, config, config, ("encoder.fc", "encoder.output_norm_enc"), target, points)
+    return _read(directory, config, config, ("encoder.fc", "encoder.output_norm_enc"), target, points, causal=False)
 
 
 def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
@@ -66,37 +70,62 @@ def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -
     return reading(block, Tensors(directory), ("fc", "hidden_norm"), target, points)
 
 
-def of_speculators(directory: Path, algorithm: str, architecture: str, target: TargetParts) -> tuple[Config, Block]:
-    """A configuration and its block. Layer ids are k. vLLM reads it too, and makes blocks causal unless
-    sliding_window_non_causal.
+def of_speculators(
+    directory: Path, algorithm: str, architecture: str, target: TargetParts, per_layer: bool = False
+) -> tuple[Config, Block]:
+    """A configuration and its block. Layer ids are k. vLLM reads it too. It makes blocks causal in all layers unless
+    sliding_window_non_causal. per_layer: it takes layers with a window as causal, and the others not.
     """
     config = Config.of(directory)
     inner = speculators_layers(config, algorithm, architecture, "qwen3")
     for holder, key in ((config, "draft_vocab_size"), (inner, "vocab_size")):
         holder.expect(key, len(target.embed), "vocabulary")
-    config.expect("sliding_window_non_causal", True, "config")
-    count = inner.get("num_hidden_layers", "config")
-    inner.expect("layer_types", ["full_attention"] * count, "layer types")
+    count, shape = inner.get("num_hidden_layers", "config"), Shape.of(inner)
+    _expect_kinds(inner, shape, count)
+    causal = not config.get("sliding_window_non_causal", "config")
+    if per_layer:
+        config.expect("sliding_window_non_causal", not any(shape.windows), "config")
+    elif causal and not (shape.windows and all(shape.windows)):
+        raise MismatchError("config", "sliding_window_non_causal is false, and layers without a window would be causal too")
     taken = list(config.get("aux_hidden_state_layer_ids", "layer ids"))
     size, mask = config.get("block_size", "block size"), config.get("mask_token_id", "mask token")
     first = 0 if config.get("sample_from_anchor", "config") else 1
-    return config, Block(Shape.of(inner), count, taken, size, mask, first)
+    return config, Block(shape, count, taken, size, mask, first, causal=causal)
 
 
 def _read(
-    directory: Path, config: Config, own: Config, names: tuple[str, str], target: TargetParts, points: Sequence[Point]
+    directory: Path,
+    config: Config,
+    own: Config,
+    names: tuple[str, str],
+    target: TargetParts,
+    points: Sequence[Point],
+    causal: bool,
 ) -> Reading:
-    """own: holds the layer ids and the mask token. names: of the context's linear map and of its norm."""
-    count = config.get("num_hidden_layers", "config")
-    config.expect("layer_types", ["full_attention"] * count, "layer types")
+    """own: holds the layer ids and the mask token. names: of the context's linear map and of its norm. causal: as in
+    `Block`.
+    """
+    count, shape = config.get("num_hidden_layers", "config"), Shape.of(config)
+    _expect_kinds(config, shape, count)
     block = Block(
-        Shape.of(config),
+        shape,
         count,
         [number + 1 for number in own.get("target_layer_ids", "layer ids")],
         config.get("block_size", "block size"),
         own.get("mask_token_id", "mask token"),
+        causal=causal,
     )
     return reading(block, Tensors(directory), names, target, points)
+
+
+def _expect_kinds(config: Config, shape: Shape, count: int) -> None:
+    """Raises MismatchError unless the layers' kinds of attention are written and fit together."""
+    if not shape.windows:
+        config.expect("layer_types", ["full_attention"] * count, "layer types")
+        return
+    config.expect("use_sliding_window", True, "layer types")
+    if len(shape.windows) != count or not set(config.values["layer_types"]) <= {"full_attention", "sliding_attention"}:
+        raise MismatchError("layer types", f"layer_types is {config.values['layer_types']} for {count} layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +139,12 @@ class Block:
     mask: int  # the mask token
     first: int = 1  # first slot that drafts
     group: int | None = None  # channels per kernel of the convolutions; None: there are none
+    causal: bool = True  # slots of layers with a window see no later slot
 
     def facts(self) -> dict[str, Any]:
         """The settings that the files have."""
-        return self.shape.facts() | {"layer ids": self.taken, "block size": self.size, "mask token": self.mask}
+        own = {"causal windows": self.causal} if any(self.shape.windows) else {}
+        return self.shape.facts() | {"layer ids": self.taken, "block size": self.size, "mask token": self.mask, **own}
 
 
 def reading(block: Block, tensors: Tensors, names: tuple[str, str], target: TargetParts, points: Sequence[Point]) -> Reading:
@@ -128,7 +159,7 @@ def slots(block: Block, tensors: Tensors, names: tuple[str, str], target: Target
     shape, taken, mask, target_width = block.shape, block.taken, block.mask, target.embed.shape[1]
     fc = tensors.take(f"{names[0]}.weight", shape.width, len(taken) * target_width, fails="layer ids")
     context_norm, norm = tensors.take(f"{names[1]}.weight", shape.width), tensors.take("norm.weight", shape.width)
-    layers = [_OneLayer(tensors, f"layers.{i}", block) for i in range(block.layers)]
+    layers = [_OneLayer(tensors, i, block) for i in range(block.layers)]
     if not 0 <= mask < len(target.embed):
         raise MismatchError("mask token", f"mask_token_id {mask} is no token of the target")
 
@@ -143,11 +174,12 @@ def slots(block: Block, tensors: Tensors, names: tuple[str, str], target: Target
 
 
 class _OneLayer:
-    """A layer in which every slot sees the whole context and the whole block."""
+    """A layer in which every slot sees the context and the block, with a window only what is within it."""
 
-    def __init__(self, tensors: Tensors, name: str, block: Block) -> None:
-        shape = block.shape
-        self.inner, self.eps = Layer(tensors, name, shape, shape.width, norms=True), shape.eps
+    def __init__(self, tensors: Tensors, number: int, block: Block) -> None:
+        shape, name = block.shape, f"layers.{number}"
+        self.inner, self.eps = Layer(tensors, name, shape, shape.width, norms=True, number=number), shape.eps
+        self.causal = block.causal
         self.norm = tensors.take(f"{name}.input_layernorm.weight", shape.width)
         self.attention, self.mlp = (
             None if block.group is None else _Convolution(tensors, f"{name}.{part}_conv", shape.width, block.group)
@@ -165,7 +197,11 @@ class _OneLayer:
         joined_PH = torch.cat([context_cH, in_SH])
         q_ShD = self.inner.heads(in_SH, "q", position_S)
         k_PhD, v_PhD = (self.inner.heads(joined_PH, which, position_P) for which in "kv")
-        return self.inner.attended(q_ShD, k_PhD, v_PhD, torch.ones(S, c + S, dtype=torch.bool))
+        seen_SP = torch.ones(S, c + S, dtype=torch.bool)
+        if self.inner.window is not None:
+            back_SP = position_S[:, None] - position_P
+            seen_SP = (back_SP < self.inner.window) & ((back_SP >= 0) | (not self.causal))
+        return self.inner.attended(q_ShD, k_PhD, v_PhD, seen_SP)
 
 
 class _Convolution:

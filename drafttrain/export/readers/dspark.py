@@ -18,7 +18,7 @@ from drafttrain.export.readers.parts import Point, Reading, TargetParts, Tensors
 
 def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
     """speculators' layout."""
-    config, block = of_speculators(directory, "dspark", "DSparkSpeculator", target)
+    config, block = of_speculators(directory, "dspark", "DSparkSpeculator", target, per_layer=True)
     config.expect("markov_head_type", "vanilla", "config")
     for key in ("enable_confidence_head", "confidence_head_with_markov"):
         config.expect(key, True, "config")

@@ -29,6 +29,7 @@ class Shape:
     max_positions: int
     scaling: dict[str, Any]  # of rotary positions
     paired: bool = False  # rotate neighbouring values, where most models rotate the two halves of a head
+    windows: tuple[int | None, ...] = ()  # positions that a query of each layer sees, its own included; (): all see all
 
     @staticmethod
     def of(config: Config) -> Shape:
@@ -46,6 +47,7 @@ class Shape:
             config.get("rms_norm_eps", "norm"),
             config.get("max_position_embeddings", "max positions"),
             scaling,
+            windows=_windows(config),
         )
 
     @property
@@ -62,18 +64,35 @@ class Shape:
             "head_dim": self.head_dim,
             "heads": [self.heads, self.kv_heads],
             "max positions": self.max_positions,
+            **({"windows": list(self.windows)} if any(self.windows) else {}),
         }
+
+
+def _windows(config: Config) -> tuple[int | None, ...]:
+    kinds = config.values.get("layer_types") or ()
+    if "sliding_attention" not in kinds:
+        return ()
+    window = config.get("sliding_window", "windows")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 class Layer:
     """Attention and gated MLP of one layer. in_width: input width of attention. bias: of q, k and v. norms: of each head's q
-    and k.
+    and k. number: of the layer, from 0.
     """
 
     def __init__(
-        self, tensors: Tensors, prefix: str, shape: Shape, in_width: int, bias: bool = False, norms: bool = False
+        self,
+        tensors: Tensors,
+        prefix: str,
+        shape: Shape,
+        in_width: int,
+        bias: bool = False,
+        norms: bool = False,
+        number: int = 0,
     ) -> None:
         self.shape = shape
+        self.window = shape.windows[number] if shape.windows else None
         sizes = {"q": shape.heads * shape.head_dim, "k": shape.kv_heads * shape.head_dim, "v": shape.kv_heads * shape.head_dim}
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         self.qkv = {x: tensors.take(f"{attention}.{x}_proj.weight", n, in_width, fails="head_dim") for x, n in sizes.items()}
@@ -110,17 +129,22 @@ class Layer:
 
 
 class Cache:
-    """Keys and values of one layer for the positions fed so far. A new position sees all earlier ones and itself."""
+    """Keys and values of one layer for the positions fed so far. A new position sees earlier ones, within its window, and
+    itself.
+    """
 
     def __init__(self, layer: Layer) -> None:
-        self.layer, self.keys, self.values = layer, list[Tensor](), list[Tensor]()
+        self.layer, self.keys, self.values, self.positions = layer, list[Tensor](), list[Tensor](), list[Tensor]()
 
     def feed(self, x_NI: Tensor, position_N: Tensor) -> Tensor:
         """[N, H]: the output of attention."""
         self.keys.append(self.layer.heads(x_NI, "k", position_N))
         self.values.append(self.layer.heads(x_NI, "v", position_N))
+        self.positions.append(position_N)
         keys, values, N = torch.cat(self.keys), torch.cat(self.values), len(x_NI)
         seen_NP = torch.ones(N, len(keys), dtype=torch.bool).tril(len(keys) - N)
+        if self.layer.window is not None:
+            seen_NP &= position_N[:, None] - torch.cat(self.positions) < self.layer.window
         return self.layer.attended(self.layer.heads(x_NI, "q", position_N), keys, values, seen_NP)
 
 

@@ -56,7 +56,7 @@ def _reading(
     others = []
     for number in range(1, inner.get("num_hidden_layers", "config")):
         prefix = f"layers.{number}"
-        layer = Layer(tensors, prefix, shape, shape.width)
+        layer = Layer(tensors, prefix, shape, shape.width, number=number)
         others.append((layer, tensors.take(f"{prefix}.input_layernorm.weight", shape.width)))
     embed = tensors.take("embed_tokens.weight", vocab, shape.width)
     mask_state = tensors.take("mask_hidden", 1, 1, len(layers) * target_width, fails="layer ids")[0, 0]

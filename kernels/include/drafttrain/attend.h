@@ -24,7 +24,7 @@ template <typename T>
 struct Attend {
     int64_t nodes, heads, kv_heads, width;  // N, query heads, KV heads, D (even, at most 256)
     int64_t page, pages;                    // positions of a page, entries of a row of `table`
-    int64_t window;                         // 0: none; with earlier nodes there is none
+    int64_t window;                         // 0: none; earlier nodes are within it
     int64_t earlier;                        // nodes of the tree that are in the cache already
     int64_t words;                          // int64 numbers per node in `bits`
     float scale, eps;
@@ -162,9 +162,11 @@ void hide(const Attend<T>& a, int64_t b, int64_t n, int64_t start, int64_t count
     for (int64_t i = prefix; i < count; i++) bias[i] = a.sees(b, n, node + i - prefix) ? 0.0f : -INFINITY;
     for (int64_t i = count; i < padded; i++) bias[i] = -INFINITY;
     if (a.window == 0) return;
-    const int64_t* at = a.position + b * a.nodes;
-    for (int64_t i = 0; i < count; i++)
-        if (at[n] - (i < prefix ? start + i : at[node + i - prefix]) >= a.window) bias[i] = -INFINITY;
+    const int64_t *at = a.position + b * a.nodes, known = std::clamp<int64_t>(a.length[b] + a.earlier - start, 0, count);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t back = at[n] - (i < known ? start + i : at[start + i - a.length[b] - a.earlier]);
+        if (back >= a.window) bias[i] = -INFINITY;
+    }
 }
 
 // Attention of nodes [first, last) with all query heads of one KV head. Parts * kLanes >= D.

@@ -47,6 +47,8 @@ PAIRS = {  # case -> the stacks that it goes to
     "eagle3-normed": ["vllm", "sglang", "trtllm", "speculators"],
     "peagle": ["vllm", "speculators"],
     "peagle-normed": ["vllm"],
+    "eagle3-windows": ["vllm", "speculators"],
+    "peagle-windows": ["vllm", "speculators"],
     "pard": ["vllm", "trtllm"],
     "pard-lora": ["vllm", "trtllm"],
     "eagle": ["vllm", "sglang", "lmdeploy"],
@@ -61,6 +63,10 @@ PAIRS = {  # case -> the stacks that it goes to
     "mtp-qwen3": ["speculators"],
     "dflash": ["vllm", "sglang", "trtllm", "speculators", "transformers", "llamacpp", "openvino", "official"],
     "dflash-unlike": ["vllm", "sglang", "trtllm", "speculators", "transformers", "openvino", "official"],
+    "dflash-windows": ["vllm", "sglang"],
+    "dflash-open-windows": ["vllm", "sglang", "speculators", "transformers"],
+    "dspark-windows": ["speculators"],
+    "dflash2-windows": ["speculators"],
     "dspark": ["speculators"],
     "dspark-in-place": ["speculators"],
     "dflash2": ["speculators"],
@@ -277,6 +283,13 @@ def test_weights_come_in_shards(tmp_path: Path) -> None:
         ("hydra-deep", "official", "its heads have 3 blocks, .*; train with drafter.layers=2; no other stack loads it"),
         ("hydra-deep", "all", "no stack loads this hydra drafter: official: its heads have 3 blocks"),
         ("dflash-shifted", "vllm", "its slots are shifted"),
+        (
+            "eagle3-windows",
+            "sglang",
+            r"sliding windows, which sglang is not known to read for this family; .*vllm, speculators",
+        ),
+        ("dflash-windows", "speculators", "vLLM would read all layers of this layout as causal"),
+        ("dflash-windows", "transformers", "train with drafter.causal_windows=false"),
     ],
 )
 def test_a_drafter_that_a_stack_cannot_load_is_refused(case: str, stack: str, says: str, tmp_path: Path) -> None:

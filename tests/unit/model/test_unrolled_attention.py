@@ -14,15 +14,18 @@ from drafttrain.model.masks import Documents
 DOCUMENTS = Documents(torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2, [0] * 13]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("rows", [None, 4, 256])  # by the fused kernel; in blocks, the last one short, or all at once
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("window", [None, 4, 9])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
 def test_as_all_scores_at_once(
     dtype: torch.dtype,
     close: float,
     steps: int,
+    window: int | None,
     documents: Documents | None,
     rows: int | None,
     kv_heads: int,
@@ -30,7 +33,7 @@ def test_as_all_scores_at_once(
 ) -> None:
     if rows is not None:
         monkeypatch.setattr(op, "ROWS", rows)
-        monkeypatch.setattr(op, "_kernel", lambda q_BhTD: None)
+        monkeypatch.setattr(op, "_kernel", lambda q_BhTD, window: None)
     torch.manual_seed(0)
     monkeypatch.setattr(op, "DOT", 5)
     q = torch.randn(2, 4, 13, 8, dtype=dtype, requires_grad=True)
@@ -38,7 +41,7 @@ def test_as_all_scores_at_once(
     weight = torch.randn(2, 4, 13, 8, dtype=dtype)
 
     def run(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        out = function(q, both[:steps], both[steps:], documents)
+        out = function(q, both[:steps], both[steps:], documents, window)
         return out, *torch.autograd.grad((out * weight).sum(), [q, *both])
 
     for ours, naive in zip(run(op.unrolled), run(op.reference), strict=True):

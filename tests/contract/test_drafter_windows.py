@@ -1,0 +1,97 @@
+"""Sliding windows in drafters' layers: trained as they draft, exact in every tree, and blind to the text before them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.tiny import SHAPES, build
+from drafttrain.core.errors import UserError
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.features.online import Online
+from drafttrain.model.batch import TrainBatch
+from tests.helpers import drafted_and_predicted, prompts, tiny_target
+
+WINDOW = {"sliding_window": 9}
+MIXED = WINDOW | {"full_attention_layers": [1]}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle": ("eagle", {"layer": WINDOW}),
+    "eagle3": ("eagle3", {"layer": WINDOW}),
+    "eagle3, dynamic": ("eagle3", {"layer": WINDOW, "tree": "dynamic", "width": 2, "nodes": 12}),
+    "mtp": ("mtp", {"layer": WINDOW}),
+    "peagle": ("peagle", {"layer": WINDOW}),
+    "peagle, mixed": ("peagle", {"layer": MIXED}),
+    "dflash": ("dflash", {"layer": WINDOW}),
+    "dflash, mixed": ("dflash", {"layer": MIXED}),
+    "dflash, not causal": ("dflash", {"layer": MIXED, "causal_windows": False}),
+    "dspark, mixed": ("dspark", {"layer": MIXED}),
+    "dflash2": ("dflash2", {"layer": WINDOW}),
+    "dflash2, mixed and causal": ("dflash2", {"layer": MIXED, "causal_windows": True}),
+}
+CHANGED = [name for name, (_, options) in CASES.items() if options["layer"] == WINDOW]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_trained_is_what_is_drafted(case: str) -> None:
+    name, options = CASES[case]
+    target, prompt = tiny_target(), prompts(1, seed=8, longest=30)[0] + [5, 9, 2, 8, 1, 30, 12, 40, 2, 2, 7, 9, 3, 6, 4]
+    drafts, predicted = drafted_and_predicted(target, build(name, target, 0.5, **options), prompt)
+    assert predicted == drafts
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_output_is_plain_decodings(case: str, batch: int) -> None:
+    name, options = CASES[case]
+    target, asked = tiny_target(), prompts(4, seed=3, longest=40)
+    settings = ("greedy", Sampling(), frozenset[int](), 40)
+    plain = Decoder(target, None, *settings).run(asked, 1).results
+    drafted = Decoder(target, build(name, target, 0.5, **options), *settings, prefill_chunk=6).run(asked, batch).results
+    assert [r.tokens for r in drafted] == [r.tokens for r in plain]
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_text_before_the_window_does_not_count(case: str) -> None:
+    """A change of the first state reaches predictions as far as the windows of all layers do, and not beyond."""
+    name, options = CASES[case]
+    target, text = tiny_target(), torch.tensor([prompts(1, seed=8, longest=30)[0][:20] + [5, 9, 2, 8] * 5])
+    ones = torch.ones_like(text, dtype=torch.bool)
+    batch = TrainBatch(text, torch.arange(text.shape[1])[None], torch.zeros_like(text), ones)
+    far = {True: 0, False: 0}
+    for windowed in far:
+        own = options if windowed else {k: v for k, v in options.items() if k != "layer"}
+        drafter = build(name, target, 0.5, **own)
+        layers = SHAPES.get(name, {}).get("layers", 1)
+        filled = Online(target, drafter.taps).fill(batch)
+        changed = replace(filled, hidden={k: x.clone() for k, x in filled.hidden.items()})
+        for state_BTH in changed.hidden.values():
+            state_BTH[:, 0] += 1.0
+        with torch.no_grad():
+            pairs = zip(drafter.predict(filled), drafter.predict(changed), strict=True)
+            for one, other in pairs:
+                moved_M = (one.hidden_MH - other.hidden_MH).abs().amax(-1) > 0
+                far[windowed] = max(far[windowed], *(one.source_M[moved_M]).tolist())
+    assert far[True] <= 9 * layers < far[False]
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "says"),
+    [
+        ("eagle3", {"sliding_window": 5}, "drafter.layer.sliding_window is 5; 4 drafts and the token before them must fit"),
+        (
+            "dflash",
+            {"sliding_window": 9, "full_attention_layers": [2]},
+            "full_attention_layers is [2]; the drafter has layers 0",
+        ),
+        ("dflash", {"full_attention_layers": [0]}, "without drafter.layer.sliding_window"),
+        ("eagle3", {"sliding_window": -1}, "drafter.layer.sliding_window is -1; set it above 0, or to null: all positions"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(name: str, layer: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        build(name, tiny_target(), layer=layer)
+    assert says in str(refused.value)
