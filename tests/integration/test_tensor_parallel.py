@@ -233,7 +233,9 @@ def test_measure_reports_what_one_process_reports(command: Callable[..., int], c
     one, two = (counted(r["checkpoints"][0]) for r in reports)
     assert one == two
     assert reports[1]["checkpoints"][0]["transformers_exact_matches"] == 3
-    assert reports[1]["target"] == reports[0]["target"] | {"tensor_parallel": 2}
+    alone = reports[0]["target"]
+    halved = alone["kv_bytes_per_position"] // 2  # each process holds half of the KV heads
+    assert reports[1]["target"] == alone | {"tensor_parallel": 2, "kv_bytes_per_position": halved}
 
 
 @pytest.mark.parametrize(
