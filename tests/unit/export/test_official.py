@@ -426,7 +426,11 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         lambda c, t: c.update(hidden_act="gelu"),
         "hidden_act is 'gelu', but drafter layers are gated by SiLU",
     ),
-    "a window": ("dflash", lambda c, t: c.update(layer_types=["sliding_attention"] * 2), "sliding_window is None, and layers have windows; a number"),
+    "a window": (
+        "dflash",
+        lambda c, t: c.update(layer_types=["sliding_attention"] * 2),
+        "sliding_window is None, and layers have windows; a number",
+    ),
     "no mask": (
         "dflash",
         lambda c, t: c["dflash_config"].pop("mask_token_id"),
