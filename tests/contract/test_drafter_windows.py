@@ -43,6 +43,7 @@ def test_what_is_trained_is_what_is_drafted(case: str) -> None:
     assert predicted == drafts
 
 
+@pytest.mark.sampled(case=("eagle3, dynamic", "peagle, mixed", "dflash, mixed"))
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_output_is_plain_decodings(case: str, batch: int) -> None:
