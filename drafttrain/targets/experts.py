@@ -97,7 +97,7 @@ def dispatched(part: Part, experts: Experts, own: int, x_TH: Tensor, expert_TK: 
     result_SH = part.exchanged(_results(experts, state_SH, number_S), taken, sent)
     placed_SH = torch.empty_like(result_SH)
     placed_SH[order_S] = result_SH
-    return (placed_SH.view(*expert_TK.shape, -1) * weight_TK[..., None]).sum(1).to(x_TH.dtype)
+    return (placed_SH.unflatten(0, expert_TK.shape) * weight_TK[..., None]).sum(1).to(x_TH.dtype)
 
 
 def summed(part: Part, experts: Experts, own: int, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def summed(part: Part, experts: Experts, own: int, x_TH: Tensor, expert_TK: Tens
     result_SH = _results(experts, x_TH[mine_S // K], expert_S[mine_S] - part.rank * own) * weight_TK.flatten()[mine_S, None]
     placed_SH = result_SH.new_zeros(len(expert_S), x_TH.shape[1])
     placed_SH[mine_S] = result_SH
-    return part.sum(placed_SH.view(*expert_TK.shape, -1).sum(1)).to(x_TH.dtype)
+    return part.sum(placed_SH.unflatten(0, expert_TK.shape).sum(1)).to(x_TH.dtype)
 
 
 def _results(experts: Experts, state_SH: Tensor, number_S: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ IGNORED = re.compile(
 def load_model(path: str, origin: str, read: Callable[..., tuple[Any, Any]] | None = None, **settings: Any) -> Any:
     """The causal LM at a directory or hub id, every parameter filled from its safetensors files.
 
-    origin: the name that messages use for it. settings: arguments of `from_pretrained`. read: replaces `from_pretrained`. Raises
+    origin: the name that messages use for it. read: replaces `from_pretrained`, whose arguments are `settings`. Raises
     UserError for damaged files, files outside the directory, and weights that do not fill the architecture, with their names.
     """
     if Path(path).is_dir():
