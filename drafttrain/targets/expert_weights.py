@@ -37,7 +37,7 @@ class Rows:
 
     def __getitem__(self, everything: Any) -> Tensor:
         rows: Tensor = self.tensor[self.first : self.end]
-        return rows
+        return rows.clone()  # a view would keep all rows
 
     def get_shape(self) -> list[int]:
         return [self.end - self.first, *self.tensor.get_shape()[1:]]

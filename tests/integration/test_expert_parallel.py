@@ -115,11 +115,12 @@ def test_losses_are_those_of_whole_copies_with_half_of_the_experts(name: str, bo
 
 
 @pytest.mark.slow
-def test_a_run_is_measured_together_where_the_whole_does_not_fit(saved: Path, tmp_path: Path) -> None:
+def test_a_run_is_measured_together_where_the_whole_does_not_fit(saved: Path, material: Path, tmp_path: Path) -> None:
     reports = []
     for way, free in (("replicated", 10**9), ("expert_parallel", 1)):
         run = options_of(tmp_path / way, way)
-        run = replace(run, target=options(saved / NAMES[0], placement=way))
+        data = replace(run.data, path=str(material / "data.jsonl"))
+        run = replace(run, target=options(saved / NAMES[0], placement=way), data=data)
         launch(fit_with_little_memory, run, {"free": free})
         (file,) = (tmp_path / way).glob("*/*/report.json")
         reports.append(json.loads(file.read_text()))
