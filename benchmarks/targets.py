@@ -15,11 +15,12 @@ import torch
 
 from benchmarks.architectures import ROWS, Architecture, model_of
 from drafttrain.core.errors import UserError
+from drafttrain.targets.experts import experts_of
 from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.hf import HFTarget
 
 BEGIN, END = "<!-- targets: written by `make targets` -->", "<!-- /targets -->"
-HEAD = ["architecture", "transformers class", "runner", "drafts", "CUDA graphs", "tensor parallel"]
+HEAD = ["architecture", "transformers class", "runner", "drafts", "CUDA graphs", "tensor parallel", "expert parallel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Facts:
     trees: bool = False
     graphs: str = ""
     whole: str | None = None  # why its blocks are not split over processes
+    experts: bool = False  # whether processes can share its experts
     shown: str = ""
 
     @property
@@ -41,9 +43,9 @@ class Facts:
         """Its row of the table."""
         start = [self.name, f"`{self.kind}`"]
         if self.refused is not None:
-            return [*start, "refused", *["-"] * 3]
-        split = "no" if self.whole else "yes"
-        return [*start, self.runner, "trees" if self.trees else "chains", self.graphs, split]
+            return [*start, "refused", *["-"] * 4]
+        shared = ["yes" if can else "no" for can in (self.whole is None, self.experts)]
+        return [*start, self.runner, "trees" if self.trees else "chains", self.graphs, *shared]
 
 
 def facts_of(row: Architecture) -> Facts:
@@ -59,7 +61,7 @@ def facts_of(row: Architecture) -> Facts:
         graphs = "asked at load" if any(block.experts is not None for block in target._chain) else "yes"
     whole = slow if slow else why_whole(model)
     name = "fast" if isinstance(target, FastTarget) else "transformers"
-    return Facts(row.name, kind, None, name, slow, target.trees, graphs, whole, row.shown)
+    return Facts(row.name, kind, None, name, slow, target.trees, graphs, whole, experts_of(model) > 0, row.shown)
 
 
 def table(rows: list[Facts]) -> str:

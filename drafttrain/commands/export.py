@@ -34,10 +34,9 @@ def export(options: RunOptions, resolved: dict[str, Any], loaded: LoadedTarget |
     stack = options.format
     if stack is None:
         raise UserError(f"format is not set; choose one of {', '.join(STACKS)}, or all, with format=STACK")
-    if options.target.tensor_parallel > 1:
-        raise UserError(
-            f"target.tensor_parallel is {options.target.tensor_parallel}, but an export reads the whole target; leave it out"
-        )
+    setting, size = options.target.shared_by
+    if size > 1:
+        raise UserError(f"{setting} is {size}, but an export reads the whole target; leave it out")
     source, console = CheckpointSource.of(name), Console()
     stacks = stacks_for(source.family, stack)
     dtype = options.dtype or ("float32" if options.adapter else source.dtype)

@@ -35,8 +35,9 @@ def generate(options: RunOptions, resolved: dict[str, Any]) -> None:
 
     Raises UserError for a checkpoint that is missing, damaged or of another target, and for a prompt that is too long.
     """
-    if options.target.tensor_parallel > 1 and options.prompt is None:
-        raise UserError("the processes of target.tensor_parallel cannot share a terminal or standard input; give prompt=TEXT")
+    setting, size = options.target.shared_by
+    if size > 1 and options.prompt is None:
+        raise UserError(f"the processes of {setting} cannot share a terminal or standard input; give prompt=TEXT")
     with shared_target(options, "generate") as part:
         _generate(options, part)
 

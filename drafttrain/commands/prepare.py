@@ -55,7 +55,7 @@ def prepare(options: RunOptions, resolved: dict[str, Any]) -> Path:
         raise UserError(f"prepare.format={options.prepare.format} holds text alone, and the data has images; set it to jsonl")
     try:
         with Interrupt():
-            if options.target.tensor_parallel > 1:
+            if options.target.shared_by[1] > 1:
                 with shared_target(options, "prepare") as part:
                     _prepare(options, scripts, out, Share(0, 1), part)
             else:

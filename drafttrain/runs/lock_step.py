@@ -1,4 +1,4 @@
-"""Runs a command in lock step in the processes that share a target by tensor parallelism."""
+"""Runs a command in lock step in the processes that share a target ."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from drafttrain.targets.parallel import Part, join, leave
 
 @contextmanager
 def shared_target(options: RunOptions, command: str) -> Iterator[Part]:
-    """This process's part of a target that `target.tensor_parallel` processes share. Only the first process prints.
+    """This process's part of a target that `target.tensor_parallel` or `target.expert_parallel` processes share.
 
+    Only the first process prints.
     Raises UserError if the number of processes is another one, and for settings that do not work in lock step.
     """
-    size = options.target.tensor_parallel
-    _check(size, max(options.launcher.nproc, int(os.environ.get("WORLD_SIZE", 1))), command)
+    setting, size = options.target.shared_by
+    _check(setting, size, max(options.launcher.nproc, int(os.environ.get("WORLD_SIZE", 1))), command)
     if size > 1 and options.decode.fallback:
-        raise UserError(
-            f"decode.fallback depends on timings, which differ among target.tensor_parallel={size} processes; leave one out"
-        )
+        raise UserError(f"decode.fallback depends on timings, which differ among {setting}={size} processes; leave one out")
     if size > 1 and options.target.device not in ("auto", "cpu"):
         raise UserError(
-            f"target.device is {options.target.device!r}, but each of target.tensor_parallel={size} processes needs a separate "
+            f"target.device is {options.target.device!r}, but each of {setting}={size} processes needs a separate "
             "device; set target.device=auto or cpu"
         )
     part = join(size, device_of(options.target.device))
@@ -46,9 +45,9 @@ def only_first_prints(part: Part) -> Iterator[None]:
         yield
 
 
-def _check(size: int, processes: int, command: str) -> None:
+def _check(setting: str, size: int, processes: int, command: str) -> None:
     if size < 1:
-        raise UserError(f"target.tensor_parallel is {size}; set it to 1 or more")
+        raise UserError(f"{setting} is {size}; set it to 1 or more")
     if size == processes:
         return
     if size == 1:
@@ -57,6 +56,6 @@ def _check(size: int, processes: int, command: str) -> None:
             f"target with target.tensor_parallel={processes}"
         )
     raise UserError(
-        f"target.tensor_parallel is {size}, but the number of processes is {processes}; set launcher.nproc={size}, "
+        f"{setting} is {size}, but the number of processes is {processes}; set launcher.nproc={size}, "
         f"or start them with torchrun --nproc-per-node {size}"
     )

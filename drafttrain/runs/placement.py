@@ -18,8 +18,10 @@ from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import Target
 from drafttrain.runs.lock_step import only_first_prints
 from drafttrain.runs.options import RunOptions
+from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import device_of
 from drafttrain.targets.estimate import PLACEMENTS, Need, activation_bytes, choose, format_bytes, free_bytes, need_of, outline
+from drafttrain.targets.experts import DispatchedTarget, check_experts, experts_of
 from drafttrain.targets.load import DTYPES, LoadedTarget, check_options, load_target
 from drafttrain.targets.parallel import Part, leave
 from drafttrain.targets.round_robin import RoundRobinTarget, part_among_neighbours
@@ -32,11 +34,12 @@ from drafttrain.train.sharding import ZeroShards
 class Placement:
     """The placement of the target, and the memory that it needs."""
 
-    placement: str  # replicated, zero3 or tensor_parallel
+    placement: str  # one of `PLACEMENTS`
     sharing: int  # number of processes that share one target
     need: Need
     weights: int  # bytes of the drafter's weights
     shape: TargetShape  # of the target
+    experts: int = 0  # routed experts in each of its blocks; 0: a dense target
 
     @property
     def shared(self) -> bool:
@@ -51,13 +54,18 @@ class Placement:
 
 def check_placement(options: RunOptions) -> None:
     """Raise UserError for an unknown placement and settings in conflict with it. It runs before processes are joined."""
-    target, size = options.target, _sharing(options)
+    target = options.target
     check_options(target)
+    size = _sharing(options)
     if target.placement not in ("auto", *PLACEMENTS):
         raise UserError(f"target.placement is {target.placement!r}; choose auto, {', '.join(PLACEMENTS)}")
-    if target.tensor_parallel != 1 and target.placement not in ("auto", "tensor_parallel"):
+    setting, given = target.shared_by
+    if given != 1 and target.placement not in ("auto", setting.removeprefix("target.")):
+        raise UserError(f"{setting} is {given}, but target.placement is {target.placement}; leave one out")
+    if _requested(options) == "expert_parallel" and (size < 2 or _processes() % size):
         raise UserError(
-            f"target.tensor_parallel is {target.tensor_parallel}, but target.placement is {target.placement}; leave one out"
+            f"target.expert_parallel is {size}, but the run has {_processes()} processes; set launcher.nproc, or torchrun's "
+            f"--nproc-per-node, to a multiple of {max(size, 2)}"
         )
     if _requested(options) == "tensor_parallel" and (size < 2 or _neighbours() % size):
         raise UserError(
@@ -84,8 +92,10 @@ def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Plac
     if chosen == "auto":
         whole = alone or drafter.adapts is not None or target.weights is not None
         chosen = choose(needed, free, 1 if whole else world.size)
-    sharing_size = {"replicated": 1, "zero3": world.size, "tensor_parallel": _sharing(options)}[chosen]
-    found = Placement(chosen, sharing_size, needed, 4 * trainable(drafter), bare.shape)
+    sharing_size = {"replicated": 1, "zero3": world.size}.get(chosen) or _sharing(options)
+    if chosen == "expert_parallel":
+        check_experts(bare.model, sharing_size)
+    found = Placement(chosen, sharing_size, needed, 4 * trainable(drafter), bare.shape, experts_of(bare.model))
     if found.shared:
         _check_shared(options, found, drafter, free)
     say(f"placement: {chosen}, about {_figures(found)}, of {format_bytes(free)} free in each process")
@@ -108,6 +118,8 @@ def load_for_training(options: RunOptions, found: Placement) -> LoadedTarget:
         return load_target(options.target, shards=ZeroShards(DTYPES[options.target.dtype]))
     if found.placement == "tensor_parallel":
         return load_target(options.target, part_among_neighbours(found.sharing), kind=RoundRobinTarget)
+    if found.placement == "expert_parallel":
+        return load_target(options.target, part_among_neighbours(found.sharing), kind=DispatchedTarget)
     return load_target(options.target)
 
 
@@ -131,20 +143,21 @@ def target_to_measure(
     leave_world(world)
     gc.collect()
     if found.shared and options.measure.enabled and world.first:
-        loaded = load_target(replace(options.target, placement="replicated", tensor_parallel=1))
+        loaded = load_target(replace(options.target, placement="replicated", tensor_parallel=1, expert_parallel=1))
     yield loaded if world.first else None
 
 
 @contextmanager
 def _in_lock_step(options: RunOptions, found: Placement, world: World) -> Iterator[LoadedTarget | None]:
-    size = _measuring(options, found.shape)
+    together = _measuring(options, found)
+    _, size = together.shared_by
     group = distributed.new_group(list(range(size)))
     if world.rank >= size:
         yield None
         return
     part = Part(world.rank, size, group)
     with only_first_prints(part):
-        yield load_target(replace(options.target, tensor_parallel=size), part)
+        yield load_target(together, part)
     leave(part)
 
 
@@ -164,41 +177,57 @@ def _check_shared(options: RunOptions, found: Placement, drafter: Drafter, free:
             f"train.sequence_parallel is {options.train.sequence_parallel}, but target.placement=tensor_parallel splits the "
             "target's heads; set target.placement=zero3 or replicated"
         )
-    if found.placement == "zero3" and options.target.runner == "fast":
+    if found.placement in ("zero3", "expert_parallel") and options.target.runner == "fast":
         raise UserError(
-            f"target.runner=fast needs whole weights, but target.placement is zero3; set target.runner=hf, or {way_out}"
+            f"target.runner=fast needs whole weights, but target.placement is {found.placement}; set target.runner=hf, "
+            f"or {way_out}"
         )
     if options.measure.enabled and found.measured > free:
-        _measuring(options, found.shape)
+        _measuring(options, found)
 
 
 def _requested(options: RunOptions) -> str:
     """The placement that the user set; auto if none."""
-    return "tensor_parallel" if options.target.tensor_parallel != 1 else options.target.placement
+    setting, size = options.target.shared_by
+    return setting.removeprefix("target.") if size != 1 else options.target.placement
 
 
 def _sharing(options: RunOptions) -> int:
-    """Number of processes that share a target under tensor_parallel: the configured one, else all of this machine."""
-    size = options.target.tensor_parallel
-    return size if size != 1 else _neighbours()
+    """Number of processes that share a target: the configured one, else all of this machine, or for experts all of the run."""
+    _, size = options.target.shared_by
+    if size != 1:
+        return size
+    return _processes() if options.target.placement == "expert_parallel" else _neighbours()
 
 
-def _measuring(options: RunOptions, shape: TargetShape) -> int:
-    """Number of processes that measure a target too large for one process. Raises UserError if no number works."""
-    if options.target.tensor_parallel != 1:
-        return options.target.tensor_parallel
-    for size in range(_neighbours(), 1, -1):
-        if shape.kv_heads % size == shape.intermediate_size % size == 0:
-            return size
+def _measuring(options: RunOptions, found: Placement) -> TargetOptions:
+    """The target's options for processes that measure it together, because it is too large for one.
+
+    Raises UserError if no number of processes works.
+    """
+    target, shape, most = options.target, found.shape, _neighbours()
+    if target.tensor_parallel != 1 or 1 < target.expert_parallel <= most:
+        return target
+    for size in range(most, 1, -1):
+        if found.experts and found.experts % size == 0:
+            return replace(target, expert_parallel=size)
+        if not found.experts and shape.kv_heads % size == shape.intermediate_size % size == 0:
+            return replace(target, tensor_parallel=size)
+    what = f"{found.experts} experts" if found.experts else f"{shape.kv_heads} KV heads"
     raise UserError(
-        f"measuring needs the whole target in one process, or at most {_neighbours()} processes whose number divides its "
-        f"{shape.kv_heads} KV heads; set measure=off and measure it on another machine"
+        f"measuring needs the whole target in one process, or at most {most} processes whose number divides its "
+        f"{what}; set measure=off and measure it on another machine"
     )
 
 
 def _neighbours() -> int:
     """Processes of this run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _processes() -> int:
+    """Processes of this run."""
+    return int(os.environ.get("WORLD_SIZE", _neighbours()))
 
 
 def _figures(found: Placement) -> str:

@@ -205,10 +205,9 @@ def _check(options: RunOptions, names: Sequence[str]) -> None:
             raise UserError(
                 f"decode.{key} is {got!r}, but engines are measured with greedy decoding, {wanted!r}; leave out it or engine"
             )
-    if options.target.tensor_parallel > 1:
-        raise UserError(
-            f"target.tensor_parallel is {options.target.tensor_parallel}, but engines load the whole target; leave one out"
-        )
+    setting, size = options.target.shared_by
+    if size > 1:
+        raise UserError(f"{setting} is {size}, but engines load the whole target; leave one out")
     if options.engine_python is not None and len([name for name in names if name not in ENDPOINTS]) > 1:
         raise UserError("engine_python names the Python of one engine, but there are several; measure them one by one")
     if options.engine_api not in (TOKENS, CHAT):

@@ -19,13 +19,23 @@ class TargetOptions:
     runner: str = "auto"  # fast: our own forward, for the Llama family. hf: transformers'. auto: fast where it can
     trust_remote_code: bool = False
     tensor_parallel: int = 1  # processes that share one target, each with its own GPU; equals the number of started processes
+    expert_parallel: int = 1  # as tensor_parallel, for a mixture of experts: each process has a share of every block's experts
     prefetch: bool = False  # fit: start the next batch's target forward before the drafter's step; on a GPU both overlap
     image_inputs: str = (
         "fused"  # what drafters read at an image's tokens: the target's image embeddings (fused), or the embedding
     )
     # of its placeholder token (docs/images.md)
-    placement: str = "auto"  # fit: replicated | zero3 | tensor_parallel. auto: from free memory (docs/scaling.md)
+    placement: str = (
+        "auto"  # fit: replicated | zero3 | tensor_parallel | expert_parallel. auto: from free memory (docs/scaling.md)
+    )
 
     def __post_init__(self) -> None:
         if self.path is not None and self.name == "embedded":
             self.name = "hf"
+
+    @property
+    def shared_by(self) -> tuple[str, int]:
+        """The setting that makes processes share one target, and their number."""
+        if self.expert_parallel != 1:
+            return "target.expert_parallel", self.expert_parallel
+        return "target.tensor_parallel", self.tensor_parallel

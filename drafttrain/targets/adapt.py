@@ -73,8 +73,8 @@ def check_whole(original: HFTarget) -> None:
     """Raise UserError for a target that several processes share."""
     if original.part.size > 1:
         raise UserError(
-            "a drafter that comes with an adapter of its target needs the whole target, target.tensor_parallel is "
-            f"{original.part.size}; leave it out"
+            "a drafter that comes with an adapter of its target needs the whole target, "
+            f"{original.shared_by} is {original.part.size}; leave it out"
         )
 
 

@@ -19,12 +19,13 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.drafter import Drafter
 from drafttrain.ops.quantised import BITS, stored_bytes
 from drafttrain.targets import TargetOptions
+from drafttrain.targets.experts import expert_size
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import DTYPES, path_of, reason
 from drafttrain.targets.structure import find_blocks
 from drafttrain.targets.weights import model_class
 
-PLACEMENTS = ("replicated", "zero3", "tensor_parallel")
+PLACEMENTS = ("replicated", "zero3", "tensor_parallel", "expert_parallel")
 LIVE = 10**9  # most parameters of a sharded target that are gathered at a time: DeepSpeed's stage3_max_live_parameters
 WIDE = 6  # tensors of hidden width that a block without gradients holds at a time, in addition to the three of its MLP
 CGROUP = Path("/sys/fs/cgroup")
@@ -65,12 +66,14 @@ class Need:
     live: int  # blocks that are gathered at a time when they are sharded
     drafter: int  # weights, gradients and optimiser states of the drafter
     activations: int  # temporary tensors of a step
+    experts: int = 0  # the experts' share of the blocks
 
     def of_target(self, placement: str, sharing: int) -> int:
         """The target's bytes in one of the `sharing` processes that hold it together."""
         if placement == "replicated":
             return self.target
-        own = self.target - self.blocks + -(-self.blocks // sharing)
+        divided = self.experts if placement == "expert_parallel" else self.blocks
+        own = self.target - divided + -(-divided // sharing)
         return own + self.live if placement == "zero3" else own
 
     def total(self, placement: str, sharing: int) -> int:
@@ -87,7 +90,7 @@ def need_of(target: Outline, kind: str | None, drafter: int, activations: int) -
         maps = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
         saved = sum(m.weight.numel() * wide - stored_bytes(m.out_features, m.in_features, BITS[kind]) for m in maps)
         inside, whole = inside - saved, whole - saved
-    return Need(whole, inside, min(inside, LIVE * wide), drafter, activations)
+    return Need(whole, inside, min(inside, LIVE * wide), drafter, activations, expert_size(blocks) * wide)
 
 
 def activation_bytes(target: Outline, drafter: Drafter, rows: int, length: int, chunk: int) -> int:

@@ -14,25 +14,40 @@ SAMPLES = 64  # values read per parameter: cheap at 70B, and a training step cha
 SMALLEST = 2.0**-14  # float16's smallest normal number: smaller values differ in a float16 copy
 
 
-def fingerprint_of(model: nn.Module, whole: Callable[[nn.Parameter], AbstractContextManager[Any]] = nullcontext) -> str:
+def sampled_places(count: int) -> Tensor:
+    """Places of the values that are read of a parameter of `count` values."""
+    return torch.arange(0, count, max(1, count // SAMPLES))[:SAMPLES]
+
+
+def sample_of(parameter: nn.Parameter) -> tuple[tuple[int, ...], Tensor]:
+    """(shape, sampled values) of a parameter that is whole."""
+    flat = parameter.detach().reshape(-1)
+    return tuple(parameter.shape), flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+
+
+def fingerprint_of(
+    model: nn.Module,
+    whole: Callable[[nn.Parameter], AbstractContextManager[Any]] = nullcontext,
+    sample: Callable[[nn.Parameter], tuple[tuple[int, ...], Tensor]] = sample_of,
+) -> str:
     """sha256, in hexadecimal, over parameter names, shapes and an evenly strided sample of their values.
 
     Samples are rounded to bfloat16, and tiny ones to zero, so that the same weights have the same hash in every dtype. float32
     and bfloat16 always agree; float16 agrees unless the weights were stored in float32. whole: a context in which a sharded
-    parameter has all its values.
+    parameter has all its values. sample: reads a parameter, as `sample_of`.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         with whole(parameter):
-            digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
-            digest.update(_sample(parameter.detach()))
+            shape, sample_S = sample(parameter)
+            digest.update(f"{name} {shape}\n".encode())
+            digest.update(_bytes(sample_S.detach().cpu()))
     return digest.hexdigest()
 
 
-def _sample(value: Tensor) -> bytes:
-    flat = value.reshape(-1)
-    sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu()
-    if not sample.is_floating_point():  # quantised weights: their bytes are their values
-        return sample.contiguous().view(torch.uint8).numpy().tobytes()
-    rounded = sample.bfloat16()  # before the threshold: a value may round up to it
-    return torch.where(rounded.abs() < SMALLEST, torch.zeros_like(rounded), rounded).view(torch.int16).numpy().tobytes()
+def _bytes(sample_S: Tensor) -> bytes:
+    if not sample_S.is_floating_point():  # quantised weights: their bytes are their values
+        return sample_S.contiguous().view(torch.uint8).numpy().tobytes()
+    rounded_S = sample_S.bfloat16()  # before the threshold: a value may round up to it
+    kept_S = torch.where(rounded_S.abs() < SMALLEST, torch.zeros_like(rounded_S), rounded_S)
+    return kept_S.view(torch.int16).numpy().tobytes()

@@ -57,6 +57,7 @@ class HFTarget(PrunedTarget):
     joins = False  # decodes with joined copies of its weights
     outline = False  # has no weights, only shapes
     part: Part = WHOLE  # the part that this process holds
+    shared_by = "target.tensor_parallel"  # the setting by which several processes share it
     tokenizer: Any = None  # the tokenizer that was loaded with the model
     whole_images = False
     placeholder: int | None = None

@@ -6,6 +6,7 @@ import ctypes
 import os
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from drafttrain.model.shapes import TargetShape
 from drafttrain.ops.quantised import BITS
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.devices import bind, device_of
+from drafttrain.targets.expert_weights import load_share
+from drafttrain.targets.experts import ExpertTarget, whole_size
 from drafttrain.targets.fast import FastTarget, why_not, why_whole
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.images import TEXT_ONLY, ImageReader, Images, NoImages, image_reader
@@ -44,29 +47,75 @@ class LoadedTarget:
 
 
 def load_target(
-    options: TargetOptions, part: Part = WHOLE, shards: Shards | None = None, kind: type[SplitTarget] = SplitTarget
+    options: TargetOptions,
+    part: Part = WHOLE,
+    shards: Shards | None = None,
+    kind: type[SplitTarget | ExpertTarget] | None = None,
 ) -> LoadedTarget:
     """Load the target with its tokenizer.
 
-    part: this process's part, when several processes share the target as a target of this kind. shards: spreads the blocks over
-    processes instead. Raises UserError for an unknown kind, a missing path, a directory without a usable model, and a model
-    that cannot be split in this way.
+    part: this process's part, when several processes share the target as a target of this kind; None: as `options` say, in lock
+    step. shards: spreads the blocks over processes instead. Raises UserError for an unknown kind, a missing path, a directory
+    without a usable model, and a model that cannot be split in this way.
     """
     path, device = path_of(options), device_of(options.device)
     check_options(options, shared=part.size > 1 or shards is not None)
+    kind = kind or (ExpertTarget if options.expert_parallel > 1 else SplitTarget)
+    by_experts = part.size > 1 and issubclass(kind, ExpertTarget)
+    if by_experts and options.runner == "fast":
+        raise UserError("target.runner=fast needs whole blocks, but processes share their experts; set target.runner=hf")
     bind(device)
     check_settings(path)
+    model: Any
+    model, tokenizer = _read(options, path, part, shards, by_experts)
+    runner = HFTarget if by_experts else _runner(options.runner, model, part)
+    stop_ids = _stop_ids(model, tokenizer)
+    if device.type == "cpu":
+        keep_freed_memory()
+    parameters = (
+        whole_size(model, part.size) if by_experts else sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    )
+    images = load_images(options, model.config, tokenizer)
+    target: HFTarget
+    if shards is not None:
+        target = ShardedTarget(model, shards, stop_ids)
+    elif part.size > 1 and issubclass(kind, ExpertTarget):
+        target = kind(model.to(device), part, stop_ids)
+    elif part.size > 1 and issubclass(kind, SplitTarget):
+        target = split_target(model, part, device, stop_ids, kind)
+    elif options.weights is not None:
+        target = QuantisedTarget(model, options.weights, device, stop_ids)
+    elif type(model).__name__ in ARCHITECTURES:
+        target = _with_tower(model.to(device), stop_ids, images, options)
+    else:
+        target = runner(model.to(device), stop_ids)
+    if not isinstance(target, VisionTarget) and isinstance(images, ImageReader):
+        images = NoImages("target.weights, and targets that processes share, run on text alone")
+    if len(tokenizer) > target.shape.vocab_size:
+        raise UserError(
+            f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
+        )
+    target.tokenizer = tokenizer
+    return LoadedTarget(target, tokenizer, path, _description(options, target, parameters), images)
+
+
+def _read(
+    options: TargetOptions, path: str, part: Part, shards: Shards | None, by_experts: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Read the model, or this process's share of its experts with all the rest, and the tokenizer."""
     shared = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **shared)
-        if part.size > 1:
+        if part.size > 1 and not by_experts:
             check_divides(shape_of(config.get_text_config()), part.size)
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
+        settings: dict[str, Any] = {
+            "read": partial(load_share, part=part) if by_experts else None,
+            "dtype": DTYPES[options.dtype],
+            "attn_implementation": None if options.attention == "auto" else options.attention,
+        }
         with nullcontext() if shards is None else shards.loading():
-            attention = None if options.attention == "auto" else options.attention
-            model = load_model(
-                path, f"target.path {path!r}", dtype=DTYPES[options.dtype], attn_implementation=attention, **shared
-            )
+            return load_model(path, f"target.path {path!r}", **settings | shared), tokenizer
     except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # libraries raise errors of every kind for damaged files
@@ -76,30 +125,6 @@ def load_target(
                 "set target.attention=eager, or leave it out"
             ) from error
         raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason(error)}") from error
-    runner, stop_ids = _runner(options.runner, model, part), _stop_ids(model, tokenizer)
-    if device.type == "cpu":
-        keep_freed_memory()
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    images = load_images(options, model.config, tokenizer)
-    target: HFTarget
-    if shards is not None:
-        target = ShardedTarget(model, shards, stop_ids)
-    elif part.size > 1:
-        target = split_target(model, part, device, stop_ids, kind)
-    elif options.weights is not None:
-        target = QuantisedTarget(model, options.weights, device, stop_ids)
-    elif type(model).__name__ in ARCHITECTURES:
-        target = _with_tower(model.to(device), stop_ids, images, options)
-    else:
-        target = runner(model.to(device), stop_ids)
-    if not isinstance(target, VisionTarget) and isinstance(images, ImageReader):
-        images = NoImages("target.weights, target.tensor_parallel and target.placement=zero3 run the target on text alone")
-    if len(tokenizer) > target.shape.vocab_size:
-        raise UserError(
-            f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
-        )
-    target.tokenizer = tokenizer
-    return LoadedTarget(target, tokenizer, path, _description(options, target, parameters), images)
 
 
 def _with_tower(model: PreTrainedModel, stop_ids: frozenset[int], images: Images, options: TargetOptions) -> VisionTarget:
@@ -157,6 +182,11 @@ def check_options(options: TargetOptions, shared: bool = False) -> None:
         raise UserError(f"target.image_inputs is {options.image_inputs!r}; choose {' or '.join(INPUTS)}")
     if options.weights not in (None, *BITS):
         raise UserError(f"target.weights is {options.weights!r}; choose {' or '.join(BITS)}, or null")
+    if options.tensor_parallel != 1 and options.expert_parallel != 1:
+        raise UserError(
+            f"target.tensor_parallel is {options.tensor_parallel} and target.expert_parallel {options.expert_parallel}, but a "
+            "target is shared in one way; leave one out"
+        )
     if options.weights is None:
         return
     if shared:
@@ -166,7 +196,8 @@ def check_options(options: TargetOptions, shared: bool = False) -> None:
 
 
 def _description(options: TargetOptions, target: HFTarget, parameters: int) -> dict[str, Any]:
-    described = {name: getattr(options, name) for name in ("name", "path", "revision", "dtype", "weights", "tensor_parallel")}
+    kept = ("name", "path", "revision", "dtype", "weights", "tensor_parallel", "expert_parallel")
+    described = {name: getattr(options, name) for name in kept}
     described |= {
         "runner": target.name,
         "runner_reason": _why_slow(options, target),

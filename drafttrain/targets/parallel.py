@@ -9,7 +9,7 @@ stops. They decide alike because all of them see the same bits:
 
 Decisions that depend on the clock are made by the first process and shared.
 
-Shapes: B rows, N positions, H hidden, V vocabulary, W columns of one process.
+Shapes: B rows, N positions, S rows of another kind, H hidden, V vocabulary, W columns of one process.
 """
 
 from __future__ import annotations
@@ -62,6 +62,12 @@ class Part:
         distributed.all_gather(pieces, x_BNW, group=self.group)
         padding = x_BNW.shape[-1] * self.size - width
         return torch.cat(pieces, -1)[..., :width].contiguous() if padding else torch.cat(pieces, -1)
+
+    def exchanged(self, x_SH: Tensor, sent: list[int], taken: list[int]) -> Tensor:
+        """All processes' rows for this one, in the processes' order. sent, taken: number of rows for and from each process."""
+        taken_SH = x_SH.new_empty(sum(taken), *x_SH.shape[1:])
+        distributed.all_to_all_single(taken_SH, x_SH.contiguous(), taken, sent, group=self.group)
+        return taken_SH
 
     def share(self, value: Value) -> Value:
         """The first process's value, on every process. Takes plain values only, and is never called inside a step."""

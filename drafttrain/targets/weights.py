@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -32,19 +32,18 @@ IGNORED = re.compile(
 )
 
 
-def load_model(path: str, origin: str, **settings: Any) -> Any:
+def load_model(path: str, origin: str, read: Callable[..., tuple[Any, Any]] | None = None, **settings: Any) -> Any:
     """The causal LM at a directory or hub id, every parameter filled from its safetensors files.
 
-    origin: the name that messages use for it. settings: arguments of `from_pretrained`. Raises UserError for damaged files,
-    files outside the directory, and weights that do not fill the architecture, with their names.
+    origin: the name that messages use for it. read: replaces `from_pretrained`, whose arguments are `settings`. Raises
+    UserError for damaged files, files outside the directory, and weights that do not fill the architecture, with their names.
     """
     if Path(path).is_dir():
         check_files(Path(path), origin)
         if not int(os.environ.get("LOCAL_RANK", 0)):  # once on each machine
             check_listed(Path(path), AGAIN, is_weights)
     shared = {name: settings[name] for name in ("revision", "trust_remote_code") if name in settings}
-    kind = model_class(AutoConfig.from_pretrained(path, **shared))
-    level, load = logging.get_verbosity(), cast(Any, kind.from_pretrained)
+    level, load = logging.get_verbosity(), read or model_class(AutoConfig.from_pretrained(path, **shared)).from_pretrained
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # `_check_filled` reports missing tensors
     logging.disable_progress_bar()  # callers have not asked for one
@@ -77,8 +76,8 @@ def is_weights(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def check_files(directory: Path, origin: str) -> None:
-    """Raise UserError for weight files that are missing, damaged, or outside the directory."""
+def check_files(directory: Path, origin: str) -> list[Path]:
+    """The model's weight files. Raises UserError for files that are missing, damaged, or outside the directory."""
     index = directory / INDEX
     files = listed_files(index, origin) if index.is_file() else sorted(directory.glob("model*.safetensors"))
     for file in files:
@@ -87,6 +86,7 @@ def check_files(directory: Path, origin: str) -> None:
                 opened.keys()
         except (SafetensorError, OSError) as error:
             raise UserError(f"{origin}: {file.name} is damaged or cut off ({one_line(error)}); {AGAIN}") from error
+    return files
 
 
 def listed_files(index: Path, origin: str) -> list[Path]:

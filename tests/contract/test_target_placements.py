@@ -1,8 +1,9 @@
-"""Where a target's weights lie changes nothing: every architecture spread (ZeRO-3) or split over two processes, or refused."""
+"""Where a target's weights lie changes nothing: every architecture spread (ZeRO-3), split or placed by experts, or refused."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.target import FINAL, Taps
 from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.targets import TargetOptions
+from drafttrain.targets.experts import DispatchedTarget
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target
 from drafttrain.targets.parallel import Part
@@ -23,9 +25,21 @@ from tests.contract.test_targets import EXACT, runner_of
 from tests.forked import launch
 from tests.tokenizers import save_bytes_tokenizer
 
-PLACEMENTS = ("zero3", "tensor_parallel")
+PLACEMENTS = ("zero3", "tensor_parallel", "expert_parallel")
 TAPS = Taps((0, 1), final=True)
 SPLIT = {"Llama", "Mistral", "Qwen2", "Qwen3"}  # the others are not, with the reason
+ROUTED = {
+    "Mixtral",
+    "Qwen2-MoE",
+    "Qwen3-MoE",
+    "GLM-4.5 (MoE)",
+    "gpt-oss",
+    "MiniMax-M2",
+    "DeepSeek-V2",
+    "DeepSeek-V3",
+    "Kimi-K2",
+}
+ROUTED |= {"GLM-5", "Qwen3-Next", "Nemotron-H", "Granite-4 (hybrid)", "Jamba"}  # as `SPLIT`
 
 
 @torch.no_grad()
@@ -44,6 +58,16 @@ def states(target: HFTarget) -> list[torch.Tensor]:
     return found
 
 
+@torch.no_grad()
+def own_states(target: HFTarget, rank: int) -> list[torch.Tensor]:
+    """Logits and tapped states of sequences that no other process has: two rows in the first, one in the second."""
+    generator = torch.Generator().manual_seed(rank)
+    token_BT = torch.randint(0, 60, (2 - rank, 20 + 3 * rank), generator=generator)
+    out = target(token_BT, None, None, torch.arange(token_BT.shape[1]).expand_as(token_BT), TAPS)
+    assert out.logits_BRV is not None
+    return [out.logits_BRV, *(out.hidden[key] for key in sorted(out.hidden))]
+
+
 def compare(options: RunOptions, resolved: dict[str, Any]) -> None:
     """The largest difference to one process's states, by architecture and placement, or why it is refused."""
     torch.set_num_threads(1)
@@ -51,21 +75,27 @@ def compare(options: RunOptions, resolved: dict[str, Any]) -> None:
     found: dict[str, dict[str, float | str]] = {}
     for name in EXACT:
         path = TargetOptions(name="hf", path=str(Path(resolved["folder"]) / slug(name)))
-        model = model_of(name)
-        expected = states(runner_of(model)(model))
-        here = found[name] = {}
+        model, part = model_of(name), Part(world.rank, world.size)
+        whole = runner_of(model)(model)
+        expected, here = states(whole), found.setdefault(name, {})
         for placement in PLACEMENTS:
             try:
-                spread = placement == "zero3"
-                given: dict[str, Any] = (
-                    {"shards": ZeroShards(torch.float32)} if spread else {"part": Part(world.rank, world.size)}
-                )
-                pairs = zip(states(load_target(path, **given).target), expected, strict=True)
-                here[placement] = max(float((own - wanted).abs().max()) for own, wanted in pairs)
+                given: dict[str, Any] = {"shards": ZeroShards(torch.float32)} if placement == "zero3" else {"part": part}
+                together = replace(path, expert_parallel=2) if placement == "expert_parallel" else path
+                target = load_target(together, **given).target
+                here[placement] = furthest(states(target), expected)
+                if placement == "expert_parallel":
+                    assert target.fingerprint == whole.fingerprint
+                    own = own_states(load_target(path, part, kind=DispatchedTarget).target, part.rank)
+                    here[placement] = max(here[placement], furthest(own, own_states(whole, part.rank)))
             except UserError as error:
                 here[placement] = str(error)
     (Path(resolved["folder"]) / f"{world.rank}.json").write_text(json.dumps(found))
     leave_world(world)
+
+
+def furthest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((own - wanted).abs().max()) for own, wanted in zip(found, expected, strict=True))
 
 
 def slug(name: str) -> str:
@@ -89,8 +119,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, f
 def test_two_processes_have_the_states_of_one(name: str, placement: str, both: list[dict[str, Any]]) -> None:
     for found in both:
         result = found[name][placement]
-        if placement == "tensor_parallel" and name not in SPLIT:
+        if placement != "zero3" and name not in (SPLIT if placement == "tensor_parallel" else ROUTED):
             assert isinstance(result, str) and "\n" not in result
-            assert result.startswith("target.tensor_parallel") and result.endswith("leave target.tensor_parallel out")
+            assert result.startswith(f"target.{placement}") and result.endswith(f"leave target.{placement} out")
         else:
             assert isinstance(result, float) and result < 1e-4, result

@@ -13,9 +13,10 @@ PAGE = Path(__file__).parents[3] / "docs" / "targets.md"
 @pytest.mark.parametrize(
     ("name", "cells"),
     [
-        ("Llama", "| Llama | `LlamaForCausalLM` | fast | trees | yes | yes |"),
-        ("MPT", "| MPT | `MptForCausalLM` | transformers | chains | no | no |"),
-        ("Bloom", "| Bloom | `BloomForCausalLM` | refused | - | - | - |"),
+        ("Llama", "| Llama | `LlamaForCausalLM` | fast | trees | yes | yes | no |"),
+        ("Mixtral", "| Mixtral | `MixtralForCausalLM` | fast | trees | asked at load | no | yes |"),
+        ("MPT", "| MPT | `MptForCausalLM` | transformers | chains | no | no | no |"),
+        ("Bloom", "| Bloom | `BloomForCausalLM` | refused | - | - | - | - |"),
     ],
 )
 def test_a_row_is_what_loading_shows(name: str, cells: str) -> None:

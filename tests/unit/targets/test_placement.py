@@ -78,8 +78,8 @@ def test_the_estimate_of_a_target_is_its_size(name: str, kind: str | None) -> No
 
 
 def test_sharing_divides_the_blocks_alone() -> None:
-    need = Need(target=100, blocks=80, live=10, drafter=7, activations=3)
-    assert [need.of_target(p, 4) for p in ("replicated", "zero3", "tensor_parallel")] == [100, 20 + 20 + 10, 20 + 20]
+    need = Need(target=100, blocks=80, live=10, drafter=7, activations=3, experts=60)
+    assert [need.of_target(p, 4) for p in estimate.PLACEMENTS] == [100, 20 + 20 + 10, 20 + 20, 40 + 15]
     assert need.total("zero3", 4) == 60
     assert choose(need, free=110, processes=4) == "replicated"
     assert choose(need, free=109, processes=4) == "zero3"
@@ -297,9 +297,14 @@ def test_a_placement_is_chosen_from_what_is_free_and_said(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (("target.placement=nowhere",), "choose auto, replicated, zero3, tensor_parallel"),
+        (("target.placement=nowhere",), "choose auto, replicated, zero3, tensor_parallel, expert_parallel"),
         (("target.placement=zero3", "target.tensor_parallel=2"), "leave one out"),
         (("target.tensor_parallel=3",), "this machine runs 2 of the processes"),
+        (("target.placement=zero3", "target.expert_parallel=2"), "leave one out"),
+        (("target.tensor_parallel=2", "target.expert_parallel=2"), "a target is shared in one way; leave one out"),
+        (("target.expert_parallel=3",), "the run has 2 processes; set launcher.nproc"),
+        (("target.expert_parallel=0",), "the run has 2 processes; set launcher.nproc"),
+        (("target.placement=expert_parallel",), "has no routed experts"),
         (("target.placement=zero3", "target.runner=fast"), "needs whole weights"),
         (("target.placement=zero3", "target.weights=int8"), "needs the whole target in every process"),
         (("target.placement=zero3", "decode.tree_nodes=null"), "needs the whole target in one process"),
