@@ -96,7 +96,7 @@ class HFTarget(PrunedTarget):
             try:
                 self.chains_reason = probe(self)
                 self.trees = self.chains_reason is None
-                self.wrong_tap = wrong_tap(self) if self.part.size == 1 else None
+                self.wrong_tap = wrong_tap(self) if self.part.size == 1 or self.hooked else None
             except UserError:
                 raise
             except Exception as error:  # a model may raise anything when it does not support this cache or mask
