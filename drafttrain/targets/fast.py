@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.block_kind import LLAMA, BlockKind, rotary_order
-from drafttrain.model.decoder_block import PACKED_BYTES, Block, Joint, has_experts
+from drafttrain.model.decoder_block import Block, has_experts
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.fused_blocks import Blocks
+from drafttrain.model.joint import PACKED_BYTES, Joint
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import recomputed
 from drafttrain.model.masks import Documents
