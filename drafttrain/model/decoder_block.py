@@ -17,6 +17,7 @@ from drafttrain.model.attention import AttentionMetadata, Heads, attend, write
 from drafttrain.model.block_kind import LLAMA, BlockKind
 from drafttrain.model.fused_blocks import BlockWeights
 from drafttrain.model.joint import Joint
+from drafttrain.model.latent_attention import LatentAttention
 from drafttrain.ops.gated import gated
 from drafttrain.ops.linear import linear, pack
 from drafttrain.ops.rms_norm import norm
@@ -79,14 +80,12 @@ class Block:
         order_D: of the values of each query and key head (`rotary_order`).
         """
         self.reduce, self.kind = reduce, kind
-        attention, mlp = layer.self_attn, layer.mlp
-        self.shape = heads_of(attention, window, kind)
-        self.wide_norms = (self.shape.q_norm, self.shape.k_norm) if kind.wide_head_norms else None
-        if kind.wide_head_norms:
-            self.shape = replace(self.shape, q_norm=None, k_norm=None)
-        order_O = None if order_D is None else _joined_order(self.shape, order_D)
-        self.qkv = Joint(_maps(attention, "q_proj", "k_proj", "v_proj", "qkv_proj"), order_O)
-        self.out = Joint([attention.o_proj])
+        mlp = layer.mlp
+        self.latent = LatentAttention(layer.self_attn, order_D) if kind.latent else None
+        if self.latent is None:
+            self._prepare_heads(layer.self_attn, window, order_D)
+        else:
+            self.shape = self.latent.shape
         self.experts = mlp if has_experts(mlp) else None
         if self.experts is None:
             self.gate_up, self.down = Joint(_maps(mlp, "gate_proj", "up_proj", "gate_up_proj")), Joint([mlp.down_proj])
@@ -94,6 +93,16 @@ class Block:
         self.before, self.between = kind.of(layer, kind.before), kind.of(layer, kind.between)
         self.after_attention, self.after_mlp = kind.of(layer, kind.after_attention), kind.of(layer, kind.after_mlp)
         self._kv: tuple[Tensor, Tensor | None] | None = None  # the rows of the joined weight that make keys and values
+
+    def _prepare_heads(self, attention: Any, window: int | None, order_D: list[int] | None) -> None:
+        kind = self.kind
+        self.shape = heads_of(attention, window, kind)
+        self.wide_norms = (self.shape.q_norm, self.shape.k_norm) if kind.wide_head_norms else None
+        if kind.wide_head_norms:
+            self.shape = replace(self.shape, q_norm=None, k_norm=None)
+        order_O = None if order_D is None else _joined_order(self.shape, order_D)
+        self.qkv = Joint(_maps(attention, "q_proj", "k_proj", "v_proj", "qkv_proj"), order_O)
+        self.out = Joint([attention.o_proj])
 
     def forward(
         self,
@@ -120,6 +129,8 @@ class Block:
 
     def attention(self, read_BNX: Tensor, step: AttentionMetadata, number: int) -> Tensor:
         """[B, N, H] attention's output."""
+        if self.latent is not None:
+            return self.reduce(self.latent(read_BNX, step, number))
         qkv_BNX = self.qkv(read_BNX)
         if self.wide_norms is not None:
             widths = [count * self.shape.width for count in (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)]
@@ -170,7 +181,8 @@ class Block:
 
     @property
     def joints(self) -> tuple[Joint, ...]:
-        return (self.qkv, self.out) if self.experts is not None else (self.qkv, self.out, self.gate_up, self.down)
+        attention = (self.qkv, self.out) if self.latent is None else self.latent.joints
+        return attention if self.experts is not None else (*attention, self.gate_up, self.down)
 
 
 def _normed(module: Any, x_BNH: Tensor, delta_BNH: Tensor | None) -> tuple[Tensor, Tensor]:

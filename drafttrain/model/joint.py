@@ -28,11 +28,11 @@ class Joint:
     """Linear maps with one input, computed as one product and packed where that is faster.
 
     Until `join`, each map is computed separately, as training needs. order_O: output rows of the joined map, reordered;
-    None: as they are.
+    None: as they are. matrix: others read the weight too, so it is neither packed nor quantised.
     """
 
-    def __init__(self, parts: list[nn.Linear], order_O: Tensor | None = None) -> None:
-        self.parts, self.order_O = parts, order_O
+    def __init__(self, parts: list[nn.Linear], order_O: Tensor | None = None, matrix: bool = False) -> None:
+        self.parts, self.order_O, self.matrix = parts, order_O, matrix
         self.split()
 
     def split(self) -> None:
@@ -57,13 +57,14 @@ class Joint:
         that memory. share: the parts become views of the joined weight, so that it takes no extra memory. bits: quantise the
         joined weight.
         """
+        packed, bits = packed and not self.matrix, None if self.matrix else bits
         # decoding may join first, in inference mode, and the joined tensors may have to be written later
         with torch.inference_mode(torch.is_inference_mode_enabled() and share), torch.no_grad():
             return self._joined(share, packed, bits)
 
     def _joined(self, share: bool, packed: bool, bits: int | None) -> bool:
         weights = [merged(part) for part in self.parts]
-        biases = [part.bias.detach() for part in self.parts if part.bias is not None]
+        biases = _biases(self.parts)
         if self.order_O is not None:  # the parts keep their own order
             share, order_O = False, self.order_O.to(weights[0].device)
             weights, biases = [torch.cat(weights)[order_O]], [torch.cat(biases)[order_O]] if biases else []
@@ -91,6 +92,14 @@ class Joint:
         for kept, part in parts if any(changed) else ():
             kept.copy_(part)
         return any(changed)
+
+
+def _biases(parts: list[nn.Linear]) -> list[Tensor]:
+    """The parts' biases, zeros for one that has none; empty if none has one."""
+    if all(part.bias is None for part in parts):
+        return []
+    zeros = [part.weight.new_zeros(part.out_features) for part in parts]
+    return [zero if part.bias is None else part.bias.detach() for part, zero in zip(parts, zeros, strict=True)]
 
 
 def _update(joint: Joint, name: str, parts: list[Tensor]) -> bool:
