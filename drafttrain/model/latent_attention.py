@@ -10,6 +10,7 @@ the cache, D the part of a query that is not rotated, Q = D + E a query, V a hea
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.model.attention import AttentionMetadata, Heads, without_cache
-from drafttrain.model.capped_attention import capped_attention
+from drafttrain.model.capped_attention import SCORES, capped_attention
 from drafttrain.model.joint import Joint
 from drafttrain.model.prefill_attention import row_attention
 from drafttrain.ops.rms_norm import norm
@@ -91,18 +92,28 @@ class LatentAttention:
         kv, weight, N = meta.kv, self.expand.weight, q_BNhD.shape[1]
         assert kv is not None and weight is not None
         to_key_hDC, to_value_hVC = weight.view(self.shape.heads, -1, self.latent).split([self.plain, self.value], 1)
-        q_BhNS = torch.cat([torch.einsum("bnhd,hdc->bhnc", q_BNhD, to_key_hDC), q_BNhE.transpose(1, 2)], -1)
+        q_BhNC = _by_head(q_BNhD.transpose(1, 2), to_key_hDC)
+        q_BhNS = torch.cat([q_BhNC, q_BNhE.transpose(1, 2)], -1)
         if meta.chunk:
+            mean = partial(capped_attention, scale=self.shape.scale)
             keys = [kv.read_row(layer, row, N)[0][None] for row in range(len(q_BhNS))]
-            mean = [self._mean(q_hNS[None], key, None) for q_hNS, key in zip(q_BhNS, keys, strict=True)]
-            mean_BhNC = torch.cat(mean)
+            each = [mean(q_hNS[None], k, k[..., : self.latent]) for q_hNS, k in zip(q_BhNS, keys, strict=True)]
+            mean_BhNC = torch.cat(each)
         else:
-            mean_BhNC = self._mean(q_BhNS, kv.read(layer, meta.earlier + N)[0], meta.visible(None))
-        return torch.einsum("bhnc,hvc->bhnv", mean_BhNC, to_value_hVC)
+            mean_BhNC = self._mean(q_BhNS, kv.read(layer, meta.earlier + N)[0], meta)
+        return _by_head(mean_BhNC, to_value_hVC.transpose(1, 2))
 
-    def _mean(self, q_BhNS: Tensor, keys_B1PS: Tensor, seen_BNP: Tensor | None) -> Tensor:
-        """[B, h, N, C]: the means of latents."""
-        return capped_attention(q_BhNS, keys_B1PS, keys_B1PS[..., : self.latent], self.shape.scale, mask_BNP=seen_BNP)
+    def _mean(self, q_BhNS: Tensor, keys_B1PS: Tensor, meta: AttentionMetadata) -> Tensor:
+        """[B, h, N, C]: the means of latents. Masks and scores in memory are limited as in `capped_attention`."""
+        B, h, N, _ = q_BhNS.shape
+        if q_BhNS[..., 0].numel() * keys_B1PS.shape[2] > SCORES:
+            seen_BNP = meta.visible(None)
+            return capped_attention(q_BhNS, keys_B1PS, keys_B1PS[..., : self.latent], self.shape.scale, mask_BNP=seen_BNP)
+        # the heads become rows of one attention. Its values have the keys' width, which the fused operators ask for
+        mean_B1RS = F.scaled_dot_product_attention(
+            q_BhNS.reshape(B, 1, h * N, -1), keys_B1PS, keys_B1PS, meta.mask(None, h), scale=self.shape.scale
+        )
+        return mean_B1RS.view(B, h, N, -1)[..., : self.latent]
 
     def _expanded(self, q_BhNQ: Tensor, row_BNS: Tensor, meta: AttentionMetadata, layer: int) -> Tensor:
         """[B, h, N, V]: each head attends to keys and values of its own."""
@@ -141,6 +152,12 @@ class LatentAttention:
         k_BhPD, v_BhPV = both_BhPX.split([self.plain, self.value], -1)
         k_BhPQ = torch.cat([k_BhPD, key_BPE[:, None].expand(-1, k_BhPD.shape[1], -1, -1)], -1)
         return F.pad(k_BhPQ, (0, wide - self.shape.width)), F.pad(v_BhPV, (0, wide - self.value))
+
+
+def _by_head(x_BhNI: Tensor, weight_hIO: Tensor) -> Tensor:
+    """[B, h, N, O]: each head's rows times its own matrix, which no batch copies."""
+    B, N = x_BhNI.shape[0], x_BhNI.shape[2]
+    return torch.bmm(x_BhNI.transpose(0, 1).flatten(1, 2), weight_hIO).unflatten(1, (B, N)).transpose(0, 1)
 
 
 def _order(widths: list[int], order_E: list[int] | None) -> Tensor | None:
