@@ -20,7 +20,9 @@ class BlockKind:
     norm: type[OtherNorm] | None = None  # the formula of its norms; None: Llama's
     wide_head_norms: bool = False  # queries and keys are normed before they are divided into heads
     interleaved: bool = False  # rotary pairs are neighbours, not halves
+    repeated: bool = False  # transformers' table of angles has each one twice in a row, not in two halves
     tables: bool = False  # each layer type has its own rotary angles
+    latent: bool = False  # attention caches latents (`LatentAttention`)
     rotated: tuple[str, ...] | None = None  # the layer types whose queries and keys are rotated; None: all
 
     def of(self, owner: Any, name: str | None) -> Any:

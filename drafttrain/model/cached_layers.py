@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.model.attention import AttentionMetadata, attend
-from drafttrain.model.decoder_block import PACKED_BYTES, Block, Joint, heads_of
+from drafttrain.model.decoder_block import Block, heads_of
 from drafttrain.model.fused_blocks import Blocks
+from drafttrain.model.joint import PACKED_BYTES, Joint
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention, DecoderLayer
 from drafttrain.ops import library

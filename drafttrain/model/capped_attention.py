@@ -23,7 +23,7 @@ def capped_attention(
     sinks_h: Tensor | None = None,
     mask_BNP: Tensor | None = None,
 ) -> Tensor:
-    """[B, h, N, D] with float32 scores.
+    """[B, h, N, D] with float32 scores. The values may have another width than the keys, as the result then has.
 
     mask_BNP: true where a query sees a key; None: the queries are the last N of P positions, causal within the window.
     cap: scores become cap * tanh(score / cap). sinks_h: one more score per head, whose share of the softmax goes nowhere.
@@ -66,4 +66,4 @@ def _part(
         sinks = sinks_h.float().view(1, g, h // g, 1, 1).expand(B, -1, -1, N, -1)
         score_BgrNP = torch.cat([score_BgrNP, sinks], -1)
     share_BgrNP = score_BgrNP.softmax(-1)[..., : k_BgPD.shape[2]].to(v_BgPD.dtype)
-    return (share_BgrNP.reshape(B, g, -1, k_BgPD.shape[2]) @ v_BgPD).view(B, h, N, D)
+    return (share_BgrNP.reshape(B, g, -1, k_BgPD.shape[2]) @ v_BgPD).view(B, h, N, -1)

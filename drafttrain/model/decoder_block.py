@@ -16,104 +16,11 @@ from torch import Tensor, nn
 from drafttrain.model.attention import AttentionMetadata, Heads, attend, write
 from drafttrain.model.block_kind import LLAMA, BlockKind
 from drafttrain.model.fused_blocks import BlockWeights
+from drafttrain.model.joint import Joint
+from drafttrain.model.latent_attention import LatentAttention
 from drafttrain.ops.gated import gated
 from drafttrain.ops.linear import linear, pack
-from drafttrain.ops.quantised import Quantised
 from drafttrain.ops.rms_norm import norm
-
-PACKED_BYTES = 2**31  # largest weights that are packed: packing doubles them
-
-
-@torch.no_grad()
-def merged(linear: Any) -> Tensor:
-    """A linear map's weight plus the product of its adapter, if it has one."""
-    weight: Tensor = linear.weight.detach()
-    delta = getattr(linear, "get_delta_weight", None)
-    return weight if delta is None else weight + delta("default").to(weight.dtype)
-
-
-class Joint:
-    """Linear maps with one input, computed as one product and packed where that is faster.
-
-    Until `join`, each map is computed separately, as training needs. order_O: output rows of the joined map, reordered;
-    None: as they are.
-    """
-
-    def __init__(self, parts: list[nn.Linear], order_O: Tensor | None = None) -> None:
-        self.parts, self.order_O = parts, order_O
-        self.split()
-
-    def split(self) -> None:
-        """Compute the maps separately again."""
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        self.packed: Tensor | None = None
-        self.quantised: Quantised | None = None
-
-    def __call__(self, x_H: Tensor) -> Tensor:
-        if self.quantised is not None:
-            return self.quantised(x_H) if self.bias is None else self.quantised(x_H) + self.bias
-        if self.weight is None:
-            out_O = self.parts[0](x_H) if len(self.parts) == 1 else torch.cat([part(x_H) for part in self.parts], -1)
-            return out_O if self.order_O is None else out_O[..., self.order_O.to(out_O.device)]
-        return linear(x_H, self.weight, self.bias, self.packed)
-
-    def join(self, share: bool, packed: bool, bits: int | None = None) -> bool:
-        """Join the parts' current weights. Returns whether they differ from those joined before.
-
-        Unchanged weights stay in place and changed ones are written to the same memory, since a captured CUDA graph refers to
-        that memory. share: the parts become views of the joined weight, so that it takes no extra memory. bits: quantise the
-        joined weight.
-        """
-        # decoding may join first, in inference mode, and the joined tensors may have to be written later
-        with torch.inference_mode(torch.is_inference_mode_enabled() and share), torch.no_grad():
-            return self._joined(share, packed, bits)
-
-    def _joined(self, share: bool, packed: bool, bits: int | None) -> bool:
-        weights = [merged(part) for part in self.parts]
-        biases = [part.bias.detach() for part in self.parts if part.bias is not None]
-        if self.order_O is not None:  # the parts keep their own order
-            share, order_O = False, self.order_O.to(weights[0].device)
-            weights, biases = [torch.cat(weights)[order_O]], [torch.cat(biases)[order_O]] if biases else []
-        changed = _update(self, "bias", biases)
-        if bits is not None:
-            return self._quantise(torch.cat(weights), bits) or changed
-        if packed and not share and self.weight is None and weights[0].device.type == "cpu":
-            weights[0] = weights[0].clone()  # a view would always equal the parameter, and its packed copy would become stale
-        changed = _update(self, "weight", weights) or changed
-        assert self.weight is not None
-        if share and len(weights) > 1:
-            for part, rows in zip(self.parts, self.weight.split([p.out_features for p in self.parts]), strict=True):
-                part.weight.data = rows
-        if packed and changed:
-            self.packed = pack(self.weight)
-        return changed
-
-    def _quantise(self, weight_OI: Tensor, bits: int) -> bool:
-        old, new = self.quantised, Quantised(weight_OI, bits)
-        if old is None:
-            self.quantised = new
-            return True
-        parts = [(getattr(old, name), getattr(new, name)) for name in ("code", "scale", "pairs") if hasattr(new, name)]
-        changed = [not torch.equal(kept, part) for kept, part in parts]
-        for kept, part in parts if any(changed) else ():
-            kept.copy_(part)
-        return any(changed)
-
-
-def _update(joint: Joint, name: str, parts: list[Tensor]) -> bool:
-    """Set the joint's tensor `name` to the concatenated parts. Returns whether it changed."""
-    whole: Tensor | None = getattr(joint, name)
-    if not parts:
-        return False
-    if whole is None or (whole.dtype, whole.device) != (parts[0].dtype, parts[0].device):
-        setattr(joint, name, parts[0] if len(parts) == 1 else torch.cat(parts))
-        return True
-    rows = whole.split([len(part) for part in parts])
-    if all(torch.equal(old, new) for old, new in zip(rows, parts, strict=True)):
-        return False
-    torch.cat(parts, out=whole)
-    return True
 
 
 def _whole(x_BNH: Tensor) -> Tensor:
@@ -173,14 +80,12 @@ class Block:
         order_D: of the values of each query and key head (`rotary_order`).
         """
         self.reduce, self.kind = reduce, kind
-        attention, mlp = layer.self_attn, layer.mlp
-        self.shape = heads_of(attention, window, kind)
-        self.wide_norms = (self.shape.q_norm, self.shape.k_norm) if kind.wide_head_norms else None
-        if kind.wide_head_norms:
-            self.shape = replace(self.shape, q_norm=None, k_norm=None)
-        order_O = None if order_D is None else _joined_order(self.shape, order_D)
-        self.qkv = Joint(_maps(attention, "q_proj", "k_proj", "v_proj", "qkv_proj"), order_O)
-        self.out = Joint([attention.o_proj])
+        mlp = layer.mlp
+        self.latent = LatentAttention(layer.self_attn, order_D) if kind.latent else None
+        if self.latent is None:
+            self._prepare_heads(layer.self_attn, window, order_D)
+        else:
+            self.shape = self.latent.shape
         self.experts = mlp if has_experts(mlp) else None
         if self.experts is None:
             self.gate_up, self.down = Joint(_maps(mlp, "gate_proj", "up_proj", "gate_up_proj")), Joint([mlp.down_proj])
@@ -188,6 +93,16 @@ class Block:
         self.before, self.between = kind.of(layer, kind.before), kind.of(layer, kind.between)
         self.after_attention, self.after_mlp = kind.of(layer, kind.after_attention), kind.of(layer, kind.after_mlp)
         self._kv: tuple[Tensor, Tensor | None] | None = None  # the rows of the joined weight that make keys and values
+
+    def _prepare_heads(self, attention: Any, window: int | None, order_D: list[int] | None) -> None:
+        kind = self.kind
+        self.shape = heads_of(attention, window, kind)
+        self.wide_norms = (self.shape.q_norm, self.shape.k_norm) if kind.wide_head_norms else None
+        if kind.wide_head_norms:
+            self.shape = replace(self.shape, q_norm=None, k_norm=None)
+        order_O = None if order_D is None else _joined_order(self.shape, order_D)
+        self.qkv = Joint(_maps(attention, "q_proj", "k_proj", "v_proj", "qkv_proj"), order_O)
+        self.out = Joint([attention.o_proj])
 
     def forward(
         self,
@@ -214,6 +129,8 @@ class Block:
 
     def attention(self, read_BNX: Tensor, step: AttentionMetadata, number: int) -> Tensor:
         """[B, N, H] attention's output."""
+        if self.latent is not None:
+            return self.reduce(self.latent(read_BNX, step, number))
         qkv_BNX = self.qkv(read_BNX)
         if self.wide_norms is not None:
             widths = [count * self.shape.width for count in (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)]
@@ -264,7 +181,8 @@ class Block:
 
     @property
     def joints(self) -> tuple[Joint, ...]:
-        return (self.qkv, self.out) if self.experts is not None else (self.qkv, self.out, self.gate_up, self.down)
+        attention = (self.qkv, self.out) if self.latent is None else self.latent.joints
+        return attention if self.experts is not None else (*attention, self.gate_up, self.down)
 
 
 def _normed(module: Any, x_BNH: Tensor, delta_BNH: Tensor | None) -> tuple[Tensor, Tensor]:

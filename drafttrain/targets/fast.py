@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.block_kind import LLAMA, BlockKind, rotary_order
-from drafttrain.model.decoder_block import PACKED_BYTES, Block, Joint, has_experts
+from drafttrain.model.decoder_block import Block, has_experts
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.fused_blocks import Blocks
+from drafttrain.model.joint import PACKED_BYTES, Joint
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import recomputed
 from drafttrain.model.masks import Documents
@@ -42,6 +43,7 @@ AFTER = BlockKind(
     after_mlp="post_feedforward_layernorm",
     wide_head_norms=True,
 )
+LATENT = BlockKind(latent=True, interleaved=True)
 ARCHITECTURES = {
     **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), LLAMA),
     **dict.fromkeys(("Phi3ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"), LLAMA),
@@ -50,11 +52,18 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": AFTER,
     "Olmo3ForCausalLM": replace(AFTER, tables=True),
     "Cohere2ForCausalLM": BlockKind(
-        between=None, parallel=True, norm=CentredNorm, interleaved=True, rotated=("sliding_attention",)
+        between=None, parallel=True, norm=CentredNorm, interleaved=True, repeated=True, rotated=("sliding_attention",)
     ),
+    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), LATENT),
 }
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # rope types whose angles depend only on the position
 STILL = ""  # the table of layers that rotate nothing
+
+
+def kind_of(model: PreTrainedModel) -> BlockKind:
+    """The kind of the model's blocks. A checkpoint may have its rotary pairs in halves, where others have neighbours."""
+    kind = ARCHITECTURES[type(model).__name__]
+    return replace(kind, interleaved=bool(getattr(model.config, "rope_interleave", kind.interleaved)))
 
 
 def why_not(model: PreTrainedModel) -> str | None:
@@ -113,7 +122,7 @@ class FastTarget(HFTarget):
 
     def _prepare(self) -> None:
         config, backbone = self.model.config, self.backbone.module
-        self.kind = ARCHITECTURES[type(self.model).__name__]
+        self.kind = kind_of(self.model)
         types = getattr(config, "layer_types", None) or [None] * self.shape.blocks
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         slides = [window is not None and kind in (None, "sliding_attention") for kind in types[: self.shape.blocks]]
@@ -199,7 +208,10 @@ class FastTarget(HFTarget):
         if not self.frozen and not self.training:  # a trained copy starts to decode
             self._join(share=False)
         kv = super().new_cache(slots, max_len, pages)
-        kv.allocate(self.shape.kv_heads // self.part.size, self.shape.head_dim, self.dtype)
+        if (latent := self._chain[0].latent) is not None:
+            kv.allocate(1, latent.cached, self.dtype, value_width=0)
+        else:
+            kv.allocate(self.shape.kv_heads // self.part.size, self.shape.head_dim, self.dtype)
         return kv
 
     def _table(self, like: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -218,7 +230,9 @@ class FastTarget(HFTarget):
             position_1P = torch.arange(positions, device=like.device)[None]
             more = (name,) if self.kind.tables else ()
             both = self.backbone.module.rotary_emb(like, position_1P, *more)
-            found = (x_1PD[0, :, :: 2 if self.kind.interleaved else 1] for x_1PD in both)
+            if isinstance(both, Tensor):  # complex numbers, one for each pair
+                both = both.real, both.imag
+            found = (x_1PD[0, :, :: 2 if self.kind.repeated else 1] for x_1PD in both)
             for table_PD, own_PR in zip((cos_PD, sin_PD), found, strict=True):
                 table_PD[:, :pairs] = table_PD[:, half : half + pairs] = own_PR[:, :pairs]
         sin_PD[:, :half] *= -1

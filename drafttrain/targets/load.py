@@ -77,6 +77,7 @@ def load_target(
     )
     images = load_images(options, model.config, tokenizer)
     target: HFTarget
+    failed = None
     if shards is not None:
         target = ShardedTarget(model, shards, stop_ids)
     elif part.size > 1 and issubclass(kind, ExpertTarget):
@@ -87,6 +88,8 @@ def load_target(
         target = QuantisedTarget(model, options.weights, device, stop_ids)
     elif type(model).__name__ in ARCHITECTURES:
         target = _with_tower(model.to(device), stop_ids, images, options)
+    elif options.runner == "auto":
+        target, failed = _compared(runner, model.to(device), stop_ids)
     else:
         target = runner(model.to(device), stop_ids)
     if not isinstance(target, VisionTarget) and isinstance(images, ImageReader):
@@ -96,7 +99,7 @@ def load_target(
             f"the tokenizer of {path!r} has {len(tokenizer)} tokens, the model {target.shape.vocab_size}; give a matching pair"
         )
     target.tokenizer = tokenizer
-    return LoadedTarget(target, tokenizer, path, _description(options, target, parameters), images)
+    return LoadedTarget(target, tokenizer, path, _description(options, target, parameters, failed), images)
 
 
 def _read(
@@ -125,6 +128,20 @@ def _read(
                 "set target.attention=eager, or leave it out"
             ) from error
         raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason(error)}") from error
+
+
+def _compared(runner: type[HFTarget], model: PreTrainedModel, stop_ids: frozenset[int]) -> tuple[HFTarget, str | None]:
+    """(target, why it is not on the fast runner). Transformers' forward takes its place if the probe finds it inexact."""
+    if runner is HFTarget:
+        return runner(model, stop_ids), None
+    try:
+        target = runner(model, stop_ids)
+        if target.trees:
+            return target, None
+        failed = target.chains_reason
+    except UserError as error:
+        failed = str(error).partition(";")[0]
+    return HFTarget(model, stop_ids), f"its probe failed, {failed}"
 
 
 def _with_tower(model: PreTrainedModel, stop_ids: frozenset[int], images: Images, options: TargetOptions) -> VisionTarget:
@@ -195,12 +212,13 @@ def check_options(options: TargetOptions, shared: bool = False) -> None:
         raise UserError(f"target.runner=fast reads whole weights, target.weights is {options.weights}; set target.runner=hf")
 
 
-def _description(options: TargetOptions, target: HFTarget, parameters: int) -> dict[str, Any]:
+def _description(options: TargetOptions, target: HFTarget, parameters: int, failed: str | None) -> dict[str, Any]:
+    """failed: why the probe refused the fast runner; None: it did not."""
     kept = ("name", "path", "revision", "dtype", "weights", "tensor_parallel", "expert_parallel")
     described = {name: getattr(options, name) for name in kept}
     described |= {
         "runner": target.name,
-        "runner_reason": _why_slow(options, target),
+        "runner_reason": failed or _why_slow(options, target),
         "chains_reason": target.chains_reason,
         "attention_reason": _why_eager(options, target),
         "architecture": type(target.model).__name__,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drafttrain.model.decoder_block import merged
+from drafttrain.model.joint import merged
 from drafttrain.ops.quantised import Quantised
 
 

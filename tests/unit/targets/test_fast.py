@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import (
     Cohere2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -35,6 +37,14 @@ NO_STOP = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MIXED = ["sliding_attention", "full_attention"] * 2
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+LATENT = WIDE | {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     **{name: ARCHITECTURES[name] for name in ("llama", "mistral-sliding", "qwen2", "qwen3")},
     "llama-biases": LlamaConfig(**GATED, attention_bias=True, mlp_bias=True),
@@ -55,6 +65,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**GATED, num_local_experts=4, num_experts_per_tok=2),
     "mixtral-sliding": MixtralConfig(**GATED, num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
     "qwen3-moe": Qwen3MoeConfig(**GATED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]),
+    "deepseek-v2": DeepseekV2Config(**LATENT, **ROUTED, n_group=1, q_lora_rank=None, attention_bias=True),
+    "deepseek-v3": DeepseekV3Config(
+        **LATENT, **ROUTED, n_group=2, q_lora_rank=16, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
+    ),
+    "deepseek-v3-halves": DeepseekV3Config(**LATENT, **ROUTED, n_group=2, q_lora_rank=None, rope_interleave=False),
     "gpt-oss": GptOssConfig(**GATED, num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
 }
 
@@ -200,6 +215,22 @@ def test_what_it_cannot_run_is_named(tmp_path) -> None:
         load_target(TargetOptions(name="hf", path=str(tmp_path), runner="fast"))
     with pytest.raises(UserError, match="choose hf, fast or auto"):
         load_target(TargetOptions(runner="vllm"))
+
+
+def test_a_runner_that_its_probe_refuses_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = FastTarget._make_table
+
+    def wrong(*given):
+        cos, sin = make(*given)
+        return cos, sin.roll(1, 0)
+
+    monkeypatch.setattr(FastTarget, "_make_table", wrong)
+    loaded = load_target(TargetOptions())
+    assert type(loaded.target) is HFTarget and loaded.target.trees
+    reason = "its probe failed, LlamaForCausalLM cannot be decoded exactly: "
+    assert loaded.description["runner"] == "hf" and loaded.description["runner_reason"].startswith(reason)
+    with pytest.raises(UserError, match="cannot be decoded exactly"):
+        load_target(TargetOptions(runner="fast"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""Linear maps that are computed as one product.
+
+Shapes: H input width, O output width, I input width of a weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.ops.linear import linear, pack
+from drafttrain.ops.quantised import Quantised
+
+PACKED_BYTES = 2**31  # largest weights that are packed: packing doubles them
+
+
+@torch.no_grad()
+def merged(linear: Any) -> Tensor:
+    """A linear map's weight plus the product of its adapter, if it has one."""
+    weight: Tensor = linear.weight.detach()
+    delta = getattr(linear, "get_delta_weight", None)
+    return weight if delta is None else weight + delta("default").to(weight.dtype)
+
+
+class Joint:
+    """Linear maps with one input, computed as one product and packed where that is faster.
+
+    Until `join`, each map is computed separately, as training needs. order_O: output rows of the joined map, reordered;
+    None: as they are. matrix: others read the weight too, so it is neither packed nor quantised.
+    """
+
+    def __init__(self, parts: list[nn.Linear], order_O: Tensor | None = None, matrix: bool = False) -> None:
+        self.parts, self.order_O, self.matrix = parts, order_O, matrix
+        self.split()
+
+    def split(self) -> None:
+        """Compute the maps separately again."""
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.packed: Tensor | None = None
+        self.quantised: Quantised | None = None
+
+    def __call__(self, x_H: Tensor) -> Tensor:
+        if self.quantised is not None:
+            return self.quantised(x_H) if self.bias is None else self.quantised(x_H) + self.bias
+        if self.weight is None:
+            out_O = self.parts[0](x_H) if len(self.parts) == 1 else torch.cat([part(x_H) for part in self.parts], -1)
+            return out_O if self.order_O is None else out_O[..., self.order_O.to(out_O.device)]
+        return linear(x_H, self.weight, self.bias, self.packed)
+
+    def join(self, share: bool, packed: bool, bits: int | None = None) -> bool:
+        """Join the parts' current weights. Returns whether they differ from those joined before.
+
+        Unchanged weights stay in place and changed ones are written to the same memory, since a captured CUDA graph refers to
+        that memory. share: the parts become views of the joined weight, so that it takes no extra memory. bits: quantise the
+        joined weight.
+        """
+        packed, bits = packed and not self.matrix, None if self.matrix else bits
+        # decoding may join first, in inference mode, and the joined tensors may have to be written later
+        with torch.inference_mode(torch.is_inference_mode_enabled() and share), torch.no_grad():
+            return self._joined(share, packed, bits)
+
+    def _joined(self, share: bool, packed: bool, bits: int | None) -> bool:
+        weights = [merged(part) for part in self.parts]
+        biases = _biases(self.parts)
+        if self.order_O is not None:  # the parts keep their own order
+            share, order_O = False, self.order_O.to(weights[0].device)
+            weights, biases = [torch.cat(weights)[order_O]], [torch.cat(biases)[order_O]] if biases else []
+        changed = _update(self, "bias", biases)
+        if bits is not None:
+            return self._quantise(torch.cat(weights), bits) or changed
+        if packed and not share and self.weight is None and weights[0].device.type == "cpu":
+            weights[0] = weights[0].clone()  # a view would always equal the parameter, and its packed copy would become stale
+        changed = _update(self, "weight", weights) or changed
+        assert self.weight is not None
+        if share and len(weights) > 1:
+            for part, rows in zip(self.parts, self.weight.split([p.out_features for p in self.parts]), strict=True):
+                part.weight.data = rows
+        if packed and changed:
+            self.packed = pack(self.weight)
+        return changed
+
+    def _quantise(self, weight_OI: Tensor, bits: int) -> bool:
+        old, new = self.quantised, Quantised(weight_OI, bits)
+        if old is None:
+            self.quantised = new
+            return True
+        parts = [(getattr(old, name), getattr(new, name)) for name in ("code", "scale", "pairs") if hasattr(new, name)]
+        changed = [not torch.equal(kept, part) for kept, part in parts]
+        for kept, part in parts if any(changed) else ():
+            kept.copy_(part)
+        return any(changed)
+
+
+def _biases(parts: list[nn.Linear]) -> list[Tensor]:
+    """The parts' biases, zeros for one that has none; empty if none has one."""
+    if all(part.bias is None for part in parts):
+        return []
+    zeros = [part.weight.new_zeros(part.out_features) for part in parts]
+    return [zero if part.bias is None else part.bias.detach() for part, zero in zip(parts, zeros, strict=True)]
+
+
+def _update(joint: Joint, name: str, parts: list[Tensor]) -> bool:
+    """Set the joint's tensor `name` to the concatenated parts. Returns whether it changed."""
+    whole: Tensor | None = getattr(joint, name)
+    if not parts:
+        return False
+    if whole is None or (whole.dtype, whole.device) != (parts[0].dtype, parts[0].device):
+        setattr(joint, name, parts[0] if len(parts) == 1 else torch.cat(parts))
+        return True
+    rows = whole.split([len(part) for part in parts])
+    if all(torch.equal(old, new) for old, new in zip(rows, parts, strict=True)):
+        return False
+    torch.cat(parts, out=whole)
+    return True

@@ -1,0 +1,172 @@
+"""Multi-head latent attention (MLA, arXiv 2405.04434, section 2.1), whose cache holds one vector per position for all heads.
+
+That vector is the normed latent, then the rotated key that the heads share. Few new positions attend to it as it is (absorbed):
+W_UK is applied to the queries instead of the latents, W_UV to the mean of latents. A long chunk of a prompt takes fewer
+operations with keys and values of every head, which are then made from the latents a few heads at a time (expanded).
+
+Shapes: B rows, N new positions, P positions, h heads, X input width, C latent, E rotated key, S = C + E a position's vector in
+the cache, D the part of a query that is not rotated, Q = D + E a query, V a head's value, W the wider of Q and V.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.model.attention import AttentionMetadata, Heads, without_cache
+from drafttrain.model.capped_attention import SCORES, capped_attention
+from drafttrain.model.joint import Joint
+from drafttrain.model.prefill_attention import row_attention
+from drafttrain.ops.rms_norm import norm
+
+EXPANDED = 2**25  # numbers of one row's expanded keys and values in memory at once
+
+
+class LatentAttention:
+    """One layer's attention. Its maps and norms are those of a module named as in transformers."""
+
+    def __init__(self, attention: Any, order_E: list[int] | None) -> None:
+        """order_E: of the values that are rotated (`rotary_order`); None: as they are."""
+        self.latent, self.rotated = attention.kv_lora_rank, attention.qk_rope_head_dim
+        self.plain, self.value = attention.qk_nope_head_dim, attention.v_head_dim
+        heads, query = attention.num_heads, self.plain + self.rotated
+        self.shape = Heads(heads, heads, query, attention.scaling)
+        whole = attention.q_lora_rank is None  # queries have no latent of their own
+        first = attention.q_proj if whole else attention.q_a_proj
+        self.query = None if whole else Joint([attention.q_b_proj], _order([query] * heads, order_E))
+        first, before = (attention.q_proj, [query] * heads) if whole else (attention.q_a_proj, [])
+        last = self.latent + self.rotated + (0 if whole else first.out_features)
+        self.down = Joint([first, attention.kv_a_proj_with_mqa], _order([*before, last], order_E))
+        self.expand, self.out = Joint([attention.kv_b_proj], matrix=True), Joint([attention.o_proj])
+        self.query_norm, self.latent_norm = getattr(attention, "q_a_layernorm", None), attention.kv_a_layernorm
+
+    @property
+    def joints(self) -> tuple[Joint, ...]:
+        first = () if self.query is None else (self.query,)
+        return (self.down, *first, self.expand, self.out)
+
+    @property
+    def cached(self) -> int:
+        """Width of a position's vector in the cache."""
+        return self.latent + self.rotated
+
+    def __call__(self, read_BNX: Tensor, meta: AttentionMetadata, layer: int) -> Tensor:
+        """[B, N, X]: attention's output."""
+        q_BNhD, q_BNhE, row_BNS = self._projected(read_BNX, meta)
+        kv, N = meta.kv, read_BNX.shape[1]
+        if kv is not None:
+            row_B1NS = row_BNS[:, None]
+            kv.append(layer, row_B1NS, row_B1NS[..., :0], meta.earlier)
+        if kv is not None and self.expand.weight is not None and not (meta.chunk and self.expands(kv.longest, N)):
+            mixed_BhNV = self._absorbed(q_BNhD, q_BNhE, meta, layer)
+        else:
+            mixed_BhNV = self._expanded(torch.cat([q_BNhD, q_BNhE], -1).transpose(1, 2), row_BNS, meta, layer)
+        return self.out(mixed_BhNV.transpose(1, 2).flatten(2))
+
+    def expands(self, prefix: int, new: int) -> bool:
+        """Whether attention of `new` positions after a prefix takes fewer multiplications with keys and values of every head.
+
+        Both forms apply W_UK and W_UV, one to all positions, the other to the new ones. A score and its part of the mean take
+        2 C + E multiplications absorbed, D + E + V expanded.
+        """
+        maps, gain = self.latent * (self.plain + self.value), 2 * self.latent - self.plain - self.value
+        return prefix * maps < new * (prefix + new) * gain
+
+    def _projected(self, read_BNX: Tensor, meta: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
+        """(q [B, N, h, D], rotated q [B, N, h, E], the vectors for the cache [B, N, S])."""
+        both_BNX, h = self.down(read_BNX), self.shape.heads
+        q_BNX, latent_BNC, key_BNE = both_BNX.split([both_BNX.shape[-1] - self.cached, self.latent, self.rotated], -1)
+        if self.query is not None:
+            q_BNX = self.query(norm(self.query_norm, q_BNX.contiguous())[1])
+        q_BNhD, q_BNhE = q_BNX.unflatten(-1, (h, -1)).split([self.plain, self.rotated], -1)
+        rotated_BNhE = meta.rotate(torch.cat([q_BNhE, key_BNE[:, :, None]], 2)).to(q_BNX.dtype)
+        latent_BNC = norm(self.latent_norm, latent_BNC.contiguous())[1]
+        return q_BNhD, rotated_BNhE[:, :, :h], torch.cat([latent_BNC, rotated_BNhE[:, :, h]], -1)
+
+    def _absorbed(self, q_BNhD: Tensor, q_BNhE: Tensor, meta: AttentionMetadata, layer: int) -> Tensor:
+        """[B, h, N, V]: every head attends to the vectors of the cache."""
+        kv, weight, N = meta.kv, self.expand.weight, q_BNhD.shape[1]
+        assert kv is not None and weight is not None
+        to_key_hDC, to_value_hVC = weight.view(self.shape.heads, -1, self.latent).split([self.plain, self.value], 1)
+        q_BhNC = _by_head(q_BNhD.transpose(1, 2), to_key_hDC)
+        q_BhNS = torch.cat([q_BhNC, q_BNhE.transpose(1, 2)], -1)
+        if meta.chunk:
+            mean = partial(capped_attention, scale=self.shape.scale)
+            keys = [kv.read_row(layer, row, N)[0][None] for row in range(len(q_BhNS))]
+            each = [mean(q_hNS[None], k, k[..., : self.latent]) for q_hNS, k in zip(q_BhNS, keys, strict=True)]
+            mean_BhNC = torch.cat(each)
+        else:
+            mean_BhNC = self._mean(q_BhNS, kv.read(layer, meta.earlier + N)[0], meta)
+        return _by_head(mean_BhNC, to_value_hVC.transpose(1, 2))
+
+    def _mean(self, q_BhNS: Tensor, keys_B1PS: Tensor, meta: AttentionMetadata) -> Tensor:
+        """[B, h, N, C]: the means of latents. Masks and scores in memory are limited as in `capped_attention`."""
+        B, h, N, _ = q_BhNS.shape
+        if q_BhNS[..., 0].numel() * keys_B1PS.shape[2] > SCORES:
+            seen_BNP = meta.visible(None)
+            return capped_attention(q_BhNS, keys_B1PS, keys_B1PS[..., : self.latent], self.shape.scale, mask_BNP=seen_BNP)
+        # the heads become rows of one attention. Its values have the keys' width, which the fused operators ask for
+        mean_B1RS = F.scaled_dot_product_attention(
+            q_BhNS.reshape(B, 1, h * N, -1), keys_B1PS, keys_B1PS, meta.mask(None, h), scale=self.shape.scale
+        )
+        return mean_B1RS.view(B, h, N, -1)[..., : self.latent]
+
+    def _expanded(self, q_BhNQ: Tensor, row_BNS: Tensor, meta: AttentionMetadata, layer: int) -> Tensor:
+        """[B, h, N, V]: each head attends to keys and values of its own."""
+        kv, N, wide = meta.kv, q_BhNQ.shape[2], max(self.shape.width, self.value)
+        q_BhNW = F.pad(q_BhNQ, (0, wide - self.shape.width))
+        if kv is None:
+            k_BhNW, v_BhNW = self._keys_and_values(row_BNS, wide)
+            mixed_BhNW = without_cache(q_BhNW, k_BhNW, v_BhNW, meta, self.shape)
+        elif meta.chunk and not torch.is_grad_enabled():
+            rows = [self._chunk(q_hNW, kv.read_row(layer, row, N)[0]) for row, q_hNW in enumerate(q_BhNW)]
+            mixed_BhNW = torch.stack(rows)
+        else:
+            k_BhPW, v_BhPW = self._keys_and_values(kv.read(layer, meta.earlier + N)[0][:, 0], wide)
+            mask = meta.mask(None, 1)
+            mixed_BhNW = F.scaled_dot_product_attention(q_BhNW, k_BhPW, v_BhPW, mask, scale=self.shape.scale)
+        return mixed_BhNW[..., : self.value]
+
+    def _chunk(self, q_hNW: Tensor, row_1PS: Tensor) -> Tensor:
+        """[h, N, W]: the last N of P positions, a few heads at a time."""
+        few = max(1, EXPANDED // (2 * row_1PS.shape[1] * q_hNW.shape[-1]))
+        parts = []
+        for start in range(0, self.shape.heads, few):
+            heads = slice(start, start + few)
+            k_1hPW, v_1hPW = self._keys_and_values(row_1PS, q_hNW.shape[-1], heads)
+            parts.append(row_attention(q_hNW[heads], k_1hPW[0], v_1hPW[0], self.shape.scale, None))
+        return torch.cat(parts)
+
+    def _keys_and_values(self, row_BPS: Tensor, wide: int, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Keys and values of these heads, [B, h, P, W]. One width for both is what the fused operators take."""
+        latent_BPC, key_BPE = row_BPS.split([self.latent, self.rotated], -1)
+        if self.expand.weight is None:
+            both_BPX = self.expand(latent_BPC)
+        else:
+            both_BPX = F.linear(latent_BPC, self.expand.weight.view(self.shape.heads, -1, self.latent)[heads].flatten(0, 1))
+        both_BhPX = both_BPX.unflatten(-1, (-1, self.plain + self.value)).transpose(1, 2)
+        k_BhPD, v_BhPV = both_BhPX.split([self.plain, self.value], -1)
+        k_BhPQ = torch.cat([k_BhPD, key_BPE[:, None].expand(-1, k_BhPD.shape[1], -1, -1)], -1)
+        return F.pad(k_BhPQ, (0, wide - self.shape.width)), F.pad(v_BhPV, (0, wide - self.value))
+
+
+def _by_head(x_BhNI: Tensor, weight_hIO: Tensor) -> Tensor:
+    """[B, h, N, O]: each head's rows times its own matrix, which no batch copies."""
+    B, N = x_BhNI.shape[0], x_BhNI.shape[2]
+    return torch.bmm(x_BhNI.transpose(0, 1).flatten(1, 2), weight_hIO).unflatten(1, (B, N)).transpose(0, 1)
+
+
+def _order(widths: list[int], order_E: list[int] | None) -> Tensor | None:
+    """Rows of a map whose parts of these widths each end in values that are rotated, with this order of those values."""
+    if order_E is None:
+        return None
+    rows, start = list[int](), 0
+    for width in widths:
+        rotated = start + width - len(order_E)
+        rows += [*range(start, rotated), *(rotated + place for place in order_E)]
+        start += width
+    return torch.tensor(rows)
