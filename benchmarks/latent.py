@@ -45,7 +45,7 @@ class Bench:
         self.fast, self.slow = FastTarget(model_of(name, **CHANGES)), HFTarget(model_of(name, **CHANGES))
         self.repeats, self.prompt = repeats, prompt
         generator = torch.Generator().manual_seed(0)
-        self.prompts = torch.randint(3, 2000, (4, prompt), generator=generator).tolist()
+        self.prompts = torch.randint(3, 2000, (2, prompt), generator=generator).tolist()
         self.texts = self.tokens(self.slow, None, 1)
         self.perfect = Known([p + t for p, t in zip(self.prompts, self.texts, strict=True)], None)
 
@@ -56,12 +56,7 @@ class Bench:
         return [r.tokens for r in self.decoder(target, drafter).run(self.prompts, batch).results]
 
     def same_tokens(self) -> bool:
-        sides = [
-            (target, drafter, batch)
-            for target in (self.fast, self.slow)
-            for drafter in (None, self.perfect)
-            for batch in (1, 4)
-        ]
+        sides = [(self.fast, None, 1), (self.fast, self.perfect, 1), (self.fast, self.perfect, 2), (self.slow, self.perfect, 1)]
         return all(self.tokens(*side) == self.texts for side in sides)
 
     def speed(self, target: HFTarget, drafter: Drafter | None) -> Run:

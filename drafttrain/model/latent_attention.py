@@ -10,6 +10,7 @@ the cache, D the part of a query that is not rotated, Q = D + E a query, V a hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,9 @@ from drafttrain.model.joint import Joint
 from drafttrain.model.prefill_attention import row_attention
 from drafttrain.ops.rms_norm import norm
 
-EXPANDED = 2**25  # numbers of one row's expanded keys and values in memory at once
+EXPANDED = 2**25  # numbers of expanded keys and values in memory at once, if one head has fewer
+# In narrower formats the absorbed form rounds at other places than the model, which changes more tokens than near-ties explain.
+ABSORBED = (torch.float32, torch.float64)
 
 
 class LatentAttention:
@@ -36,7 +39,6 @@ class LatentAttention:
         heads, query = attention.num_heads, self.plain + self.rotated
         self.shape = Heads(heads, heads, query, attention.scaling)
         whole = attention.q_lora_rank is None  # queries have no latent of their own
-        first = attention.q_proj if whole else attention.q_a_proj
         self.query = None if whole else Joint([attention.q_b_proj], _order([query] * heads, order_E))
         first, before = (attention.q_proj, [query] * heads) if whole else (attention.q_a_proj, [])
         last = self.latent + self.rotated + (0 if whole else first.out_features)
@@ -61,11 +63,17 @@ class LatentAttention:
         if kv is not None:
             row_B1NS = row_BNS[:, None]
             kv.append(layer, row_B1NS, row_B1NS[..., :0], meta.earlier)
-        if kv is not None and self.expand.weight is not None and not (meta.chunk and self.expands(kv.longest, N)):
+        if kv is not None and self._absorbs(meta, N):
             mixed_BhNV = self._absorbed(q_BNhD, q_BNhE, meta, layer)
         else:
             mixed_BhNV = self._expanded(torch.cat([q_BNhD, q_BNhE], -1).transpose(1, 2), row_BNS, meta, layer)
         return self.out(mixed_BhNV.transpose(1, 2).flatten(2))
+
+    def _absorbs(self, meta: AttentionMetadata, new: int) -> bool:
+        weight = self.expand.weight
+        if meta.kv is None or weight is None or weight.dtype not in ABSORBED:
+            return False
+        return not (meta.chunk and self.expands(meta.kv.longest, new))
 
     def expands(self, prefix: int, new: int) -> bool:
         """Whether attention of `new` positions after a prefix takes fewer multiplications with keys and values of every head.
@@ -83,7 +91,7 @@ class LatentAttention:
         if self.query is not None:
             q_BNX = self.query(norm(self.query_norm, q_BNX.contiguous())[1])
         q_BNhD, q_BNhE = q_BNX.unflatten(-1, (h, -1)).split([self.plain, self.rotated], -1)
-        rotated_BNhE = meta.rotate(torch.cat([q_BNhE, key_BNE[:, :, None]], 2)).to(q_BNX.dtype)
+        rotated_BNhE = meta.rotate(torch.cat([q_BNhE, key_BNE[:, :, None]], 2))
         latent_BNC = norm(self.latent_norm, latent_BNC.contiguous())[1]
         return q_BNhD, rotated_BNhE[:, :, :h], torch.cat([latent_BNC, rotated_BNhE[:, :, h]], -1)
 
@@ -123,32 +131,35 @@ class LatentAttention:
             k_BhNW, v_BhNW = self._keys_and_values(row_BNS, wide)
             mixed_BhNW = without_cache(q_BhNW, k_BhNW, v_BhNW, meta, self.shape)
         elif meta.chunk and not torch.is_grad_enabled():
-            rows = [self._chunk(q_hNW, kv.read_row(layer, row, N)[0]) for row, q_hNW in enumerate(q_BhNW)]
-            mixed_BhNW = torch.stack(rows)
+            each = [(q_hNW[None], kv.read_row(layer, row, N)[0]) for row, q_hNW in enumerate(q_BhNW)]
+            mixed_BhNW = torch.cat([self._by_few_heads(q_1hNW, row_1PS, self._chunk) for q_1hNW, row_1PS in each])
         else:
-            k_BhPW, v_BhPW = self._keys_and_values(kv.read(layer, meta.earlier + N)[0][:, 0], wide)
-            mask = meta.mask(None, 1)
-            mixed_BhNW = F.scaled_dot_product_attention(q_BhNW, k_BhPW, v_BhPW, mask, scale=self.shape.scale)
+            row_BPS = kv.read(layer, meta.earlier + N)[0][:, 0]
+            masked = partial(F.scaled_dot_product_attention, attn_mask=meta.mask(None, 1), scale=self.shape.scale)
+            mixed_BhNW = self._by_few_heads(q_BhNW, row_BPS, masked)
         return mixed_BhNW[..., : self.value]
 
-    def _chunk(self, q_hNW: Tensor, row_1PS: Tensor) -> Tensor:
-        """[h, N, W]: the last N of P positions, a few heads at a time."""
-        few = max(1, EXPANDED // (2 * row_1PS.shape[1] * q_hNW.shape[-1]))
+    def _by_few_heads(self, q_BhNW: Tensor, row_BPS: Tensor, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """[B, h, N, W]: attention of queries, keys and values, whose heads are expanded a few at a time."""
+        few = max(1, EXPANDED // (2 * row_BPS[..., 0].numel() * q_BhNW.shape[-1]))
         parts = []
         for start in range(0, self.shape.heads, few):
             heads = slice(start, start + few)
-            k_1hPW, v_1hPW = self._keys_and_values(row_1PS, q_hNW.shape[-1], heads)
-            parts.append(row_attention(q_hNW[heads], k_1hPW[0], v_1hPW[0], self.shape.scale, None))
-        return torch.cat(parts)
+            parts.append(attention(q_BhNW[:, heads], *self._keys_and_values(row_BPS, q_BhNW.shape[-1], heads)))
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+    def _chunk(self, q_1hNW: Tensor, k_1hPW: Tensor, v_1hPW: Tensor) -> Tensor:
+        return row_attention(q_1hNW[0], k_1hPW[0], v_1hPW[0], self.shape.scale, None)[None]
 
     def _keys_and_values(self, row_BPS: Tensor, wide: int, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Keys and values of these heads, [B, h, P, W]. One width for both is what the fused operators take."""
         latent_BPC, key_BPE = row_BPS.split([self.latent, self.rotated], -1)
         if self.expand.weight is None:
-            both_BPX = self.expand(latent_BPC)
+            both_BPhX = self.expand(latent_BPC).unflatten(-1, (self.shape.heads, -1))[:, :, heads]
         else:
-            both_BPX = F.linear(latent_BPC, self.expand.weight.view(self.shape.heads, -1, self.latent)[heads].flatten(0, 1))
-        both_BhPX = both_BPX.unflatten(-1, (-1, self.plain + self.value)).transpose(1, 2)
+            weight = self.expand.weight.view(self.shape.heads, -1, self.latent)[heads].flatten(0, 1)
+            both_BPhX = F.linear(latent_BPC, weight).unflatten(-1, (-1, self.plain + self.value))
+        both_BhPX = both_BPhX.transpose(1, 2)
         k_BhPD, v_BhPV = both_BhPX.split([self.plain, self.value], -1)
         k_BhPQ = torch.cat([k_BhPD, key_BPE[:, None].expand(-1, k_BhPD.shape[1], -1, -1)], -1)
         return F.pad(k_BhPQ, (0, wide - self.shape.width)), F.pad(v_BhPV, (0, wide - self.value))

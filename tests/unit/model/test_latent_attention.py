@@ -58,6 +58,13 @@ def _queries(q_BNhD: torch.Tensor, q_BNhE: torch.Tensor) -> tuple[torch.Tensor, 
     return torch.cat([q_BNhD, q_BNhE], -1).transpose(1, 2), q_BNhD  # vectors of new positions are read from the cache
 
 
+def test_half_precision_expands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the model rounds: the absorbed form changes more tokens than near-ties explain."""
+    monkeypatch.setattr(LatentAttention, "_absorbed", None)
+    target = FastTarget(model_of("DeepSeek-V3", num_hidden_layers=2).bfloat16())
+    assert target.trees and len(verified(target, (9, 6))) == 3
+
+
 def test_a_position_takes_a_latent_and_one_rotated_key(target: FastTarget) -> None:
     """32 + 8 numbers a layer, instead of four heads' keys of 24 and values of 12."""
     assert target.cache_bytes().position == 2 * (32 + 8) * 4
