@@ -1,4 +1,4 @@
-"""Runs a command in lock step in the processes that share a target ."""
+"""Runs a command in lock step in the processes that share a target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from drafttrain.targets.parallel import Part, join, leave
 def shared_target(options: RunOptions, command: str) -> Iterator[Part]:
     """This process's part of a target that `target.tensor_parallel` or `target.expert_parallel` processes share.
 
-    Only the first process prints. Raises UserError if the number of processes is another one, and for settings that do not work in lock step.
+    Only the first process prints. Raises UserError if the number of processes is another one, and for settings that do not
+    work in lock step.
     """
     setting, size = options.target.shared_by
     _check(setting, size, max(options.launcher.nproc, int(os.environ.get("WORLD_SIZE", 1))), command)
