@@ -276,6 +276,8 @@ def plain(material: Path, tmp_path_factory: pytest.TempPathFactory) -> list[floa
     "more",
     [
         ("deepspeed=zero2", "deepspeed.offload_optimizer=true"),
+        ("deepspeed=zero3", "deepspeed.offload_optimizer=true", "deepspeed.offload_parameters=true"),
+        ("train.optimizer=muon",),
         ("train.optimizer=muon", "train.precision=bfloat16", "deepspeed=zero2"),
         ("train.optimizer=muon", "deepspeed=zero3", "deepspeed.offload_optimizer=true", "deepspeed.offload_parameters=true"),
         ("train.activation_checkpointing=true", "target.prefetch=true", "deepspeed=zero3", "target.placement=zero3"),
