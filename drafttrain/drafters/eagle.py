@@ -39,7 +39,7 @@ class Eagle(Recurrent):
             raise UserError(f"drafter.steps is {options.steps}, drafter.top_k {options.top_k}; both must be 1 or more")
         shape, self.options, self.taps = LayerOptions.of(options.layer).shape(target.shape), options, Taps(final=True)
         self.layer_shape = shape
-        shape.check_window(1, self.draft_length)
+        shape.check_window(1, max(self.draft_length, options.steps))
         self.fc = Linear(2 * shape.hidden_size, shape.hidden_size, bias=options.bias)
         self.layers = nn.ModuleList([DecoderLayer(shape, input_norm=False)])
 

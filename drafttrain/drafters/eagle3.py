@@ -110,7 +110,7 @@ class Eagle3(FusedDrafter, Recurrent):
         self.layer_shape = shape
         self.decay = options.step_decay
         self.add_fusion(taps_of(options, shape.blocks), options.fc_norm, shape)
-        shape.check_window(1, self.draft_length)
+        shape.check_window(1, max(self.draft_length, options.steps))
         self.midlayer = Eagle3Layer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.add_head(options.draft_vocab)

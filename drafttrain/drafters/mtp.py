@@ -54,7 +54,7 @@ class MTP(Recurrent):
         shape, self.taps = LayerOptions.of(options.layer).shape(target.shape), Taps(final=True)
         self.layer_shape, self.decay = shape, options.step_decay
         self.norm_output = options.norm_output
-        shape.check_window(1, self.draft_length)
+        shape.check_window(1, max(self.draft_length, options.steps))
         self.module = MTPModule(shape, options.qk_norm)
 
     @property

@@ -47,7 +47,10 @@ class LayerShape(TargetShape):
         return None if layer in self.full_attention_layers else self.sliding_window
 
     def check_window(self, layers: int, drafts: int) -> None:
-        """Raise UserError for windows that `layers` layers cannot have, or that `drafts` drafts do not fit."""
+        """Raise UserError for windows that `layers` layers cannot have, or that are too narrow.
+
+        drafts: the drafts of a path, or the steps of training on own outputs, whichever are more.
+        """
         window, full = self.sliding_window, self.full_attention_layers
         if window is None:
             if full:
@@ -57,8 +60,8 @@ class LayerShape(TargetShape):
             return
         if window <= drafts + 1:
             raise UserError(
-                f"drafter.layer.sliding_window is {window}; {drafts} drafts and the token before them must fit: set it above "
-                f"{drafts + 1}"
+                f"drafter.layer.sliding_window is {window}; {drafts} drafts or training steps and the token before them must "
+                f"fit: set it above {drafts + 1}"
             )
         if not all(0 <= layer < layers for layer in full):
             raise UserError(f"drafter.layer.full_attention_layers is {list(full)}; the drafter has layers 0 to {layers - 1}")

@@ -82,7 +82,7 @@ def test_text_before_the_window_does_not_count(case: str) -> None:
 @pytest.mark.parametrize(
     ("name", "layer", "says"),
     [
-        ("eagle3", {"sliding_window": 5}, "drafter.layer.sliding_window is 5; 4 drafts and the token before them must fit"),
+        ("dflash", {"sliding_window": 5}, "drafter.layer.sliding_window is 5; 4 drafts or training steps and the token before"),
         (
             "dflash",
             {"sliding_window": 9, "full_attention_layers": [2]},
@@ -96,3 +96,11 @@ def test_windows_that_cannot_be_are_refused(name: str, layer: dict[str, Any], sa
     with pytest.raises(UserError) as refused:
         build(name, tiny_target(), layer=layer)
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp"])
+def test_all_steps_of_training_fit_into_a_window(name: str) -> None:
+    """A step more would see positions of its own index that its window leaves out."""
+    with pytest.raises(UserError, match=r"sliding_window is 8; 7 drafts or training steps and .* set it above 8"):
+        build(name, tiny_target(), layer={"sliding_window": 8}, steps=7)
+    assert build(name, tiny_target(), layer={"sliding_window": 9}, steps=7).layer.self_attn.shape.window == 9
