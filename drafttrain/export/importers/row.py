@@ -128,14 +128,20 @@ def layer_options(found: Foreign, fields: Mapping[str, Any], target: Target, kin
 
 
 def _windows(found: Foreign, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The sliding windows of `LayerShape`. A window that no layer has is ignored: targets' fields are often copied."""
-    layers = fields.get("num_hidden_layers", 1)
-    kinds = (
-        fields.get("layer_types") or ["sliding_attention" if fields.get("use_sliding_window") else "full_attention"] * layers
-    )
+    """The sliding windows of `LayerShape`. A window that no layer has is ignored: targets' fields are often copied.
+
+    So are kinds of further layers, as engines look up those of the layers that there are.
+    """
+    layers, used = fields.get("num_hidden_layers", 1), fields.get("use_sliding_window")
+    if not isinstance(layers, int) or isinstance(layers, bool):
+        raise UserError(f"{found.origin}: num_hidden_layers is {layers!r}; a number is needed")
+    kinds = (fields.get("layer_types") or ["sliding_attention" if used else "full_attention"] * layers)[:layers]
     found.wants("layer_types", sorted(set(kinds)), KINDS, "but layers of drafters see all positions or a window")
+    if len(kinds) < layers:
+        raise UserError(f"{found.origin}: layer_types names {len(kinds)} layers, num_hidden_layers is {layers}; correct one")
     if "sliding_attention" not in kinds:
         return {}
+    found.wants("use_sliding_window", used, (None, True), "but layer_types has layers with a window")
     window = fields.get("sliding_window")
     if not isinstance(window, int) or isinstance(window, bool):
         raise UserError(f"{found.origin}: sliding_window is {window!r}, and layers have windows; a number is needed")

@@ -431,6 +431,21 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         lambda c, t: c.update(layer_types=["sliding_attention"] * 2),
         "sliding_window is None, and layers have windows; a number",
     ),
+    "a kind too few": (
+        "dflash",
+        lambda c, t: c.update(layer_types=["sliding_attention"], sliding_window=8),
+        "layer_types names 1 layers, num_hidden_layers is 2",
+    ),
+    "windows that are off": (
+        "dflash",
+        lambda c, t: c.update(layer_types=["sliding_attention"] * 2, sliding_window=8, use_sliding_window=False),
+        "use_sliding_window is False, but layer_types has layers with a window",
+    ),
+    "causal in all layers": (
+        "dflash",
+        lambda c, t: c.update(is_causal=True),
+        "its blocks are causal in all layers, but layers without a window here see their whole block",
+    ),
     "no mask": (
         "dflash",
         lambda c, t: c["dflash_config"].pop("mask_token_id"),
@@ -580,3 +595,22 @@ def test_what_to_add_is_typed_as_hydra_reads_it(tmp_path: Path) -> None:
     words = "add drafter.layer.rope_theta=500.0 drafter.layer.rope_scaling='{rope_type:linear,factor:2.0}' drafter.taps=[0,1,2]"
     with pytest.raises(UserError, match=re.escape(words)):
         check_start("hand", meta, plain, {"taps": [1, 2]})
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "causal"),
+    [
+        ("dflash", SLIDING, True),
+        ("dflash", SLIDING | {"is_causal": False}, False),
+        ("dflash", SLIDING | {"layer_types": [*SLIDING["layer_types"], "sliding_attention"]}, True),  # a target's, copied
+        ("dflash, transformers", SLIDING | {"sliding_window": 7}, False),
+    ],
+)
+def test_windows_are_imported(layout: str, more: dict[str, Any], causal: bool, tmp_path: Path) -> None:
+    found, _ = imported(put(tmp_path / "hand", changed(layout, lambda config, tensors: config.update(more))))
+    options = found.meta.options
+    assert options["layer"]["sliding_window"] == 8 and list(options["layer"]["full_attention_layers"]) == [1]
+    assert options["causal_windows"] is causal
