@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import torch
+from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
@@ -126,6 +127,14 @@ def write_record(path: Path, device: torch.device, **found: Any) -> None:
     record = {"machine": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "command": " ".join(sys.argv)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record | found, indent=1) + "\n", encoding="utf-8")
+
+
+def report(console: Console, lines: Sequence[Line], file: Path | None) -> int:
+    """Print the lines, write them to the file if there is one, and return the exit code of a run that was timed."""
+    console.print(lines_table(lines))
+    if file:
+        write_record(file, torch.device("cpu"), lines=plain(lines))
+    return 0
 
 
 def plain(lines: Sequence[Line]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from transformers import GenerationConfig
 
-from benchmarks.common import WIDTH, Line, Run, interleaved, lines_table, plain, ratio, write_record
+from benchmarks.common import WIDTH, Line, Run, interleaved, ratio, report
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.sampling import Sampling
 from drafttrain.data.prompts import load_prompts
@@ -273,10 +273,7 @@ def main() -> int:
             continue
         lines.append(measure())
         console.print(f"{lines[-1].name}: {lines[-1].value:.2f}", style="dim", soft_wrap=True)
-    console.print(lines_table(lines))
-    if arguments.json:
-        write_record(arguments.json, torch.device("cpu"), lines=plain(lines))
-    return 0
+    return report(console, lines, arguments.json)
 
 
 if __name__ == "__main__":

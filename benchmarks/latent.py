@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.architectures import model_of
-from benchmarks.common import WIDTH, Line, Run, interleaved, lines_table, plain, ratio, write_record
+from benchmarks.common import WIDTH, Line, Run, interleaved, ratio, report
 from benchmarks.recurrent import DRAFTS, NEW, Known
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.sampling import Sampling
@@ -105,10 +105,7 @@ def main() -> int:
             console.print("not timed: the runners give different tokens", style="red")
             return 1
         lines += bench.lines()
-    console.print(lines_table(lines))
-    if arguments.json:
-        write_record(arguments.json, torch.device("cpu"), lines=plain(lines))
-    return 0
+    return report(console, lines, arguments.json)
 
 
 if __name__ == "__main__":

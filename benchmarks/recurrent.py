@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.architectures import ARCHITECTURES, model_of
-from benchmarks.common import WIDTH, Line, Run, interleaved, lines_table, plain, ratio, write_record
+from benchmarks.common import WIDTH, Line, Run, interleaved, ratio, report
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree
@@ -163,10 +163,7 @@ def main() -> int:
         console.print(f"not timed: {difference}", style="red")
         return 1
     lines = list(bench.lines())
-    console.print(lines_table(lines))
-    if arguments.json:
-        write_record(arguments.json, torch.device("cpu"), lines=plain(lines))
-    return 0
+    return report(console, lines, arguments.json)
 
 
 if __name__ == "__main__":

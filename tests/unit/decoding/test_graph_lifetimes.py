@@ -74,9 +74,8 @@ def texts(decoder: Decoder, asked: list[list[int]], batch: int) -> list[list[int
     ("name", "processors"),
     [
         pytest.param(name, processors, marks=() if (name, processors) in PAIRS else pytest.mark.slow)
-        for i, name in enumerate(FAMILIES)
+        for name in FAMILIES
         for processors in PROCESSORS
-        if processors == PROCESSORS[i % 3] or (name, processors) in PAIRS  # each family with one, each processor with several
     ],
 )
 def test_two_requests_in_each_slot(
