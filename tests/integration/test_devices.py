@@ -116,6 +116,7 @@ def on_the_cpu(material: Path) -> dict[str, list[float]]:
             ("deepspeed=zero1", "features=cached", "features.format=float32", "target.prefetch=true", "train.per_rank=true"),
         ),
         ("eagle3", ("train.sequence_parallel=2", "deepspeed=zero3")),
+        ("medusa", ("target.device=cpu",)),
         ("medusa", ("target.device=cuda", "measure.every=1", "measure.every_prompts=1")),
     ],
     ids=lambda given: given if isinstance(given, str) else given[0],
@@ -126,7 +127,8 @@ def test_fit_on_gpus_has_the_losses_of_a_cpu(
     """The process that starts the others is under the stand-in too, and touches no GPU."""
     run = fit(material, tmp_path / "out", f"recipe={recipe}", "train.steps=2", "train.micro_batch=1", TWO, *more)
     assert losses(run) == pytest.approx(on_the_cpu[recipe], rel=1e-5)
-    devices.check_order(gpus, 2)
+    if "target.device=cpu" not in more:
+        devices.check_order(gpus, 2)
 
 
 @pytest.mark.slow
@@ -139,7 +141,7 @@ def test_a_lone_process_may_name_its_gpu(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [("deepspeed=zero3", "deepspeed.offload_optimizer=true")], ids=str)
+@pytest.mark.parametrize("more", [("deepspeed=zero3",), ("deepspeed=zero2", "deepspeed.offload_optimizer=true")], ids=str)
 def test_a_run_on_gpus_resumes(
     more: tuple[str, ...], material: Path, tmp_path: Path, gpus: Path, on_the_cpu: dict[str, list[float]]
 ) -> None:

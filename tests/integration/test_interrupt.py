@@ -47,6 +47,7 @@ def checkpoints(output: Path) -> list[str]:
         (signal.SIGTERM, ()),
         (signal.SIGUSR1, ("launcher.nproc=2",)),
         (signal.SIGTERM, ("launcher.nproc=2", "deepspeed=zero3")),
+        (signal.SIGINT, ()),
         (signal.SIGINT, ("launcher.nproc=2",)),
     ],
 )
