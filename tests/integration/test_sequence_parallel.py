@@ -36,6 +36,7 @@ CASES |= {
     "eagle beside a model": ("cascade", {"middle": {"family": "draft_model", "blocks": 2}, "inner": {"family": "eagle"}}),
     "peagle, dropped": ("peagle", SHAPES["peagle"] | {"retention": 0.6}),
     "pard, dropped": ("pard", SHAPES["pard"] | {"retention": 0.6}),
+    **{f"{name}, windows": (name, SHAPES[name] | {"layer": {"sliding_window": 9}}) for name in ("eagle3", "peagle", "dflash")},
     "medusa2": ("medusa", {"heads": 3, "adapter": {"rank": 4}}),
 }
 QUICK = ("eagle", "eagle3", "dflash", "draft_model", "hydra++")  # in two processes; all cases in four
