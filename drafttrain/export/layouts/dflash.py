@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_facts, window_fields
+from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_fields, windows_of
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 
@@ -54,7 +54,7 @@ def _refuse_windows(source: Source) -> str | None:
 
 
 def _windows(source: Source) -> list[int | None]:
-    return window_facts(source.layer_shape, source.options["layers"]).get("windows", [])
+    return windows_of(source.layer_shape, source.options["layers"])
 
 
 def _causal(source: Source) -> bool:

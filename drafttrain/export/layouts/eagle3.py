@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_facts, window_fields
+from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_fields, windows_of
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 
@@ -122,5 +122,6 @@ def _before(source: Source) -> bool:
 def facts(source: Source) -> dict[str, Any]:
     """The facts that the reader must find in addition to the golden ones."""
     flags = {flag: bool(source.options.get(flag, False)) for flag in ("norm_output", "fc_norm")}
-    windows = window_facts(source.layer_shape, source.options.get("layers", 1))
-    return {"norm flags": {"norm_before_residual": _before(source), **flags}, **windows}
+    windows = windows_of(source.layer_shape, source.options.get("layers", 1))
+    own = {"windows": windows} if any(windows) else {}
+    return {"norm flags": {"norm_before_residual": _before(source), **flags}, **own}

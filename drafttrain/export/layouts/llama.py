@@ -21,7 +21,7 @@ def refuse_last_block(source: Source, takes_it: tuple[str, ...]) -> str | None:
 
 def refuse_windows(source: Source, takes_them: tuple[str, ...] = ()) -> str | None:
     """Why a drafter with sliding windows cannot be exported. takes_them: stacks that read windows of this family."""
-    if not _windowed(source.layer_shape) or source.stack in takes_them:
+    if not windows_of(source.layer_shape, 1) or source.stack in takes_them:
         return None
     return (
         f"its layers have sliding windows, which {source.stack} is not known to read for this family; train without "
@@ -29,21 +29,20 @@ def refuse_windows(source: Source, takes_them: tuple[str, ...] = ()) -> str | No
     )
 
 
-def _windowed(shape: TargetShape) -> bool:
-    return isinstance(shape, LayerShape) and shape.sliding_window is not None
+def windows_of(shape: TargetShape, layers: int) -> list[int | None]:
+    """Each layer's sliding window, None for one that sees all positions; empty without drafter.layer.sliding_window."""
+    if not isinstance(shape, LayerShape) or shape.sliding_window is None:
+        return []
+    return [shape.window(i) for i in range(layers)]
 
 
 def window_fields(shape: TargetShape, layers: int) -> dict[str, Any]:
     """The fields of layers with sliding windows; none where every layer sees all positions."""
-    if not isinstance(shape, LayerShape) or shape.sliding_window is None:
+    windows = windows_of(shape, layers)
+    if not any(windows):
         return {}
-    kinds = ["full_attention" if shape.window(i) is None else "sliding_attention" for i in range(layers)]
-    return {"layer_types": kinds, "sliding_window": shape.sliding_window, "use_sliding_window": True}
-
-
-def window_facts(shape: TargetShape, layers: int) -> dict[str, Any]:
-    """The fact that the reader must find: each layer's window; none where every layer sees all positions."""
-    return {"windows": [shape.window(i) for i in range(layers)]} if isinstance(shape, LayerShape) and _windowed(shape) else {}
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return {"layer_types": kinds, "sliding_window": max(filter(None, windows)), "use_sliding_window": True}
 
 
 def llama_fields(shape: TargetShape, layers: int, dtype: str) -> dict[str, Any]:
