@@ -240,6 +240,7 @@ class BlockState(CachedState):
         self.cached = CachedLayers(drafter.fused_layers, slots, max_len + drafter.shape.size)
         super().__init__(self.cached.kv, slots, drafter.draft_length)
         self.drafter, self.grower = drafter, drafter.proposal.grower(self.kv.device)
+        self._chained = [layer.rule.chained for layer in drafter.all_layers()]
         self._whole_SS = torch.ones(drafter.shape.size, drafter.shape.size, dtype=torch.bool, device=self.kv.device)
 
     def consume(self, commit: Commit, slot_B: Tensor) -> None:
@@ -264,10 +265,9 @@ class BlockState(CachedState):
 
     def _metas(self, position_BS: Tensor) -> list[AttentionMetadata]:
         """Each layer's metadata: slots see their whole block, or the slots up to themselves."""
-        kinds = [layer.rule.chained for layer in self.drafter.all_layers()]
         whole_BSS = self._whole_SS.expand(len(position_BS), -1, -1)
-        of = {chained: self.cached.meta(position_BS, None if chained else whole_BSS) for chained in set(kinds)}
-        return [of[chained] for chained in kinds]
+        of = {chained: self.cached.meta(position_BS, None if chained else whole_BSS) for chained in set(self._chained)}
+        return [of[chained] for chained in self._chained]
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter, (root_B, state_BSH) = self.drafter, self.block(slot_B)
