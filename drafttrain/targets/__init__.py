@@ -25,9 +25,7 @@ class TargetOptions:
         "fused"  # what drafters read at an image's tokens: the target's image embeddings (fused), or the embedding
     )
     # of its placeholder token (docs/images.md)
-    placement: str = (
-        "auto"  # fit: replicated | zero3 | tensor_parallel | expert_parallel. auto: from free memory (docs/scaling.md)
-    )
+    placement: str = "auto"  # fit: replicated | zero3 | tensor_parallel | expert_parallel; auto: from free memory
 
     def __post_init__(self) -> None:
         if self.path is not None and self.name == "embedded":

@@ -16,13 +16,17 @@ SMALLEST = 2.0**-14  # float16's smallest normal number: smaller values differ i
 
 def sampled_places(count: int) -> Tensor:
     """Places of the values that are read of a parameter of `count` values."""
-    return torch.arange(0, count, max(1, count // SAMPLES))[:SAMPLES]
+    return torch.arange(0, count, _stride(count))[:SAMPLES]
 
 
 def sample_of(parameter: nn.Parameter) -> tuple[tuple[int, ...], Tensor]:
     """(shape, sampled values) of a parameter that is whole."""
     flat = parameter.detach().reshape(-1)
-    return tuple(parameter.shape), flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+    return tuple(parameter.shape), flat[:: _stride(flat.numel())][:SAMPLES]
+
+
+def _stride(count: int) -> int:
+    return max(1, count // SAMPLES)
 
 
 def fingerprint_of(
