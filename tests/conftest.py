@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +16,13 @@ from hydra._internal.hydra import Hydra
 from drafttrain.cli import config
 from drafttrain.cli import main as cli
 from drafttrain.cli.quiet import quiet
-from drafttrain.drafters import families
+from tests import composing
 
 quiet()
 os.environ["WANDB_MODE"] = "offline"
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).parent.parent
-REGISTER, GET_MODE = config.register, Hydra.get_mode
 
 
 @pytest.fixture(scope="session")
@@ -41,30 +39,11 @@ def ctrl_c_is_heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@cache
-def schemas_registered(names: tuple[str, ...]) -> None:
-    """Once for all commands that bring no folder of recipes, rather than for each. names: of the families."""
-    REGISTER()
-
-
-def register(config_dir: Path | None = None) -> None:
-    if config_dir is None:
-        schemas_registered(tuple(families()))
-    else:
-        REGISTER(config_dir)
-        schemas_registered.cache_clear()
-
-
-def mode_of(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
-    """Hydra composes every configuration twice, the first time only to learn whether it asks for a sweep by `hydra.mode`."""
-    return GET_MODE(hydra, config_name, overrides) if any("hydra.mode" in word for word in overrides) else None
-
-
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Run `drafttrain ARGUMENTS` in this process, from an empty folder; the exit code."""
-    monkeypatch.setattr(config, "register", register)
-    monkeypatch.setattr(Hydra, "get_mode", mode_of)
+    monkeypatch.setattr(config, "register", composing.register)
+    monkeypatch.setattr(Hydra, "get_mode", composing.get_mode)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["drafttrain"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
@@ -87,6 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in cases:
             if item not in few:
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What all modules hold is no garbage: without it a collection takes milliseconds, not half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def a_few(cases: list[pytest.Function]) -> list[pytest.Function]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import base64
+import gc
+import io
 import json
 import os
 import pickle
@@ -15,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -137,16 +140,26 @@ def main() -> None:
     """Import, then serve."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    import deepspeed.runtime.zero.muon.muon_optimizer as muon  # with it the compiler, which every ZeRO engine imports
+    import pandas
+    from hydra._internal.hydra import Hydra
     from torch.distributed.launcher import api as elastic
 
+    from drafttrain.cli import config
     from drafttrain.cli import launch as launching
     from drafttrain.cli import main as cli
     from drafttrain.commands import fit, measure
     from drafttrain.drafters import families
     from drafttrain.train.engine import load_deepspeed
+    from tests import composing
 
-    assert fit and measure and families()
+    assert fit and measure and muon and pandas and families()
     load_deepspeed()
+    config.register, Hydra.get_mode = composing.register, composing.get_mode  # type: ignore[assignment]
+    with redirect_stdout(io.StringIO()):
+        cli.run(["fit", "--cfg", "job"])  # imports what a composition needs
+    gc.collect()
+    gc.freeze()  # of modules: children collect garbage for half a second otherwise, and copy all pages
     torch.set_num_threads(1)
     elastic.LaunchConfig = partial(elastic.LaunchConfig, start_method="fork")  # type: ignore[misc,assignment]
     request = serve(requests, answers)

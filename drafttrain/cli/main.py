@@ -224,7 +224,10 @@ def _execute(command: str, run: Run, config_dir: Path | None) -> None:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Without garbage collection. Imports make a million objects that stay; searching them takes a fifth of the time."""
+    """Without garbage collection, then with one that leaves out what there is by then.
+
+    Imports make a million objects that stay. Searching them takes a fifth of the time of the imports, and half a second later.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -232,6 +235,8 @@ def _without_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+        if not gc.get_freeze_count():
+            gc.freeze()
 
 
 def _run_explained(function: Callable[[Any, dict[str, Any]], object], options: Any, resolved: dict[str, Any]) -> None:
