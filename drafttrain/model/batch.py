@@ -91,6 +91,7 @@ class TrainBatch:
     top: Top | None = None  # the target's distribution, where the post-norm output is absent
     span: Span | None = None  # the process's columns, of a part
     whole: TrainBatch | None = None  # the whole sequences without states, of a part
+    progress: float = 1.0  # share of the training steps that are done after this one, for losses that change on the way
 
     def part(self, group: Group, halo: int) -> TrainBatch:
         """This process's columns of a batch without states that the processes of the group hold together.
@@ -116,7 +117,7 @@ class TrainBatch:
         token_BT, position_BT = self.token_BT.to(device), self.position_BT.to(device)
         document_BT, mask_BT = self.document_BT.to(device), self.mask_BT.to(device)
         top, whole = self.top and self.top.to(device), self.whole and self.whole.to(device)
-        return TrainBatch(token_BT, position_BT, document_BT, mask_BT, hidden, top, self.span, whole)
+        return TrainBatch(token_BT, position_BT, document_BT, mask_BT, hidden, top, self.span, whole, self.progress)
 
     def future(self, k: int) -> Pairs:
         """Pairs (t, t + k) within one document whose label is supervised."""

@@ -113,7 +113,7 @@ class Objective(nn.Module):
 
         progress: share of the training steps that are done after this one, for objectives that change during training.
         """
-        predictions, token_P = list(_predictions(self.drafter, batch)), batch.token_BT.flatten()
+        predictions, token_P = list(_predictions(self.drafter, replace(batch, progress=progress))), batch.token_BT.flatten()
         depths, distribution = self.drafter.proposal.predicted_depths, target_distribution(batch, self._target.module)
         scoring = Scoring(predictions, batch, distribution, self.options.terms, self.at_once, self.options.name == END_TO_END)
         steps, gradients = self._scored(scoring)

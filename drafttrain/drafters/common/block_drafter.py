@@ -30,7 +30,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.sequence_shard import Span
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters.common.block_options import BlockOptions, BlockShape
-from drafttrain.drafters.common.dynamic_tree import Generation, Scored, grown_from_slots
+from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored, grown_from_slots
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
 from drafttrain.model.attention import AttentionMetadata
@@ -51,16 +51,20 @@ CHUNK = 1024  # logits in memory at once where D-PACE asks for the drafter's con
 
 
 Choices = Callable[[int, Tensor], Tensor]  # (draft from 0, [B, W] tokens before it) -> [B, W or 1, V] its logits
+Inputs = Callable[[int, Tensor, Pairs], Tensor]  # (draft from 0, its anchors [M], its labels) -> [M, X] inputs of the head
 
 
 class BlockLayer(DecoderLayer):
     """A decoder layer whose keys and values are those of the context and of the block, by one projection."""
 
-    def __init__(self, shape: TargetShape, group: int | None, number: int, causal_windows: bool) -> None:
-        """group: of the convolutions around attention and MLP; None: there are none. number: of the layer, from 0."""
+    def __init__(self, shape: TargetShape, group: int | None, number: int, causal: bool, causal_windows: bool) -> None:
+        """group: of the convolutions around attention and MLP; None: there are none. number: of the layer, from 0.
+
+        causal: slots see no later slot of their block; causal_windows: where the layer has a sliding window.
+        """
         super().__init__(shape, qk_norm=True, number=number)
         window = self.self_attn.shape.window
-        self.rule = Rule(chained=window is not None and causal_windows, window=window)
+        self.rule = Rule(chained=causal or (window is not None and causal_windows), window=window)
         parts = (Bare() if group is None else Convolved(shape.hidden_size, group) for _ in range(2))
         self.attention_conv, self.mlp_conv = parts
         self.convolved = group is not None
@@ -99,7 +103,8 @@ class BlockLayer(DecoderLayer):
 class BlockDrafter(Drafter):
     """fc, hidden_norm, layers and norm are named as in the official code. The embedding and the head are the target's.
 
-    A family says how a draft is chosen: from a slot's state alone, or also from the token before it (`head_input`, `choices`).
+    A family says how a draft is chosen: from a slot's state alone, from the token before it too (`head_input`, `choices`), or
+    from all tokens above it (`head_inputs`, `root_state`, `walk`).
     """
 
     proposal: TreeProposal
@@ -123,7 +128,8 @@ class BlockDrafter(Drafter):
         self.fc = Linear(len(shape.taps) * of.hidden_size, of.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(of.hidden_size, of.norm_eps)
         of.check_window(shape.layers, self.draft_length)
-        self.layers = nn.ModuleList(BlockLayer(of, group, i, options.causal_windows) for i in range(shape.layers))
+        causal, causal_windows = options.causal, options.causal_windows
+        self.layers = nn.ModuleList(BlockLayer(of, group, i, causal, causal_windows) for i in range(shape.layers))
         self.fused_layers = FusedLayers(self.all_layers())
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
         parts = [self.fc, *(part for layer in self.all_layers() for part in (layer.self_attn, layer.mlp))]
@@ -155,32 +161,54 @@ class BlockDrafter(Drafter):
         """The choices of all drafting slots. A family whose drafts depend on those above computes here what does not."""
         raise AssertionError("defined by every family that walks; other drafts are chosen from the slots' logits alone")
 
+    def walk(self, state_BSH: Tensor, drafts: int) -> Score:
+        """Scores nodes down to `drafts` levels, first the root, which has depth 0 and `root_state`. state_BSH: of all slots."""
+        choose = self.choices(self.drafting(state_BSH, drafts))
+
+        def score(nodes: Generation) -> Scored:
+            logits_BWV = choose(nodes.depth, nodes.token_BW)
+            return Scored(logits_BWV, nodes.state_BWH[:, :1].expand(-1, logits_BWV.shape[1], -1))
+
+        return score
+
+    def root_state(self, state_BSH: Tensor) -> Tensor:
+        """[B, 1, X] the state with which a walk begins, for families that carry one from node to node."""
+        return state_BSH[:, :1, :0]
+
+    def head_inputs(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Inputs:
+        """The inputs of `head` for each draft, given the true tokens above it. state_BASH: of all slots."""
+        token_P = batch.token_BT.flatten()
+
+        def of(draft: int, place_M: Tensor, pairs: Pairs) -> Tensor:
+            state_MH = state_BASH[:, :, self.shape.first + draft].flatten(0, 1)[place_M]
+            return self.head_input(state_MH, token_P[batch.teacher_index(pairs.label_M)])
+
+        return of
+
     def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
         """Draft i (from 0) predicts the token i + 2 after its source. In evaluation every source is an anchor.
 
         Where anchors were sampled, each counts for its share of all, so that the expected loss is that of all anchors.
         """
-        anchors, token_P = batch.anchors(self.shape.anchors if self.training else None), batch.token_BT.flatten()
-        state_BASH = self.states(batch, anchors)
-        paced = None if self.alpha is None else self._paced(batch, anchors, state_BASH.detach(), self.alpha)
-        for step, (slot, place_M, pairs) in enumerate(self.steps(batch, anchors)):
-            before_M = token_P[batch.teacher_index(pairs.label_M)]
-            input_MX = self.head_input(state_BASH[:, :, slot].flatten(0, 1)[place_M], before_M)
+        anchors = batch.anchors(self.shape.anchors if self.training else None)
+        inputs = self.head_inputs(batch, anchors, self.states(batch, anchors))
+        paced = None if self.alpha is None else self._paced(batch, anchors, inputs, self.alpha)
+        for step, (place_M, pairs) in enumerate(self.steps(batch, anchors)):
             weight = self.decay[step] if paced is None else paced[place_M, step]
+            input_MX = inputs(step, place_M, pairs)
             yield Prediction(step, pairs.source_M, pairs.label_M, input_MX, self.head, weight / anchors.share)
 
     @torch.no_grad()
-    def _paced(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor, alpha: float) -> Tensor:
+    def _paced(self, batch: TrainBatch, anchors: Anchors, inputs: Inputs, alpha: float) -> Tensor:
         """[B * A, K] D-PACE's weights (arXiv 2605.18810): draft j weighs its part of the expected accepted length.
 
         Sum over m >= j of the product over i <= m of (1 - alpha) q_i + alpha, q_i the probability of the true token.
         """
         token_P = batch.token_BT.flatten()
-        confidence_PK = state_BASH.new_zeros(anchors.real_BA.numel(), self.draft_length, dtype=torch.float32)
+        confidence_PK = torch.zeros(anchors.real_BA.numel(), self.draft_length, device=token_P.device)
         has_PK = torch.zeros_like(confidence_PK)
-        for step, (slot, place_M, pairs) in enumerate(self.steps(batch, anchors)):
-            state_MH, label_M = state_BASH[:, :, slot].flatten(0, 1)[place_M], token_P[pairs.label_M]
-            input_MX = self.head_input(state_MH, token_P[batch.teacher_index(pairs.label_M)])
+        for step, (place_M, pairs) in enumerate(self.steps(batch, anchors)):
+            label_M, input_MX = token_P[pairs.label_M], inputs(step, place_M, pairs)
             for place_C, input_CX, label_C in zip(*(x.split(CHUNK) for x in (place_M, input_MX, label_M)), strict=True):
                 q_CV = self.head(input_CX).float().softmax(-1)
                 confidence_PK[place_C, step] = q_CV.gather(1, label_C[:, None])[:, 0]
@@ -202,10 +230,14 @@ class BlockDrafter(Drafter):
         state_BASH: Tensor = self.norm(x_BASH)
         return state_BASH
 
-    def steps(self, batch: TrainBatch, anchors: Anchors) -> Iterator[tuple[int, Tensor, Pairs]]:
-        """(slot, place_M, pairs) of each draft in order: the slot that makes it, its anchors and its labels."""
+    def steps(self, batch: TrainBatch, anchors: Anchors) -> Iterator[tuple[Tensor, Pairs]]:
+        """(place_M, pairs) of each draft in order: its anchors and its labels."""
         for step in range(self.draft_length):
-            yield self.shape.first + step, *batch.future_of(anchors, 2 + step)
+            yield batch.future_of(anchors, 2 + step)
+
+    def drafting(self, state_BSH: Tensor, drafts: int) -> Tensor:
+        """[B, K, H] the states of the slots that make the first drafts."""
+        return state_BSH[:, self.shape.first : self.shape.first + drafts]
 
     def with_confidence(self, tree: DraftTree, state_BKH: Tensor) -> DraftTree:
         """The chain with the drafter's confidence in each draft, in families that have one."""
@@ -271,29 +303,20 @@ class BlockState(CachedState):
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter, (root_B, state_BSH) = self.drafter, self.block(slot_B)
-        first, drafts = drafter.shape.first, min(drafter.draft_length, depth or drafter.draft_length)
+        drafts = min(drafter.draft_length, depth or drafter.draft_length)
         if not drafter.walks:
-            logits_BKV = drafter.slot_logits(state_BSH[:, first : first + drafts])
+            logits_BKV = drafter.slot_logits(drafter.drafting(state_BSH, drafts))
             return grown_from_slots(self.grower, root_B, logits_BKV, None, depth)
-        choices = drafter.choices(state_BSH[:, first : first + drafts])
-        logits_B1V = choices(0, root_B[:, None])
-        if drafter.samples:
-            step = count(1)
-            tree = draft_chain(
-                root_B,
-                logits_B1V[:, 0],
-                lambda token_B: choices(next(step), token_B[:, None])[:, 0],
-                drafts,
-                sampling,
-                self.kv.length_B,
-            )
-            return drafter.with_confidence(tree, state_BSH[:, first : first + drafts])
+        score = drafter.walk(state_BSH, drafts)
+        below_root = score(Generation(root_B[:, None], drafter.root_state(state_BSH), 0, None))
+        if not drafter.samples:
+            return self.grower.grow(root_B, below_root, score, None, depth)
+        scored, step = below_root, count(1)
 
-        def scored(logits_BWV: Tensor) -> Scored:
-            none_BW0 = state_BSH[:, :1, :0].expand(-1, logits_BWV.shape[1], -1)  # nodes have no states
-            return Scored(logits_BWV, none_BW0)
+        def advance(token_B: Tensor) -> Tensor:
+            nonlocal scored
+            scored = score(Generation(token_B[:, None], scored.state_BWH, next(step), None))
+            return scored.logits_BWV[:, 0]
 
-        def score(nodes: Generation) -> Scored:
-            return scored(choices(nodes.depth, nodes.token_BW))
-
-        return self.grower.grow(root_B, scored(logits_B1V), score, None, depth)
+        tree = draft_chain(root_B, below_root.logits_BWV[:, 0], advance, drafts, sampling, self.kv.length_B)
+        return drafter.with_confidence(tree, drafter.drafting(state_BSH, drafts))

@@ -31,7 +31,8 @@ class BlockOptions(TreeOptions):
     taps: list[int] | None = None  # block outputs, from 0; None: five, evenly from 1 to n - 3
     mask_token: int | None = None  # an id that the target embeds; None: the last one
     anchors: int = 512  # blocks of a sequence in one step at most
-    weights: str = "decay"  # decay: exp(-k / gamma) for draft k from 0. dpace: by the drafter's own confidence
+    causal: bool = False  # slots see no later slot of their block, in all layers
+    weights: str = "decay"  # decay: exp(-k / gamma) for draft k from 0. dpace: by the drafter's own confidence. uniform
     gamma: float | None = None  # None: 7, 5, 4 for blocks of 16, of 10, and smaller
     alpha: float = 0.5  # of dpace: 1 is no doubt in any draft, near 0 the drafter's own confidence
     causal_windows: bool = True  # in layers with a sliding window slots see no later slot of their block, as in vLLM and SGLang
@@ -39,12 +40,12 @@ class BlockOptions(TreeOptions):
 
     def decay(self, drafts: int) -> list[float]:
         """The weight of each draft, in all 1. Raises UserError for weights that there are not."""
-        if self.weights not in ("decay", "dpace"):
-            raise UserError(f"drafter.weights is {self.weights!r}; choose decay or dpace")
+        if self.weights not in ("decay", "dpace", "uniform"):
+            raise UserError(f"drafter.weights is {self.weights!r}; choose decay, dpace or uniform")
         gamma = default_gamma(self.block_size) if self.gamma is None else self.gamma
         if not (gamma > 0.0 and 0.0 < self.alpha <= 1.0):
             raise UserError(f"drafter.gamma is {gamma}, drafter.alpha {self.alpha}; set gamma above 0, alpha in (0, 1]")
-        decay = [math.exp(-step / gamma) for step in range(drafts)]
+        decay = [1.0 if self.weights == "uniform" else math.exp(-step / gamma) for step in range(drafts)]
         return [weight / sum(decay) for weight in decay]
 
 
