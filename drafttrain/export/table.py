@@ -164,6 +164,8 @@ TABLE: dict[str, dict[str, Row]] = {
     ),
     "dspark": _block(Layout("speculators", dspark.speculators, read_dspark.speculators, dflash.refuse_per_layer)),
     "dflash2": _block(Layout("speculators", dflash2.speculators, read_dflash2.speculators, dflash.refuse_last)),
+    "domino": _row(vllm=NO_LOADER),
+    "jetspec": _row(vllm=NO_LOADER),
     "draft_model": _row(
         **{stack: _plain() for stack in ("vllm", "sglang", "trtllm", "openvino")},
         transformers=replace(_plain(), adapter=_adapter()),
