@@ -80,6 +80,7 @@ def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[Checkpoi
 def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
     """The tensors under our names and in our form, without those that come from elsewhere."""
     tensors, strange, renames = dict[str, Tensor](), list[str](), row.names(found)
+    options = row.options(found, loaded.target)
     for name, tensor in found.tensors.items():
         if name in row.shared:
             check_shared(found, name, row.shared[name], loaded.target)
@@ -92,7 +93,7 @@ def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
             f"{found.origin}: {found.weights} has unexpected {listed(strange)}, for which drafters of {row.family} have no "
             f"place here ({row.name}); take one without them"
         )
-    draft = Draft(found, loaded.target, row.options(found, loaded.target), tensors)
+    draft = Draft(found, loaded.target, options, tensors)
     row.mend(draft)
     return draft
 
