@@ -211,6 +211,12 @@ def slots(block: Block, tensors: Tensors, names: tuple[str, str], target: Target
     return states
 
 
+def tokens_before(point: Point, drafts: int) -> Tensor:
+    """[K] the token before each draft. Past the point's drafts, where a wrong file has more slots, it is the root."""
+    before_K = torch.cat([point.root[None], point.drafts[:-1]])[:drafts]
+    return torch.cat([before_K, point.root.expand(drafts - len(before_K))])
+
+
 class _OneLayer:
     """A layer in which every slot sees the context and the block, or of the block only what is not later; with a window only
     what is within it."""

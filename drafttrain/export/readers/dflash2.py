@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.dflash import Block, Reader, of_speculators, of_zlab, slots
+from drafttrain.export.readers.dflash import Block, Reader, of_speculators, of_zlab, slots, tokens_before
 from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts, Tensors, each
 
 SELECTOR = "candidate_selector"
@@ -62,7 +62,8 @@ def reading(
     tensors.finish()
 
     def draft(point: Point) -> Tensor:
-        state_KH, before_K = states(point), torch.cat([point.root[None], point.drafts[:-1]])
+        state_KH = states(point)
+        before_K = tokens_before(point, len(state_KH))
         logits_KV, joint_KR = F.linear(state_KH, target.head), before_VR[before_K] * F.linear(state_KH, reads_RH)
         best_KC, token_KC = logits_KV.topk(candidates)
         score_KC = best_KC + (after_VR[token_KC] * joint_KR[:, None]).sum(-1)

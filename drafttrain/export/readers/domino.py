@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafttrain.export.readers.dflash import of_zlab, slots
+from drafttrain.export.readers.dflash import of_zlab, slots, tokens_before
 from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, each
 
 
@@ -36,8 +36,8 @@ def sglang(directory: Path, target: TargetParts, points: Sequence[Point]) -> Rea
     tensors.finish()
 
     def draft(point: Point) -> Tensor:
-        state_KH, above_K = states(point), torch.cat([point.root[None], point.drafts[:-1]])
-        recurrent_KG = recurrent(target.embed[above_K][None])[0][0]
+        state_KH = states(point)
+        recurrent_KG = recurrent(target.embed[tokens_before(point, len(state_KH))][None])[0][0]
         corrected_KV = F.linear(F.silu(F.linear(torch.cat([state_KH, recurrent_KG], -1), down)), up)
         corrected_KV[0] = 0.0  # the first draft comes from its slot alone
         return F.linear(state_KH, target.head) + corrected_KV

@@ -9,11 +9,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.dflash import Block, Reader, causal_of, check_raw, first_slot, of_speculators, raw_block, slots
+from drafttrain.export.readers.dflash import (
+    Block,
+    Reader,
+    causal_of,
+    check_raw,
+    first_slot,
+    of_speculators,
+    raw_block,
+    slots,
+    tokens_before,
+)
 from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, each
 
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's, in the authors' files
@@ -65,7 +74,7 @@ def reading(
     tensors.finish()
 
     def draft(point: Point) -> Tensor:
-        before_K = torch.cat([point.root[None], point.drafts[:-1]])
-        return F.linear(states(point), target.head) + F.linear(first_VR[before_K], second_VR)
+        state_KH = states(point)
+        return F.linear(state_KH, target.head) + F.linear(first_VR[tokens_before(point, len(state_KH))], second_VR)
 
     return Reading(each(points, draft), block.facts())
