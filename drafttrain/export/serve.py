@@ -81,11 +81,11 @@ def _sglang(served: Served) -> str:
 
 def _sglang_lengths(served: Served) -> str:
     """DFLASH counts a block's slots. DSPARK takes the block's size as the number of drafts: blocks in place have one less."""
-    kind, options = SGLANG[served.family], served.source.options
+    kind = SGLANG[served.family]
     if kind == "DFLASH":
-        return f" --speculative-num-draft-tokens {options['block_size']}"
+        return f" --speculative-num-draft-tokens {served.source.options['block_size']}"
     if kind == "DSPARK":
-        return "" if options["slots"] == "shifted" else f" --speculative-dspark-block-size {served.drafts}"
+        return "" if served.source.options["slots"] == "shifted" else f" --speculative-dspark-block-size {served.drafts}"
     steps = f" --speculative-num-steps {served.drafts} --speculative-eagle-topk 1"
     return f"{steps} --speculative-num-draft-tokens {served.drafts + 1}"
 

@@ -80,11 +80,10 @@ def taken(row: Importer, found: Foreign, loaded: LoadedTarget) -> tuple[Checkpoi
 def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
     """The tensors under our names and in our form, without those that come from elsewhere."""
     tensors, strange, renames = dict[str, Tensor](), list[str](), row.names(found)
-    options = row.options(found, loaded.target)
     for name, tensor in found.tensors.items():
         if name in row.shared:
-            check_shared(found, name, row.shared[name], loaded.target)
-        elif (ours := renames.ours(name)) is None:
+            continue
+        if (ours := renames.ours(name)) is None:
             strange.append(name)
         else:
             tensors[ours] = tensor
@@ -93,6 +92,9 @@ def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
             f"{found.origin}: {found.weights} has unexpected {listed(strange)}, for which drafters of {row.family} have no "
             f"place here ({row.name}); take one without them"
         )
+    options = row.options(found, loaded.target)  # before the shared tensors: their sizes may be those of a draft vocabulary
+    for name in sorted(found.tensors.keys() & row.shared.keys()):
+        check_shared(found, name, row.shared[name], loaded.target)
     draft = Draft(found, loaded.target, options, tensors)
     row.mend(draft)
     return draft
