@@ -26,7 +26,7 @@ from drafttrain.targets.load import LoadedTarget
 
 RECORD = "drafttrain.json"  # in our own exports: options and decode settings that the layout cannot hold
 DROPPED = {"adapter"}  # an option that does not return: a trained target was exported merged, as an ordinary target
-FORM = 1  # version of the cache's content; a change converts everything again
+FORM = 2  # version of the cache's content; a change converts everything again
 
 Say = Callable[[str], None]
 

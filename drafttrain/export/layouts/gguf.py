@@ -18,7 +18,7 @@ from drafttrain.export.ggufs import ARCHITECTURE, FACTORS, FILE_TYPES
 from drafttrain.export.layouts import dflash as zlab
 from drafttrain.export.layouts import dflash2, draft_model, dspark, eagle3, jetspec
 from drafttrain.export.layouts import gguf_tokenizer as tokens
-from drafttrain.export.layouts.causal import causal_layers
+from drafttrain.export.layouts.causal import causal_layers, windows
 from drafttrain.model.shapes import TargetShape
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
@@ -63,12 +63,12 @@ def refuse_eagle3(source: Source) -> str | None:
 
 def refuse_dflash(source: Source) -> str | None:
     """Why llama.cpp cannot load this drafter; None where it can."""
-    return zlab.refuse(source) or _refuse_states(source)
+    return _refuse_windows(source) or zlab.refuse(source) or _refuse_states(source)
 
 
 def refuse_dspark(source: Source) -> str | None:
     """Why llama.cpp cannot load this drafter; None where it can."""
-    return dspark.refuse(source) or _refuse_states(source)
+    return _refuse_windows(source) or dspark.refuse(source) or _refuse_states(source)
 
 
 def refuse_dflash2(source: Source) -> str | None:
@@ -84,7 +84,7 @@ def refuse_dflash2(source: Source) -> str | None:
 
 def refuse_jetspec(source: Source) -> str | None:
     """Why llama.cpp cannot load this drafter; None where it can."""
-    return jetspec.refuse(source) or _refuse_states(source)
+    return _refuse_windows(source) or jetspec.refuse(source) or _refuse_states(source)
 
 
 def refuse_model(source: Source) -> str | None:
@@ -236,6 +236,13 @@ def neighbours(weight: Tensor, head_dim: int) -> Tensor:
     """Make rows i and i + head_dim / 2 of each head neighbours."""
     halves = weight.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).flatten(0, 2)
+
+
+def _refuse_windows(source: Source) -> str | None:
+    """llama.cpp has fields for windows of block drafters. How many positions they count was not checked, so none is written."""
+    if not any(windows(source)):
+        return None
+    return "its layers have sliding windows, which are not written to GGUF; train without drafter.layer.sliding_window"
 
 
 def _refuse_states(source: Source) -> str | None:
