@@ -91,6 +91,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "dflash",
         {"block_size": 3, "layers": 2, "taps": [1], "causal_windows": False, "layer": {"sliding_window": 5}},
     ),
+    "dflash-causal": ("dflash", {"block_size": 4, "layers": 2, "taps": [1, 2], "causal": True}),
+    "dflash-causal-windows": (
+        "dflash",
+        {"block_size": 4, "layers": 2, "taps": [1, 2], "causal": True, "layer": {"sliding_window": 5}},
+    ),
+    "jetspec": ("jetspec", {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "tree": "chain"}),
+    "jetspec-windows": (
+        "jetspec",
+        {
+            "block_size": 3,
+            "layers": 2,
+            "taps": [1],
+            "tree": "chain",
+            "layer": {"sliding_window": 5, "full_attention_layers": [0]},
+        },
+    ),
+    "jetspec-open": ("jetspec", {"block_size": 4, "layers": 1, "taps": [1], "causal": False}),
+    "domino": ("domino", {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "state": 12, "rank": 8}),
+    "domino-shifted": (
+        "domino",
+        {"block_size": 3, "layers": 1, "taps": [1], "state": 8, "rank": 4, "slots": "shifted", "mask_token": 5},
+    ),
+    "domino-causal": (
+        "domino",
+        {"block_size": 4, "layers": 2, "taps": [1], "state": 8, "rank": 4, "causal": True, "layer": {"sliding_window": 6}},
+    ),
+    "dspark-causal": ("dspark", {"block_size": 3, "layers": 2, "taps": [1], "rank": 8, "causal": True}),
+    "dspark-open-windows": (
+        "dspark",
+        {"block_size": 3, "layers": 2, "taps": [1], "rank": 8, "causal_windows": False, "layer": {"sliding_window": 5}},
+    ),
+    "dflash2-causal": (
+        "dflash2",
+        {"block_size": 4, "layers": 2, "taps": [0, 1], "rank": 4, "candidates": 5, "causal": True},
+    ),
     "dspark-windows": (
         "dspark",
         {"block_size": 3, "layers": 2, "taps": [1], "rank": 8, "layer": {"sliding_window": 5, "full_attention_layers": [0]}},

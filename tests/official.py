@@ -257,6 +257,54 @@ def dflash_speculators() -> Made:
     return own, tensors, file
 
 
+def copies() -> dict[str, Tensor]:
+    """The target's matrices, as some projects write them into a drafter's file."""
+    return {"embed_tokens.weight": embedding(), "lm_head.weight": loaded().target.head_weight.detach().clone()}
+
+
+def dflash_deepspec() -> Made:
+    """As deepseek-ai's own: the class of their later drafters, without their heads."""
+    config, tensors, file = dflash()
+    config |= {"architectures": ["Qwen3DSparkModel"], **config.pop("dflash_config"), "tie_word_embeddings": False}
+    config |= {"block_size": 4, "num_target_layers": 4, "markov_rank": 0, "enable_confidence_head": False}
+    return config, tensors | copies(), file
+
+
+def dspark() -> Made:
+    config, tensors, file = dflash_deepspec()
+    config |= {"markov_rank": 8, "markov_head_type": "vanilla", "sample_from_anchor": True}
+    config |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    w = Weights(seed=4)
+    tensors |= {"markov_head.markov_w1.weight": w(V, 8), "markov_head.markov_w2.weight": w(V, 8)}
+    tensors |= {"confidence_head.proj.weight": w(1, H + 8), "confidence_head.proj.bias": w(1)}
+    return config, tensors, file
+
+
+def jetspec() -> Made:
+    config, tensors, file = dflash()
+    config["dflash_config"] |= {"causal_head": True, "causal": True}
+    return config | {"is_causal": True}, tensors, file
+
+
+def domino() -> Made:
+    config, tensors, file = dflash()
+    config["dflash_config"] |= {"projector_type": "domino", "shift_label": False, "pure_draft_prefix_len": 1}
+    config["dflash_config"] |= {"gru_hidden_dim": 12, "emb_dim": 8}
+    w = Weights(seed=6)
+    tensors |= {"prefix_gru.weight_ih_l0": w(3 * 12, H), "prefix_gru.weight_hh_l0": w(3 * 12, 12)}
+    tensors |= {"embed_proj.0.weight": w(8, H + 12), "embed_proj.2.weight": w(V, 8)}
+    return config | {"emb_dim": 8}, tensors, file
+
+
+def dflash2() -> Made:
+    config, tensors, file = dflash()
+    own, of_speculators, _ = dflash2_speculators()
+    tensors |= {name: x for name, x in of_speculators.items() if "_conv" in name or "selector" in name}
+    for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+        config["dflash_config"][key] = own[key]
+    return config | {"architectures": ["DFlash2DraftModel"]}, tensors, file
+
+
 def dspark_speculators() -> Made:
     own, tensors, file = dflash_speculators()
     w = Weights(seed=4)
@@ -319,6 +367,11 @@ LAYOUTS: dict[str, Callable[[], Made]] = {
     "dflash": dflash,
     "dflash, speculators": dflash_speculators,
     "dflash, transformers": dflash_transformers,
+    "dflash, DeepSpec": dflash_deepspec,
+    "dspark": dspark,
+    "dflash2": dflash2,
+    "jetspec": jetspec,
+    "domino": domino,
     "dspark, speculators": dspark_speculators,
     "dflash2, speculators": dflash2_speculators,
     "draft_model": draft_model,

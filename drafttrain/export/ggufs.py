@@ -24,9 +24,9 @@ def write_gguf(file: Path, fields: dict[str, Any], tensors: dict[str, Tensor], d
     """Write fields and tensors. fields: by their full keys, with the architecture. Plain integers become uint32, floats
     float32.
 
-    Matrices are stored in `dtype`. Vectors are rounded to it too but stored in float32, the only type that llama.cpp's norms
-    and biases take. Rotary factors, which are no weights, and integers are not rounded. Raises UserError for weights that the
-    dtype cannot hold.
+    Matrices are stored in `dtype`. Vectors, and kernels of three dimensions, are rounded to it too but stored in float32, the
+    only type that llama.cpp adds and multiplies element by element. Rotary factors, which are no weights, and integers are not
+    rounded. Raises UserError for weights that the dtype cannot hold.
     """
     from gguf import GGMLQuantizationType as Kind
     from gguf import GGUFWriter
@@ -76,7 +76,7 @@ def _arrays(name: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> Iterat
 def _stored(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     if not tensor.is_floating_point():
         return torch.int64
-    return dtype if tensor.ndim > 1 else torch.float32
+    return dtype if tensor.ndim == 2 else torch.float32
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from drafttrain.export.files import Source
 
 VLLM = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
-VLLM |= {"peagle": "eagle3", "pard": "draft_model"}
+VLLM |= {"peagle": "eagle3", "pard": "draft_model", "dspark": "dspark", "dflash2": "dflash", "jetspec": "dflash"}
 PARALLEL = ("peagle", "pard")  # families that need parallel_drafting in vLLM
 SGLANG = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "draft_model": "STANDALONE"}
+SGLANG |= {"dspark": "DSPARK"} | dict.fromkeys(("dflash2", "jetspec", "domino"), "DFLASH")
 TRTLLM = {"eagle3": "Eagle3", "dflash": "DFlash", "draft_model": "Draft_Target", "pard": "PARD"}
 LLAMACPP = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
+LLAMACPP |= {"dspark": "draft-dspark", "dflash2": "draft-dflash", "jetspec": "draft-dflash"}
 BY_NAME = ("vllm", "sglang", "trtllm", "speculators", "transformers", "tgi", "lmdeploy")  # stacks that load a hub id themselves
 NOTES = {
     ("vllm", "medusa"): "vLLM up to 0.32 loads Medusa heads; 0.33 no longer does.",
     ("speculators", "peagle"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
     ("speculators", "eagle3"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
+    ("sglang", "domino"): "SGLang needs CUDA and bfloat16 here. It leaves the last slot of a shifted block unused.",
     ("official", "hydra"): "The authors' code reads a pickle. The first two lines write it from the safetensors file.",
 }
 
@@ -31,7 +34,9 @@ OFFICIAL = {  # the lines of Python that load a drafter with its authors' code
     "mtp": "cp {directory}/model.safetensors {target}/mtp.safetensors  # num_nextn_predict_layers: into config.json",
     "mlp_speculator": "fms_extras.models.hf.modeling_mlp_speculator.MLPSpeculatorPreTrainedModel"
     '.from_pretrained("{directory}")',
-    "dflash": 'DFlashDraftModel.from_pretrained("{directory}")',
+    **dict.fromkeys(("dflash", "jetspec"), 'DFlashDraftModel.from_pretrained("{directory}")'),
+    "dflash2": 'DFlash2DraftModel.from_pretrained("{directory}")',
+    "dspark": 'Qwen3DSparkModel.from_pretrained("{directory}")',
 }
 
 
@@ -68,11 +73,21 @@ def _vllm(served: Served) -> str:
 
 
 def _sglang(served: Served) -> str:
-    steps = "" if served.family == "dflash" else f"--speculative-num-steps {served.drafts} --speculative-eagle-topk 1 "
     return (
         f"python -m sglang.launch_server --model-path {served.target} --speculative-algorithm {SGLANG[served.family]} "
-        f"--speculative-draft-model-path {served.directory} {steps}--speculative-num-draft-tokens {served.drafts + 1}"
+        f"--speculative-draft-model-path {served.directory}{_sglang_lengths(served)}"
     )
+
+
+def _sglang_lengths(served: Served) -> str:
+    """DFLASH counts a block's slots. DSPARK takes the block's size as the number of drafts: blocks in place have one less."""
+    kind = SGLANG[served.family]
+    if kind == "DFLASH":
+        return f" --speculative-num-draft-tokens {served.source.options['block_size']}"
+    if kind == "DSPARK":
+        return "" if served.source.options["slots"] == "shifted" else f" --speculative-dspark-block-size {served.drafts}"
+    steps = f" --speculative-num-steps {served.drafts} --speculative-eagle-topk 1"
+    return f"{steps} --speculative-num-draft-tokens {served.drafts + 1}"
 
 
 def _trtllm(served: Served) -> str:

@@ -10,12 +10,14 @@ from drafttrain.export.files import Files, Source
 from drafttrain.export.layouts import (
     dflash,
     dflash2,
+    domino,
     draft_model,
     dspark,
     eagle,
     eagle3,
     gguf,
     hydra,
+    jetspec,
     medusa,
     mlp_speculator,
     mtp,
@@ -27,11 +29,13 @@ from drafttrain.export.parity import Reader
 from drafttrain.export.readers import causal_lm
 from drafttrain.export.readers import dflash as read_dflash
 from drafttrain.export.readers import dflash2 as read_dflash2
+from drafttrain.export.readers import domino as read_domino
 from drafttrain.export.readers import dspark as read_dspark
 from drafttrain.export.readers import eagle as read_eagle
 from drafttrain.export.readers import eagle3 as read_eagle3
 from drafttrain.export.readers import gguf as read_gguf
 from drafttrain.export.readers import hydra as read_hydra
+from drafttrain.export.readers import jetspec as read_jetspec
 from drafttrain.export.readers import medusa as read_medusa
 from drafttrain.export.readers import mlp_speculator as read_mlp_speculator
 from drafttrain.export.readers import mtp as read_mtp
@@ -69,18 +73,20 @@ class Layout:
 
 
 Row = Layout | str
+SERVING = ("vllm", "sglang", "official")  # stacks that read the newer block drafters in their authors' layouts
 
 ENGINE_ENDED = "its engine backend, the only one with this family, ended with version 1.2"
 NOT_SPECULATORS = "it has no type for this family"
 ONLY_HEADS = "of these families it loads only Medusa and MLP speculators"
-GENERATE = "its generate() takes only draft models and DFlash"
+GENERATE = "its generate() takes only draft models, DFlash, and modules that some targets come with"
 NOT_STRICT = "its loader ignores tensor names that it does not know; nothing is written until it can be run"
 NO_LOADER = "it has no loader for this family"
 NO_DRAFT_MODELS = "it does not draft with ordinary language models"
 OWN_MODULES = "it reads modules that come with targets of some architectures, and no others"
 SAME_EXIT = "only the target is needed, and no stack reads an adapter; transformers: generate(assistant_early_exit=blocks)"
 ONE_BY_ONE = "it would draft one token per pass and ignore the mask tokens; export a draft_model there"
-SPECULATORS = "it reads format=speculators"
+NO_CAUSAL = "it is not known to read that the slots of a block see no later slots"
+GENERATE_MTP = "its generate(use_mtp=True) reads only modules that come with DeepSeek-V3, GLM-4.5 and a few other targets"
 UNREAD = "the format that its loader reads is not known"
 
 
@@ -100,8 +106,20 @@ def _pard() -> Layout:
     return Layout("transformers", pard.files, causal_lm.parallel, draft_model.refuse)
 
 
-def _dflash() -> Layout:
-    return Layout("z-lab", dflash.zlab, read_dflash.zlab, dflash.refuse)
+def _dflash(stack: str) -> Layout:
+    return Layout("z-lab", dflash.zlab, read_dflash.zlab(stack), dflash.refuse)
+
+
+def _dspark(stack: str) -> Layout:
+    return Layout("DeepSpec", dspark.deepspec, read_dspark.deepspec(stack), dspark.refuse)
+
+
+def _dflash2(stack: str) -> Layout:
+    return Layout("z-lab", dflash2.zlab, read_dflash2.zlab(stack), dflash.refuse)
+
+
+def _jetspec(stack: str) -> Layout:
+    return Layout("JetSpec", jetspec.files, read_jetspec.reader(stack), jetspec.refuse)
 
 
 def _eagle(stack: str) -> Layout:
@@ -110,11 +128,6 @@ def _eagle(stack: str) -> Layout:
 
 def _heads(stack: str) -> Layout:
     return Layout("medusa_lm_head", medusa.official, read_medusa.official(stack), medusa.refuse)
-
-
-def _block(speculators: Layout) -> dict[str, Row]:
-    """The row of a newer block drafter."""
-    return _row(vllm=SPECULATORS, sglang=UNREAD, trtllm=UNREAD, speculators=speculators, official=UNREAD)
 
 
 def _stages() -> Layout:
@@ -156,16 +169,35 @@ TABLE: dict[str, dict[str, Row]] = {
     "redrafter": _row(trtllm=ENGINE_ENDED, official=Layout("recurrent_drafting", redrafter.files, read_redrafter.read)),
     "mlp_speculator": _row(tgi=_stages(), official=_stages()),
     "dflash": _row(
-        **{stack: _dflash() for stack in ("vllm", "sglang", "trtllm", "openvino", "official")},
+        **{stack: _dflash(stack) for stack in ("vllm", "sglang", "trtllm", "openvino", "official")},
         speculators=Layout("speculators", dflash.speculators, read_dflash.speculators, dflash.refuse),
         transformers=Layout("muse_glimmer_assistant", dflash.transformers, read_dflash.transformers, dflash.refuse),
         llamacpp=Layout("GGUF", gguf.dflash_files, read_gguf.dflash_draft, gguf.refuse_dflash),
         lmdeploy=Layout("z-lab", dflash.lmdeploy, read_dflash.lmdeploy, dflash.lmdeploy_refuse),
     ),
-    "dspark": _block(Layout("speculators", dspark.speculators, read_dspark.speculators, dflash.refuse_per_layer)),
-    "dflash2": _block(Layout("speculators", dflash2.speculators, read_dflash2.speculators, dflash.refuse_last)),
-    "domino": _row(vllm=NO_LOADER),
-    "jetspec": _row(vllm=NO_LOADER),
+    "dspark": _row(
+        **{stack: _dspark(stack) for stack in SERVING},
+        trtllm=UNREAD,
+        speculators=Layout("speculators", dspark.speculators, read_dspark.speculators, dspark.refuse),
+        llamacpp=Layout("GGUF", gguf.dspark_files, read_gguf.dspark_draft, gguf.refuse_dspark),
+    ),
+    "dflash2": _row(
+        **{stack: _dflash2(stack) for stack in SERVING},
+        trtllm=UNREAD,
+        speculators=Layout("speculators", dflash2.speculators, read_dflash2.speculators, dflash.refuse_last),
+        llamacpp=Layout("GGUF", gguf.dflash2_files, read_gguf.dflash2_draft, gguf.refuse_dflash2),
+    ),
+    "jetspec": _row(
+        **{stack: _jetspec(stack) for stack in SERVING},
+        **dict.fromkeys(("trtllm", "openvino", "lmdeploy"), NO_CAUSAL),
+        speculators="its flag for causal blocks is only of layers with sliding windows",
+        transformers="its DFlash has no key for causal blocks: slots see their whole block",
+        llamacpp=Layout("GGUF", gguf.dflash_files, read_gguf.dflash_draft, gguf.refuse_jetspec),
+    ),
+    "domino": _row(
+        sglang=Layout("Domino", domino.files, read_domino.sglang, dflash.refuse_last),
+        official="SGLang serves it; format=sglang writes it",
+    ),
     "draft_model": _row(
         **{stack: _plain() for stack in ("vllm", "sglang", "trtllm", "openvino")},
         transformers=replace(_plain(), adapter=_adapter()),
@@ -176,6 +208,7 @@ TABLE: dict[str, dict[str, Row]] = {
     "mtp": _row(
         **dict.fromkeys(("vllm", "sglang", "trtllm", "llamacpp", "lmdeploy"), OWN_MODULES),
         speculators=Layout("speculators", mtp.speculators, read_mtp.speculators, mtp.refuse),
+        transformers=GENERATE_MTP,
         official=Layout("DeepSeek", mtp.deepseek, read_mtp.deepseek, mtp.refuse),
     ),
     "early_exit": dict.fromkeys(STACKS, SAME_EXIT),

@@ -26,7 +26,7 @@ from drafttrain.targets.load import LoadedTarget
 
 RECORD = "drafttrain.json"  # in our own exports: options and decode settings that the layout cannot hold
 DROPPED = {"adapter"}  # an option that does not return: a trained target was exported merged, as an ordinary target
-FORM = 1  # version of the cache's content; a change converts everything again
+FORM = 2  # version of the cache's content; a change converts everything again
 
 Say = Callable[[str], None]
 
@@ -82,8 +82,8 @@ def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
     tensors, strange, renames = dict[str, Tensor](), list[str](), row.names(found)
     for name, tensor in found.tensors.items():
         if name in row.shared:
-            check_shared(found, name, row.shared[name], loaded.target)
-        elif (ours := renames.ours(name)) is None:
+            continue
+        if (ours := renames.ours(name)) is None:
             strange.append(name)
         else:
             tensors[ours] = tensor
@@ -92,7 +92,10 @@ def _draft(row: Importer, found: Foreign, loaded: LoadedTarget) -> Draft:
             f"{found.origin}: {found.weights} has unexpected {listed(strange)}, for which drafters of {row.family} have no "
             f"place here ({row.name}); take one without them"
         )
-    draft = Draft(found, loaded.target, row.options(found, loaded.target), tensors)
+    options = row.options(found, loaded.target)  # before the shared tensors: their sizes may be those of a draft vocabulary
+    for name in sorted(found.tensors.keys() & row.shared.keys()):
+        check_shared(found, name, row.shared[name], loaded.target)
+    draft = Draft(found, loaded.target, options, tensors)
     row.mend(draft)
     return draft
 

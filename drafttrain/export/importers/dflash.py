@@ -1,4 +1,4 @@
-"""DFlash: the layouts of the authors (z-lab), of transformers and of speculators."""
+"""DFlash: the layouts of the authors (z-lab), of DeepSpec, of transformers and of speculators."""
 
 from __future__ import annotations
 
@@ -6,54 +6,114 @@ from collections.abc import Mapping
 from typing import Any
 
 from drafttrain.core.errors import UserError
+from drafttrain.export.importers.block_fields import causal_options, check_vocabulary, field_of, inside, number_of
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import INNER, TRAINED_FOR, TYPE, Importer, layer_options, same_size, speculators
+from drafttrain.export.importers.row import (
+    EMBEDDING,
+    HEAD,
+    INNER,
+    TRAINED_FOR,
+    TYPE,
+    Importer,
+    layer_options,
+    same_size,
+    speculators,
+)
 from drafttrain.export.layouts.dflash import TRANSFORMERS
 from drafttrain.model.target import Target
 
 SHIFTED = "sample_from_anchor"
-NONE: Mapping[str, Any] = {}
+PLAIN = ("fc", "hidden_norm", "norm", "layers", "embed_tokens", "lm_head", "d2t", "t2d")  # first parts of tensors' names
+ANCHORED = ("Qwen3DSparkModel", "DSparkDraftModel")  # classes whose slots are shifted unless their files say otherwise
+COPIES = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}  # tensors of the target that some files have
+
+
+def plain(found: Foreign) -> bool:
+    """Recognises the authors' tensor names without a head. speculators has its own layout with the same names."""
+    named = found.has("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight") and TYPE not in found.config
+    mixed = found.has("layers.0.attention_conv.base_kernel")
+    return named and not mixed and all(name.split(".")[0] in PLAIN for name in found.kinds)
+
+
+def causal_head(found: Foreign) -> bool:
+    """Whether the files say in the way of a drafter of causal blocks that its blocks are causal."""
+    return bool(field_of(found, "causal_head", False))
+
+
+def _anchored(found: Foreign) -> bool:
+    return any(name in ANCHORED for name in found.config.get("architectures") or ())
 
 
 def _zlab(found: Foreign) -> bool:
-    """speculators has its own layout with the same tensor names."""
-    named = found.has("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
-    return named and TYPE not in found.config
+    return plain(found) and not causal_head(found) and not _anchored(found)
+
+
+def _deepspec(found: Foreign) -> bool:
+    """Files of a class with a Markov head, of rank 0: their block is this family's, with shifted slots."""
+    return plain(found) and _anchored(found)
 
 
 def _transformers(found: Foreign) -> bool:
     return found.has("encoder.fc.weight", "encoder.output_norm_enc.weight")
 
 
-def speculators_options(found: Foreign, target: Target, shifted: bool = False, non_causal: bool = False) -> dict[str, Any]:
+def speculators_options(
+    found: Foreign, target: Target, shifted: bool | None = False, non_causal: bool = False
+) -> dict[str, Any]:
     """Options from speculators' configuration. Its layer ids are k, blocks whose inputs are read. shifted: the default
-    convention. non_causal: the default for slots of layers with windows.
+    convention; None: it must be said. non_causal: the default for slots of layers with windows.
     """
     inner, blocks = found.field(INNER), target.shape.blocks
     if not isinstance(inner, Mapping):
         raise UserError(f"{found.origin}: {INNER} is {inner!r}; an object is needed")
     same_size(found, "target_hidden_size", found.config.get("target_hidden_size"), target.shape.hidden_size)
-    same_size(found, "draft_vocab_size", found.config.get("draft_vocab_size"), target.shape.vocab_size)
+    check_vocabulary(found, target.shape.vocab_size)
     layers = found.field("aux_hidden_state_layer_ids")
     if not isinstance(layers, list) or not all(isinstance(k, int) and 1 <= k <= blocks for k in layers):
         raise UserError(
             f"{found.origin}: aux_hidden_state_layer_ids is {layers!r}; of a target of {blocks} blocks, 1 to {blocks} can be "
             f"read; {TRAINED_FOR}"
         )
+    given = found.config.get(SHIFTED, shifted)
+    if given is None:
+        raise UserError(
+            f"{found.origin}: {found.config_name} does not say {SHIFTED}, for which vLLM takes false here and SGLang true; add "
+            "it as the drafter was trained"
+        )
     non_causal = bool(found.config.get("sliding_window_non_causal", non_causal))
-    return _block(found, inner, target, causal_windows=not non_causal) | {
+    own = layer_options(found, inner, target, "qwen3")
+    return {
+        "block_size": found.number("block_size"),
+        "layer": own,
+        **({} if own["sliding_window"] is None else {"causal_windows": not non_causal}),
         "layers": found.number("num_hidden_layers", INNER),
         "taps": [k - 1 for k in layers],
         "mask_token": int(found.field("mask_token_id")),
-        "slots": "shifted" if found.config.get(SHIFTED, shifted) else "in_place",
+        "slots": "shifted" if given else "in_place",
     }
 
 
-def _zlab_options(found: Foreign, target: Target) -> dict[str, Any]:
-    """`is_causal`, in old files inside dflash_config, is of all layers; without it those with windows are causal."""
-    inside = found.config.get("dflash_config") or {}
-    given = found.config.get("is_causal", inside.get("causal") if isinstance(inside, Mapping) else None)
-    return _options(found, target, "dflash_config", causal_windows=given in (None, True), causal=given is True)
+def zlab_options(found: Foreign, target: Target, shifted: bool = False) -> dict[str, Any]:
+    """Options from a configuration in the authors' form. shifted: the convention where the files do not say it.
+
+    The fields of the block are at the top level or in `dflash_config`. Layer ids are k - 1, blocks whose outputs are read.
+    """
+    check_vocabulary(found, target.shape.vocab_size)
+    options = _options(found, found.config, target)
+    windows = options["layer"]["sliding_window"] is not None
+    return (
+        options
+        | causal_options(found, windows)
+        | {
+            "slots": "shifted" if field_of(found, SHIFTED, shifted) else "in_place",
+        }
+    )
+
+
+def _deepspec_options(found: Foreign, target: Target) -> dict[str, Any]:
+    rank = field_of(found, "markov_rank", 0)
+    found.wants("markov_rank", rank, (0,), "but there are no markov_head tensors")
+    return zlab_options(found, target, shifted=True)
 
 
 def _transformers_options(found: Foreign, target: Target) -> dict[str, Any]:
@@ -61,56 +121,32 @@ def _transformers_options(found: Foreign, target: Target) -> dict[str, Any]:
     window, layers = found.config.get("sliding_window", 2048), found.number("num_hidden_layers")
     kinds = found.config.get("layer_types") or ["sliding_attention"] * layers
     more = {"sliding_window": window + 1 if isinstance(window, int) else window, "layer_types": kinds}
-    return _options(found, target, causal_windows=False, more=more)
+    options = _options(found, {**found.config, **more}, target)
+    windows = {} if options["layer"]["sliding_window"] is None else {"causal_windows": False}
+    return options | {"causal": False, "slots": "in_place"} | windows
 
 
-def _options(
-    found: Foreign,
-    target: Target,
-    *inside: str,
-    causal_windows: bool,
-    causal: bool = False,
-    more: Mapping[str, Any] = NONE,
-) -> dict[str, Any]:
-    """Options from the authors' or transformers' configuration. Their layer ids are k - 1, blocks whose outputs are read.
-
-    causal_windows, causal: as for `_block`. more: fields in place of the configuration's.
-    """
-    config, blocks = found.config, target.shape.blocks
-    same_size(found, "num_target_layers", config.get("num_target_layers"), blocks)
-    taps = found.field("target_layer_ids", *inside)
+def _options(found: Foreign, layers: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """The options that the authors' and transformers' layouts give alike. layers: the fields of the drafter's own layers."""
+    blocks = target.shape.blocks
+    same_size(found, "num_target_layers", found.config.get("num_target_layers"), blocks)
+    taps = found.field("target_layer_ids", *inside(found, "target_layer_ids"))
     if not isinstance(taps, list) or not all(isinstance(b, int) and 0 <= b < blocks for b in taps):
         raise UserError(
             f"{found.origin}: target_layer_ids is {taps!r}, this target has blocks 0 to {blocks - 1}; {TRAINED_FOR}"
         )
-    shifted = config.get(SHIFTED, (config.get("dflash_config") or {}).get(SHIFTED, False))
-    return _block(found, {**config, **more}, target, causal_windows, causal) | {
+    return {
+        "block_size": number_of(found, "block_size"),
+        "layer": layer_options(found, layers, target, "qwen3"),
         "layers": found.number("num_hidden_layers"),
         "taps": taps,
-        "mask_token": int(found.field("mask_token_id", *inside)),
-        "slots": "shifted" if shifted else "in_place",
+        "mask_token": int(found.field("mask_token_id", *inside(found, "mask_token_id"))),
     }
 
 
-def _block(
-    found: Foreign, layers: Mapping[str, Any], target: Target, causal_windows: bool, causal: bool = False
-) -> dict[str, Any]:
-    """The options that all layouts give alike. layers: the fields of the drafter's own layers.
-
-    causal_windows: in layers with windows slots see no later slot. causal: in all layers.
-    """
-    own = layer_options(found, layers, target, "qwen3")
-    if causal and (own["sliding_window"] is None or own["full_attention_layers"]):
-        raise UserError(
-            f"{found.origin}: its blocks are causal in all layers, but layers without a window here see their whole block; "
-            "drafters with windows in all layers, or without that flag, can be imported"
-        )
-    windows = {} if own["sliding_window"] is None else {"causal_windows": causal_windows}
-    return {"block_size": found.number("block_size"), "layer": own, **windows}
-
-
 ROWS = [
-    Importer("z-lab", "dflash", _zlab, _zlab_options),
+    Importer("z-lab", "dflash", _zlab, zlab_options, shared=COPIES),
+    Importer("DeepSpec", "dflash", _deepspec, _deepspec_options, shared=COPIES),
     Importer("speculators", "dflash", speculators("dflash"), speculators_options),
     Importer("muse_glimmer_assistant", "dflash", _transformers, _transformers_options, TRANSFORMERS),
 ]

@@ -1,24 +1,46 @@
-"""DFlash2: speculators' layout."""
+"""DFlash2: the layouts of the authors (z-lab) and of speculators."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.export.importers.dflash import speculators_options
+from drafttrain.core.errors import UserError
+from drafttrain.export.importers.block_fields import field_of, number_of
+from drafttrain.export.importers.dflash import COPIES, speculators_options, zlab_options
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import Importer, speculators
-from drafttrain.export.layouts.dflash2 import RENAMES
+from drafttrain.export.importers.row import TYPE, Importer, speculators
+from drafttrain.export.layouts.dflash2 import BOOKS, RENAMES
 from drafttrain.model.convolution import TAPS
 from drafttrain.model.target import Target
 
+NOT_HERE = (("output_multiplier", 1.0), ("final_logit_softcapping", None), ("input_embedding_scale", 1.0))  # optional fields
 
-def _options(found: Foreign, target: Target) -> dict[str, Any]:
-    found.wants("conv_kernel_size", found.config.get("conv_kernel_size", TAPS), (TAPS,), "but convolutions here have two taps")
-    return speculators_options(found, target, non_causal=True) | {
-        "group": found.number("conv_group_size"),
-        "rank": found.number("selector_rank"),
-        "candidates": found.number("selector_top_k"),
+
+def _zlab(found: Foreign) -> bool:
+    return found.has(*BOOKS) and TYPE not in found.config
+
+
+def _zlab_options(found: Foreign, target: Target) -> dict[str, Any]:
+    for key, without in NOT_HERE:
+        if (value := field_of(found, key, without)) != without:
+            raise UserError(f"{found.origin}: {key} is {value!r}, which drafters here do not have; take one without it")
+    return zlab_options(found, target) | _own(found)
+
+
+def _speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
+    return speculators_options(found, target, non_causal=True) | _own(found)
+
+
+def _own(found: Foreign) -> dict[str, Any]:
+    found.wants("conv_kernel_size", field_of(found, "conv_kernel_size", TAPS), (TAPS,), "but convolutions here have two taps")
+    return {
+        "group": number_of(found, "conv_group_size"),
+        "rank": number_of(found, "selector_rank"),
+        "candidates": number_of(found, "selector_top_k"),
     }
 
 
-ROWS = [Importer("speculators", "dflash2", speculators("dflash2"), _options, RENAMES)]
+ROWS = [
+    Importer("z-lab", "dflash2", _zlab, _zlab_options, RENAMES, COPIES),
+    Importer("speculators", "dflash2", speculators("dflash2"), _speculators_options, RENAMES),
+]

@@ -1,21 +1,43 @@
-"""DSpark: speculators' layout."""
+"""DSpark: the layouts of the authors (DeepSpec), also with the fields in `dflash_config`, and of speculators."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from drafttrain.export.importers.dflash import speculators_options
+from drafttrain.export.importers.block_fields import field_of, number_of
+from drafttrain.export.importers.dflash import COPIES, SHIFTED, speculators_options, zlab_options
 from drafttrain.export.importers.directory import Foreign
-from drafttrain.export.importers.row import Importer, speculators
+from drafttrain.export.importers.row import TYPE, Draft, Importer, speculators
 from drafttrain.model.target import Target
 
 
-def _options(found: Foreign, target: Target) -> dict[str, Any]:
-    kind = found.config.get("markov_head_type", "vanilla")
+def _deepspec(found: Foreign) -> bool:
+    return found.has("markov_head.markov_w1.weight") and TYPE not in found.config
+
+
+def _deepspec_options(found: Foreign, target: Target) -> dict[str, Any]:
+    return zlab_options(found, target, shifted=True) | _own(found)
+
+
+def _note(draft: Draft) -> None:
+    """All loaders have the same default for these files, unlike for speculators'."""
+    if field_of(draft.found, SHIFTED) is None:
+        draft.notes.append(f"{draft.found.config_name} does not say {SHIFTED}: true, as vLLM, SGLang and llama.cpp take it")
+
+
+def _speculators_options(found: Foreign, target: Target) -> dict[str, Any]:
+    return speculators_options(found, target, shifted=None) | _own(found)
+
+
+def _own(found: Foreign) -> dict[str, Any]:
+    kind = field_of(found, "markov_head_type", "vanilla")
     found.wants("markov_head_type", kind, ("vanilla",), "but here the token before gives a plain bias")
     for key in ("enable_confidence_head", "confidence_head_with_markov"):
-        found.wants(key, found.config.get(key, True), (True,), "but the confidence here reads the state and the token before")
-    return speculators_options(found, target, shifted=True) | {"rank": found.number("markov_rank")}
+        found.wants(key, field_of(found, key, True), (True,), "but the confidence here reads the state and the token before")
+    return {"rank": number_of(found, "markov_rank")}
 
 
-ROWS = [Importer("speculators", "dspark", speculators("dspark"), _options)]
+ROWS = [
+    Importer("DeepSpec", "dspark", _deepspec, _deepspec_options, shared=COPIES, mend=_note),
+    Importer("speculators", "dspark", speculators("dspark"), _speculators_options),
+]

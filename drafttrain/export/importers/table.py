@@ -6,11 +6,13 @@ from drafttrain.core.errors import UserError
 from drafttrain.export.importers import (
     dflash,
     dflash2,
+    domino,
     draft_model,
     dspark,
     eagle,
     eagle3,
     hydra,
+    jetspec,
     medusa,
     mlp_speculator,
     mtp,
@@ -21,7 +23,9 @@ from drafttrain.export.importers import (
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer
 
-MODULES = (eagle3, peagle, eagle, medusa, hydra, redrafter, mlp_speculator, mtp, dflash, dspark, dflash2, draft_model, pard)
+HEADS = (eagle3, peagle, eagle, medusa, hydra, redrafter, mlp_speculator, mtp)
+BLOCKS = (dflash, dspark, dflash2, jetspec, domino)
+MODULES = (*HEADS, *BLOCKS, draft_model, pard)
 IMPORTERS: list[Importer] = [row for module in MODULES for row in module.ROWS]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_fields, windows_of
+from drafttrain.export.layouts.causal import causal_key, causal_layers, refuse_causal, windows
+from drafttrain.export.layouts.llama import llama_fields, refuse_last_block, refuse_windows, window_fields
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.layouts.speculators import header
 
 SERVED = ("vllm", "sglang", "transformers", "speculators")  # stacks that read sliding windows
+LAST = ("vllm", "lmdeploy")  # stacks that give out the last block's output
 TRANSFORMERS = Renames(
     {"fc.{rest}": "encoder.fc.{rest}", "hidden_norm.{rest}": "encoder.output_norm_enc.{rest}", "{rest}": "{rest}"}
 )
@@ -17,49 +19,19 @@ TRANSFORMERS = Renames(
 
 def refuse(source: Source) -> str | None:
     """Why this stack cannot load this drafter; None where it can."""
-    if source.options["slots"] != "in_place":
-        return "its slots are shifted, but loaders of this family read them in place; train with drafter.slots=in_place"
-    return refuse_last(source)
+    return refuse_shifted(source) or refuse_last(source)
 
 
-def refuse_last(source: Source) -> str | None:
-    """Why a stack that accepts shifted slots cannot load this drafter; None where it can."""
-    return refuse_last_block(source, ("vllm", "lmdeploy")) or _refuse_windows(source)
-
-
-def refuse_per_layer(source: Source) -> str | None:
-    """As `refuse_last`, for a stack that takes layers with windows as causal and the others not, whatever the flag says."""
-    if (reason := refuse_last_block(source, ("vllm", "lmdeploy")) or refuse_windows(source, SERVED)) is not None:
-        return reason
-    if any(_windows(source)) and not _causal(source):
-        return "vLLM makes slots of its layers with windows causal; train with drafter.causal_windows=true"
-    return None
-
-
-def _refuse_windows(source: Source) -> str | None:
-    """transformers' sliding layers see the whole block. vLLM reads one flag of speculators' layout for all layers."""
-    if (reason := refuse_windows(source, SERVED)) is not None:
-        return reason
-    windows, causal = _windows(source), _causal(source)
-    if not any(windows):
+def refuse_shifted(source: Source) -> str | None:
+    """Why shifted slots cannot be loaded; None for slots in place."""
+    if source.options["slots"] == "in_place":
         return None
-    if source.stack == "transformers" and causal:
-        return "slots of its layers with windows see no later slot; transformers' do: train with drafter.causal_windows=false"
-    if source.stack == "speculators" and causal and not all(windows):
-        return (
-            "vLLM would read all layers of this layout as causal, those without a window too; use format=vllm, or train "
-            "without drafter.layer.full_attention_layers"
-        )
-    return None
+    return "its slots are shifted, but loaders of this family read them in place; train with drafter.slots=in_place"
 
 
-def _windows(source: Source) -> list[int | None]:
-    return windows_of(source.layer_shape, source.options["layers"])
-
-
-def _causal(source: Source) -> bool:
-    """Whether slots of layers with windows see no later slot."""
-    return bool(source.options.get("causal_windows", True))
+def refuse_last(source: Source, per_layer: bool = False) -> str | None:
+    """Why a stack that accepts shifted slots cannot load this drafter; None where it can. per_layer: as in `refuse_causal`."""
+    return refuse_last_block(source, LAST) or refuse_windows(source, SERVED) or refuse_causal(source, per_layer)
 
 
 def lmdeploy_refuse(source: Source) -> str | None:
@@ -81,15 +53,21 @@ def lmdeploy(source: Source) -> Files:
 
 def zlab(source: Source) -> Files:
     """The authors' layout."""
-    config = {
-        "architectures": ["DFlashDraftModel"],
+    return Files(zlab_config(source, "DFlashDraftModel"), source.tensors, facts=facts(source))
+
+
+def zlab_config(source: Source, architecture: str, **inner: Any) -> dict[str, Any]:
+    """config.json of the authors' layout. inner: further fields of `dflash_config`."""
+    key = causal_key(source)
+    own = {"mask_token_id": mask_token(source), "target_layer_ids": outputs(source)}
+    return {
+        "architectures": [architecture],
         "model_type": "qwen3",
-        **_fields(source),
-        **({"is_causal": False} if any(_windows(source)) and not _causal(source) else {}),
+        **block_fields(source),
+        **({} if key is None else {"is_causal": key}),
         "num_target_layers": source.shape.blocks,
-        "dflash_config": {"mask_token_id": mask_token(source), "target_layer_ids": _ids(source)},
+        "dflash_config": own | ({} if key is None else {"causal": key}) | inner,
     }
-    return Files(config, source.tensors, facts=facts(source))
 
 
 def transformers(source: Source) -> Files:
@@ -97,11 +75,11 @@ def transformers(source: Source) -> Files:
     config = {
         "architectures": ["MuseGlimmerAssistantModel"],
         "model_type": "muse_glimmer_assistant",
-        **_fields(source),
+        **block_fields(source),
         "mask_token_id": mask_token(source),
-        "target_layer_ids": _ids(source),
+        "target_layer_ids": outputs(source),
     }
-    if any(_windows(source)):
+    if any(windows(source)):
         config["sliding_window"] -= 1  # it counts the positions before a query, without its own
     return Files(config, source.named(TRANSFORMERS), facts=facts(source))
 
@@ -125,11 +103,12 @@ def speculators_config(source: Source, algorithm: str, architecture: str) -> dic
         "aux_hidden_state_layer_ids": source.layer_inputs,
         "sample_from_anchor": source.options["slots"] == "shifted",
         # with false vLLM would treat the block as causal, in all layers
-        "sliding_window_non_causal": not (any(_windows(source)) and _causal(source)),
+        "sliding_window_non_causal": not any(causal_layers(source)),
     }
 
 
-def _fields(source: Source) -> dict[str, Any]:
+def block_fields(source: Source) -> dict[str, Any]:
+    """The fields of the layers and of the block that the authors' and transformers' layouts share."""
     layers = source.options["layers"]
     return {
         **llama_fields(source.layer_shape, layers, source.dtype),
@@ -145,7 +124,8 @@ def _kinds(source: Source) -> dict[str, Any]:
     return full | window_fields(source.layer_shape, layers)
 
 
-def _ids(source: Source) -> list[int]:
+def outputs(source: Source) -> list[int]:
+    """The layer ids as blocks whose outputs are read."""
     return [k - 1 for k in source.layer_inputs]
 
 
@@ -157,6 +137,12 @@ def mask_token(source: Source) -> int:
 
 def facts(source: Source) -> dict[str, Any]:
     """The facts that the reader must find in addition to the golden ones."""
-    windows = _windows(source)
-    own = {"windows": windows, "causal windows": _causal(source)} if any(windows) else {}
-    return {"block size": source.options["block_size"], "mask token": mask_token(source), **own}
+    own = {"windows": windows(source)} if any(windows(source)) else {}
+    options = source.options
+    return {
+        "block size": options["block_size"],
+        "mask token": mask_token(source),
+        "causal layers": causal_layers(source),
+        "slots": options["slots"],
+        **own,
+    }

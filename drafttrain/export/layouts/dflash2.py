@@ -1,9 +1,11 @@
-"""DFlash2: speculators' layout. The tensors have the names of the authors' code."""
+"""DFlash2: the authors' (z-lab) layout, which serving stacks read, and speculators' layout."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts.dflash import facts, speculators_config
+from drafttrain.export.layouts.dflash import facts, speculators_config, zlab_config
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.model.convolution import TAPS
 
@@ -11,13 +13,23 @@ BOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successo
 RENAMES = Renames({f"{book}.weight": book for book in BOOKS} | {"{rest}": "{rest}"})
 
 
+def zlab(source: Source) -> Files:
+    """The authors' layout."""
+    return Files(zlab_config(source, "DFlash2DraftModel", **shapes(source)), source.named(RENAMES), facts=facts(source))
+
+
 def speculators(source: Source) -> Files:
     """speculators' layout."""
+    config = speculators_config(source, "dflash2", "DFlash2DraftModel") | shapes(source)
+    return Files(config, source.named(RENAMES), facts=facts(source))
+
+
+def shapes(source: Source) -> dict[str, Any]:
+    """The fields of the convolutions and of the selector, with the same names in every layout."""
     options = source.options
-    own = {
+    return {
         "conv_kernel_size": TAPS,
         "conv_group_size": options["group"],
         "selector_rank": options["rank"],
         "selector_top_k": options["candidates"],
     }
-    return Files(speculators_config(source, "dflash2", "DFlash2DraftModel") | own, source.named(RENAMES), facts=facts(source))

@@ -1,17 +1,57 @@
-"""DSpark: speculators' layout. The calibration of its confidences is not exported, because no loader reads one."""
+"""DSpark: the authors' layout (DeepSpec), which serving stacks read, and speculators' layout.
+
+The calibration of its confidences is not exported, because no loader reads one. `sample_from_anchor` is always written, because
+loaders have different defaults.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from drafttrain.export.files import Files, Source
-from drafttrain.export.layouts.dflash import facts, speculators_config
+from drafttrain.export.layouts.causal import causal_key
+from drafttrain.export.layouts.dflash import block_fields, facts, mask_token, outputs, refuse_last, speculators_config
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # in the authors' files: copies of the target's
+
+
+def refuse(source: Source) -> str | None:
+    """Why this stack cannot load this drafter; None where it can."""
+    if source.stack == "official" and source.options["slots"] != "shifted":
+        return "its slots are in place, but the authors' code has shifted ones; train with drafter.slots=shifted"
+    return refuse_last(source, per_layer=source.stack == "speculators")
+
+
+def deepspec(source: Source) -> Files:
+    """The authors' layout. All fields are at the top level: vLLM looks for markov_rank only there."""
+    key = causal_key(source)
+    config = {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        **block_fields(source),
+        **({} if key is None else {"is_causal": key}),
+        "num_target_layers": source.shape.blocks,
+        "mask_token_id": mask_token(source),
+        "target_layer_ids": outputs(source),
+        "sample_from_anchor": source.options["slots"] == "shifted",
+        **_heads(source),
+    }
+    if source.stack != "official":
+        return Files(config, source.tensors, facts=facts(source))
+    copies = {EMBEDDING: source.embedding, HEAD: source.opened.loaded.target.head_weight}
+    return Files(config, source.tensors | copies, facts=facts(source), as_is=(EMBEDDING, HEAD))
 
 
 def speculators(source: Source) -> Files:
     """speculators' layout."""
-    heads = {
+    config = speculators_config(source, "dspark", "DSparkSpeculator") | _heads(source)
+    return Files(config, source.tensors, facts=facts(source))
+
+
+def _heads(source: Source) -> dict[str, Any]:
+    return {
         "markov_rank": source.options["rank"],
         "markov_head_type": "vanilla",
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     }
-    return Files(speculators_config(source, "dspark", "DSparkSpeculator") | heads, source.tensors, facts=facts(source))

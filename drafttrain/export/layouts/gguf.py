@@ -1,8 +1,8 @@
-"""llama.cpp's GGUF files: a draft model or a target, EAGLE-3, and DFlash.
+"""llama.cpp's GGUF files: a draft model or a target, EAGLE-3, and the block drafters, which have one architecture, `dflash`.
 
-Its loaders of EAGLE-3 and DFlash take the embedding, and DFlash's head too, from the loaded target. Both read the target's
-tokenizer from the drafter's file. In models of the Llama kind, EAGLE-3 among them, llama.cpp rotates pairs of neighbouring
-values, where transformers rotates the two halves of a head. So rows of queries and keys are reordered for them.
+Its loaders of EAGLE-3 and of block drafters take the embedding, and for blocks the head too, from the loaded target. All read
+the target's tokenizer from the drafter's file. In models of the Llama kind, EAGLE-3 among them, llama.cpp rotates pairs of
+neighbouring values, where transformers rotates the two halves of a head. So rows of queries and keys are reordered for them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 from drafttrain.export.files import Files, Source
 from drafttrain.export.ggufs import ARCHITECTURE, FACTORS, FILE_TYPES
 from drafttrain.export.layouts import dflash as zlab
-from drafttrain.export.layouts import draft_model, eagle3
+from drafttrain.export.layouts import dflash2, draft_model, dspark, eagle3, jetspec
 from drafttrain.export.layouts import gguf_tokenizer as tokens
+from drafttrain.export.layouts.causal import causal_layers, windows
 from drafttrain.model.shapes import TargetShape
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
@@ -36,8 +37,23 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "hidden_norm": "attn_norm_2",  # in EAGLE-3's layer, of the fused states
+    "attention_conv": "attn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv": "ffn_conv_base",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
-ENDS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+ENDS = {
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+    "candidate_selector.predecessor_codebook": "selector_predecessor",
+    "candidate_selector.successor_codebook": "selector_successor",
+    "candidate_selector.hidden_projection": "selector_hidden",
+}
+BARE = "base_kernel"  # a parameter whose name there has no ending
 
 
 def refuse_eagle3(source: Source) -> str | None:
@@ -47,7 +63,28 @@ def refuse_eagle3(source: Source) -> str | None:
 
 def refuse_dflash(source: Source) -> str | None:
     """Why llama.cpp cannot load this drafter; None where it can."""
-    return zlab.refuse(source) or _refuse_states(source)
+    return _refuse_windows(source) or zlab.refuse(source) or _refuse_states(source)
+
+
+def refuse_dspark(source: Source) -> str | None:
+    """Why llama.cpp cannot load this drafter; None where it can."""
+    return _refuse_windows(source) or dspark.refuse(source) or _refuse_states(source)
+
+
+def refuse_dflash2(source: Source) -> str | None:
+    """Why llama.cpp cannot load this drafter; None where it can. Of k candidates k (k + 1) numbers must fit a state."""
+    pairs, width = source.options["candidates"] * (source.options["candidates"] + 1), source.shape.hidden_size
+    if pairs > width:
+        return (
+            f"it has {source.options['candidates']} candidates, and llama.cpp takes k of them only where k (k + 1) is at most "
+            f"the hidden size, {width}; train with fewer drafter.candidates"
+        )
+    return refuse_dflash(source)
+
+
+def refuse_jetspec(source: Source) -> str | None:
+    """Why llama.cpp cannot load this drafter; None where it can."""
+    return _refuse_windows(source) or jetspec.refuse(source) or _refuse_states(source)
 
 
 def refuse_model(source: Source) -> str | None:
@@ -92,10 +129,30 @@ def eagle3_files(source: Source) -> Files:
 
 
 def dflash_files(source: Source) -> Files:
-    """The layer ids name the blocks that read the states, unlike in the authors' configuration."""
+    """A block drafter without a head of its own."""
+    return _block_files(source)
+
+
+def dspark_files(source: Source) -> Files:
+    """A block drafter with a Markov head and a confidence head. The rank is that of the tensors."""
+    return _block_files(source, sample_from_anchor=source.options["slots"] == "shifted", has_confidence_head=True)
+
+
+def dflash2_files(source: Source) -> Files:
+    """A block drafter with convolutions and a selector."""
+    return _block_files(source, **dflash2.shapes(source))
+
+
+def _block_files(source: Source, **more: Any) -> Files:
+    """The layer ids name the blocks that read the states, unlike in the authors' configuration. more: fields of the head."""
     shape, mask = source.layer_shape, zlab.mask_token(source)
     tensors = {"enc.output_norm.weight" if name == "hidden_norm.weight" else name: x for name, x in source.tensors.items()}
-    own = {"block_size": source.options["block_size"], "target_layers": source.layer_inputs, "attention.causal": False}
+    own = {
+        "block_size": source.options["block_size"],
+        "target_layers": source.layer_inputs,
+        "attention.causal": all(causal_layers(source)),
+        **more,
+    }
     fields = _fields("dflash", source, shape, source.options["layers"]) | _own("dflash", own)
     fields["tokenizer.ggml.mask_token_id"] = mask
     return Files(fields, _renamed(tensors, shape, paired=False), DRAFT, True, zlab.facts(source))
@@ -171,7 +228,7 @@ def _name(name: str) -> str:
     stem, _, part = name.rpartition(".")
     if stem.startswith("layers."):
         _, number, inner = stem.split(".", 2)
-        return f"blk.{number}.{NAMES[inner]}.{part}"
+        return f"blk.{number}.{NAMES[inner]}" + ("" if part == BARE else f".{part}")
     return f"{ENDS.get(stem, stem)}.{part}"
 
 
@@ -179,6 +236,13 @@ def neighbours(weight: Tensor, head_dim: int) -> Tensor:
     """Make rows i and i + head_dim / 2 of each head neighbours."""
     halves = weight.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).flatten(0, 2)
+
+
+def _refuse_windows(source: Source) -> str | None:
+    """llama.cpp has fields for windows of block drafters. How many positions they count was not checked, so none is written."""
+    if not any(windows(source)):
+        return None
+    return "its layers have sliding windows, which are not written to GGUF; train without drafter.layer.sliding_window"
 
 
 def _refuse_states(source: Source) -> str | None:

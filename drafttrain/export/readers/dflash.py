@@ -4,6 +4,9 @@ Shapes: c tokens of a text, S slots of a block, H hidden.
 
 The layer ids are k - 1, except in speculators: state `id + 1` of `output_hidden_states`. The first of a block's S slots holds
 the root and drafts nothing.
+
+Whether slots see later slots: vLLM takes `is_causal` for all layers, else `dflash_config.causal`; SGLang only `is_causal`.
+Without these, layers with a window are causal, and the others not. Other stacks are not known to read such a key.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from drafttrain.export.readers.parts import (
     speculators_layers,
 )
 
+Reader = Callable[[Path, TargetParts, Sequence[Point]], Reading]
+
 
 def lmdeploy(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
     """The authors' layout, with the block size in `dflash_config` and ascending ids."""
@@ -38,19 +43,46 @@ def lmdeploy(directory: Path, target: TargetParts, points: Sequence[Point]) -> R
     ids = inner.get("target_layer_ids", "layer ids")
     if ids != sorted(set(ids)):
         raise MismatchError("layer ids", f"target_layer_ids are {ids}, but LMDeploy takes ascending ones")
-    return zlab(directory, target, points)
+    return zlab("lmdeploy")(directory, target, points)
 
 
-def zlab(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
-    """The authors' layout."""
+def zlab(stack: str) -> Reader:
+    """The authors' layout, as this stack reads it."""
+
+    def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+        _, _, block = of_zlab(directory, "DFlashDraftModel", target, stack)
+        return reading(block, Tensors(directory), ("fc", "hidden_norm"), target, points)
+
+    return read
+
+
+def of_zlab(directory: Path, architecture: str, target: TargetParts, stack: str) -> tuple[Config, Config, Block]:
+    """A configuration, its `dflash_config`, and the block. Slots are in place: vLLM refuses others in this layout."""
     config = Config.of(directory)
-    config.expect("architectures", ["DFlashDraftModel"], "architecture")
+    own = config.inside("dflash_config", "layer ids")
+    check_raw(config, architecture, target)
+    if config.values.get("sample_from_anchor"):
+        raise MismatchError("config", "sample_from_anchor is true, which loaders of this layout refuse or ignore")
+    return config, own, raw_block(config, own, causal_of(config, own, stack))
+
+
+def check_raw(config: Config, architecture: str, target: TargetParts) -> None:
+    """Raises MismatchError unless a configuration without speculators' fields names this architecture and target."""
+    config.expect("architectures", [architecture], "architecture")
     config.expect("model_type", "qwen3", "architecture")
     config.expect("num_target_layers", target.blocks, "layer ids")
     config.expect("vocab_size", len(target.embed), "vocabulary")
-    causal = config.values.get("is_causal", True)  # of layers with a window
-    own = config.inside("dflash_config", "layer ids")
-    return _read(directory, config, own, ("fc", "hidden_norm"), target, points, causal)
+
+
+def causal_of(config: Config, own: Config, stack: str) -> bool | None:
+    """The flag of all layers that this stack finds; None where it finds none. own: the configuration's `dflash_config`."""
+    top, inner = config.values.get("is_causal"), own.values.get("causal")
+    if stack not in ("vllm", "sglang"):
+        if top or inner or any(kind != "full_attention" for kind in config.values.get("layer_types") or ()):
+            raise MismatchError("config", f"slots see no later slots in some layers, and {stack} reads no such key")
+        return None
+    found = inner if stack == "vllm" and top is None else top
+    return None if found is None else bool(found)
 
 
 def transformers(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
@@ -60,7 +92,8 @@ def transformers(directory: Path, target: TargetParts, points: Sequence[Point]) 
         config = Config(config.values | {"sliding_window": config.values["sliding_window"] + 1}, config.where)
     config.expect("architectures", ["MuseGlimmerAssistantModel"], "architecture")
     config.expect("model_type", "muse_glimmer_assistant", "architecture")
-    return _read(directory, config, config, ("encoder.fc", "encoder.output_norm_enc"), target, points, causal=False)
+    block, names = raw_block(config, config, causal=False), ("encoder.fc", "encoder.output_norm_enc")
+    return reading(block, Tensors(directory), names, target, points)
 
 
 def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
@@ -89,33 +122,27 @@ def of_speculators(
         raise MismatchError("config", "sliding_window_non_causal is false, and layers without a window would be causal too")
     taken = list(config.get("aux_hidden_state_layer_ids", "layer ids"))
     size, mask = config.get("block_size", "block size"), config.get("mask_token_id", "mask token")
-    first = 0 if config.get("sample_from_anchor", "config") else 1
-    return config, Block(shape, count, taken, size, mask, first, causal=causal)
+    return config, Block(shape, count, taken, size, mask, first_slot(config), causal=None if per_layer else causal)
 
 
-def _read(
-    directory: Path,
-    config: Config,
-    own: Config,
-    names: tuple[str, str],
-    target: TargetParts,
-    points: Sequence[Point],
-    causal: bool,
-) -> Reading:
-    """own: holds the layer ids and the mask token. names: of the context's linear map and of its norm. causal: as in
-    `Block`.
-    """
+def first_slot(config: Config) -> int:
+    """The first slot that drafts. Loaders have different defaults, so the field must be there."""
+    return 0 if config.get("sample_from_anchor", "config") else 1
+
+
+def raw_block(config: Config, own: Config, causal: bool | None, first: int = 1) -> Block:
+    """own: holds the layer ids and the mask token. causal: as in `Block`."""
     count, shape = config.get("num_hidden_layers", "config"), Shape.of(config)
     _expect_kinds(config, shape, count)
-    block = Block(
+    return Block(
         shape,
         count,
         [number + 1 for number in own.get("target_layer_ids", "layer ids")],
         config.get("block_size", "block size"),
         own.get("mask_token_id", "mask token"),
+        first,
         causal=causal,
     )
-    return reading(block, Tensors(directory), names, target, points)
 
 
 def _expect_kinds(config: Config, shape: Shape, count: int) -> None:
@@ -139,12 +166,23 @@ class Block:
     mask: int  # the mask token
     first: int = 1  # first slot that drafts
     group: int | None = None  # channels per kernel of the convolutions; None: there are none
-    causal: bool = True  # slots of layers with a window see no later slot
+    causal: bool | None = None  # slots of all layers see no later slot; None: those of layers with a window
+
+    def causal_at(self, number: int) -> bool:
+        """Whether slots of this layer see no later slot."""
+        if self.causal is not None:
+            return self.causal
+        return bool(self.shape.windows) and self.shape.windows[number] is not None
 
     def facts(self) -> dict[str, Any]:
         """The settings that the files have."""
-        own = {"causal windows": self.causal} if any(self.shape.windows) else {}
-        return self.shape.facts() | {"layer ids": self.taken, "block size": self.size, "mask token": self.mask, **own}
+        return self.shape.facts() | {
+            "layer ids": self.taken,
+            "block size": self.size,
+            "mask token": self.mask,
+            "causal layers": [self.causal_at(i) for i in range(self.layers)],
+            "slots": "in_place" if self.first else "shifted",
+        }
 
 
 def reading(block: Block, tensors: Tensors, names: tuple[str, str], target: TargetParts, points: Sequence[Point]) -> Reading:
@@ -173,13 +211,20 @@ def slots(block: Block, tensors: Tensors, names: tuple[str, str], target: Target
     return states
 
 
+def tokens_before(point: Point, drafts: int) -> Tensor:
+    """[K] the token before each draft. Past the point's drafts, where a wrong file has more slots, it is the root."""
+    before_K = torch.cat([point.root[None], point.drafts[:-1]])[:drafts]
+    return torch.cat([before_K, point.root.expand(drafts - len(before_K))])
+
+
 class _OneLayer:
-    """A layer in which every slot sees the context and the block, with a window only what is within it."""
+    """A layer in which every slot sees the context and the block, or of the block only what is not later; with a window only
+    what is within it."""
 
     def __init__(self, tensors: Tensors, number: int, block: Block) -> None:
         shape, name = block.shape, f"layers.{number}"
         self.inner, self.eps = Layer(tensors, name, shape, shape.width, norms=True, number=number), shape.eps
-        self.causal = block.causal
+        self.causal = block.causal_at(number)
         self.norm = tensors.take(f"{name}.input_layernorm.weight", shape.width)
         self.attention, self.mlp = (
             None if block.group is None else _Convolution(tensors, f"{name}.{part}_conv", shape.width, block.group)
@@ -197,10 +242,10 @@ class _OneLayer:
         joined_PH = torch.cat([context_cH, in_SH])
         q_ShD = self.inner.heads(in_SH, "q", position_S)
         k_PhD, v_PhD = (self.inner.heads(joined_PH, which, position_P) for which in "kv")
-        seen_SP = torch.ones(S, c + S, dtype=torch.bool)
+        back_SP = position_S[:, None] - position_P
+        seen_SP = (back_SP >= 0) | (not self.causal)
         if self.inner.window is not None:
-            back_SP = position_S[:, None] - position_P
-            seen_SP = (back_SP < self.inner.window) & ((back_SP >= 0) | (not self.causal))
+            seen_SP &= back_SP < self.inner.window
         return self.inner.attended(q_ShD, k_PhD, v_PhD, seen_SP)
 
 

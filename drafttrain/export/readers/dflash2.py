@@ -1,4 +1,4 @@
-"""DFlash2 as speculators and vLLM read it: DFlash's block with convolutions, and a selector among each slot's candidates.
+"""DFlash2 as serving stacks and speculators read it: DFlash's block with convolutions, and a selector of candidates.
 
 Shapes: K drafts, C candidates, H hidden, R rank, V vocabulary.
 """
@@ -13,20 +13,48 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.dflash import of_speculators, slots
-from drafttrain.export.readers.parts import Point, Reading, TargetParts, Tensors, each
+from drafttrain.export.readers.dflash import Block, Reader, of_speculators, of_zlab, slots, tokens_before
+from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts, Tensors, each
 
 SELECTOR = "candidate_selector"
+
+
+def zlab(stack: str) -> Reader:
+    """The authors' layout, as this stack reads it: the fields are in `dflash_config`."""
+
+    def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+        _, own, block = of_zlab(directory, "DFlash2DraftModel", target, stack)
+        return _selected(own, block, Tensors(directory), target, points)
+
+    return read
 
 
 def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
     """speculators' layout."""
     config, block = of_speculators(directory, "dflash2", "DFlash2DraftModel", target)
+    return _selected(config, block, Tensors(directory), target, points)
+
+
+def _selected(config: Config, block: Block, tensors: Tensors, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """config: has the fields of the convolutions and of the selector."""
     config.expect("conv_kernel_size", 2, "config")
     block = replace(block, group=config.get("conv_group_size", "config"))
-    tensors, vocab, width = Tensors(directory), len(target.embed), block.shape.width
     rank, candidates = config.get("selector_rank", "config"), config.get("selector_top_k", "config")
-    states = slots(block, tensors, ("fc", "hidden_norm"), target)
+    return reading(block, tensors, ("fc", "hidden_norm"), rank, candidates, target, points)
+
+
+def reading(
+    block: Block,
+    tensors: Tensors,
+    names: tuple[str, str],
+    rank: int,
+    candidates: int,
+    target: TargetParts,
+    points: Sequence[Point],
+) -> Reading:
+    """Draft by the selector's scores from the states of a block. names: as for `slots`."""
+    vocab, width = len(target.embed), block.shape.width
+    states = slots(block, tensors, names, target)
     before_VR, after_VR = (
         tensors.take(f"{SELECTOR}.{name}_codebook", vocab, rank, fails="config") for name in ("predecessor", "successor")
     )
@@ -34,7 +62,8 @@ def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -
     tensors.finish()
 
     def draft(point: Point) -> Tensor:
-        state_KH, before_K = states(point), torch.cat([point.root[None], point.drafts[:-1]])
+        state_KH = states(point)
+        before_K = tokens_before(point, len(state_KH))
         logits_KV, joint_KR = F.linear(state_KH, target.head), before_VR[before_K] * F.linear(state_KH, reads_RH)
         best_KC, token_KC = logits_KV.topk(candidates)
         score_KC = best_KC + (after_VR[token_KC] * joint_KR[:, None]).sum(-1)

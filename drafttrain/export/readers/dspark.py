@@ -1,4 +1,4 @@
-"""DSpark as speculators and vLLM read it: DFlash's block, a bias from the token before, a confidence head.
+"""DSpark as serving stacks and speculators read it: DFlash's block, a bias from the token before, a confidence head.
 
 Shapes: K drafts, H hidden, R rank, V vocabulary.
 """
@@ -6,32 +6,75 @@ Shapes: K drafts, H hidden, R rank, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.export.readers.dflash import of_speculators, slots
-from drafttrain.export.readers.parts import Point, Reading, TargetParts, Tensors, each
+from drafttrain.export.readers.dflash import (
+    Block,
+    Reader,
+    causal_of,
+    check_raw,
+    first_slot,
+    of_speculators,
+    raw_block,
+    slots,
+    tokens_before,
+)
+from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors, each
+
+COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's, in the authors' files
+
+
+def deepspec(stack: str) -> Reader:
+    """The authors' layout, as this stack reads it. Only the authors' code drafts with the copies in the file."""
+
+    def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+        config, tensors = Config.of(directory), Tensors(directory)
+        check_raw(config, "Qwen3DSparkModel", target)
+        block = raw_block(config, config, causal_of(config, Config({}), stack), first_slot(config))
+        if stack == "official":
+            if not config.get("sample_from_anchor", "config"):
+                raise MismatchError("config", "sample_from_anchor is false, which the authors' code does not have")
+            embed, head = (tensors.take(name, *target.embed.shape) for name in COPIES)
+            target = replace(target, embed=embed, head=head)
+        for name in COPIES:
+            tensors.left.pop(name, None)
+        return reading(block, tensors, ("fc", "hidden_norm"), _rank(config), target, points)
+
+    return read
 
 
 def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
     """speculators' layout."""
     config, block = of_speculators(directory, "dspark", "DSparkSpeculator", target, per_layer=True)
+    return reading(block, Tensors(directory), ("fc", "hidden_norm"), _rank(config), target, points)
+
+
+def _rank(config: Config) -> int:
+    """Raises MismatchError for other forms of the heads than the ones that are read."""
     config.expect("markov_head_type", "vanilla", "config")
     for key in ("enable_confidence_head", "confidence_head_with_markov"):
         config.expect(key, True, "config")
-    tensors, rank, vocab = Tensors(directory), config.get("markov_rank", "config"), len(target.embed)
-    states = slots(block, tensors, ("fc", "hidden_norm"), target)
+    rank: int = config.get("markov_rank", "config")
+    return rank
+
+
+def reading(
+    block: Block, tensors: Tensors, names: tuple[str, str], rank: int, target: TargetParts, points: Sequence[Point]
+) -> Reading:
+    """Draft from the states of a block, with the bias. names: as for `slots`. rank: -1 for that of the tensors."""
+    vocab, states = len(target.embed), slots(block, tensors, names, target)
     first_VR = tensors.take("markov_head.markov_w1.weight", vocab, rank, fails="config")
-    second_VR = tensors.take("markov_head.markov_w2.weight", vocab, rank, fails="config")
-    tensors.take("confidence_head.proj.weight", 1, block.shape.width + rank)
+    second_VR = tensors.take("markov_head.markov_w2.weight", vocab, first_VR.shape[1], fails="config")
+    tensors.take("confidence_head.proj.weight", 1, block.shape.width + first_VR.shape[1])
     tensors.take("confidence_head.proj.bias", 1)
     tensors.finish()
 
     def draft(point: Point) -> Tensor:
-        before_K = torch.cat([point.root[None], point.drafts[:-1]])
-        return F.linear(states(point), target.head) + F.linear(first_VR[before_K], second_VR)
+        state_KH = states(point)
+        return F.linear(state_KH, target.head) + F.linear(first_VR[tokens_before(point, len(state_KH))], second_VR)
 
     return Reading(each(points, draft), block.facts())

@@ -1,16 +1,17 @@
-"""GGUF files as llama.cpp's loaders read them: language models, `eagle3` and `dflash`.
+"""GGUF files as llama.cpp's loaders read them: language models, `eagle3`, and `dflash` for all block drafters.
 
 The layer ids are k, blocks whose inputs are read, for both. Of n blocks few targets can give number n, the last output; Llama
 and Qwen3 cannot. EAGLE-3 takes exactly three layers. d2t holds the target's ids. Queries and keys of Llama and EAGLE-3 are
 rotated by neighbouring values. llama.cpp has defaults for missing fields (`rope.freq_base` 10000, the head width from the
 model's, token 11 as the end token); here every field must be written.
 
-Vectors must be float32, the only type that its norms and biases take.
+Vectors and kernels of three dimensions must be float32, the only type that it adds and multiplies element by element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafttrain.export.readers import causal_lm, dflash, eagle3
+from drafttrain.export.readers import causal_lm, dflash, dflash2, dspark, eagle3
 from drafttrain.export.readers.gguf_tokenizer import check_tokenizer
 from drafttrain.export.readers.layer import Shape
 from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors
@@ -38,9 +39,24 @@ BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "attn_conv_proj": "attention_conv.kernel_projection",
+    "ffn_conv_proj": "mlp_conv.kernel_projection",
 }
 SPELLED = {llama: own for own, llama in BLOCK.items()}
 ENDS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+HEADS = {
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
+}
+BARE = {  # names without `weight` in the authors' files, or here
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+}
+CONTEXT = ("fc", "enc.output_norm")  # of a block drafter
 
 
 def model(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
@@ -79,17 +95,42 @@ def eagle3_draft(directory: Path, target: TargetParts, points: Sequence[Point]) 
 
 
 def dflash_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
-    """A DFlash drafter."""
+    """A block drafter without a head of its own. Slots are in place: llama.cpp ignores another flag."""
+    _, tensors, block = _block(directory, target)
+    return dflash.reading(block, tensors, CONTEXT, target, points)
+
+
+def dspark_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """A block drafter with a Markov head, whose rank is that of the tensors. A confidence head needs its weights."""
+    config, tensors, block = _block(directory, target)
+    first = 0 if config.get("dflash.sample_from_anchor", "config") else 1
+    config.expect("dflash.has_confidence_head", True, "config")
+    return dspark.reading(replace(block, first=first), tensors, CONTEXT, -1, target, points)
+
+
+def dflash2_draft(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """A block drafter with convolutions and a selector. A slot's pairs of candidates must fit a state."""
+    config, tensors, block = _block(directory, target)
+    config.expect("dflash.conv_kernel_size", 2, "config")
+    block = replace(block, group=config.get("dflash.conv_group_size", "config"))
+    rank, candidates = (config.get(f"dflash.selector_{key}", "config") for key in ("rank", "top_k"))
+    if candidates * (candidates + 1) > block.shape.width:
+        raise MismatchError("config", f"dflash.selector_top_k is {candidates}, too many for states of {block.shape.width}")
+    return dflash2.reading(block, tensors, CONTEXT, rank, candidates, target, points)
+
+
+def _block(directory: Path, target: TargetParts) -> tuple[Config, Tensors, dflash.Block]:
+    """One flag says whether slots of all layers see no later slot."""
     config, tensors, kind = _opened(directory, "draft.gguf", ("dflash",), target)
-    config.expect("dflash.attention.causal", False, "config")
     block = dflash.Block(
         _shape(config, kind, tensors),
         _own(config, kind, "block_count", "config"),
         _layers(config, kind, target),
         _own(config, kind, "block_size", "block size"),
         config.get("tokenizer.ggml.mask_token_id", "mask token"),
+        causal=bool(_own(config, kind, "attention.causal", "config")),
     )
-    return dflash.reading(block, tensors, ("fc", "enc.output_norm"), target, points)
+    return config, tensors, block
 
 
 def facts(directory: Path, file: str, target: TargetParts) -> dict[str, Any]:
@@ -174,12 +215,14 @@ def _shape(config: Config, kind: str, tensors: Tensors | None) -> Shape:
 
 
 def _spelled(name: str) -> str:
-    """llama.cpp's name for a name of Llama's."""
-    stem, _, part = name.removeprefix("model.").rpartition(".")
-    if stem.startswith("layers."):
-        _, number, inner = stem.split(".", 2)
-        return f"blk.{number}.{SPELLED[inner]}.{part}"
-    return f"{ENDS.get(stem, stem)}.{part}"
+    """llama.cpp's name for a name of Llama's, or of a block drafter's authors."""
+    name = name.removeprefix("model.")
+    if name.startswith("layers."):
+        _, number, inner = name.split(".", 2)
+        stem, _, part = inner.rpartition(".")
+        return f"blk.{number}." + (BARE.get(inner) or f"{SPELLED[stem]}.{part}")
+    stem, _, part = name.rpartition(".")
+    return BARE.get(name) or f"{(ENDS | HEADS).get(stem, stem)}.{part}"
 
 
 def _read(directory: Path, file: str, what: str, of: Callable[[Any], Any]) -> Any:
@@ -210,7 +253,7 @@ def _tensor(stored: Any) -> Tensor:
     kind, array = stored.tensor_type.name, np.array(stored.data)
     if kind not in ("F32", "F16", "BF16", "I64"):
         raise MismatchError("tensors", f"{stored.name} is {kind}, which the reader does not know")
-    if array.ndim == 1 and kind not in ("F32", "I64"):
-        raise MismatchError("tensors", f"{stored.name} is a vector in {kind}, but llama.cpp takes float32")
+    if array.ndim != 2 and kind not in ("F32", "I64"):
+        raise MismatchError("tensors", f"{stored.name} has {array.ndim} dimensions and is {kind}, but llama.cpp takes float32")
     tensor = torch.from_numpy(array)
     return tensor if kind == "I64" else (tensor.view(torch.bfloat16) if kind == "BF16" else tensor).float()

@@ -65,16 +65,30 @@ PAIRS = {  # case -> the stacks that it goes to
     "dflash-unlike": ["vllm", "sglang", "trtllm", "speculators", "transformers", "openvino", "official"],
     "dflash-windows": ["vllm", "sglang"],
     "dflash-open-windows": ["vllm", "sglang", "speculators", "transformers"],
-    "dspark-windows": ["speculators"],
-    "dflash2-windows": ["speculators"],
-    "dspark": ["speculators"],
-    "dspark-in-place": ["speculators"],
-    "dflash2": ["speculators"],
-    "dflash2-unlike": ["speculators"],
+    "dflash-causal": ["vllm", "sglang", "llamacpp"],
+    "dflash-causal-windows": ["vllm", "sglang", "speculators"],
+    "jetspec": ["vllm", "sglang", "llamacpp", "official"],
+    "jetspec-windows": ["vllm", "sglang"],
+    "domino": ["sglang"],
+    "domino-shifted": ["sglang"],
+    "domino-causal": ["sglang"],
+    "dspark-windows": ["vllm", "sglang", "speculators"],
+    "dspark-open-windows": ["vllm", "sglang"],
+    "dspark-causal": ["vllm", "sglang", "llamacpp"],
+    "dflash2-windows": ["vllm", "sglang", "speculators"],
+    "dflash2-causal": ["vllm", "sglang", "llamacpp"],
+    "dspark": ["vllm", "sglang", "speculators", "llamacpp", "official"],
+    "dspark-in-place": ["vllm", "sglang", "speculators", "llamacpp"],
+    "dflash2": ["vllm", "sglang", "speculators", "official"],
+    "dflash2-unlike": ["vllm", "sglang", "speculators", "llamacpp", "official"],
     "draft_model": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
     "draft_model-lora": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
 }
 
+COPIES = {  # files with copies of the target's matrices, which keep its dtype
+    ("eagle3", "speculators"): ["embed_tokens.weight"],
+    ("dspark", "official"): ["embed_tokens.weight", "lm_head.weight"],
+}
 WIDE = {("eagle", "lmdeploy")}  # whose files hold the target's embedding, which keeps its precision
 
 
@@ -94,9 +108,10 @@ def test_every_supported_pair_drafts_the_same(case: str, dtype: str, tmp_path: P
         assert parity.drafts == golden.draft_PK.numel() and parity.gap < 0.5
         for file in (tmp_path / "out" / stack).glob("*.safetensors"):
             tensors = load_file(file)
-            if (CASES[case][0], stack) == ("eagle3", "speculators"):  # the target's own, in its dtype
-                embedding = found.loaded.target.model.get_input_embeddings().weight  # type: ignore[attr-defined]
-                assert torch.equal(tensors.pop("embed_tokens.weight"), embedding)
+            model: Any = found.loaded.target.model
+            own = {"embed_tokens.weight": model.get_input_embeddings().weight, "lm_head.weight": model.lm_head.weight}
+            for name in COPIES.get((CASES[case][0], stack), ()):
+                assert torch.equal(tensors.pop(name), own[name])
             assert {x.dtype for x in tensors.values() if x.is_floating_point()} == {getattr(torch, dtype)}
         card = (tmp_path / "out" / stack / "README.md").read_text()
         assert "targets/tiny" in card and str(tmp_path / "out" / stack) in card
@@ -290,6 +305,18 @@ def test_weights_come_in_shards(tmp_path: Path) -> None:
         ),
         ("dflash-windows", "speculators", "vLLM would read all layers of this layout as causal"),
         ("dflash-windows", "transformers", "train with drafter.causal_windows=false"),
+        (
+            "dflash-causal",
+            "transformers",
+            "slots of all layers see no later slot; .* train with drafter.causal=false; vllm, sg",
+        ),
+        ("dflash-causal", "speculators", "speculators has a flag only for layers with windows"),
+        ("dflash-causal", "trtllm", "which trtllm is not known to read; train with drafter.causal=false"),
+        ("dflash2-causal", "official", "which official is not known to read"),
+        ("dspark-causal", "speculators", "speculators has a flag only for layers with windows"),
+        ("dspark-open-windows", "speculators", "vLLM makes slots of its layers with windows causal"),
+        ("dspark-in-place", "official", "its slots are in place, but the authors' code has shifted ones"),
+        ("jetspec-open", "vllm", "its slots see later ones, but in files of this family they do not"),
     ],
 )
 def test_a_drafter_that_a_stack_cannot_load_is_refused(case: str, stack: str, says: str, tmp_path: Path) -> None:

@@ -135,7 +135,28 @@ TRAPS: list[tuple[str, str, Change]] = [
     ("dflash", "block size", put("dflash.block_size", 6)),
     ("dflash", "mask token", put(f"{TOKENS}.mask_token_id", 5)),
     ("dflash", "mask token", drop(f"{TOKENS}.mask_token_id")),
-    ("dflash", "config", put("dflash.attention.causal", True)),
+    ("dflash", "causal layers", put("dflash.attention.causal", True)),
+    ("jetspec", "causal layers", put("dflash.attention.causal", False)),
+    ("dspark", "slots", put("dflash.sample_from_anchor", False)),
+    ("dspark", "config", drop("dflash.sample_from_anchor")),
+    ("dspark", "config", put("dflash.has_confidence_head", False)),
+    ("dspark", "tensors", lose("conf_proj.bias")),
+    ("dspark", "config", lambda f, t: t.update({"markov_w2.weight": t["markov_w2.weight"][:, :4].contiguous()})),
+    (
+        "dspark",
+        "logits",
+        lambda f, t: t.update({"markov_w1.weight": t["markov_w2.weight"], "markov_w2.weight": t["markov_w1.weight"]}),
+    ),
+    ("dflash2-unlike", "config", put("dflash.conv_kernel_size", 3)),
+    ("dflash2-unlike", "config", put("dflash.conv_group_size", 16)),
+    ("dflash2-unlike", "config", put("dflash.selector_top_k", 6)),
+    ("dflash2-unlike", "logits", put("dflash.selector_top_k", 4)),
+    ("dflash2-unlike", "tensors", lambda f, t: t.update({"blk.0.attn_conv_base.weight": t.pop("blk.0.attn_conv_base")})),
+    (
+        "dflash2-unlike",
+        "logits",
+        lambda f, t: t.update({"blk.0.attn_conv_base": t["blk.0.attn_conv_base"].flip(1).contiguous()}),
+    ),
     ("draft_model", "rope", drop("llama.rope.freq_base")),
     ("draft_model", "rope scaling", lambda f, t: t.update({"rope_freqs.weight": torch.ones(4)})),
     # the tokenizer goes with all of them
@@ -197,6 +218,11 @@ def test_what_stands_in_a_file(exported: Callable[[str], Made], tmp_path: Path) 
     kinds = {x.name: x.tensor_type.name for x in gguf.GGUFReader(tmp_path / "out" / "draft.gguf").tensors}
     assert kinds["fc.weight"] == kinds["output.weight"] == "BF16" and kinds["d2t"] == "I64"
     assert {kind for name, kind in kinds.items() if "norm" in name} == {"F32"}
+    found, golden, _ = exported("dflash2-unlike")
+    written(found, golden, "llamacpp", tmp_path / "blocks", "bfloat16")
+    kinds = {x.name: x.tensor_type.name for x in gguf.GGUFReader(tmp_path / "blocks" / "draft.gguf").tensors}
+    assert kinds["blk.0.attn_conv_base"] == kinds["blk.0.ffn_conv_base"] == "F32"
+    assert kinds["blk.0.attn_conv_proj.weight"] == kinds["selector_predecessor.weight"] == "BF16"
     assert not (tmp_path / "out" / "config.json").exists()
 
 
@@ -254,6 +280,13 @@ def test_scaled_positions_are_kept(rope: dict[str, Any], tmp_path: Path) -> None
         ("eagle3-last", {}, "taps the target's last block, and llamacpp is known .*; vllm load it unchanged"),
         ("eagle3-two", {}, "taps 2 blocks, but llamacpp takes exactly three; .*; vllm, sglang, trtllm, speculators load it"),
         ("dflash-shifted", {}, "its slots are shifted"),
+        ("dspark-windows", {}, "its layers have sliding windows, which are not written to GGUF"),
+        ("jetspec-open", {}, "its slots see later ones"),
+        (
+            "dflash2",
+            {},
+            "it has 8 candidates, and llama.cpp takes k of them only where k .k . 1. is at most the hidden size, 32",
+        ),
         ("eagle3", {"name": "qwen2"}, "llama.cpp captures no states of qwen2 targets, only of llama, mistral, qwen3"),
         ("draft_model", {"name": "gpt2"}, "its architecture is gpt2"),
         ("draft_model", {"name": "qwen3", "rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", **LLAMA3}}, "'llama3'"),

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.export import parity
-from drafttrain.export.files import Files
+from drafttrain.export.files import Files, Source
 from drafttrain.export.golden import made
 from drafttrain.export.importers import convert, directory
 from drafttrain.export.importers.convert import converted
@@ -29,20 +29,34 @@ from drafttrain.export.readers import (
     causal_lm,
     dflash,
     dflash2,
+    domino,
     dspark,
     eagle,
     eagle3,
     hydra,
+    jetspec,
     medusa,
     mlp_speculator,
     peagle,
     redrafter,
 )
+from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts, Tensors
+from drafttrain.export.table import layout as layout_of
 from drafttrain.model.shapes import LayerOptions
 from drafttrain.runs.checkpoint_source import check_start
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import LINEAR, TEXTS, deep, loaded
-from tests.official import IDS, LAYOUTS, LLAMA, D, H, Made, V, put
+from tests.official import IDS, LAYOUTS, LLAMA, D, H, Made, V, offsets, put
+
+
+def anchored(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """A block whose slots are shifted and that has no head of its own, which no stack reads."""
+    config, tensors = Config.of(directory), Tensors(directory)
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        tensors.take(name, V, H)
+    block = dflash.raw_block(config, config, None, first=0)
+    return dflash.reading(block, tensors, ("fc", "hidden_norm"), target, points)
+
 
 READERS = {  # of layouts whose directories have all that a stack's reader asks for
     "eagle3": eagle3.portable("vllm"),
@@ -56,7 +70,12 @@ READERS = {  # of layouts whose directories have all that a stack's reader asks 
     "hydra": hydra.read,
     "redrafter": redrafter.read,
     "mlp_speculator": mlp_speculator.read,
-    "dflash": dflash.zlab,
+    "dflash": dflash.zlab("vllm"),
+    "dflash, DeepSpec": anchored,
+    "dspark": dspark.deepspec("official"),
+    "dflash2": dflash2.zlab("vllm"),
+    "jetspec": jetspec.reader("official"),
+    "domino": domino.sglang,
     "dflash, speculators": dflash.speculators,
     "dflash, transformers": dflash.transformers,
     "dspark, speculators": dspark.speculators,
@@ -75,6 +94,11 @@ NETWORK = {
     "redrafter": {"layers": 2, "length": 4},
     "mlp_speculator": {"n_predict": 3, "inner_dim": 24, "tie_weights": False, "scale_input": True},
     "dflash": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "mask_token": 63, "slots": "in_place"},
+    "dflash, DeepSpec": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "mask_token": 63, "slots": "shifted"},
+    "dspark": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "mask_token": 63, "slots": "shifted", "rank": 8},
+    "dflash2": {"block_size": 4, "slots": "in_place", "rank": 8, "candidates": 6, "group": 16, "causal": False},
+    "jetspec": {"block_size": 4, "slots": "in_place", "causal": True},
+    "domino": {"block_size": 4, "slots": "in_place", "state": 12, "rank": 8, "causal": False},
     "dspark, speculators": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "slots": "shifted", "rank": 8},
     "dflash2, speculators": {"block_size": 4, "layers": 2, "slots": "in_place", "rank": 8, "candidates": 6, "group": 16},
     "draft_model": {"source": "hf", "lora_rank": 0},
@@ -441,11 +465,71 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         lambda c, t: c.update(layer_types=["sliding_attention"] * 2, sliding_window=8, use_sliding_window=False),
         "use_sliding_window is False, but layer_types has layers with a window",
     ),
-    "causal in all layers": (
-        "dflash",
-        lambda c, t: c.update(is_causal=True),
-        "its blocks are causal in all layers, but layers without a window here see their whole block",
+    "a causal head that is not": (
+        "jetspec",
+        lambda c, t: c.update(is_causal=False),
+        "causal_head is true, but is_causal or causal, which engines follow, is false; correct one of them",
     ),
+    "two block sizes": (
+        "dflash",
+        lambda c, t: c["dflash_config"].update(block_size=5),
+        "block_size is 4 at the top level and 5 in dflash_config; correct one of them",
+    ),
+    "no block size": ("dflash", lambda c, t: c.pop("block_size"), "dflash_config does not say block_size"),
+    "a draft vocabulary": (
+        "dflash",
+        lambda c, t: (c.update(draft_vocab_size=D), t.update({"lm_head.weight": torch.ones(D, H), "d2t": offsets()[0]})),
+        "it drafts 40 of the target's 64 tokens, but block drafters here draft all of them; take one without",
+    ),
+    "a draft vocabulary, not said": (
+        "dflash2",
+        lambda c, t: t.update({"d2t": offsets()[0]}),
+        "it drafts 40 of the target's 64 tokens",
+    ),
+    "a draft vocabulary, speculators": (
+        "dspark, speculators",
+        lambda c, t: c.update(draft_vocab_size=D),
+        "it drafts 40 of the target's 64 tokens",
+    ),
+    "a larger draft vocabulary": ("dspark", lambda c, t: c.update(draft_vocab_size=99), "its draft_vocab_size is 99, this"),
+    "slots of speculators": (
+        "dspark, speculators",
+        lambda c, t: c.pop("sample_from_anchor"),
+        "does not say sample_from_anchor, for which vLLM takes false here and SGLang true; add it as the drafter was trained",
+    ),
+    "a head without tensors": (
+        "dflash, DeepSpec",
+        lambda c, t: c.update(markov_rank=256),
+        "markov_rank is 256, but there are no markov_head tensors; only 0 can be imported",
+    ),
+    "a gated bias, DeepSpec": ("dspark", lambda c, t: c.update(markov_head_type="rnn"), "markov_head_type is 'rnn'"),
+    "no confidence, DeepSpec": ("dspark", lambda c, t: c.update(enable_confidence_head=False), "enable_confidence_head is F"),
+    "another target's head": (
+        "dspark",
+        lambda c, t: t["lm_head.weight"].mul_(2),
+        "lm_head.weight is not this target's output matrix",
+    ),
+    "scaled logits": (
+        "dflash2",
+        lambda c, t: c["dflash_config"].update(output_multiplier=0.5),
+        "output_multiplier is 0.5, which drafters here do not have; take one without it",
+    ),
+    "a label that is not said": (
+        "domino",
+        lambda c, t: c["dflash_config"].pop("shift_label"),
+        "dflash_config does not say shift_label",
+    ),
+    "a label that is no flag": (
+        "domino",
+        lambda c, t: c["dflash_config"].update(shift_label="yes"),
+        "shift_label is 'yes'; true or false is needed",
+    ),
+    "a longer pure prefix": (
+        "domino",
+        lambda c, t: c["dflash_config"].update(pure_draft_prefix_len=2),
+        "pure_draft_prefix_len is 2, but here only the first draft comes from its slot alone",
+    ),
+    "two ranks": ("domino", lambda c, t: c.update(emb_dim=9), "emb_dim is 9 at the top level and 8 in dflash_config"),
     "no mask": (
         "dflash",
         lambda c, t: c["dflash_config"].pop("mask_token_id"),
@@ -605,6 +689,9 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
     [
         ("dflash", SLIDING, True),
         ("dflash", SLIDING | {"is_causal": False}, False),
+        ("dspark", SLIDING, True),
+        ("dspark", SLIDING | {"is_causal": False}, False),
+        ("domino", SLIDING, True),
         ("dflash", SLIDING | {"layer_types": [*SLIDING["layer_types"], "sliding_attention"]}, True),  # a target's, copied
         ("dflash, transformers", SLIDING | {"sliding_window": 7}, False),
     ],
@@ -614,3 +701,85 @@ def test_windows_are_imported(layout: str, more: dict[str, Any], causal: bool, t
     options = found.meta.options
     assert options["layer"]["sliding_window"] == 8 and list(options["layer"]["full_attention_layers"]) == [1]
     assert options["causal_windows"] is causal
+
+
+def nested(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """As SpecForge writes the fields, and z-lab newer block sizes."""
+    inner = config.setdefault("dflash_config", {})
+    keys = ("block_size", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "sample_from_anchor")
+    for key in (*keys, "enable_confidence_head", "confidence_head_with_markov"):
+        if key in config:
+            inner[key] = config.pop(key)
+    if config["architectures"] == ["Qwen3DSparkModel"]:
+        config["architectures"] = ["DSparkDraftModel"]
+
+
+@pytest.mark.parametrize("layout", ["dflash", "dflash, DeepSpec", "dspark", "dflash2", "jetspec", "domino"])
+def test_fields_may_be_nested(layout: str, tmp_path: Path) -> None:
+    right, wrapped = (put(tmp_path / name, made) for name, made in (("a", LAYOUTS[layout]()), ("b", changed(layout, nested))))
+    first, second = imported(right)[0], imported(wrapped)[0]
+    assert first.meta.options == second.meta.options and first.meta.sha256 == second.meta.sha256
+
+
+def test_slots_that_the_authors_files_do_not_name(tmp_path: Path) -> None:
+    """Every loader of these files takes them as shifted."""
+    found, said = imported(put(tmp_path / "a", changed("dspark", lambda config, _: config.pop("sample_from_anchor"))))
+    assert found.meta.options["slots"] == "shifted"
+    assert "note: config.json does not say sample_from_anchor: true, as vLLM, SGLang and llama.cpp take it" in said
+    found, said = imported(put(tmp_path / "b", changed("dspark", lambda config, _: config.update(sample_from_anchor=False))))
+    assert found.meta.options["slots"] == "in_place" and not any("sample_from_anchor" in line for line in said)
+
+
+def keys_of(top: bool | None, inner: bool | None, head: bool | None) -> Change:
+    """The keys that say whether blocks are causal, without those that are None."""
+
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config.pop("is_causal", None)
+        for key in ("causal", "causal_head"):
+            config["dflash_config"].pop(key, None)
+        config |= {} if top is None else {"is_causal": top}
+        config["dflash_config"] |= {} if inner is None else {"causal": inner}
+        config["dflash_config"] |= {} if head is None else {"causal_head": head}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("keys", "family", "causal", "reader"),
+    [
+        ((True, None, None), "dflash", True, dflash.zlab("sglang")),
+        ((True, None, None), "dflash", True, dflash.zlab("vllm")),
+        ((None, True, None), "dflash", True, dflash.zlab("vllm")),
+        ((True, False, None), "dflash", True, dflash.zlab("vllm")),
+        ((False, True, None), "dflash", False, dflash.zlab("vllm")),
+        ((None, False, False), "dflash", False, dflash.zlab("sglang")),
+        ((None, None, True), "jetspec", True, jetspec.reader("official")),
+        ((None, True, True), "jetspec", True, jetspec.reader("vllm")),
+        ((True, True, True), "jetspec", True, jetspec.reader("sglang")),
+    ],
+)
+def test_causal_blocks_are_imported(keys: Any, family: str, causal: bool, reader: Any, tmp_path: Path) -> None:
+    """Whichever project's key says so."""
+    folder = put(tmp_path / "hand", changed("dflash", keys_of(*keys)))
+    found, _ = imported(folder)
+    assert found.meta.family == family and found.meta.options["causal"] is causal
+    golden = made(found, TEXTS)
+    reading = reader(folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
+    assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
+
+
+def test_shifted_labels_are_imported(tmp_path: Path) -> None:
+    folder = put(tmp_path / "hand", changed("domino", lambda config, _: config["dflash_config"].update(shift_label=True)))
+    found, _ = imported(folder)
+    golden = made(found, TEXTS)
+    assert found.meta.options["slots"] == "shifted" and golden.draft_PK.shape[1] == 4
+    reading = domino.sglang(folder, parity.target_parts(found, Files({}, {})), parity.points_of(golden))
+    assert float(parity.gaps(torch.stack(reading.logits), golden).max()) < 1.0
+
+
+def test_what_no_loader_reads_is_not_exported_again(tmp_path: Path) -> None:
+    """Shifted slots without a head of their own."""
+    found, _ = imported(put(tmp_path / "hand", LAYOUTS["dflash, DeepSpec"]()))
+    for stack in ("vllm", "sglang", "llamacpp"):
+        reason = layout_of("dflash", stack).refuse(Source(found, stack, "float32"))
+        assert reason is not None and "its slots are shifted" in reason

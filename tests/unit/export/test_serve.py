@@ -23,6 +23,18 @@ SAYS = {  # what serves three drafts; the taps of these drafters are the outputs
     ("dflash", "trtllm"): ["decoding_type: DFlash", "max_draft_len: 3"],
     ("dflash", "transformers"): ['speculation_type="dflash"'],
     ("dflash", "llamacpp"): ["--spec-type draft-dflash", "--spec-draft-n-max 3"],
+    ("dspark", "vllm"): ['"method": "dspark"', '"num_speculative_tokens": 3'],  # of blocks of three, shifted
+    ("dspark", "sglang"): ["--speculative-algorithm DSPARK", "--speculative-draft-model-path"],
+    ("dspark-in-place", "sglang"): ["--speculative-algorithm DSPARK", "--speculative-dspark-block-size 3"],  # of blocks of four
+    ("dspark", "llamacpp"): ["--spec-type draft-dspark", "--spec-draft-n-max 3"],
+    ("dspark", "official"): ["Qwen3DSparkModel"],
+    ("dflash2", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],
+    ("dflash2", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4"],
+    ("dflash2-unlike", "llamacpp"): ["--spec-type draft-dflash", "--spec-draft-n-max 2"],
+    ("jetspec", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],
+    ("jetspec", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4"],
+    ("domino", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4", "CUDA and bfloat16"],
+    ("domino-shifted", "sglang"): ["--speculative-num-draft-tokens 3", "leaves the last slot of a shifted block unused"],
     ("draft_model", "vllm"): ['"method": "draft_model"', '"num_speculative_tokens": 3'],
     ("draft_model", "sglang"): ["--speculative-algorithm STANDALONE"],
     ("draft_model", "trtllm"): ["decoding_type: Draft_Target"],

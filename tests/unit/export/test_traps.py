@@ -132,6 +132,9 @@ NESTED, INNER = ("eagle_config", IDS), "transformer_layer_config"
 DFLASH, MUSE, LM = ("dflash", "vllm"), ("dflash", "transformers"), ("draft_model", "vllm")
 BLOCKS, ONE, P = ("dflash", "speculators"), ("eagle", "lmdeploy"), ("peagle", "vllm")
 SPARK, TWO = ("dspark", "speculators"), ("dflash2", "speculators")
+DEEP, IN_PLACE, AUTHORS = ("dspark", "vllm"), ("dspark-in-place", "sglang"), ("dspark", "official")
+TWO_RAW, DOMINO, SHIFTED_DOMINO = ("dflash2", "vllm"), ("domino", "sglang"), ("domino-shifted", "sglang")
+JET, CAUSAL = ("jetspec", "vllm"), ("dflash-causal", "sglang")
 SHIFTED: list[tuple[tuple[str, str], Change]] = [  # off by one in either direction, in each place that a stack looks at
     (E3, put(IDS, value=[0, 1, 2])),
     (E3, put(IDS, value=[2, 3, 4])),
@@ -143,6 +146,9 @@ SHIFTED: list[tuple[tuple[str, str], Change]] = [  # off by one in either direct
     (DFLASH, put("dflash_config", "target_layer_ids", value=[1, 2, 3])),
     (MUSE, put("target_layer_ids", value=[1, 2, 3])),
     (BLOCKS, put("aux_hidden_state_layer_ids", value=[0, 1, 2])),
+    (DEEP, put("target_layer_ids", value=[1, 2, 3])),
+    (TWO_RAW, put("dflash_config", "target_layer_ids", value=[1, 2, 3])),
+    (DOMINO, put("dflash_config", "target_layer_ids", value=[1, 2, 3])),
 ]
 TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     *((where, "layer ids", change) for where, change in SHIFTED),
@@ -217,6 +223,50 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (TWO, "logits", put("selector_top_k", value=4)),
     (TWO, "logits", switch("layers.0.attention_conv.base_kernel", "layers.0.mlp_conv.base_kernel")),
     (TWO, "logits", shaken("candidate_selector.successor_codebook")),
+    # the authors' layouts of the newer block drafters
+    *((DEEP, "config", drop(key)) for key in ("sample_from_anchor", "markov_rank", "markov_head_type")),
+    (DEEP, "slots", put("sample_from_anchor", value=False)),
+    (IN_PLACE, "slots", put("sample_from_anchor", value=True)),
+    (AUTHORS, "config", put("sample_from_anchor", value=False)),
+    (AUTHORS, "tensors", lose("lm_head.weight")),
+    (AUTHORS, "logits", shaken("lm_head.weight")),
+    (DEEP, "architecture", put("architectures", value=["DSparkDraftModel"])),
+    (
+        DEEP,
+        "layer ids",
+        lambda config, tensors: config.update(dflash_config={"target_layer_ids": config.pop("target_layer_ids")}),
+    ),
+    (DEEP, "config", put("enable_confidence_head", value=False)),
+    (DEEP, "tensors", lose("confidence_head.proj.bias")),
+    (DEEP, "causal layers", put("is_causal", value=True)),
+    (DEEP, "logits", switch("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")),
+    (TWO_RAW, "architecture", put("architectures", value=["DFlashDraftModel"])),
+    (TWO_RAW, "config", drop("dflash_config", "selector_top_k")),
+    (TWO_RAW, "config", put("dflash_config", "conv_group_size", value=8)),
+    (TWO_RAW, "config", put("sample_from_anchor", value=True)),
+    (TWO_RAW, "logits", put("dflash_config", "selector_top_k", value=4)),
+    (TWO_RAW, "tensors", rename("candidate_selector.predecessor_codebook", "candidate_selector.predecessor_codebook.weight")),
+    (DOMINO, "architecture", drop("dflash_config", "projector_type")),
+    (DOMINO, "config", drop("dflash_config", "shift_label")),
+    (DOMINO, "config", put("dflash_config", "pure_draft_prefix_len", value=2)),
+    (DOMINO, "config", put("dflash_config", "gru_hidden_dim", value=10)),
+    (DOMINO, "config", put("emb_dim", value=9)),
+    (DOMINO, "slots", put("dflash_config", "shift_label", value=True)),
+    (SHIFTED_DOMINO, "slots", put("dflash_config", "shift_label", value=False)),
+    (DOMINO, "logits", rolled("prefix_gru.weight_ih_l0")),
+    (DOMINO, "logits", lambda c, t: t.update({"embed_proj.0.weight": t["embed_proj.0.weight"].roll(12, 1)})),
+    # whether slots see later slots
+    (CAUSAL, "causal layers", drop("is_causal")),
+    (("jetspec", "sglang"), "causal layers", drop("is_causal")),
+    (("jetspec", "official"), "causal layers", drop("dflash_config", "causal_head")),
+    (JET, "causal layers", lambda config, tensors: (config.pop("is_causal"), config["dflash_config"].pop("causal"))),
+    (JET, "causal layers", put("is_causal", value=False)),
+    (("dspark-causal", "vllm"), "causal layers", drop("is_causal")),
+    (("domino-causal", "sglang"), "causal layers", put("is_causal", value=False)),
+    (("dspark-open-windows", "vllm"), "causal layers", drop("is_causal")),
+    (DFLASH, "causal layers", put("is_causal", value=True)),
+    (DFLASH, "causal layers", put("dflash_config", "causal", value=True)),
+    (("dflash", "trtllm"), "config", put("is_causal", value=True)),
     (BLOCKS, "block size", drop("block_size")),
     (BLOCKS, "vocabulary", put("draft_vocab_size", value=32)),
     # names and shapes
@@ -331,6 +381,23 @@ def test_files_that_cannot_be_read(exported: Callable[[str, str], Made], tmp_pat
         (wrong / file).write_bytes((wrong / file).read_bytes()[:-30])
         with pytest.raises(ParityError, match=f"^Parity: {name}: {file} cannot be read"):
             gate(found, golden, "vllm", wrong)
+
+
+@pytest.mark.parametrize(
+    ("case", "stack", "keys"),
+    [
+        ("dflash-causal", "vllm", ("is_causal",)),
+        ("dflash-causal", "vllm", ("dflash_config", "causal")),
+        ("jetspec", "vllm", ("dflash_config", "causal_head")),
+        ("jetspec", "official", ("is_causal",)),
+    ],
+)
+def test_a_key_that_another_loader_reads_may_be_missing(
+    case: str, stack: str, keys: tuple[str, ...], exported: Callable[[str, str], Made], tmp_path: Path
+) -> None:
+    """vLLM finds either of two keys, and the authors' code a third one."""
+    found, golden, right = exported(case, stack)
+    gate(found, golden, stack, changed(right, tmp_path / "other", drop(*keys)))
 
 
 @pytest.mark.parametrize("harm", ["other", "absent", "damaged"])

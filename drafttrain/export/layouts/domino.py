@@ -1,0 +1,21 @@
+"""Domino: DFlash's layout with the head's shape in `dflash_config`, as SGLang reads it."""
+
+from __future__ import annotations
+
+from drafttrain.export.files import Files, Source
+from drafttrain.export.layouts.dflash import facts, zlab_config
+
+PREFIX = 1  # drafts from their slot alone; SGLang refuses another number
+
+
+def files(source: Source) -> Files:
+    """SGLang's layout. `shift_label` says whether slots are shifted."""
+    options = source.options
+    head = {
+        "projector_type": "domino",
+        "shift_label": options["slots"] == "shifted",
+        "pure_draft_prefix_len": PREFIX,
+        "gru_hidden_dim": options["state"],
+        "emb_dim": options["rank"],
+    }
+    return Files(zlab_config(source, "DFlashDraftModel", **head), source.tensors, facts=facts(source))
