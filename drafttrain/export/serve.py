@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from drafttrain.export.files import Source
 
 VLLM = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
-VLLM |= {"peagle": "eagle3", "pard": "draft_model"}
+VLLM |= {"peagle": "eagle3", "pard": "draft_model", "xpress": "dflash"}
 PARALLEL = ("peagle", "pard")  # families that need parallel_drafting in vLLM
 SGLANG = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "draft_model": "STANDALONE"}
 TRTLLM = {"eagle3": "Eagle3", "dflash": "DFlash", "draft_model": "Draft_Target", "pard": "PARD"}

@@ -22,6 +22,7 @@ from drafttrain.export.layouts import (
     pard,
     peagle,
     redrafter,
+    xpress,
 )
 from drafttrain.export.parity import Reader
 from drafttrain.export.readers import causal_lm
@@ -37,6 +38,7 @@ from drafttrain.export.readers import mlp_speculator as read_mlp_speculator
 from drafttrain.export.readers import mtp as read_mtp
 from drafttrain.export.readers import peagle as read_peagle
 from drafttrain.export.readers import redrafter as read_redrafter
+from drafttrain.export.readers import xpress as read_xpress
 
 STACKS = {
     "vllm": "vLLM",
@@ -82,6 +84,7 @@ SAME_EXIT = "only the target is needed, and no stack reads an adapter; transform
 ONE_BY_ONE = "it would draft one token per pass and ignore the mask tokens; export a draft_model there"
 SPECULATORS = "it reads format=speculators"
 UNREAD = "the format that its loader reads is not known"
+NO_ENGINE = "no engine loads its layout of this family; vLLM reads format=vllm"
 
 
 def _eagle3(stack: str) -> Layout:
@@ -164,6 +167,11 @@ TABLE: dict[str, dict[str, Row]] = {
     ),
     "dspark": _block(Layout("speculators", dspark.speculators, read_dspark.speculators, dflash.refuse_per_layer)),
     "dflash2": _block(Layout("speculators", dflash2.speculators, read_dflash2.speculators, dflash.refuse_last)),
+    "xpress": _row(
+        vllm=Layout("vLLM", xpress.vllm, read_xpress.vllm, dflash.refuse),
+        speculators=NO_ENGINE,
+        official="the authors serve it in vLLM; format=vllm writes it",
+    ),
     "draft_model": _row(
         **{stack: _plain() for stack in ("vllm", "sglang", "trtllm", "openvino")},
         transformers=replace(_plain(), adapter=_adapter()),

@@ -16,9 +16,10 @@ NONE: Mapping[str, Any] = {}
 
 
 def _zlab(found: Foreign) -> bool:
-    """speculators has its own layout with the same tensor names."""
+    """speculators has its own layout with the same tensor names, and other families on this backbone have a head of their own."""
     named = found.has("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
-    return named and TYPE not in found.config
+    heads = {name.split(".")[0] for name in found.kinds if name.split(".")[0].endswith("_head")}
+    return named and TYPE not in found.config and heads <= {"lm_head"}
 
 
 def _transformers(found: Foreign) -> bool:
@@ -49,7 +50,7 @@ def speculators_options(found: Foreign, target: Target, shifted: bool = False, n
     }
 
 
-def _zlab_options(found: Foreign, target: Target) -> dict[str, Any]:
+def zlab_options(found: Foreign, target: Target) -> dict[str, Any]:
     """`is_causal`, in old files inside dflash_config, is of all layers; without it those with windows are causal."""
     inside = found.config.get("dflash_config") or {}
     given = found.config.get("is_causal", inside.get("causal") if isinstance(inside, Mapping) else None)
@@ -110,7 +111,7 @@ def _block(
 
 
 ROWS = [
-    Importer("z-lab", "dflash", _zlab, _zlab_options),
+    Importer("z-lab", "dflash", _zlab, zlab_options),
     Importer("speculators", "dflash", speculators("dflash"), speculators_options),
     Importer("muse_glimmer_assistant", "dflash", _transformers, _transformers_options, TRANSFORMERS),
 ]

@@ -17,11 +17,27 @@ from drafttrain.export.importers import (
     pard,
     peagle,
     redrafter,
+    xpress,
 )
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer
 
-MODULES = (eagle3, peagle, eagle, medusa, hydra, redrafter, mlp_speculator, mtp, dflash, dspark, dflash2, draft_model, pard)
+MODULES = (
+    eagle3,
+    peagle,
+    eagle,
+    medusa,
+    hydra,
+    redrafter,
+    mlp_speculator,
+    mtp,
+    dflash,
+    dspark,
+    dflash2,
+    xpress,
+    draft_model,
+    pard,
+)
 IMPORTERS: list[Importer] = [row for module in MODULES for row in module.ROWS]
 
 

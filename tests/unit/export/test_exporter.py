@@ -71,6 +71,9 @@ PAIRS = {  # case -> the stacks that it goes to
     "dspark-in-place": ["speculators"],
     "dflash2": ["speculators"],
     "dflash2-unlike": ["speculators"],
+    "xpress": ["vllm"],
+    "xpress-unlike": ["vllm"],
+    "xpress-windows": ["vllm"],
     "draft_model": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
     "draft_model-lora": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
 }

@@ -131,7 +131,7 @@ E3, NORMED, SPEC = ("eagle3", "vllm"), ("eagle3-normed", "vllm"), ("eagle3", "sp
 NESTED, INNER = ("eagle_config", IDS), "transformer_layer_config"
 DFLASH, MUSE, LM = ("dflash", "vllm"), ("dflash", "transformers"), ("draft_model", "vllm")
 BLOCKS, ONE, P = ("dflash", "speculators"), ("eagle", "lmdeploy"), ("peagle", "vllm")
-SPARK, TWO = ("dspark", "speculators"), ("dflash2", "speculators")
+SPARK, TWO, PRESS = ("dspark", "speculators"), ("dflash2", "speculators"), ("xpress", "vllm")
 SHIFTED: list[tuple[tuple[str, str], Change]] = [  # off by one in either direction, in each place that a stack looks at
     (E3, put(IDS, value=[0, 1, 2])),
     (E3, put(IDS, value=[2, 3, 4])),
@@ -217,6 +217,17 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (TWO, "logits", put("selector_top_k", value=4)),
     (TWO, "logits", switch("layers.0.attention_conv.base_kernel", "layers.0.mlp_conv.base_kernel")),
     (TWO, "logits", shaken("candidate_selector.successor_codebook")),
+    (PRESS, "architecture", put("architectures", value=["DFlashDraftModel"])),
+    (PRESS, "config", drop("sample_from_anchor")),
+    (PRESS, "config", put("xpress_topc", value=512)),
+    (PRESS, "config", put("xpress_rank", value=4)),
+    (PRESS, "config", put("xpress_mlp_hidden", value=8)),
+    (PRESS, "passes", put("xpress_num_passes", value=2)),
+    (PRESS, "block size", put("xpress_block_size", value=5)),
+    (PRESS, "logits", switch("xpress_head.w1.weight", "xpress_head.w2.weight")),
+    (PRESS, "logits", switch("xpress_head.down_h.weight", "xpress_head.down_g.weight")),
+    (PRESS, "logits", lambda config, tensors: tensors["xpress_head.mix.L"].add_(torch.eye(4))),
+    (PRESS, "tensors", lose("xpress_head.mlp.up_proj.weight")),
     (BLOCKS, "block size", drop("block_size")),
     (BLOCKS, "vocabulary", put("draft_vocab_size", value=32)),
     # names and shapes
