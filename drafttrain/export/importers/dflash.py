@@ -16,7 +16,7 @@ NONE: Mapping[str, Any] = {}
 
 
 def _zlab(found: Foreign) -> bool:
-    """speculators has its own layout with the same tensor names, and other families on this backbone have a head of their own."""
+    """speculators has its own layout with the same tensor names; other families on this backbone have a head of their own."""
     named = found.has("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
     heads = {name.split(".")[0] for name in found.kinds if name.split(".")[0].endswith("_head")}
     return named and TYPE not in found.config and heads <= {"lm_head"}
