@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,10 +102,13 @@ class XPress(BlockDrafter):
                 f"drafter.free_passes is {options.free_passes}, drafter.free_weight {options.free_weight}, "
                 f"drafter.base_weight {options.base_weight}; none may be below 0"
             )
-        self.width, self.rank = target.shape.hidden_size, rank
+        self.width, self.rank, self.mlp_hidden = target.shape.hidden_size, rank, inner
         self.free_passes = options.free_passes if options.free_weight else 0
         self.free_weight, self.base_weight = options.free_weight, options.base_weight
         self.xpress_head = Refiner(self.width, target.shape.vocab_size, self.shape.size, rank, inner)
+
+    def resolved_options(self) -> dict[str, Any]:
+        return super().resolved_options() | {"mlp_hidden": self.mlp_hidden}
 
     def head(self, input_X: Tensor) -> Tensor:
         """The input may end in columns that the head does not read."""

@@ -31,7 +31,7 @@ def vllm(source: Source) -> Files:
         "architectures": [ARCHITECTURE],
         "xpress_block_size": slots,
         "xpress_rank": source.options["rank"],
-        "xpress_mlp_hidden": len(source.tensors[f"{HEAD}.mlp.gate_proj.weight"]),
+        "xpress_mlp_hidden": source.drafter.resolved_options()["mlp_hidden"],
         "xpress_topc": 0,
         "xpress_num_passes": slots - 1,
         "sample_from_anchor": False,
