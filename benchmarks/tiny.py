@@ -28,6 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dspark": {"block_size": 4, "layers": 2, "taps": [0, 1, 3], "rank": 8},
     "dflash2": {"block_size": 5, "layers": 2, "taps": [0, 1, 3], "rank": 8, "candidates": 8},
     "domino": {"block_size": 5, "layers": 2, "taps": [0, 1, 3], "rank": 8, "state": 12},
+    "xpress": {"block_size": 5, "layers": 2, "taps": [0, 1, 3], "rank": 8},
     "jetspec": {"block_size": 5, "layers": 2, "taps": [0, 1, 3], "tree": "chain"},
     "mlp_speculator": {"paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]},
     "prompt_lookup": {"draft_length": 5},

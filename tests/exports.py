@@ -141,6 +141,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "dflash2",
         {"block_size": 3, "layers": 1, "taps": [1], "rank": 4, "candidates": 5, "group": 8, "layer": {"head_dim": 12}},
     ),
+    "xpress": ("xpress", {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "rank": 8}),
+    "xpress-unlike": (
+        "xpress",
+        {"block_size": 3, "layers": 1, "taps": [1], "rank": 4, "mlp_hidden": 6, "mask_token": 5, "layer": {"head_dim": 12}},
+    ),
+    "xpress-windows": (
+        "xpress",
+        {"block_size": 3, "layers": 2, "taps": [1], "rank": 4, "layer": {"sliding_window": 5, "full_attention_layers": [0]}},
+    ),
     "draft_model": ("draft_model", {"blocks": 2, "draft_length": 3}),
     "draft_model-lora": ("draft_model", {"blocks": 2, "draft_length": 3, "lora_rank": 2}),
     "prompt_lookup": ("prompt_lookup", {"draft_length": 3}),

@@ -333,6 +333,31 @@ def dflash2_speculators() -> Made:
     return own, tensors, file
 
 
+def xpress() -> Made:
+    config, tensors, file = dflash()
+    w = Weights(seed=6)
+    config |= {"architectures": ["Qwen3XPressModel"], "xpress_block_size": 4, "xpress_rank": 8, "xpress_mlp_hidden": 12}
+    config |= {"xpress_topc": 0, "xpress_num_passes": 3, "sample_from_anchor": False}
+    tensors |= {f"xpress_head.{name}.weight": w(V, 8) for name in ("w1", "w2")}
+    tensors |= {f"xpress_head.{name}.weight": w(8, H) for name in ("down_h", "down_g")}
+    tensors |= {"xpress_head.in_proj.weight": w(8, 24), "xpress_head.mix.L": w(8, 4, 4)}
+    tensors |= {f"xpress_head.mlp.{name}_proj.weight": w(12, 8) for name in ("gate", "up")}
+    return config, tensors | {"xpress_head.mlp.down_proj.weight": w(8, 12)}, file
+
+
+def xpress_speculators() -> Made:
+    own, tensors, file = dflash_speculators()
+    w = Weights(seed=6)
+    own |= {"architectures": ["XPressSpeculator"], "speculators_model_type": "xpress"}
+    own |= {"xpress_rank": 8, "xpress_mlp_ratio": 2, "num_jacobi_passes": 6}
+    own["speculators_config"] = {**own["speculators_config"], "algorithm": "xpress"}
+    tensors |= {f"refiner_head.{name}.weight": w(V, 8) for name in ("token_embed", "readout")}
+    tensors |= {f"refiner_head.{name}.weight": w(8, H) for name in ("down_h", "down_g")}
+    tensors |= {"refiner_head.in_proj.weight": w(8, 24), "refiner_head.mix_l": w(8, 4, 4)}
+    tensors |= {f"refiner_head.mlp_{name}.weight": w(16, 8) for name in ("gate", "up")}
+    return own, tensors | {"refiner_head.mlp_down.weight": w(8, 16)}, file
+
+
 def dflash_transformers() -> Made:
     config, tensors, file = dflash()
     config |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
@@ -374,6 +399,8 @@ LAYOUTS: dict[str, Callable[[], Made]] = {
     "domino": domino,
     "dspark, speculators": dspark_speculators,
     "dflash2, speculators": dflash2_speculators,
+    "xpress": xpress,
+    "xpress, speculators": xpress_speculators,
     "draft_model": draft_model,
 }
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from drafttrain.export.files import Source
 
 VLLM = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
-VLLM |= {"peagle": "eagle3", "pard": "draft_model", "dspark": "dspark", "dflash2": "dflash", "jetspec": "dflash"}
+VLLM |= {
+    "peagle": "eagle3",
+    "pard": "draft_model",
+    "dspark": "dspark",
+    "dflash2": "dflash",
+    "jetspec": "dflash",
+    "xpress": "dflash",
+}
 PARALLEL = ("peagle", "pard")  # families that need parallel_drafting in vLLM
 SGLANG = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "draft_model": "STANDALONE"}
 SGLANG |= {"dspark": "DSPARK"} | dict.fromkeys(("dflash2", "jetspec", "domino"), "DFLASH")

@@ -24,6 +24,7 @@ from drafttrain.export.layouts import (
     pard,
     peagle,
     redrafter,
+    xpress,
 )
 from drafttrain.export.parity import Reader
 from drafttrain.export.readers import causal_lm
@@ -41,6 +42,7 @@ from drafttrain.export.readers import mlp_speculator as read_mlp_speculator
 from drafttrain.export.readers import mtp as read_mtp
 from drafttrain.export.readers import peagle as read_peagle
 from drafttrain.export.readers import redrafter as read_redrafter
+from drafttrain.export.readers import xpress as read_xpress
 
 STACKS = {
     "vllm": "vLLM",
@@ -88,6 +90,7 @@ ONE_BY_ONE = "it would draft one token per pass and ignore the mask tokens; expo
 NO_CAUSAL = "it is not known to read that the slots of a block see no later slots"
 GENERATE_MTP = "its generate(use_mtp=True) reads only modules that come with DeepSeek-V3, GLM-4.5 and a few other targets"
 UNREAD = "the format that its loader reads is not known"
+NO_ENGINE = "no engine loads its layout of this family; vLLM reads format=vllm"
 
 
 def _eagle3(stack: str) -> Layout:
@@ -197,6 +200,11 @@ TABLE: dict[str, dict[str, Row]] = {
     "domino": _row(
         sglang=Layout("Domino", domino.files, read_domino.sglang, dflash.refuse_last),
         official="SGLang serves it; format=sglang writes it",
+    ),
+    "xpress": _row(
+        vllm=Layout("vLLM", xpress.vllm, read_xpress.vllm, dflash.refuse),
+        speculators=NO_ENGINE,
+        official="the authors serve it in vLLM; format=vllm writes it",
     ),
     "draft_model": _row(
         **{stack: _plain() for stack in ("vllm", "sglang", "trtllm", "openvino")},

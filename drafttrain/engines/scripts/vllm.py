@@ -17,6 +17,7 @@ from time import perf_counter
 from typing import Any
 
 METHODS = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
+METHODS |= {"xpress": "dflash"}
 PARALLEL = {"peagle": "eagle3", "pard": "draft_model"}  # methods for families that draft in one pass
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 STEPS = "vllm:spec_decode_num_drafts"

@@ -19,12 +19,13 @@ from drafttrain.export.importers import (
     pard,
     peagle,
     redrafter,
+    xpress,
 )
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer
 
 HEADS = (eagle3, peagle, eagle, medusa, hydra, redrafter, mlp_speculator, mtp)
-BLOCKS = (dflash, dspark, dflash2, jetspec, domino)
+BLOCKS = (dflash, dspark, dflash2, jetspec, domino, xpress)
 MODULES = (*HEADS, *BLOCKS, draft_model, pard)
 IMPORTERS: list[Importer] = [row for module in MODULES for row in module.ROWS]
 

@@ -81,6 +81,9 @@ PAIRS = {  # case -> the stacks that it goes to
     "dspark-in-place": ["vllm", "sglang", "speculators", "llamacpp"],
     "dflash2": ["vllm", "sglang", "speculators", "official"],
     "dflash2-unlike": ["vllm", "sglang", "speculators", "llamacpp", "official"],
+    "xpress": ["vllm"],
+    "xpress-unlike": ["vllm"],
+    "xpress-windows": ["vllm"],
     "draft_model": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
     "draft_model-lora": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
 }

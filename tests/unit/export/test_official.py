@@ -39,6 +39,7 @@ from drafttrain.export.readers import (
     mlp_speculator,
     peagle,
     redrafter,
+    xpress,
 )
 from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts, Tensors
 from drafttrain.export.table import layout as layout_of
@@ -80,6 +81,7 @@ READERS = {  # of layouts whose directories have all that a stack's reader asks 
     "dflash, transformers": dflash.transformers,
     "dspark, speculators": dspark.speculators,
     "dflash2, speculators": dflash2.speculators,
+    "xpress": xpress.vllm,
 }
 NETWORK = {
     "eagle3": {"taps": [0, 1, 2], "draft_vocab": D, "fc_norm": False, "norm_output": False, "norm_before_residual": False},
@@ -101,6 +103,7 @@ NETWORK = {
     "domino": {"block_size": 4, "slots": "in_place", "state": 12, "rank": 8, "causal": False},
     "dspark, speculators": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "slots": "shifted", "rank": 8},
     "dflash2, speculators": {"block_size": 4, "layers": 2, "slots": "in_place", "rank": 8, "candidates": 6, "group": 16},
+    "xpress": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "slots": "in_place", "rank": 8, "mlp_hidden": 12},
     "draft_model": {"source": "hf", "lora_rank": 0},
 }
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
@@ -548,6 +551,8 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         "enable_confidence_head is False",
     ),
     "three taps": ("dflash2, speculators", lambda c, t: c.update(conv_kernel_size=3), "conv_kernel_size is 3"),
+    "shifted slots": ("xpress", lambda c, t: c.update(sample_from_anchor=True), "sample_from_anchor is True, but slot 0"),
+    "another block": ("xpress", lambda c, t: c.update(xpress_block_size=8), "xpress_block_size is 8, but the blocks have"),
     "another form": ("dflash", lambda c, t: c.update(speculators_model_type="dflash3"), "speculators_model_type 'dflash3'"),
     "layers from 0": (
         "dflash, speculators",

@@ -135,6 +135,7 @@ SPARK, TWO = ("dspark", "speculators"), ("dflash2", "speculators")
 DEEP, IN_PLACE, AUTHORS = ("dspark", "vllm"), ("dspark-in-place", "sglang"), ("dspark", "official")
 TWO_RAW, DOMINO, SHIFTED_DOMINO = ("dflash2", "vllm"), ("domino", "sglang"), ("domino-shifted", "sglang")
 JET, CAUSAL = ("jetspec", "vllm"), ("dflash-causal", "sglang")
+SPARK, TWO, PRESS = ("dspark", "speculators"), ("dflash2", "speculators"), ("xpress", "vllm")
 SHIFTED: list[tuple[tuple[str, str], Change]] = [  # off by one in either direction, in each place that a stack looks at
     (E3, put(IDS, value=[0, 1, 2])),
     (E3, put(IDS, value=[2, 3, 4])),
@@ -267,6 +268,17 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (DFLASH, "causal layers", put("is_causal", value=True)),
     (DFLASH, "causal layers", put("dflash_config", "causal", value=True)),
     (("dflash", "trtllm"), "config", put("is_causal", value=True)),
+    (PRESS, "architecture", put("architectures", value=["DFlashDraftModel"])),
+    (PRESS, "config", drop("sample_from_anchor")),
+    (PRESS, "config", put("xpress_topc", value=512)),
+    (PRESS, "config", put("xpress_rank", value=4)),
+    (PRESS, "config", put("xpress_mlp_hidden", value=8)),
+    (PRESS, "passes", put("xpress_num_passes", value=2)),
+    (PRESS, "block size", put("xpress_block_size", value=5)),
+    (PRESS, "logits", switch("xpress_head.w1.weight", "xpress_head.w2.weight")),
+    (PRESS, "logits", switch("xpress_head.down_h.weight", "xpress_head.down_g.weight")),
+    (PRESS, "logits", lambda config, tensors: tensors["xpress_head.mix.L"].add_(torch.eye(4))),
+    (PRESS, "tensors", lose("xpress_head.mlp.up_proj.weight")),
     (BLOCKS, "block size", drop("block_size")),
     (BLOCKS, "vocabulary", put("draft_vocab_size", value=32)),
     # names and shapes

@@ -1,0 +1,188 @@
+"""XPress: DFlash's slots, refined by a small network that mixes each slot with the slots before it (arXiv 2608.02438).
+
+Shapes: B rows, A anchors, P = B A, S slots, J slots given, K drafts, W nodes of a depth, F free passes, M predictions, H
+hidden, R rank, V vocabulary.
+
+Slot k has the state h_k and the token t_k of the slot before it; g is the mean of all slots' states. With L_c lower triangular,
+its diagonal included, for each channel c:
+
+    a_k      = in_proj([down_h h_k; down_g g; W1[t_k]])
+    x_k[c]   = a_k[c] + sum over j <= k of L_c[k, j] a_j[c]
+    x_k      = x_k + MLP(x_k)
+    logits_k = target's head(h_k) + W2 x_k
+
+vLLM drafts greedily by Jacobi passes: it fills the slots with the choices of the states alone, then computes all logits from
+the tokens of the pass before. Slot k reads the tokens of earlier slots alone, so after pass k its token is final, and after
+S - 1 passes nothing changes. Here slots are computed from left to right, which gives the same tokens (`walk`). A node's state
+is a_0 to a_k of its ancestors and itself, so trees and sampled chains are possible too.
+
+Slot 0 holds the anchor and drafts nothing, but later slots read a_0. Its t_0 is the anchor's token, as in vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.core.errors import UserError
+from drafttrain.drafters import Family
+from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs
+from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
+from drafttrain.drafters.options.xpress import XPressOptions
+from drafttrain.model.batch import Anchors, Pairs, Prediction, TrainBatch
+from drafttrain.model.layers import GatedMLP, Linear
+from drafttrain.model.target import Target
+
+STD = 0.02  # of all matrices at the start but L, which is 0
+AT_ONCE = 512  # slots whose logits are in memory at once where the refiner drafts in training
+
+
+class SlotMixer(nn.Module):
+    """L: a matrix over slots for each channel, of which only the lower triangle is used."""
+
+    def __init__(self, rank: int, slots: int) -> None:
+        super().__init__()
+        self.L = nn.Parameter(torch.zeros(rank, slots, slots))
+
+    def forward(self, a_JR: Tensor, first: int = 0) -> Tensor:
+        """[..., J - first, R] the mixed slots from `first` on. a_JR: slots 0 to J - 1."""
+        slots = a_JR.shape[-2]
+        mixed_KR = torch.einsum("...jr,rkj->...kr", a_JR, self.L.tril()[:, first:slots, :slots])
+        out_KR: Tensor = a_JR[..., first:, :] + mixed_KR
+        return out_KR
+
+
+class Refiner(nn.Module):
+    """The parts are named as in vLLM."""
+
+    def __init__(self, width: int, vocab: int, slots: int, rank: int, inner: int) -> None:
+        super().__init__()
+        self.w1 = nn.Embedding(vocab, rank)
+        self.down_h, self.down_g = Linear(width, rank, bias=False), Linear(width, rank, bias=False)
+        self.in_proj = Linear(3 * rank, rank, bias=False)
+        self.mix, self.mlp = SlotMixer(rank, slots), GatedMLP(rank, inner)
+        self.w2 = Linear(rank, vocab, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=STD)
+
+    def slots(self, state_SH: Tensor) -> Tensor:
+        """[..., S, 2 R] what the refiner reads of each slot's state and of the block. state_SH: of all slots."""
+        own_SR, block_1R = self.down_h(state_SH), self.down_g(state_SH.mean(-2, keepdim=True))
+        return torch.cat([own_SR, block_1R.expand_as(own_SR)], -1)
+
+    def read(self, slot_KX: Tensor, before_K: Tensor) -> Tensor:
+        """[..., K, R] the inputs a of the mixer. slot_KX: of some slots, by `slots`. before_K: the tokens before them."""
+        a_KR: Tensor = self.in_proj(torch.cat([slot_KX, self.w1(before_K)], -1))
+        return a_KR
+
+    def refined(self, a_JR: Tensor, first: int = 0) -> Tensor:
+        """[..., J - first, R] the refined states x of the slots from `first` on. a_JR: of slots 0 to J - 1."""
+        mixed_KR = self.mix(a_JR, first)
+        x_KR: Tensor = mixed_KR + self.mlp(mixed_KR)
+        return x_KR
+
+
+class XPress(BlockDrafter):
+    """xpress_head is named as in vLLM."""
+
+    def __init__(self, options: XPressOptions, target: Target) -> None:
+        super().__init__(options, target, walks=True)
+        rank, inner = options.rank, 2 * options.rank if options.mlp_hidden is None else options.mlp_hidden
+        if options.slots != "in_place":
+            raise UserError(f"drafter.slots is {options.slots!r}, but slot 0 of this family drafts nothing; set it to in_place")
+        if rank < 1 or inner < 1:
+            raise UserError(f"drafter.rank is {rank}, drafter.mlp_hidden {inner}; set both to 1 or more")
+        if options.free_passes < 0 or options.free_weight < 0.0 or options.base_weight < 0.0:
+            raise UserError(
+                f"drafter.free_passes is {options.free_passes}, drafter.free_weight {options.free_weight}, "
+                f"drafter.base_weight {options.base_weight}; none may be below 0"
+            )
+        self.width, self.rank, self.mlp_hidden = target.shape.hidden_size, rank, inner
+        self.free_passes = options.free_passes if options.free_weight else 0
+        self.free_weight, self.base_weight = options.free_weight, options.base_weight
+        self.xpress_head = Refiner(self.width, target.shape.vocab_size, self.shape.size, rank, inner)
+
+    def resolved_options(self) -> dict[str, Any]:
+        return super().resolved_options() | {"mlp_hidden": self.mlp_hidden}
+
+    def head(self, input_X: Tensor) -> Tensor:
+        """The input may end in columns that the head does not read."""
+        return self._refined_logits(self.slot_logits(input_X[..., : self.width]), input_X[..., self.width :][..., : self.rank])
+
+    def _refined_logits(self, slot_V: Tensor, x_R: Tensor) -> Tensor:
+        refined_V: Tensor = self.xpress_head.w2(x_R)
+        return slot_V + refined_V.to(slot_V.dtype)
+
+    def head_inputs(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Inputs:
+        """The slot's state and its refined state; in training also the refined states of the free passes."""
+        state_PSH, refiner = state_BASH.flatten(0, 1), self.xpress_head
+        tokens = [batch.after(max(1, slot)).gather(1, anchors.source_BA).flatten() for slot in range(self.shape.size)]
+        before = [torch.stack(tokens, 1)]
+        if self.training and self.free_passes:
+            before += self.free_drafts(state_PSH, before[0][:, :1])
+        slot_PSX = refiner.slots(state_PSH)
+        columns = [state_PSH, *(refiner.refined(refiner.read(slot_PSX, before_PS)) for before_PS in before)]
+
+        def of(draft: int, place_M: Tensor, pairs: Pairs) -> Tensor:
+            return torch.cat([column[:, self.shape.first + draft][place_M] for column in columns], -1)
+
+        return of
+
+    @torch.no_grad()
+    def free_drafts(self, state_PSH: Tensor, root_P1: Tensor) -> list[Tensor]:
+        """F times [P, S]: the tokens before the slots in each free pass, which the pass before it chose.
+
+        The first pass reads the choices of the slots' states alone.
+        """
+        refiner, passes = self.xpress_head, list[list[Tensor]]()
+        blocks = max(1, AT_ONCE // (self.shape.size - 1))
+        for state_CSH, root_C1 in zip(state_PSH.split(blocks), root_P1.split(blocks), strict=True):
+            slot_CKV, slot_CSX = self.slot_logits(state_CSH[:, 1:]), refiner.slots(state_CSH)
+            choice_CK, read = slot_CKV.argmax(-1), list[Tensor]()
+            for number in range(self.free_passes):
+                if number:
+                    x_CSR = refiner.refined(refiner.read(slot_CSX, read[-1]))
+                    choice_CK = self._refined_logits(slot_CKV, x_CSR[:, 1:]).argmax(-1)
+                read.append(torch.cat([root_C1, root_C1, choice_CK[:, :-1]], 1))
+            passes.append(read)
+        return [torch.cat(parts) for parts in zip(*passes, strict=True)]
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        """In training, not counted, also the slots' own logits, and those refined from the refiner's own drafts."""
+        for prediction in super().predict(batch):
+            if not self.training:
+                yield prediction
+                continue
+            state_MH, *refined = prediction.hidden_MH.split([self.width, *[self.rank] * (1 + self.free_passes)], -1)
+            yield replace(prediction, hidden_MH=torch.cat([state_MH, refined[0]], -1))
+            weight = prediction.weight
+            if self.base_weight:
+                own = replace(prediction, hidden_MH=state_MH, head=self.slot_logits, counted=False)
+                yield replace(own, weight=self.base_weight * weight)
+            for x_MR in refined[1:]:
+                free = replace(prediction, hidden_MH=torch.cat([state_MH, x_MR], -1), counted=False)
+                yield replace(free, weight=self.free_weight / self.free_passes * weight)
+
+    def walk(self, state_BSH: Tensor, drafts: int) -> Score:
+        """A node's state is a_0 to a_k of its own slot k and of its ancestors' slots, [B, W, (k + 1) R]."""
+        refiner, rank = self.xpress_head, self.rank
+        slot_BKV, slot_BSX = self.slot_logits(self.drafting(state_BSH, drafts)), refiner.slots(state_BSH)
+
+        def score(nodes: Generation) -> Scored:
+            slot, known = self.shape.first + nodes.depth, nodes.state_BWH.shape[-1] // rank
+            (B, W), new = nodes.token_BW.shape, slot + 1 - known  # below the root two slots: its own, and that of its children
+            slot_BWNX = slot_BSX[:, None, known : slot + 1].expand(B, W, -1, -1)
+            a_BWNR = refiner.read(slot_BWNX, nodes.token_BW[..., None].expand(B, W, new))
+            a_BWJR = torch.cat([nodes.state_BWH.reshape(B, W, known, rank), a_BWNR], 2)
+            x_BWR = refiner.refined(a_BWJR, first=slot)[:, :, 0]
+            return Scored(self._refined_logits(slot_BKV[:, nodes.depth, None], x_BWR), a_BWJR.flatten(2))
+
+        return score
+
+
+FAMILY = Family("xpress", XPressOptions, XPress)
