@@ -34,6 +34,7 @@ from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs
 from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
 from drafttrain.drafters.options.xpress import XPressOptions
 from drafttrain.model.batch import Anchors, Pairs, Prediction, TrainBatch
+from drafttrain.model.divided import pieces
 from drafttrain.model.layers import GatedMLP, Linear
 from drafttrain.model.target import Target
 
@@ -141,7 +142,8 @@ class XPress(BlockDrafter):
         """
         refiner, passes = self.xpress_head, list[list[Tensor]]()
         blocks = max(1, AT_ONCE // (self.shape.size - 1))
-        for state_CSH, root_C1 in zip(state_PSH.split(blocks), root_P1.split(blocks), strict=True):
+        for at in pieces(self, len(state_PSH), blocks, state_PSH.device):
+            state_CSH, root_C1 = state_PSH[at], root_P1[at]
             slot_CKV, slot_CSX = self.slot_logits(state_CSH[:, 1:]), refiner.slots(state_CSH)
             choice_CK, read = slot_CKV.argmax(-1), list[Tensor]()
             for number in range(self.free_passes):

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.objective.chunks import Chunk, Part, chunks, index_tensor, joined, joined_index
+from drafttrain.objective.chunks import Chunk, Part, alike, chunks, index_tensor, joined, joined_index
 from drafttrain.objective.scores import Terms, scores_of
 from drafttrain.objective.teacher import Distribution, Rows
 
@@ -135,12 +135,16 @@ class Scoring:
         terms: Terms,
         at_once: int,
         end_to_end: bool = False,
+        divided: bool = False,
     ) -> None:
-        """terms, end_to_end: as for `scores_of`."""
+        """terms, end_to_end: as for `scores_of`. divided: ZeRO-3 divides the heads' parameters."""
         self.predictions, self.distribution, self.terms, self.end_to_end = predictions, distribution, terms, end_to_end
         token_P, place_M = batch.token_BT.flatten(), [batch.teacher_index(p.label_M) for p in predictions]
         self.labels = [token_P[p.label_M] for p in predictions]
-        self.chunks = list(chunks(place_M, [(p.head, p.offers) for p in predictions], at_once))
+        heads = [(p.head, p.offers) for p in predictions]
+        self.chunks = list(chunks(place_M, heads, at_once))
+        if divided:
+            self.chunks = alike(self.chunks, heads, token_P.device)
 
     @property
     def hidden(self) -> list[Tensor]:

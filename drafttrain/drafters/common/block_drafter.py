@@ -38,6 +38,7 @@ from drafttrain.model.batch import Anchors, Context, Pairs, Prediction, TrainBat
 from drafttrain.model.blockwise_attention import Rule, blockwise_attention
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.convolution import Bare, Convolved
+from drafttrain.model.divided import pieces
 from drafttrain.model.drafter import Commit, Drafter, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import DecoderLayer, Linear, RMSNorm, recomputed
@@ -209,9 +210,9 @@ class BlockDrafter(Drafter):
         has_PK = torch.zeros_like(confidence_PK)
         for step, (place_M, pairs) in enumerate(self.steps(batch, anchors)):
             label_M, input_MX = token_P[pairs.label_M], inputs(step, place_M, pairs)
-            for place_C, input_CX, label_C in zip(*(x.split(CHUNK) for x in (place_M, input_MX, label_M)), strict=True):
-                q_CV = self.head(input_CX).float().softmax(-1)
-                confidence_PK[place_C, step] = q_CV.gather(1, label_C[:, None])[:, 0]
+            for at in pieces(self, len(place_M), CHUNK, token_P.device):
+                q_CV = self.head(input_MX[at]).float().softmax(-1)
+                confidence_PK[place_M[at], step] = q_CV.gather(1, label_M[at, None])[:, 0]
             has_PK[place_M, step] = 1.0
         reached_PK = ((1.0 - alpha) * confidence_PK + alpha).cumprod(1) * has_PK
         return reached_PK.flip(1).cumsum(1).flip(1)

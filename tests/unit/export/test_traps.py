@@ -131,7 +131,6 @@ E3, NORMED, SPEC = ("eagle3", "vllm"), ("eagle3-normed", "vllm"), ("eagle3", "sp
 NESTED, INNER = ("eagle_config", IDS), "transformer_layer_config"
 DFLASH, MUSE, LM = ("dflash", "vllm"), ("dflash", "transformers"), ("draft_model", "vllm")
 BLOCKS, ONE, P = ("dflash", "speculators"), ("eagle", "lmdeploy"), ("peagle", "vllm")
-SPARK, TWO = ("dspark", "speculators"), ("dflash2", "speculators")
 DEEP, IN_PLACE, AUTHORS = ("dspark", "vllm"), ("dspark-in-place", "sglang"), ("dspark", "official")
 TWO_RAW, DOMINO, SHIFTED_DOMINO = ("dflash2", "vllm"), ("domino", "sglang"), ("domino-shifted", "sglang")
 JET, CAUSAL = ("jetspec", "vllm"), ("dflash-causal", "sglang")
