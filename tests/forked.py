@@ -160,12 +160,12 @@ def main() -> None:
     from drafttrain.cli import config
     from drafttrain.cli import launch as launching
     from drafttrain.cli import main as cli
-    from drafttrain.commands import fit, measure
+    from drafttrain.commands import fit, measure, prepare
     from drafttrain.drafters import families
     from drafttrain.train.engine import load_deepspeed
     from tests import composing
 
-    assert fit and measure and muon and pandas and families()
+    assert fit and measure and prepare and muon and pandas and families()
     load_deepspeed()
     config.register, Hydra.get_mode = composing.register, composing.get_mode  # type: ignore[assignment]
     with redirect_stdout(io.StringIO()):
