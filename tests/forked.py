@@ -1,7 +1,8 @@
 """Command lines and launches in processes of their own that import nothing: a server has imported all, and forks for each.
 
-A fresh process imports for six seconds, and then trains for one. The server has one thread, no process group and no model, so
-its children are like fresh processes. Tests that are about how processes start and end still start `python -m drafttrain`.
+A fresh process imports for six seconds, and then trains for one. The server starts no threads, has no process group and no
+model, so its children are like fresh processes. Where a test's environment asks for stand-ins of GPUs (`tests/devices.py`),
+another server has them. Tests that are about how processes start and end still start `python -m drafttrain`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,18 +27,22 @@ from typing import Any, TextIO
 
 import torch
 
+from drafttrain.ops import library
 from drafttrain.runs.options import RunOptions
 
 ROOT = Path(__file__).parent.parent
+AT_START = ("PYTHONPATH", "STANDIN_LIBRARY", "STANDIN_DEVICES", "DS_ACCELERATOR", library.SWITCH)  # variables read at imports
+Variables = tuple[tuple[str, str], ...]
 
 
 class Server:
-    """The process that forks."""
+    """The process that forks. given: variables of its environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Variables) -> None:
         command = [sys.executable, "-m", "tests.forked"]
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device}
+        kept = {name: value for name, value in os.environ.items() if name not in AT_START}
+        variables = kept | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device} | dict(given)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=ROOT, env=variables, **pipes)
         atexit.register(self.end)
@@ -54,8 +60,12 @@ class Server:
 
 
 @cache
-def server() -> Server:
-    return Server()
+def server(given: Variables) -> Server:
+    return Server(given)
+
+
+def server_for(environment: Mapping[str, str]) -> Server:
+    return server(tuple((name, environment[name]) for name in AT_START if name in environment))
 
 
 @dataclass
@@ -64,16 +74,17 @@ class Forked:
 
     pid: int
     output: Path
+    parent: Server
     returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = server().ask(wait=self.pid, block=False)
+            self.returncode = self.parent.ask(wait=self.pid, block=False)
         return self.returncode
 
     def wait(self) -> int:
         if self.returncode is None:
-            self.returncode = server().ask(wait=self.pid, block=True)
+            self.returncode = self.parent.ask(wait=self.pid, block=True)
         assert self.returncode is not None
         return self.returncode
 
@@ -103,7 +114,8 @@ def launch(work: Any, options: RunOptions, resolved: dict[str, Any]) -> None:
 def _fork(**work: Any) -> Forked:
     handle, name = tempfile.mkstemp(prefix="forked-", suffix=".txt")
     os.close(handle)
-    return Forked(server().ask(**work, output=name, folder=os.getcwd(), environment=dict(os.environ)), Path(name))
+    environment, parent = dict(os.environ), server_for(os.environ)
+    return Forked(parent.ask(**work, output=name, folder=os.getcwd(), environment=environment), Path(name), parent)
 
 
 def serve(requests: TextIO, answers: TextIO) -> dict[str, Any] | None:
@@ -148,12 +160,12 @@ def main() -> None:
     from drafttrain.cli import config
     from drafttrain.cli import launch as launching
     from drafttrain.cli import main as cli
-    from drafttrain.commands import fit, measure
+    from drafttrain.commands import fit, measure, prepare
     from drafttrain.drafters import families
     from drafttrain.train.engine import load_deepspeed
     from tests import composing
 
-    assert fit and measure and muon and pandas and families()
+    assert fit and measure and prepare and muon and pandas and families()
     load_deepspeed()
     config.register, Hydra.get_mode = composing.register, composing.get_mode  # type: ignore[assignment]
     with redirect_stdout(io.StringIO()):

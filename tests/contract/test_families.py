@@ -29,8 +29,19 @@ from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import FEW, drafted_and_predicted, prompts, tiny_model, tiny_target, watch_proposals
 
+PLAIN: dict[str, list[Any]] = {}  # results without a drafter, which are the same for all families
+
 
 def decode(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], batch: int, **settings: Any) -> list[Any]:
+    if drafter is not None:
+        return decoded(target, drafter, asked, batch, **settings)
+    key = repr((type(target), target.fingerprint, target.head_weight.dtype, asked, batch, sorted(settings.items())))
+    if key not in PLAIN:
+        PLAIN[key] = decoded(target, None, asked, batch, **settings)
+    return PLAIN[key]
+
+
+def decoded(target: HFTarget, drafter: Drafter | None, asked: list[list[int]], batch: int, **settings: Any) -> list[Any]:
     sampling = settings.pop("sampling", Sampling())
     policy = "greedy" if sampling.greedy else "lossless"
     stop = settings.pop("stop", frozenset())
@@ -89,11 +100,12 @@ def test_long_prompts_enter_beside_rows_that_are_nearly_done(name: str) -> None:
     """The cache holds the longest request and no more, whoever shares a step with it."""
     target = tiny_target()
     asked = [[3 + i, 5, 9] * length for i, length in enumerate((2, 60, 40, 55, 1))]
+    plain = [r.tokens for r in decode(target, None, asked, 1, tokens=40)]
     for noise in (0.0, 1.0):
         drafter = build(name, target, noise)
         for prefill in (512, 32):
             ours = decode(target, drafter, asked, 2, tokens=40, prefill_chunk=prefill)
-            assert [r.tokens for r in ours] == [r.tokens for r in decode(target, None, asked, 1, tokens=40)]
+            assert [r.tokens for r in ours] == plain
         assert sum(r.verifications for r in ours) == sum(r.verifications for r in decode(target, drafter, asked, 1, tokens=40))
 
 
@@ -138,7 +150,7 @@ def test_coupled_output_is_plain_samplings_token_for_token(name: str) -> None:
     """With the verifier's noise for its own samples too, so that it draws what the verifier will."""
     target, asked = tiny_target(), prompts(5, seed=3)
     for sampling in (Sampling(0.7, top_p=0.95, seed=2), Sampling(1.5, seed=2)):
-        plain = Decoder(target, None, "lossless", sampling, max_new_tokens=30).run(asked, 2).results
+        plain = decode(target, None, asked, 2, sampling=sampling)
         for batch in (1, 3):
             ours = Decoder(target, build(name, target, 0.1), "coupled", sampling, max_new_tokens=30).run(asked, batch).results
             assert [r.tokens for r in ours] == [r.tokens for r in plain]

@@ -22,7 +22,7 @@ from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, save_drafter
 from drafttrain.targets import TargetOptions
 from drafttrain.targets.load import load_target
-from tests import devices
+from tests import devices, forked
 from tests.integration.test_training import SETTINGS, arguments, losses, once
 
 Command = Callable[..., int]
@@ -49,8 +49,13 @@ def short(folder: Path) -> list[str]:
 
 
 def fit(material: Path, output: Path, *more: str) -> Path:
-    """In fresh processes: the stand-ins come with the interpreter's start."""
-    done = subprocess.run(arguments(material, output, *more), capture_output=True, text=True, timeout=500)
+    forked.run(arguments(material, output, *more))
+    return run_of(output)
+
+
+def fit_on_a_cpu(material: Path, output: Path, *more: str) -> Path:
+    """In fresh processes, whose DeepSpeed has not chosen a device yet."""
+    done = subprocess.run(arguments(material, output, *more, "target.device=cpu"), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return run_of(output)
 
@@ -116,7 +121,6 @@ def on_the_cpu(material: Path) -> dict[str, list[float]]:
             ("deepspeed=zero1", "features=cached", "features.format=float32", "target.prefetch=true", "train.per_rank=true"),
         ),
         ("eagle3", ("train.sequence_parallel=2", "deepspeed=zero3")),
-        ("medusa", ("target.device=cpu",)),
         ("medusa", ("target.device=cuda", "measure.every=1", "measure.every_prompts=1")),
     ],
     ids=lambda given: given if isinstance(given, str) else given[0],
@@ -127,8 +131,14 @@ def test_fit_on_gpus_has_the_losses_of_a_cpu(
     """The process that starts the others is under the stand-in too, and touches no GPU."""
     run = fit(material, tmp_path / "out", f"recipe={recipe}", "train.steps=2", "train.micro_batch=1", TWO, *more)
     assert losses(run) == pytest.approx(on_the_cpu[recipe], rel=1e-5)
-    if "target.device=cpu" not in more:
-        devices.check_order(gpus, 2)
+    devices.check_order(gpus, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpus")
+def test_a_machine_of_gpus_trains_on_its_cpu(material: Path, tmp_path: Path, on_the_cpu: dict[str, list[float]]) -> None:
+    run = fit_on_a_cpu(material, tmp_path / "out", "recipe=medusa", "train.steps=2", "train.micro_batch=1", TWO)
+    assert losses(run) == pytest.approx(on_the_cpu["medusa"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -182,7 +192,8 @@ def free_port() -> int:
 def test_two_machines_of_two_gpus(material: Path, tmp_path: Path, gpus: Path, on_the_cpu: dict[str, list[float]]) -> None:
     own = arguments(material, tmp_path / "out", "recipe=medusa", "train.steps=2", "train.micro_batch=1", TWO)
     place = ["launcher.nodes=2", f"launcher.rendezvous=localhost:{free_port()}"]
-    started([[*own, *place]] * 2, [{}] * 2)
+    machines = [forked.start([*own, *place]) for _ in range(2)]
+    assert [machine.wait() for machine in machines] == [0, 0], "\n".join(machine.said() for machine in machines)
     devices.check_order(gpus, 4)
     assert losses(run_of(tmp_path / "out")) == pytest.approx(on_the_cpu["medusa"], rel=1e-5)
 
@@ -203,7 +214,7 @@ def test_each_process_may_be_shown_one_gpu(
 @pytest.mark.slow
 def test_more_processes_than_gpus_get_one_line(material: Path, tmp_path: Path, gpus: Path) -> None:
     command = [sys.executable, "-m", "drafttrain", "fit", *paths(material, tmp_path), *SETTINGS, "launcher.nproc=3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert "LOCAL_RANK is 2, this process sees 2 GPUs; start as many processes on a machine" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    done = forked.start(command)
+    assert done.wait() == 2
+    (line,) = done.said().strip().splitlines()
+    assert "LOCAL_RANK is 2, this process sees 2 GPUs; start as many processes on a machine" in line

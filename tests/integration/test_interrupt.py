@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import forked
 from tests.integration.test_training import arguments, digest, fit, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ctrl_c_is_heard")]
@@ -27,14 +28,13 @@ def lines_of(output: Path) -> int:
 
 def interrupted(command: list[str], output: Path, number: signal.Signals, lines: int) -> str:
     """Signal the first process alone once metrics.jsonl has so many lines; what it said."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = forked.start(command)
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None and lines_of(output) < lines:
         time.sleep(0.01)
-    process.send_signal(number)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == CODE, said
-    return said
+    os.kill(process.pid, number)
+    assert process.wait() == CODE, process.said()
+    return process.said()
 
 
 def checkpoints(output: Path) -> list[str]:

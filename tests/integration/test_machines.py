@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.integration.test_training import arguments, losses, once
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,9 @@ def test_the_losses_are_those_of_one_process(launcher: str, material: Path, tmp_
         port = free.getsockname()[1]
     own = arguments(material, tmp_path / "four", *STEPS)
     if launcher == "drafttrain":
-        started([*own, "launcher.nproc=2", "launcher.nodes=2", f"launcher.rendezvous=localhost:{port}"])
+        place = ["launcher.nproc=2", "launcher.nodes=2", f"launcher.rendezvous=localhost:{port}"]
+        machines = [forked.start([*own, *place]) for _ in range(2)]
+        assert [machine.wait() for machine in machines] == [0, 0], "\n".join(machine.said() for machine in machines)
     elif launcher == "torchrun":
         place = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost", "--rdzv-id=two"]
         started([sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *place, *own[1:]])

@@ -5,30 +5,27 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
 from drafttrain.data.journal import read
+from tests import forked
 
 SETTINGS = ["prepare.max_new_tokens=24", "prepare.temperatures=[0,0.8]", "prepare.drop=[empty]", "data.limit=80"]
 
 
-def command(folder: Path, out: str, *more: str) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "drafttrain", "prepare", f"out={out}", *SETTINGS, *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        line, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+def command(folder: Path, out: str, *more: str) -> forked.Forked:
+    with chdir(folder):
+        return forked.start([sys.executable, "-m", "drafttrain", "prepare", f"out={out}", *SETTINGS, *more])
 
 
-def finished(process: subprocess.Popen[str]) -> str:
-    shown = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, shown
-    return shown
+def finished(process: forked.Forked) -> str:
+    assert process.wait() == 0, process.said()
+    return process.said()
 
 
 def journaled(folder: Path) -> list[str]:
@@ -64,9 +61,9 @@ def test_a_signal_ends_it_for_later(tmp_path: Path) -> None:
     while len(journaled(tmp_path)) < 5:
         assert process.poll() is None
         time.sleep(0.02)
-    process.terminate()
-    shown = process.communicate(timeout=60)[0]
-    assert process.returncode == 75
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 75
+    shown = process.said()
     assert "drafttrain: interrupted by SIGTERM; the same command continues" in shown and "Traceback" not in shown
     ids = journaled(tmp_path)
     assert len(ids) == len(set(ids))

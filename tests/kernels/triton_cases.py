@@ -131,7 +131,7 @@ def test_tree_attention(case: str, dtype: torch.dtype) -> None:
 def test_the_last_nodes_of_a_tree_alone(case: str, dtype: torch.dtype) -> None:
     torch.manual_seed(len(case))
     inputs, of = Inputs.of(CASES[case], dtype), CASES[case]
-    bound, whole = max(of.lengths) + of.nodes + of.slack, inputs.through(attention_op.tree_attention, of)
+    bound, whole = max(of.lengths) + of.nodes + of.slack, inputs.through(attention_op.reference, of)
     for earlier in {of.nodes // 2, of.nodes - 1}:
         last = (inputs.q_BNhD[:, earlier:], inputs.keys, inputs.values, inputs.table_BQ, inputs.length_B)
         last += (inputs.bits_BNw[:, earlier:], inputs.position_BN[:, earlier:])
