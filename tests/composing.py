@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.hydra import Hydra
 
 from drafttrain.cli import config
@@ -32,3 +34,15 @@ def register(config_dir: Path | None = None) -> None:
 def get_mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
     """For `Hydra.get_mode`, which composes every configuration once more only to learn whether it asks for a sweep."""
     return GET_MODE(hydra, config_name, overrides) if any("hydra.mode" in word for word in overrides) else None
+
+
+def share_sources(repository: CachingConfigRepository, delegate: IConfigRepository) -> None:
+    """For `CachingConfigRepository.__init__`, which copies all that the sources hold. Only their list is changed later."""
+    repository.delegate, repository.cache = copy.copy(delegate), {}
+
+
+PATCHES = (
+    (config, "register", register),
+    (Hydra, "get_mode", get_mode),
+    (CachingConfigRepository, "__init__", share_sources),
+)

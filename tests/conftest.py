@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra._internal.hydra import Hydra
 
-from drafttrain.cli import config
 from drafttrain.cli import main as cli
 from drafttrain.cli.quiet import quiet
 from tests import composing
@@ -42,8 +40,8 @@ def ctrl_c_is_heard() -> Iterator[None]:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Run `drafttrain ARGUMENTS` in this process, from an empty folder; the exit code."""
-    monkeypatch.setattr(config, "register", composing.register)
-    monkeypatch.setattr(Hydra, "get_mode", composing.get_mode)
+    for owner, name, quicker in composing.PATCHES:
+        monkeypatch.setattr(owner, name, quicker)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["drafttrain"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -222,6 +222,12 @@ def _execute(command: str, run: Run, config_dir: Path | None) -> None:
     launch(partial(_run_explained, function), run.options, run.resolved)
 
 
+@cache
+def _leave_out_what_there_is() -> None:
+    """Garbage collections leave out the objects of now; once in a process."""
+    gc.freeze()
+
+
 @contextmanager
 def _without_collection() -> Iterator[None]:
     """Without garbage collection, then with one that leaves out what there is by then.
@@ -235,8 +241,7 @@ def _without_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-        if not gc.get_freeze_count():
-            gc.freeze()
+        _leave_out_what_there_is()
 
 
 def _run_explained(function: Callable[[Any, dict[str, Any]], object], options: Any, resolved: dict[str, Any]) -> None:

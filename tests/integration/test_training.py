@@ -130,6 +130,25 @@ def test_zero_stages_have_the_losses_of_stage_0(recipe: str, stage: int, materia
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        ("recipe=medusa",),
+        ("recipe=eagle3", "train.optimizer=adamw", "train.lr=5e-3"),
+        ("recipe=dspark", "train.optimizer=adamw", "drafter.taps=[0,1]", "drafter.anchors=64", "drafter.weights=dpace"),
+        ("recipe=xpress", "train.optimizer=adamw", "drafter.taps=[0,1]", "drafter.anchors=64", "drafter.block_size=4"),
+    ],
+    ids=lambda given: given[0],
+)
+def test_processes_with_unlike_texts_gather_the_same_heads(drafter: tuple[str, ...], material: Path, tmp_path: Path) -> None:
+    """Each process has its own number of predictions, so of chunks. DeepSpeed is told to divide small parameters too."""
+    steps = (*drafter, "train.steps=4", "loss.chunk=8")
+    extra = "+deepspeed.extra={zero_optimization:{stage:3,stage3_param_persistence_threshold:0}}"
+    divided = fit(material, tmp_path / "divided", *steps, "deepspeed=zero3", "launcher.nproc=2", extra)
+    assert losses(divided) == pytest.approx(losses(once(material, *steps)), rel=1e-5)
+
+
+@pytest.mark.slow
 def test_trees_for_this_machine_are_sized_by_one_process_for_all(material: Path, tmp_path: Path) -> None:
     steps = ("recipe=medusa", "train.steps=4", "train.checkpoint_every=2", "decode.tree_nodes=null", "launcher.nproc=2")
     run = fit(material, tmp_path / "two", *steps, "deepspeed=zero2")
