@@ -42,19 +42,19 @@ class LatticeShape:
 
 
 class LatticeAttention(nn.Module):
-    """Bidirectional attention with a bias per pair of positions, named as `torch.nn.MultiheadAttention`."""
+    """Bidirectional attention with a bias per pair of positions.
+
+    Queries, keys and values are one linear map, which Muon trains, where the official code has a bare parameter.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
-        self.out_proj = Linear(width, width)
-        nn.init.xavier_uniform_(self.in_proj_weight)
+        self.in_proj, self.out_proj = Linear(width, 3 * width), Linear(width, width)
 
     def forward(self, x_NLD: Tensor, bias_hLL: Tensor) -> Tensor:
-        joint_NL3D = F.linear(x_NLD, self.in_proj_weight, self.in_proj_bias)
-        q_NhLd, k_NhLd, v_NhLd = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in joint_NL3D.chunk(3, -1))
+        parts = self.in_proj(x_NLD).chunk(3, -1)
+        q_NhLd, k_NhLd, v_NhLd = (x_NLD.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x_NLD in parts)
         mixed_NhLd = F.scaled_dot_product_attention(q_NhLd, k_NhLd, v_NhLd, attn_mask=bias_hLL[None].to(x_NLD.dtype))
         out_NLD: Tensor = self.out_proj(mixed_NhLd.transpose(1, 2).flatten(2))
         return out_NLD
@@ -85,7 +85,7 @@ class LatticeLayer(nn.Module):
 
 
 class LatticeNetwork(nn.Module):
-    """Modules and parameters are named as in the official code."""
+    """Modules and parameters are named as in the official code, but for `in_proj` of attention."""
 
     def __init__(self, shape: LatticeShape) -> None:
         super().__init__()
@@ -105,6 +105,8 @@ class LatticeNetwork(nn.Module):
         for linear in (m for m in self.modules() if isinstance(m, nn.Linear)):
             nn.init.normal_(linear.weight, std=STD)
             nn.init.zeros_(linear.bias)
+        for layer in self.layers:
+            nn.init.xavier_uniform_(layer.attn.in_proj.weight)  # as `torch.nn.MultiheadAttention`, which the official code uses
 
     def forward(self, token_NKCH: Tensor, log_q_NKC: Tensor, state_NKH: Tensor, context_NH: Tensor) -> tuple[Tensor, Tensor]:
         """(start_NC, pair_NJCC): the scores in float32; of a pair, [..., i, j] is that of j after i.
