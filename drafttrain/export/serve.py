@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from drafttrain.export.files import Source
 
 VLLM = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
-VLLM |= {"peagle": "eagle3", "pard": "draft_model"}
+VLLM |= {"peagle": "eagle3", "pard": "draft_model", "lilicorr": "dflash"}
 PARALLEL = ("peagle", "pard")  # families that need parallel_drafting in vLLM
 SGLANG = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "draft_model": "STANDALONE"}
+SGLANG |= {"lilicorr": "DFLASH"}
 TRTLLM = {"eagle3": "Eagle3", "dflash": "DFlash", "draft_model": "Draft_Target", "pard": "PARD"}
 LLAMACPP = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
 BY_NAME = ("vllm", "sglang", "trtllm", "speculators", "transformers", "tgi", "lmdeploy")  # stacks that load a hub id themselves
@@ -18,6 +19,7 @@ NOTES = {
     ("vllm", "medusa"): "vLLM up to 0.32 loads Medusa heads; 0.33 no longer does.",
     ("speculators", "peagle"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
     ("speculators", "eagle3"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
+    ("sglang", "lilicorr"): "With SGLANG_ENABLE_LILICORR_SAMPLING=1 drafts are sampled where the request samples.",
     ("official", "hydra"): "The authors' code reads a pickle. The first two lines write it from the safetensors file.",
 }
 
@@ -68,7 +70,7 @@ def _vllm(served: Served) -> str:
 
 
 def _sglang(served: Served) -> str:
-    steps = "" if served.family == "dflash" else f"--speculative-num-steps {served.drafts} --speculative-eagle-topk 1 "
+    steps = "" if SGLANG[served.family] == "DFLASH" else f"--speculative-num-steps {served.drafts} --speculative-eagle-topk 1 "
     return (
         f"python -m sglang.launch_server --model-path {served.target} --speculative-algorithm {SGLANG[served.family]} "
         f"--speculative-draft-model-path {served.directory} {steps}--speculative-num-draft-tokens {served.drafts + 1}"

@@ -16,6 +16,7 @@ from drafttrain.export.layouts import (
     eagle3,
     gguf,
     hydra,
+    lilicorr,
     medusa,
     mlp_speculator,
     mtp,
@@ -32,6 +33,7 @@ from drafttrain.export.readers import eagle as read_eagle
 from drafttrain.export.readers import eagle3 as read_eagle3
 from drafttrain.export.readers import gguf as read_gguf
 from drafttrain.export.readers import hydra as read_hydra
+from drafttrain.export.readers import lilicorr as read_lilicorr
 from drafttrain.export.readers import medusa as read_medusa
 from drafttrain.export.readers import mlp_speculator as read_mlp_speculator
 from drafttrain.export.readers import mtp as read_mtp
@@ -82,6 +84,7 @@ SAME_EXIT = "only the target is needed, and no stack reads an adapter; transform
 ONE_BY_ONE = "it would draft one token per pass and ignore the mask tokens; export a draft_model there"
 SPECULATORS = "it reads format=speculators"
 UNREAD = "the format that its loader reads is not known"
+NEWER_ONLY = "only versions after the one that exports are checked with have a loader for this family"
 
 
 def _eagle3(stack: str) -> Layout:
@@ -102,6 +105,10 @@ def _pard() -> Layout:
 
 def _dflash() -> Layout:
     return Layout("z-lab", dflash.zlab, read_dflash.zlab, dflash.refuse)
+
+
+def _lilicorr() -> Layout:
+    return Layout("LiLiCorr", lilicorr.files, read_lilicorr.read, lilicorr.refuse)
 
 
 def _eagle(stack: str) -> Layout:
@@ -164,6 +171,12 @@ TABLE: dict[str, dict[str, Row]] = {
     ),
     "dspark": _block(Layout("speculators", dspark.speculators, read_dspark.speculators, dflash.refuse_per_layer)),
     "dflash2": _block(Layout("speculators", dflash2.speculators, read_dflash2.speculators, dflash.refuse_last)),
+    "lilicorr": _row(
+        vllm=_lilicorr(),
+        sglang=_lilicorr(),
+        **dict.fromkeys(("trtllm", "llamacpp"), NEWER_ONLY),
+        official="its trainer serves nothing; format=vllm or sglang writes the files that it would export",
+    ),
     "draft_model": _row(
         **{stack: _plain() for stack in ("vllm", "sglang", "trtllm", "openvino")},
         transformers=replace(_plain(), adapter=_adapter()),

@@ -13,12 +13,13 @@ from drafttrain.model.target import Target
 
 SHIFTED = "sample_from_anchor"
 NONE: Mapping[str, Any] = {}
+PLAIN = ("fc", "hidden_norm", "norm", "layers", "embed_tokens", "lm_head")  # first parts of tensors' names
 
 
 def _zlab(found: Foreign) -> bool:
-    """speculators has its own layout with the same tensor names."""
+    """speculators has its own layout with the same tensor names; other families have a head too."""
     named = found.has("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
-    return named and TYPE not in found.config
+    return named and TYPE not in found.config and all(name.split(".")[0] in PLAIN for name in found.kinds)
 
 
 def _transformers(found: Foreign) -> bool:
@@ -49,7 +50,7 @@ def speculators_options(found: Foreign, target: Target, shifted: bool = False, n
     }
 
 
-def _zlab_options(found: Foreign, target: Target) -> dict[str, Any]:
+def zlab_options(found: Foreign, target: Target) -> dict[str, Any]:
     """`is_causal`, in old files inside dflash_config, is of all layers; without it those with windows are causal."""
     inside = found.config.get("dflash_config") or {}
     given = found.config.get("is_causal", inside.get("causal") if isinstance(inside, Mapping) else None)
@@ -110,7 +111,7 @@ def _block(
 
 
 ROWS = [
-    Importer("z-lab", "dflash", _zlab, _zlab_options),
+    Importer("z-lab", "dflash", _zlab, zlab_options),
     Importer("speculators", "dflash", speculators("dflash"), speculators_options),
     Importer("muse_glimmer_assistant", "dflash", _transformers, _transformers_options, TRANSFORMERS),
 ]

@@ -11,6 +11,7 @@ from drafttrain.export.importers import (
     eagle,
     eagle3,
     hydra,
+    lilicorr,
     medusa,
     mlp_speculator,
     mtp,
@@ -21,7 +22,22 @@ from drafttrain.export.importers import (
 from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer
 
-MODULES = (eagle3, peagle, eagle, medusa, hydra, redrafter, mlp_speculator, mtp, dflash, dspark, dflash2, draft_model, pard)
+MODULES = (
+    eagle3,
+    peagle,
+    eagle,
+    medusa,
+    hydra,
+    redrafter,
+    mlp_speculator,
+    mtp,
+    dflash,
+    dspark,
+    dflash2,
+    lilicorr,
+    draft_model,
+    pard,
+)
 IMPORTERS: list[Importer] = [row for module in MODULES for row in module.ROWS]
 
 

@@ -81,15 +81,19 @@ def lmdeploy(source: Source) -> Files:
 
 def zlab(source: Source) -> Files:
     """The authors' layout."""
-    config = {
-        "architectures": ["DFlashDraftModel"],
+    return Files(zlab_config(source, "DFlashDraftModel"), source.tensors, facts=facts(source))
+
+
+def zlab_config(source: Source, architecture: str, **inner: Any) -> dict[str, Any]:
+    """config.json of the authors' layout. inner: further fields of `dflash_config`."""
+    return {
+        "architectures": [architecture],
         "model_type": "qwen3",
         **_fields(source),
         **({"is_causal": False} if any(_windows(source)) and not _causal(source) else {}),
         "num_target_layers": source.shape.blocks,
-        "dflash_config": {"mask_token_id": mask_token(source), "target_layer_ids": _ids(source)},
+        "dflash_config": {"mask_token_id": mask_token(source), "target_layer_ids": _ids(source), **inner},
     }
-    return Files(config, source.tensors, facts=facts(source))
 
 
 def transformers(source: Source) -> Files:

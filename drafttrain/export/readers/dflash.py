@@ -43,14 +43,20 @@ def lmdeploy(directory: Path, target: TargetParts, points: Sequence[Point]) -> R
 
 def zlab(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
     """The authors' layout."""
+    _, _, block = of_zlab(directory, "DFlashDraftModel", target)
+    return reading(block, Tensors(directory), ("fc", "hidden_norm"), target, points)
+
+
+def of_zlab(directory: Path, architecture: str, target: TargetParts) -> tuple[Config, Config, Block]:
+    """A configuration in the authors' form, its `dflash_config`, and the block."""
     config = Config.of(directory)
-    config.expect("architectures", ["DFlashDraftModel"], "architecture")
+    config.expect("architectures", [architecture], "architecture")
     config.expect("model_type", "qwen3", "architecture")
     config.expect("num_target_layers", target.blocks, "layer ids")
     config.expect("vocab_size", len(target.embed), "vocabulary")
     causal = config.values.get("is_causal", True)  # of layers with a window
     own = config.inside("dflash_config", "layer ids")
-    return _read(directory, config, own, ("fc", "hidden_norm"), target, points, causal)
+    return config, own, _block(config, own, causal)
 
 
 def transformers(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
@@ -60,7 +66,8 @@ def transformers(directory: Path, target: TargetParts, points: Sequence[Point]) 
         config = Config(config.values | {"sliding_window": config.values["sliding_window"] + 1}, config.where)
     config.expect("architectures", ["MuseGlimmerAssistantModel"], "architecture")
     config.expect("model_type", "muse_glimmer_assistant", "architecture")
-    return _read(directory, config, config, ("encoder.fc", "encoder.output_norm_enc"), target, points, causal=False)
+    block = _block(config, config, causal=False)
+    return reading(block, Tensors(directory), ("encoder.fc", "encoder.output_norm_enc"), target, points)
 
 
 def speculators(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
@@ -93,21 +100,11 @@ def of_speculators(
     return config, Block(shape, count, taken, size, mask, first, causal=causal)
 
 
-def _read(
-    directory: Path,
-    config: Config,
-    own: Config,
-    names: tuple[str, str],
-    target: TargetParts,
-    points: Sequence[Point],
-    causal: bool,
-) -> Reading:
-    """own: holds the layer ids and the mask token. names: of the context's linear map and of its norm. causal: as in
-    `Block`.
-    """
+def _block(config: Config, own: Config, causal: bool) -> Block:
+    """own: holds the layer ids and the mask token. causal: as in `Block`."""
     count, shape = config.get("num_hidden_layers", "config"), Shape.of(config)
     _expect_kinds(config, shape, count)
-    block = Block(
+    return Block(
         shape,
         count,
         [number + 1 for number in own.get("target_layer_ids", "layer ids")],
@@ -115,7 +112,6 @@ def _read(
         own.get("mask_token_id", "mask token"),
         causal=causal,
     )
-    return reading(block, Tensors(directory), names, target, points)
 
 
 def _expect_kinds(config: Config, shape: Shape, count: int) -> None:

@@ -71,6 +71,8 @@ PAIRS = {  # case -> the stacks that it goes to
     "dspark-in-place": ["speculators"],
     "dflash2": ["speculators"],
     "dflash2-unlike": ["speculators"],
+    "lilicorr": ["vllm", "sglang"],
+    "lilicorr-wide": ["vllm", "sglang"],
     "draft_model": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
     "draft_model-lora": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
 }

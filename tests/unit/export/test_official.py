@@ -33,6 +33,7 @@ from drafttrain.export.readers import (
     eagle,
     eagle3,
     hydra,
+    lilicorr,
     medusa,
     mlp_speculator,
     peagle,
@@ -61,6 +62,7 @@ READERS = {  # of layouts whose directories have all that a stack's reader asks 
     "dflash, transformers": dflash.transformers,
     "dspark, speculators": dspark.speculators,
     "dflash2, speculators": dflash2.speculators,
+    "lilicorr": lilicorr.read,
 }
 NETWORK = {
     "eagle3": {"taps": [0, 1, 2], "draft_vocab": D, "fc_norm": False, "norm_output": False, "norm_before_residual": False},
@@ -77,6 +79,18 @@ NETWORK = {
     "dflash": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "mask_token": 63, "slots": "in_place"},
     "dspark, speculators": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "slots": "shifted", "rank": 8},
     "dflash2, speculators": {"block_size": 4, "layers": 2, "slots": "in_place", "rank": 8, "candidates": 6, "group": 16},
+    "lilicorr": {
+        "block_size": 4,
+        "layers": 2,
+        "candidates": 4,
+        "hidden_size": 16,
+        "factor_dim": 12,
+        "corrector_layers": 2,
+        "heads": 2,
+        "mlp_ratio": 1.5,
+        "logit_scale": 6.0,
+        "vector_eps": 0.001,
+    },
     "draft_model": {"source": "hf", "lora_rank": 0},
 }
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]

@@ -23,6 +23,8 @@ SAYS = {  # what serves three drafts; the taps of these drafters are the outputs
     ("dflash", "trtllm"): ["decoding_type: DFlash", "max_draft_len: 3"],
     ("dflash", "transformers"): ['speculation_type="dflash"'],
     ("dflash", "llamacpp"): ["--spec-type draft-dflash", "--spec-draft-n-max 3"],
+    ("lilicorr", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],
+    ("lilicorr", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4"],
     ("draft_model", "vllm"): ['"method": "draft_model"', '"num_speculative_tokens": 3'],
     ("draft_model", "sglang"): ["--speculative-algorithm STANDALONE"],
     ("draft_model", "trtllm"): ["decoding_type: Draft_Target"],
