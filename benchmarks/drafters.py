@@ -70,6 +70,7 @@ CASES = {
     "dflash": Case("dflash", {"tree": "chain"}, heads=0),
     "dflash2": Case("dflash2", {"tree": "chain"}, heads=0),
     "dspark": Case("dspark", {"tree": "chain"}, heads=0),
+    "lilicorr": Case("lilicorr", {"tree": "chain"}, heads=0),
 }
 
 

@@ -84,7 +84,6 @@ SAME_EXIT = "only the target is needed, and no stack reads an adapter; transform
 ONE_BY_ONE = "it would draft one token per pass and ignore the mask tokens; export a draft_model there"
 SPECULATORS = "it reads format=speculators"
 UNREAD = "the format that its loader reads is not known"
-NEWER_ONLY = "only versions after the one that exports are checked with have a loader for this family"
 
 
 def _eagle3(stack: str) -> Layout:
@@ -174,7 +173,8 @@ TABLE: dict[str, dict[str, Row]] = {
     "lilicorr": _row(
         vllm=_lilicorr(),
         sglang=_lilicorr(),
-        **dict.fromkeys(("trtllm", "llamacpp"), NEWER_ONLY),
+        trtllm="its development branch has a loader, which these files were not checked with",
+        llamacpp="builds up to 11434, the one that exports are checked with, have no loader for this family",
         official="its trainer serves nothing; format=vllm or sglang writes the files that it would export",
     ),
     "draft_model": _row(
