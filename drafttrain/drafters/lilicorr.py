@@ -51,7 +51,7 @@ class LiLiCorr(BlockDrafter):
             options.mlp_ratio,
             options.logit_scale,
             options.vector_eps,
-            self.layer_shape.norm_eps,
+            self.norm.eps,
         )
         self.vocab, self.candidates = target.shape.vocab_size, options.candidates
         self.weights = options.ce_weight, options.penalty_weight, options.divergence_weight
@@ -115,24 +115,13 @@ class LiLiCorr(BlockDrafter):
         above_NK = torch.stack([batch.after(1 + j).gather(1, anchors.source_BA).flatten() for j in range(self.draft_length)], 1)
         score_NKC = torch.cat([lattice.scores(j, above_NK[:, j, None]) for j in range(self.draft_length)], 1)
         aux = self.lattice_loss(batch, self.labels(batch, anchors), lattice, score_NKC) / (self.draft_length * anchors.share)
-        drafted, share = (
-            zip(super().predictions(batch, anchors, state_BASH), self.steps(batch, anchors), strict=True),
-            self.weights[2],
-        )
-        for own, (place_M, _) in drafted:
-            step = own.step
-            input_MX = torch.cat([score_NKC[place_M, step], lattice.token_NKC[place_M, step].float()], -1)
+        slots = super().predictions(batch, anchors, state_BASH)
+        for own, (place_M, _) in zip(slots, self.steps(batch, anchors), strict=True):
+            step, weight = own.step, self.weights[2] * own.weight
             yield replace(own, counted=False)
-            yield Prediction(
-                step,
-                own.source_M,
-                own.label_M,
-                input_MX,
-                self.choice,
-                share * own.weight,
-                aux=aux if step == 0 else None,
-                offers=self.candidates,
-            )
+            input_MX = torch.cat([score_NKC[place_M, step], lattice.token_NKC[place_M, step].float()], -1)
+            of_lattice = aux if step == 0 else None
+            yield replace(own, hidden_MH=input_MX, head=self.choice, weight=weight, aux=of_lattice, offers=self.candidates)
 
     def labels(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
         """[N, K] flat position of each draft's label; -1 for a draft without one."""

@@ -98,14 +98,15 @@ class LatticeNetwork(nn.Module):
         self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, shape.candidates, width))
         self.relative_slot_bias = nn.Parameter(torch.zeros(shape.heads, 2 * shape.block_size - 1))
         self.same_slot_bias = nn.Parameter(torch.zeros(shape.heads))
-        self.layers = nn.ModuleList(LatticeLayer(shape) for _ in range(shape.layers))
+        layers = [LatticeLayer(shape) for _ in range(shape.layers)]
+        self.layers = nn.ModuleList(layers)
         self.output_norm, self.anchor_norm = RMSNorm(width, shape.norm_eps), RMSNorm(width, shape.norm_eps)
         self.factor_input_proj = Linear(3 * width, width)
         self.out_head, self.in_head, self.anchor_out_head = (Linear(width, factors) for _ in range(3))
         for linear in (m for m in self.modules() if isinstance(m, nn.Linear)):
             nn.init.normal_(linear.weight, std=STD)
             nn.init.zeros_(linear.bias)
-        for layer in self.layers:
+        for layer in layers:
             nn.init.xavier_uniform_(layer.attn.in_proj.weight)  # as `torch.nn.MultiheadAttention`, which the official code uses
 
     def forward(self, token_NKCH: Tensor, log_q_NKC: Tensor, state_NKH: Tensor, context_NH: Tensor) -> tuple[Tensor, Tensor]:
