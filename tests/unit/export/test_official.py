@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ NETWORK = {
     },
     "draft_model": {"source": "hf", "lora_rank": 0},
 }
+OLDER = {"up_proj.": "0.", "down_proj.": "2."}
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
 
 
@@ -126,6 +128,23 @@ def test_what_is_imported_drafts_as_its_files_do(layout: str, tmp_path: Path) ->
     options = found.meta.options | found.drafter.resolved_options()
     assert {key: options[key] for key in NETWORK.get(layout, {})} == NETWORK.get(layout, {})
     assert not any(options.get("layer", {}).values())
+
+
+def test_older_names_of_the_lattices_mlps_are_the_same_drafter(tmp_path: Path) -> None:
+    names = {"feature_norm.": "feature_mlp.0.", "feature_mlp.up_proj.": "feature_mlp.1."}
+    names |= {"feature_mlp.down_proj.": "feature_mlp.3."}
+    names |= {f"lilicorr.layers.{i}.mlp.{x}": f"lilicorr.layers.{i}.mlp.{y}" for i in (0, 1) for x, y in OLDER.items()}
+
+    def older(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("lilicorr.")]:
+            tensors[reduce(lambda text, pair: text.replace(*pair), names.items(), name)] = tensors.pop(name)
+
+    (one, _), (two, _) = (
+        imported(put(tmp_path / name, made))
+        for name, made in (("newer", LAYOUTS["lilicorr"]()), ("older", changed("lilicorr", older)))
+    )
+    assert one.tensors.keys() == two.tensors.keys()
+    assert all(torch.equal(x, two.tensors[name]) for name, x in one.tensors.items())
 
 
 def test_a_draft_model_drafts_as_transformers_does(tmp_path: Path) -> None:
@@ -478,6 +497,16 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         "enable_confidence_head is False",
     ),
     "three taps": ("dflash2, speculators", lambda c, t: c.update(conv_kernel_size=3), "conv_kernel_size is 3"),
+    "convolutions": (
+        "lilicorr",
+        lambda c, t: c["dflash_config"].update(conv_kernel_size=2),
+        "conv_kernel_size is 2, but layers of this family have no convolutions here",
+    ),
+    "no scale": (
+        "lilicorr",
+        lambda c, t: c["dflash_config"].pop("lilicorr_logit_scale"),
+        "config.json's dflash_config does not say lilicorr_logit_scale",
+    ),
     "another form": ("dflash", lambda c, t: c.update(speculators_model_type="dflash3"), "speculators_model_type 'dflash3'"),
     "layers from 0": (
         "dflash, speculators",

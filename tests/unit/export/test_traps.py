@@ -132,6 +132,7 @@ NESTED, INNER = ("eagle_config", IDS), "transformer_layer_config"
 DFLASH, MUSE, LM = ("dflash", "vllm"), ("dflash", "transformers"), ("draft_model", "vllm")
 BLOCKS, ONE, P = ("dflash", "speculators"), ("eagle", "lmdeploy"), ("peagle", "vllm")
 SPARK, TWO = ("dspark", "speculators"), ("dflash2", "speculators")
+LATTICE = ("lilicorr", "vllm")
 SHIFTED: list[tuple[tuple[str, str], Change]] = [  # off by one in either direction, in each place that a stack looks at
     (E3, put(IDS, value=[0, 1, 2])),
     (E3, put(IDS, value=[2, 3, 4])),
@@ -217,6 +218,16 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (TWO, "logits", put("selector_top_k", value=4)),
     (TWO, "logits", switch("layers.0.attention_conv.base_kernel", "layers.0.mlp_conv.base_kernel")),
     (TWO, "logits", shaken("candidate_selector.successor_codebook")),
+    (LATTICE, "architecture", put("architectures", value=["DFlashDraftModel"])),
+    (LATTICE, "architecture", drop("dflash_config", "projector_type")),
+    (LATTICE, "config", drop("dflash_config", "lilicorr_logit_scale")),
+    (LATTICE, "config", put("dflash_config", "lilicorr_candidate_topk", value=6)),
+    (LATTICE, "config", put("dflash_config", "lilicorr_num_heads", value=3)),
+    (LATTICE, "lilicorr_vector_eps", put("dflash_config", "lilicorr_vector_eps", value=1e-3)),
+    (LATTICE, "lilicorr_logit_scale", put("dflash_config", "lilicorr_logit_scale", value=10.0)),
+    (LATTICE, "tensors", rename("lilicorr.feature_norm.weight", "lilicorr.feature_mlp.0.weight")),
+    (LATTICE, "logits", switch("lilicorr.in_head.weight", "lilicorr.out_head.weight")),
+    (LATTICE, "logits", shaken("lilicorr.context_proj.weight")),
     (BLOCKS, "block size", drop("block_size")),
     (BLOCKS, "vocabulary", put("draft_vocab_size", value=32)),
     # names and shapes
