@@ -71,6 +71,7 @@ CASES = {
     "dflash2": Case("dflash2", {"tree": "chain"}, heads=0),
     "dspark": Case("dspark", {"tree": "chain"}, heads=0),
     "xpress": Case("xpress", {"tree": "chain"}, heads=0),
+    "lilicorr": Case("lilicorr", {"tree": "chain"}, heads=0),
 }
 
 

@@ -141,6 +141,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "dflash2",
         {"block_size": 3, "layers": 1, "taps": [1], "rank": 4, "candidates": 5, "group": 8, "layer": {"head_dim": 12}},
     ),
+    "lilicorr": (
+        "lilicorr",
+        {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "candidates": 4, "hidden_size": 16, "factor_dim": 12, "heads": 2},
+    ),
+    "lilicorr-wide": (  # as wide as the target: token_proj is the identity
+        "lilicorr",
+        {
+            "block_size": 3,
+            "layers": 1,
+            "taps": [1],
+            "candidates": 8,
+            "hidden_size": 32,
+            "factor_dim": 8,
+            "heads": 4,
+            "corrector_layers": 1,
+            "mlp_ratio": 1.5,
+            "logit_scale": 5.0,
+            "layer": {"head_dim": 12, "norm_eps": 1e-4},
+        },
+    ),
     "xpress": ("xpress", {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "rank": 8}),
     "xpress-unlike": (
         "xpress",

@@ -358,6 +358,31 @@ def xpress_speculators() -> Made:
     return own, tensors | {"refiner_head.mlp_down.weight": w(8, 16)}, file
 
 
+def lilicorr() -> Made:
+    config, tensors, file = dflash()
+    w, wide = Weights(seed=6), 16
+    linears = {"token_proj": (wide, H), "pass_hidden_proj": (wide, H), "context_proj": (wide, H)}
+    linears |= {"factor_input_proj": (wide, 3 * wide), "out_head": (12, wide), "in_head": (12, wide)}
+    linears |= {"anchor_out_head": (12, wide), "feature_mlp.up_proj": (wide, 5), "feature_mlp.down_proj": (wide, wide)}
+    own = {"feature_norm.weight": w.norm(5), "feature_norm.bias": w(5)}
+    for i in range(2):
+        name = f"layers.{i}"
+        linears |= {f"{name}.attn.out_proj": (wide, wide), f"{name}.mlp.up_proj": (24, wide)}
+        linears |= {f"{name}.mlp.down_proj": (wide, 24)}
+        own |= {f"{name}.attn.in_proj_weight": w(3 * wide, wide), f"{name}.attn.in_proj_bias": w(3 * wide)}
+        own |= {f"{name}.{part}_norm.weight": w.norm(wide) for part in ("attn", "mlp")}
+    for name, shape in linears.items():
+        own |= {f"{name}.weight": w(*shape), f"{name}.bias": w(shape[0])}
+    own |= {"output_norm.weight": w.norm(wide), "anchor_norm.weight": w.norm(wide)}
+    own |= {"slot_embedding": w(1, 1, 3, 1, wide), "rank_embedding": w(1, 1, 1, 4, wide)}
+    own |= {"relative_slot_bias": w(2, 7), "same_slot_bias": w(2)}
+    fields = {"candidate_topk": 4, "hidden_size": wide, "factor_dim": 12, "num_layers": 2, "num_heads": 2, "mlp_ratio": 1.5}
+    fields |= {"logit_scale": 6.0, "vector_eps": 0.001}
+    config["architectures"] = ["LiLiCorrDraftModel"]
+    config["dflash_config"] |= {"projector_type": "lilicorr"} | {f"lilicorr_{name}": x for name, x in fields.items()}
+    return config, tensors | {f"lilicorr.{name}": tensor for name, tensor in own.items()}, file
+
+
 def dflash_transformers() -> Made:
     config, tensors, file = dflash()
     config |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
@@ -401,6 +426,7 @@ LAYOUTS: dict[str, Callable[[], Made]] = {
     "dflash2, speculators": dflash2_speculators,
     "xpress": xpress,
     "xpress, speculators": xpress_speculators,
+    "lilicorr": lilicorr,
     "draft_model": draft_model,
 }
 

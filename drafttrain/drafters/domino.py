@@ -26,6 +26,7 @@ from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs
 from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
 from drafttrain.drafters.options.domino import DominoOptions
 from drafttrain.model.batch import Anchors, Pairs, Prediction, TrainBatch
+from drafttrain.model.drafter import Commit
 from drafttrain.model.layers import Linear
 from drafttrain.model.target import Target
 
@@ -110,7 +111,7 @@ class Domino(BlockDrafter):
                 yield replace(own, weight=share * prediction.weight, counted=False)
             yield replace(prediction, weight=(1.0 - share) * prediction.weight)
 
-    def walk(self, state_BSH: Tensor, drafts: int) -> Score:
+    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Score:
         state_BKH = self.drafting(state_BSH, drafts)
         slot_BKV = self.slot_logits(state_BKH)
 

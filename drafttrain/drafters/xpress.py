@@ -35,6 +35,7 @@ from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
 from drafttrain.drafters.options.xpress import XPressOptions
 from drafttrain.model.batch import Anchors, Pairs, Prediction, TrainBatch
 from drafttrain.model.divided import pieces
+from drafttrain.model.drafter import Commit
 from drafttrain.model.layers import GatedMLP, Linear
 from drafttrain.model.target import Target
 
@@ -170,7 +171,7 @@ class XPress(BlockDrafter):
                 free = replace(prediction, hidden_MH=torch.cat([state_MH, x_MR], -1), counted=False)
                 yield replace(free, weight=self.free_weight / self.free_passes * weight)
 
-    def walk(self, state_BSH: Tensor, drafts: int) -> Score:
+    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Score:
         """A node's state is a_0 to a_k of its own slot k and of its ancestors' slots, [B, W, (k + 1) R]."""
         refiner, rank = self.xpress_head, self.rank
         slot_BKV, slot_BSX = self.slot_logits(self.drafting(state_BSH, drafts)), refiner.slots(state_BSH)

@@ -15,10 +15,11 @@ VLLM |= {
     "dflash2": "dflash",
     "jetspec": "dflash",
     "xpress": "dflash",
+    "lilicorr": "dflash",
 }
 PARALLEL = ("peagle", "pard")  # families that need parallel_drafting in vLLM
 SGLANG = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "draft_model": "STANDALONE"}
-SGLANG |= {"dspark": "DSPARK"} | dict.fromkeys(("dflash2", "jetspec", "domino"), "DFLASH")
+SGLANG |= {"dspark": "DSPARK"} | dict.fromkeys(("dflash2", "jetspec", "domino", "lilicorr"), "DFLASH")
 TRTLLM = {"eagle3": "Eagle3", "dflash": "DFlash", "draft_model": "Draft_Target", "pard": "PARD"}
 LLAMACPP = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
 LLAMACPP |= {"dspark": "draft-dspark", "dflash2": "draft-dflash", "jetspec": "draft-dflash"}
@@ -28,6 +29,7 @@ NOTES = {
     ("speculators", "peagle"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
     ("speculators", "eagle3"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
     ("sglang", "domino"): "SGLang needs CUDA and bfloat16 here. It leaves the last slot of a shifted block unused.",
+    ("sglang", "lilicorr"): "With SGLANG_ENABLE_LILICORR_SAMPLING=1 drafts are sampled where the request samples.",
     ("official", "hydra"): "The authors' code reads a pickle. The first two lines write it from the safetensors file.",
 }
 

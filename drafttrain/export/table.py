@@ -18,6 +18,7 @@ from drafttrain.export.layouts import (
     gguf,
     hydra,
     jetspec,
+    lilicorr,
     medusa,
     mlp_speculator,
     mtp,
@@ -37,6 +38,7 @@ from drafttrain.export.readers import eagle3 as read_eagle3
 from drafttrain.export.readers import gguf as read_gguf
 from drafttrain.export.readers import hydra as read_hydra
 from drafttrain.export.readers import jetspec as read_jetspec
+from drafttrain.export.readers import lilicorr as read_lilicorr
 from drafttrain.export.readers import medusa as read_medusa
 from drafttrain.export.readers import mlp_speculator as read_mlp_speculator
 from drafttrain.export.readers import mtp as read_mtp
@@ -125,6 +127,10 @@ def _jetspec(stack: str) -> Layout:
     return Layout("JetSpec", jetspec.files, read_jetspec.reader(stack), jetspec.refuse)
 
 
+def _lilicorr(stack: str) -> Layout:
+    return Layout("LiLiCorr", lilicorr.files, read_lilicorr.reader(stack), lilicorr.refuse)
+
+
 def _eagle(stack: str) -> Layout:
     return Layout("EAGLE-1", eagle.files, read_eagle.reader(stack), eagle.refuse)
 
@@ -205,6 +211,12 @@ TABLE: dict[str, dict[str, Row]] = {
         vllm=Layout("vLLM", xpress.vllm, read_xpress.vllm, dflash.refuse),
         speculators=NO_ENGINE,
         official="the authors serve it in vLLM; format=vllm writes it",
+    ),
+    "lilicorr": _row(
+        **{stack: _lilicorr(stack) for stack in ("vllm", "sglang")},
+        trtllm="its development branch has a loader, which these files were not checked with",
+        llamacpp="builds up to 11434, the one that exports are checked with, have no loader for this family",
+        official="its trainer serves nothing; format=vllm or sglang writes the files that it would export",
     ),
     "draft_model": _row(
         **{stack: _plain() for stack in ("vllm", "sglang", "trtllm", "openvino")},

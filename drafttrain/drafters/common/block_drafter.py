@@ -162,8 +162,11 @@ class BlockDrafter(Drafter):
         """The choices of all drafting slots. A family whose drafts depend on those above computes here what does not."""
         raise AssertionError("defined by every family that walks; other drafts are chosen from the slots' logits alone")
 
-    def walk(self, state_BSH: Tensor, drafts: int) -> Score:
-        """Scores nodes down to `drafts` levels, first the root, which has depth 0 and `root_state`. state_BSH: of all slots."""
+    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Score:
+        """Scores nodes down to `drafts` levels, first the root, which has depth 0 and `root_state`.
+
+        state_BSH: of all slots. pending: the positions before the root that were processed last.
+        """
         choose = self.choices(self.drafting(state_BSH, drafts))
 
         def score(nodes: Generation) -> Scored:
@@ -192,7 +195,11 @@ class BlockDrafter(Drafter):
         Where anchors were sampled, each counts for its share of all, so that the expected loss is that of all anchors.
         """
         anchors = batch.anchors(self.shape.anchors if self.training else None)
-        inputs = self.head_inputs(batch, anchors, self.states(batch, anchors))
+        yield from self.predictions(batch, anchors, self.states(batch, anchors))
+
+    def predictions(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Iterator[Prediction]:
+        """`predict`, from the states of all slots."""
+        inputs = self.head_inputs(batch, anchors, state_BASH)
         paced = None if self.alpha is None else self._paced(batch, anchors, inputs, self.alpha)
         for step, (place_M, pairs) in enumerate(self.steps(batch, anchors)):
             weight = self.decay[step] if paced is None else paced[place_M, step]
@@ -283,18 +290,17 @@ class BlockState(CachedState):
         self.drafter.fused_layers.write(context_BAH, self.cached.meta(self.cached.after_prefix(context_BAH.shape[1])))
         self.cached.keep_first(commit.count_B)
 
-    def block(self, slot_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(root_B, state_BSH): the final state of every slot, after the pending positions were processed."""
+    def block(self, slot_B: Tensor) -> tuple[Commit, Tensor]:
+        """(pending, state_BSH): the final state of every slot, after the pending positions were processed."""
         drafter, pending = self.drafter, self.take_pending(slot_B)
         self.consume(pending, slot_B)
-        root_B = pending.root_B
-        x_BSH = drafter.embedded_block(root_B)
+        x_BSH = drafter.embedded_block(pending.root_B)
         metas, layers = self._metas(drafter.positions(self.kv.length_B)), drafter.all_layers()
         if not layers[0].convolved:
-            return root_B, norm(drafter.norm, *drafter.fused_layers.run(x_BSH, metas))[1]
+            return pending, norm(drafter.norm, *drafter.fused_layers.run(x_BSH, metas))[1]
         for number, (layer, block, meta) in enumerate(zip(layers, drafter.fused_layers.chain, metas, strict=True)):
             x_BSH = layer.around(x_BSH, lambda in_BSH: block.attention(in_BSH, meta, number), block.mlp)  # noqa: B023
-        return root_B, drafter.norm(x_BSH)
+        return pending, drafter.norm(x_BSH)
 
     def _metas(self, position_BS: Tensor) -> list[AttentionMetadata]:
         """Each layer's metadata: slots see their whole block, or the slots up to themselves."""
@@ -303,12 +309,13 @@ class BlockState(CachedState):
         return [of[chained] for chained in self._chained]
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
-        drafter, (root_B, state_BSH) = self.drafter, self.block(slot_B)
+        drafter, (pending, state_BSH) = self.drafter, self.block(slot_B)
+        root_B = pending.root_B
         drafts = min(drafter.draft_length, depth or drafter.draft_length)
         if not drafter.walks:
             logits_BKV = drafter.slot_logits(drafter.drafting(state_BSH, drafts))
             return grown_from_slots(self.grower, root_B, logits_BKV, None, depth)
-        score = drafter.walk(state_BSH, drafts)
+        score = drafter.walk(state_BSH, drafts, pending)
         below_root = score(Generation(root_B[:, None], drafter.root_state(state_BSH), 0, None))
         if not drafter.samples:
             return self.grower.grow(root_B, below_root, score, None, depth)

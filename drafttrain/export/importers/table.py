@@ -13,6 +13,7 @@ from drafttrain.export.importers import (
     eagle3,
     hydra,
     jetspec,
+    lilicorr,
     medusa,
     mlp_speculator,
     mtp,
@@ -25,7 +26,7 @@ from drafttrain.export.importers.directory import Foreign
 from drafttrain.export.importers.row import Importer
 
 HEADS = (eagle3, peagle, eagle, medusa, hydra, redrafter, mlp_speculator, mtp)
-BLOCKS = (dflash, dspark, dflash2, jetspec, domino, xpress)
+BLOCKS = (dflash, dspark, dflash2, jetspec, domino, xpress, lilicorr)
 MODULES = (*HEADS, *BLOCKS, draft_model, pard)
 IMPORTERS: list[Importer] = [row for module in MODULES for row in module.ROWS]
 

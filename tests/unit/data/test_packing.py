@@ -109,7 +109,19 @@ def test_a_packed_conversation_has_the_states_it_has_alone(name: str, runner: ty
         torch.testing.assert_close(found[tuple(conversation.token_ids.tolist())], alone, atol=1e-5, rtol=1e-4)
 
 
-LEARNERS = ["medusa", "hydra", "eagle", "eagle3", "redrafter", "draft_model", "dflash", "dspark", "dflash2", "xpress"]
+LEARNERS = [
+    "medusa",
+    "hydra",
+    "eagle",
+    "eagle3",
+    "redrafter",
+    "draft_model",
+    "dflash",
+    "dspark",
+    "dflash2",
+    "xpress",
+    "lilicorr",
+]
 
 
 @pytest.mark.parametrize("name", LEARNERS)

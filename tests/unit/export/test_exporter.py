@@ -81,6 +81,8 @@ PAIRS = {  # case -> the stacks that it goes to
     "dspark-in-place": ["vllm", "sglang", "speculators", "llamacpp"],
     "dflash2": ["vllm", "sglang", "speculators", "official"],
     "dflash2-unlike": ["vllm", "sglang", "speculators", "llamacpp", "official"],
+    "lilicorr": ["vllm", "sglang"],
+    "lilicorr-wide": ["vllm", "sglang"],
     "xpress": ["vllm"],
     "xpress-unlike": ["vllm"],
     "xpress-windows": ["vllm"],

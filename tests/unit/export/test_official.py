@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from drafttrain.export.readers import (
     eagle3,
     hydra,
     jetspec,
+    lilicorr,
     medusa,
     mlp_speculator,
     peagle,
@@ -82,6 +84,7 @@ READERS = {  # of layouts whose directories have all that a stack's reader asks 
     "dspark, speculators": dspark.speculators,
     "dflash2, speculators": dflash2.speculators,
     "xpress": xpress.vllm,
+    "lilicorr": lilicorr.reader("vllm"),
 }
 NETWORK = {
     "eagle3": {"taps": [0, 1, 2], "draft_vocab": D, "fc_norm": False, "norm_output": False, "norm_before_residual": False},
@@ -104,8 +107,21 @@ NETWORK = {
     "dspark, speculators": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "slots": "shifted", "rank": 8},
     "dflash2, speculators": {"block_size": 4, "layers": 2, "slots": "in_place", "rank": 8, "candidates": 6, "group": 16},
     "xpress": {"block_size": 4, "layers": 2, "taps": [0, 1, 2], "slots": "in_place", "rank": 8, "mlp_hidden": 12},
+    "lilicorr": {
+        "block_size": 4,
+        "layers": 2,
+        "candidates": 4,
+        "hidden_size": 16,
+        "factor_dim": 12,
+        "corrector_layers": 2,
+        "heads": 2,
+        "mlp_ratio": 1.5,
+        "logit_scale": 6.0,
+        "vector_eps": 0.001,
+    },
     "draft_model": {"source": "hf", "lora_rank": 0},
 }
+OLDER = {"up_proj.": "0.", "down_proj.": "2."}
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
 
 
@@ -139,6 +155,23 @@ def test_what_is_imported_drafts_as_its_files_do(layout: str, tmp_path: Path) ->
     options = found.meta.options | found.drafter.resolved_options()
     assert {key: options[key] for key in NETWORK.get(layout, {})} == NETWORK.get(layout, {})
     assert not any(options.get("layer", {}).values())
+
+
+def test_older_names_of_the_lattices_mlps_are_the_same_drafter(tmp_path: Path) -> None:
+    names = {"feature_norm.": "feature_mlp.0.", "feature_mlp.up_proj.": "feature_mlp.1."}
+    names |= {"feature_mlp.down_proj.": "feature_mlp.3."}
+    names |= {f"lilicorr.layers.{i}.mlp.{x}": f"lilicorr.layers.{i}.mlp.{y}" for i in (0, 1) for x, y in OLDER.items()}
+
+    def older(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("lilicorr.")]:
+            tensors[reduce(lambda text, pair: text.replace(*pair), names.items(), name)] = tensors.pop(name)
+
+    (one, _), (two, _) = (
+        imported(put(tmp_path / name, made))
+        for name, made in (("newer", LAYOUTS["lilicorr"]()), ("older", changed("lilicorr", older)))
+    )
+    assert one.tensors.keys() == two.tensors.keys()
+    assert all(torch.equal(x, two.tensors[name]) for name, x in one.tensors.items())
 
 
 def test_a_draft_model_drafts_as_transformers_does(tmp_path: Path) -> None:
@@ -553,6 +586,16 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
     "three taps": ("dflash2, speculators", lambda c, t: c.update(conv_kernel_size=3), "conv_kernel_size is 3"),
     "shifted slots": ("xpress", lambda c, t: c.update(sample_from_anchor=True), "sample_from_anchor is True, but slot 0"),
     "another block": ("xpress", lambda c, t: c.update(xpress_block_size=8), "xpress_block_size is 8, but the blocks have"),
+    "convolutions": (
+        "lilicorr",
+        lambda c, t: c["dflash_config"].update(conv_kernel_size=2),
+        "conv_kernel_size is 2, but layers of this family have no convolutions here",
+    ),
+    "no scale": (
+        "lilicorr",
+        lambda c, t: c["dflash_config"].pop("lilicorr_logit_scale"),
+        "config.json's dflash_config does not say lilicorr_logit_scale",
+    ),
     "another form": ("dflash", lambda c, t: c.update(speculators_model_type="dflash3"), "speculators_model_type 'dflash3'"),
     "layers from 0": (
         "dflash, speculators",

@@ -36,6 +36,8 @@ SAYS = {  # what serves three drafts; the taps of these drafters are the outputs
     ("domino", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4", "CUDA and bfloat16"],
     ("domino-shifted", "sglang"): ["--speculative-num-draft-tokens 3", "leaves the last slot of a shifted block unused"],
     ("xpress", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],
+    ("lilicorr", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],
+    ("lilicorr", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4"],
     ("draft_model", "vllm"): ['"method": "draft_model"', '"num_speculative_tokens": 3'],
     ("draft_model", "sglang"): ["--speculative-algorithm STANDALONE"],
     ("draft_model", "trtllm"): ["decoding_type: Draft_Target"],

@@ -135,6 +135,8 @@ DEEP, IN_PLACE, AUTHORS = ("dspark", "vllm"), ("dspark-in-place", "sglang"), ("d
 TWO_RAW, DOMINO, SHIFTED_DOMINO = ("dflash2", "vllm"), ("domino", "sglang"), ("domino-shifted", "sglang")
 JET, CAUSAL = ("jetspec", "vllm"), ("dflash-causal", "sglang")
 SPARK, TWO, PRESS = ("dspark", "speculators"), ("dflash2", "speculators"), ("xpress", "vllm")
+SPARK, TWO = ("dspark", "speculators"), ("dflash2", "speculators")
+LATTICE = ("lilicorr", "vllm")
 SHIFTED: list[tuple[tuple[str, str], Change]] = [  # off by one in either direction, in each place that a stack looks at
     (E3, put(IDS, value=[0, 1, 2])),
     (E3, put(IDS, value=[2, 3, 4])),
@@ -278,6 +280,16 @@ TRAPS: list[tuple[tuple[str, str], str, Change]] = [
     (PRESS, "logits", switch("xpress_head.down_h.weight", "xpress_head.down_g.weight")),
     (PRESS, "logits", lambda config, tensors: tensors["xpress_head.mix.L"].add_(torch.eye(4))),
     (PRESS, "tensors", lose("xpress_head.mlp.up_proj.weight")),
+    (LATTICE, "architecture", put("architectures", value=["DFlashDraftModel"])),
+    (LATTICE, "architecture", drop("dflash_config", "projector_type")),
+    (LATTICE, "config", drop("dflash_config", "lilicorr_logit_scale")),
+    (LATTICE, "config", put("dflash_config", "lilicorr_candidate_topk", value=6)),
+    (LATTICE, "config", put("dflash_config", "lilicorr_num_heads", value=3)),
+    (LATTICE, "lilicorr_vector_eps", put("dflash_config", "lilicorr_vector_eps", value=1e-3)),
+    (LATTICE, "lilicorr_logit_scale", put("dflash_config", "lilicorr_logit_scale", value=10.0)),
+    (LATTICE, "tensors", rename("lilicorr.feature_norm.weight", "lilicorr.feature_mlp.0.weight")),
+    (LATTICE, "logits", switch("lilicorr.in_head.weight", "lilicorr.out_head.weight")),
+    (LATTICE, "logits", shaken("lilicorr.context_proj.weight")),
     (BLOCKS, "block size", drop("block_size")),
     (BLOCKS, "vocabulary", put("draft_vocab_size", value=32)),
     # names and shapes

@@ -1,0 +1,215 @@
+"""LiLiCorr: DFlash, whose likeliest tokens are scored together by a small bidirectional network (arXiv 2608.20530).
+
+Shapes: B rows, A anchors, N = B A blocks, S slots, K drafts, C candidates, W nodes of a depth, M predictions, R rows at once,
+P = B T flat positions, U of them, k stored tokens, H hidden, V vocabulary.
+
+The C likeliest tokens of each slot are its candidates. One pass of the network (`common/lattice.py`) gives every pair of
+neighbouring candidates a score. A draft is chosen by the scores after the draft above it; the first, by those after the root.
+Other tokens are never drafted: the draft distribution has C tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.core.errors import UserError
+from drafttrain.drafters import Family
+from drafttrain.drafters.common.block_drafter import CHUNK, EVALUATED, BlockDrafter
+from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
+from drafttrain.drafters.common.lattice import Lattice, LatticeNetwork, LatticeShape
+from drafttrain.drafters.options.lilicorr import LiLiCorrOptions
+from drafttrain.model.batch import Anchors, Prediction, Top, TrainBatch
+from drafttrain.model.divided import pieces
+from drafttrain.model.drafter import Commit
+from drafttrain.model.layers import recomputed
+from drafttrain.model.target import FINAL, Target
+from drafttrain.ops.top import top
+
+MAX_LOGITS = 1 << 27  # in memory at once
+LEAST = -30.0  # log-probability of a token about which nothing is stored, at least
+
+
+class LiLiCorr(BlockDrafter):
+    """lilicorr is named as in the official code."""
+
+    def __init__(self, options: LiLiCorrOptions, target: Target) -> None:
+        check(options, target)
+        super().__init__(options, target, walks=True)
+        shape = LatticeShape(
+            options.block_size,
+            options.candidates,
+            target.shape.hidden_size,
+            options.hidden_size,
+            options.factor_dim,
+            options.corrector_layers,
+            options.heads,
+            options.mlp_ratio,
+            options.logit_scale,
+            options.vector_eps,
+            self.norm.eps,
+        )
+        self.vocab, self.candidates = target.shape.vocab_size, options.candidates
+        self.weights = options.ce_weight, options.penalty_weight, options.divergence_weight
+        self.lilicorr = LatticeNetwork(shape)
+
+    def lattice(self, state_NKH: Tensor, context_NH: Tensor) -> Lattice:
+        """The candidates of whole blocks and their scores. context_NH: of the last position before each block."""
+        whole, parts = torch.is_grad_enabled() and not self.recomputes, []
+        at_once = max(1, len(state_NKH) if whole else EVALUATED // self.shape.size)
+        for at in pieces(self, len(state_NKH), at_once, state_NKH.device):
+            state_RKH, context_RH = state_NKH[at], context_NH[at]
+            log_q_RKC, token_RKC = self.best(state_RKH)
+            embedded_RKCH = self._target.module.embed(token_RKC).detach().to(state_RKH.dtype)
+            scores = recomputed(self.recomputes, self.lilicorr, embedded_RKCH, log_q_RKC, state_RKH, context_RH)
+            parts.append((token_RKC, *scores))
+        return Lattice(*(torch.cat(x) for x in zip(*parts, strict=True)))
+
+    def best(self, state_NKH: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-probability, token), [N, K, C] each, of the likeliest tokens by the slots' states alone.
+
+        The probabilities are those of the whole vocabulary, and have gradients.
+        """
+        state_MH, rows = state_NKH.flatten(0, 1), rows_at_once(self.vocab)
+        parts = [recomputed(True, self._best, state_RH) for state_RH in state_MH.split(rows)]
+        log_q_NKC, token_NKC = (torch.cat(x).unflatten(0, state_NKH.shape[:2]) for x in zip(*parts, strict=True))
+        return log_q_NKC, token_NKC
+
+    def _best(self, state_RH: Tensor) -> tuple[Tensor, Tensor]:
+        logits_RV = self.slot_logits(state_RH)
+        token_RC = top(logits_RV.detach(), self.candidates)[1]
+        return logits_RV.gather(1, token_RC).float() - logits_RV.float().logsumexp(-1, keepdim=True), token_RC
+
+    def walk(self, state_BSH: Tensor, drafts: int, pending: Commit) -> Score:
+        """All slots are scored, however few of them draft: candidates see each other."""
+        context_BH = self.context(pending.hidden_at(pending.last_B1))[:, 0]
+        lattice = self.lattice(self.drafting(state_BSH, self.draft_length), context_BH)
+
+        def score(nodes: Generation) -> Scored:
+            score_BWC = lattice.scores(nodes.depth, nodes.token_BW)
+            logits_BWV = self.over_vocabulary(score_BWC, lattice.token_NKC[:, nodes.depth, None].expand_as(score_BWC))
+            return Scored(logits_BWV, nodes.state_BWH[:, :1].expand(-1, score_BWC.shape[1], -1))
+
+        return score
+
+    def over_vocabulary(self, score_C: Tensor, token_C: Tensor) -> Tensor:
+        """[..., V] minus infinity for all but the candidates."""
+        return score_C.new_full((*score_C.shape[:-1], self.vocab), -torch.inf).scatter(-1, token_C, score_C)
+
+    def choice(self, input_X: Tensor) -> Tensor:
+        """[..., V] logits of drafts. input_X: the candidates' scores, then their tokens."""
+        score_C, token_C = input_X.chunk(2, -1)
+        return self.over_vocabulary(score_C, token_C.long())
+
+    def predictions(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Iterator[Prediction]:
+        """Each slot's own logits, which make the candidates (not counted); then the choice among them, which is drafted.
+
+        The first step brings the loss of the lattice.
+        """
+        hidden = {key: batch.hidden[key].gather(1, columns(anchors, batch.hidden[key])) for key in self.taps.keys}
+        state_NKH = self.drafting(state_BASH.flatten(0, 1), self.draft_length)
+        lattice = self.lattice(state_NKH, self.context(hidden).flatten(0, 1))
+        above_NK = torch.stack([batch.after(1 + j).gather(1, anchors.source_BA).flatten() for j in range(self.draft_length)], 1)
+        score_NKC = torch.cat([lattice.scores(j, above_NK[:, j, None]) for j in range(self.draft_length)], 1)
+        aux = self.lattice_loss(batch, self.labels(batch, anchors), lattice, score_NKC) / (self.draft_length * anchors.share)
+        slots = super().predictions(batch, anchors, state_BASH)
+        for own, (place_M, _) in zip(slots, self.steps(batch, anchors), strict=True):
+            step, weight = own.step, self.weights[2] * own.weight
+            yield replace(own, counted=False)
+            input_MX = torch.cat([score_NKC[place_M, step], lattice.token_NKC[place_M, step].float()], -1)
+            of_lattice = aux if step == 0 else None
+            yield replace(own, hidden_MH=input_MX, head=self.choice, weight=weight, aux=of_lattice, offers=self.candidates)
+
+    def labels(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
+        """[N, K] flat position of each draft's label; -1 for a draft without one."""
+        label_NK = torch.full((anchors.real_BA.numel(), self.draft_length), -1, device=batch.token_BT.device)
+        for step, (place_M, pairs) in enumerate(self.steps(batch, anchors)):
+            label_NK[place_M, step] = pairs.label_M
+        return label_NK
+
+    def lattice_loss(self, batch: TrainBatch, label_NK: Tensor, lattice: Lattice, score_NKC: Tensor) -> Tensor:
+        """The weighted losses of the scores, summed over the slots that they are for.
+
+        These are, of blocks whose drafts all have labels, the slots up to the first whose true token is no candidate.
+        score_NKC: of the candidates, after the true tokens above.
+        """
+        true_NK = batch.token_BT.flatten()[label_NK]
+        same_NKC = lattice.token_NKC == true_NK[..., None]
+        whole_N1, found_NK = (label_NK >= 0).all(1, keepdim=True), same_NKC.any(-1)
+        learnt_NK = whole_N1 & found_NK.int().cumprod(1).bool()
+        score_MC, place_M1 = score_NKC[learnt_NK], same_NKC[learnt_NK].int().argmax(-1)[:, None]
+        log_choice_MC = score_MC.log_softmax(-1)
+        of_true, of_penalty, _ = self.weights
+        loss = -of_true * log_choice_MC.gather(1, place_M1).sum()
+        if of_penalty:
+            logits_MC = self.target_logits(batch, batch.teacher_index(label_NK[learnt_NK]), lattice.token_NKC[learnt_NK])
+            below_MC = F.relu(logits_MC.gather(1, place_M1) - logits_MC)
+            loss = loss + of_penalty * (log_choice_MC.exp() * below_MC).sum()
+        return loss
+
+    @torch.no_grad()
+    def target_logits(self, batch: TrainBatch, position_M: Tensor, token_MC: Tensor) -> Tensor:
+        """[M, C] the target's logits of these tokens at these flat positions, up to a number of each row."""
+        if batch.top is not None:
+            return stored_log_p(batch.top, position_M, token_MC, self.vocab)
+        target, final_PH = self._target.module, batch.hidden[FINAL].flatten(0, 1)
+        position_U, index_M = position_M.unique(return_inverse=True)
+        found_MC, rows = token_MC.new_zeros(token_MC.shape, dtype=torch.float32), rows_at_once(self.vocab)
+        for start in range(0, len(position_U), rows):
+            logits_RV = target.head(final_PH[position_U[start : start + rows]].to(target.head_weight.dtype))
+            here_m = ((index_M >= start) & (index_M < start + rows)).nonzero()[:, 0]
+            found_MC[here_m] = logits_RV[(index_M[here_m] - start)[:, None], token_MC[here_m]].float()
+        return found_MC
+
+
+def check(options: LiLiCorrOptions, target: Target) -> None:
+    """Raise UserError for a corrector that cannot be."""
+    if options.slots != "in_place":
+        raise UserError(f"drafter.slots is {options.slots!r}; this family drafts in place: set drafter.slots=in_place")
+    most = min(16, target.shape.vocab_size)
+    if options.candidates not in (2, 4, 8, 16) or options.candidates > most:
+        raise UserError(f"drafter.candidates is {options.candidates}; choose a power of 2 within 2 and {most}")
+    if (
+        min(options.hidden_size, options.factor_dim, options.corrector_layers, options.heads) < 1
+        or options.hidden_size % options.heads
+    ):
+        raise UserError(
+            f"drafter.hidden_size is {options.hidden_size}, drafter.factor_dim {options.factor_dim}, drafter.corrector_layers "
+            f"{options.corrector_layers}, drafter.heads {options.heads}; set all to 1 or more, heads to a divisor of the first"
+        )
+    if int(options.hidden_size * options.mlp_ratio) < 1 or options.logit_scale <= 0 or not 0 < options.vector_eps < 0.5:
+        raise UserError(
+            f"drafter.mlp_ratio is {options.mlp_ratio}, drafter.logit_scale {options.logit_scale}, drafter.vector_eps "
+            f"{options.vector_eps}; set ratio and scale above 0, the last within 0 and 0.5"
+        )
+    if min(options.ce_weight, options.penalty_weight, options.divergence_weight) < 0:
+        raise UserError(
+            f"drafter.ce_weight is {options.ce_weight}, drafter.penalty_weight {options.penalty_weight}, "
+            f"drafter.divergence_weight {options.divergence_weight}; set each to 0 or more"
+        )
+
+
+def columns(anchors: Anchors, state_BTH: Tensor) -> Tensor:
+    """[B, A, H] the columns of the anchors' sources, to gather states with."""
+    return anchors.source_BA[..., None].expand(-1, -1, state_BTH.shape[-1])
+
+
+def rows_at_once(vocab: int) -> int:
+    return max(1, min(CHUNK, MAX_LOGITS // vocab))
+
+
+def stored_log_p(stored: Top, position_M: Tensor, token_MC: Tensor, vocab: int) -> Tensor:
+    """[M, C] the target's log-probabilities. Tokens that are not stored share the rest of the probability evenly."""
+    id_Mk, log_p_Mk = stored.id_BTk.flatten(0, 1)[position_M], stored.log_p_BTk.flatten(0, 1)[position_M]
+    rest_M = stored.log_rest_BT.flatten()[position_M] - math.log(max(1, vocab - id_Mk.shape[1]))
+    same_MCk = id_Mk[:, None] == token_MC[..., None]
+    log_p_MC = log_p_Mk[:, None].expand_as(same_MCk).where(same_MCk, -torch.inf).amax(-1)
+    return torch.where(same_MCk.any(-1), log_p_MC, rest_M[:, None]).clamp_min(LEAST).float()
+
+
+FAMILY = Family("lilicorr", LiLiCorrOptions, LiLiCorr)
