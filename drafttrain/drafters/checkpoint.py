@@ -27,7 +27,7 @@ from drafttrain.drafters import META, families
 from drafttrain.drafters.common.drafter_lora import merged
 from drafttrain.drafters.tuned_settings import tuned_settings
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.lora import LoraSpec
+from drafttrain.model.lora import LoraOptions, LoraSpec
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import Target
 from drafttrain.targets.adapt import Adapter, adapted
@@ -228,6 +228,7 @@ def _checked(meta: CheckpointMeta) -> CheckpointMeta:
     for name, kind in kinds.items():
         if not isinstance(value := getattr(meta, name), kind):
             raise TypeError(f"{name} is {value!r:.60}")
+    LoraOptions(**(meta.lora or {}))  # also for an unknown setting
     return meta
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +12,14 @@ import torch
 
 from benchmarks.tiny import build
 from drafttrain.core.errors import UserError
+from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.drafters.common.drafter_lora import adapted_maps, add_matrices, added, merged, name_in_checkpoint
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.joint import Joint
 from drafttrain.model.lora import LoraOptions
 from drafttrain.model.target import Taps
 from drafttrain.targets.fast import FastTarget
+from tests.exports import checkpoint
 from tests.helpers import tiny_model, tiny_target
 
 BLOCKS = [f"heads.{head}.blocks.0.linear" for head in range(3)]
@@ -119,3 +123,14 @@ def test_matrices_are_merged_in_float32_and_must_fit() -> None:
     del lone["lora.m.lora_B.weight"]
     with pytest.raises(UserError, match=r"does not fit m.weight"):
         merged(state | lone, plain)
+
+
+def test_a_description_with_other_settings_of_lora_is_one_line(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path, "medusa", lora=LoraOptions(2))
+    file = directory / "drafter.json"
+    content = json.loads(file.read_text())
+    assert content["lora"] == {"rank": 2, "alpha": 16.0, "targets": []}
+    content = {key: value for key, value in content.items() if key != "checksum"} | {"lora": {"rank": 2, "dora": True}}
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"expected a drafter's description, got something else .*dora"):
+        read_meta(directory)
