@@ -13,12 +13,13 @@ from transformers import PreTrainedTokenizerFast
 
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, adapter_state, save_drafter
+from drafttrain.drafters.common.drafter_lora import add_matrices, name_in_checkpoint
 from drafttrain.export.exporter import Exported, Wanted, export
 from drafttrain.export.golden import Golden, made, store
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import stacks_for
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.lora import LoraSpec
+from drafttrain.model.lora import LoraOptions, LoraSpec
 from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
@@ -224,21 +225,33 @@ def record_of(target: LoadedTarget) -> TargetRecord:
     )
 
 
-def checkpoint(folder: Path, case: str, target: LoadedTarget | None = None, spec: LoraSpec | None = None, **more: Any) -> Path:
-    """A checkpoint of this case, without golden material. spec: of a target that was trained too."""
+def checkpoint(
+    folder: Path,
+    case: str,
+    target: LoadedTarget | None = None,
+    spec: LoraSpec | None = None,
+    lora: LoraOptions | None = None,
+    **more: Any,
+) -> Path:
+    """A checkpoint of this case, without golden material. spec: of a target that was trained too. lora: of the drafter."""
     target = target or loaded()
     family, chosen = CASES[case]
     options = families()[family].options(**chosen | more)
     record = record_of(target)
     directory = folder / "step-00004"
     directory.mkdir(parents=True)
-    state, adapter = drafter_of(family, options, target).state_dict(), None
+    drafter, adapter = drafter_of(family, options, target), None
+    if lora is not None:
+        add_matrices(drafter, lora, target.target.shape.vocab_size)
+        for matrix in (p for p in drafter.parameters() if p.requires_grad):
+            matrix.data.add_(torch.randn_like(matrix) * 0.2)
+    state = {name_in_checkpoint(name) if lora else name: x for name, x in drafter.state_dict().items()}
     if spec is not None:
         adapter = Adapter(target.target, spec)
         for matrix in adapter.parameters():
             matrix.data.add_(torch.randn_like(matrix) * 0.1)
-    plain = None if spec is None else dataclasses.asdict(spec)
-    meta = CheckpointMeta(family, dataclasses.asdict(options), {}, record, step=4, adapter=plain)
+    plain, own = (None if given is None else dataclasses.asdict(given) for given in (spec, lora))
+    meta = CheckpointMeta(family, dataclasses.asdict(options), {}, record, step=4, adapter=plain, lora=own)
     save_drafter(directory, {**state, **adapter_state(adapter)}, meta)
     return directory
 

@@ -17,6 +17,7 @@ from drafttrain.core.errors import Interrupted, UserError, check_at_least
 from drafttrain.data.contamination import contamination
 from drafttrain.data.dataset import Dataset
 from drafttrain.drafters.checkpoint import list_checkpoints, read_meta, start_weights
+from drafttrain.drafters.common.drafter_lora import adapted_maps, added
 from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
@@ -123,6 +124,7 @@ def _check(options: RunOptions) -> None:
     """Raise UserError for options that are wrong for every target and data set."""
     settings(options.train, options.deepspeed, 1)
     learning_rate(options.train, 0)
+    options.train.lora.check()
     check_at_least(1, "train", options.train, "steps", "checkpoint_every", "keep_last", "log_every")
     check_logger(options.logger)
     window(options.train.profile, 0, options.train.steps)
@@ -147,6 +149,7 @@ def _prepare(options: RunOptions, world: World, where: Placement, console: Conso
     drafter = ready.drafter if ready else built(options, loaded.target)
     adapter = _adapter(options, loaded, drafter)
     start = (ready.start if ready else None) or _start(options, loaded, drafter, adapter, console)
+    lora = _lora(options, loaded, drafter, start)
     quick_measure = _quick_measure(options, loaded, drafter, adapter, where) if options.measure.every else None
     check_on_policy(drafter, options.train, options.deepspeed)
     check_sequence_parallel(options.train, options.loss, loaded.target, drafter, adapter)
@@ -157,7 +160,7 @@ def _prepare(options: RunOptions, world: World, where: Placement, console: Conso
         raise UserError(
             "decode.tree_nodes=null needs whole weights, but ZeRO stage 3 shards them; set decode.tree_nodes or a lower stage"
         )
-    _print_models(options, loaded, drafter, adapter, bool(start), console)
+    _print_models(options, loaded, drafter, adapter, bool(start), lora, console)
     data = Dataset([], [], {})
     if drafter.trained:
         records = ready.records if ready else None
@@ -195,9 +198,18 @@ def _check_images(options: RunOptions, drafter: Drafter, data: Dataset) -> None:
 
 
 def _print_models(
-    options: RunOptions, loaded: LoadedTarget, drafter: Drafter, adapter: Adapter | None, started: bool, console: Console
+    options: RunOptions,
+    loaded: LoadedTarget,
+    drafter: Drafter,
+    adapter: Adapter | None,
+    started: bool,
+    lora: str,
+    console: Console,
 ) -> None:
-    """Print target, drafter and adapter with their sizes. started: training begins with the weights of `train.init`."""
+    """Print target, drafter and adapter with their sizes. started: training begins with the weights of `train.init`.
+
+    lora: what is trained in place of the drafter's weights; empty: these are.
+    """
     about, path = loaded.description, loaded.description["path"] or loaded.description["name"]
     size = f"{about['parameters']:,} parameters, {about['blocks']} blocks"
     console.say(f"target: {about['architecture']}, {size} ({path}, {about['runner']} runner)")
@@ -213,7 +225,8 @@ def _print_models(
     if not operators.loaded:
         console.say(f"operators: {operators.text}")
     begun = f", from {options.train.init}" if started and options.train.init else ""
-    console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} trainable parameters{begun}")
+    kind = "frozen" if lora else "trainable"
+    console.say(f"drafter: {options.drafter.family}, {trainable(drafter):,} {kind} parameters{begun}{lora}")
     if adapter is not None:
         console.say(f"adapter of the target: rank {adapter.spec.rank}, {trainable(adapter):,} trainable parameters")
     if drafter.remark:
@@ -294,6 +307,22 @@ def _start(
     directory = source.checkpoint(loaded, console.say)
     check_start(init, read_meta(directory), asdict(options.drafter), drafter.resolved_options())
     return start_weights(directory, drafter, adapter)
+
+
+def _lora(options: RunOptions, loaded: LoadedTarget, drafter: Drafter, start: dict[str, Tensor] | None) -> str:
+    """What `train.lora` trains, in words; empty if nothing. Raises UserError where it cannot train this drafter."""
+    lora = options.train.lora
+    if not lora.rank:
+        return ""
+    if start is None:
+        raise UserError(
+            f"train.lora.rank is {lora.rank} without train.init, but LoRA on random weights learns nothing; "
+            "give a checkpoint or published drafter as train.init"
+        )
+    if drafter.adapts is not None:
+        raise UserError(f"train.lora.rank is {lora.rank}, but this family also adapts its target; set drafter.adapter.rank=0")
+    maps = adapted_maps(drafter, lora, loaded.target.shape.vocab_size)
+    return f"; LoRA of rank {lora.rank} on {len(maps)} linear maps, {added(maps, lora.rank):,} trainable parameters"
 
 
 def _adapter(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> Adapter | None:

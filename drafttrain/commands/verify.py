@@ -17,6 +17,7 @@ from drafttrain.data.prompts import encode_prompt
 from drafttrain.drafters.checkpoint import read_meta
 from drafttrain.engines.process import ENGINES, EngineJob, EngineResult, python_of, run
 from drafttrain.export.chain import DecodedSequence, Ending, chain_drafter, decoded, plain
+from drafttrain.export.drafter_adapter import check_merged
 from drafttrain.export.engine_check import EngineCheck, engine_check
 from drafttrain.export.exporter import RECORD
 from drafttrain.export.opened import Opened
@@ -109,6 +110,7 @@ def record_of(out: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or (lacking := [key for key in RECORDED if key not in record]):
         fault = "is not a mapping" if not isinstance(record, dict) else f"has no {', '.join(lacking)}"
         raise UserError(f"{out / RECORD} {fault}; export again")
+    check_merged(str(out), record)
     return record
 
 

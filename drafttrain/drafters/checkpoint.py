@@ -1,6 +1,7 @@
 """A drafter on disk. `step-00400/` holds `drafter.safetensors` (its own tensors) and `drafter.json` (everything else).
 
-Where the target was trained too, `drafter.safetensors` also holds the matrices of its adapter, under `adapter.`.
+Where the target was trained too, `drafter.safetensors` also holds the matrices of its adapter, under `adapter.`. A drafter
+trained by LoRA has its own matrices there, under `lora.`; loading merges them (`common/drafter_lora.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from drafttrain import __version__
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import read_sealed_json, remove_directory, remove_leftovers, write_sealed_json
 from drafttrain.drafters import META, families
+from drafttrain.drafters.common.drafter_lora import merged
 from drafttrain.drafters.tuned_settings import tuned_settings
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.lora import LoraSpec
+from drafttrain.model.lora import LoraOptions, LoraSpec
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import Target
 from drafttrain.targets.adapt import Adapter, adapted
@@ -35,6 +37,7 @@ from drafttrain.targets.quantised import whole_fingerprint
 SCHEMA_VERSION = 1
 WEIGHTS = "drafter.safetensors"
 ADAPTER = "adapter."
+LEFT_OUT = ("adapter", "imported", "lora")  # fields of the description that are left out where there is nothing to say
 NAME = re.compile(r"step-(\d+)")
 ANOTHER = "use another checkpoint of the run, or train it again"
 
@@ -82,6 +85,7 @@ class CheckpointMeta:
     step: int
     adapter: dict[str, Any] | None = None  # the `LoraSpec` of a target that was trained too; left out if it was not
     imported: dict[str, Any] | None = None  # the origin of a published drafter; left out for our own
+    lora: dict[str, Any] | None = None  # the `LoraOptions` of a drafter trained by LoRA; left out for others
     schema_version: int = SCHEMA_VERSION
     version: str = __version__
     sha256: str = ""
@@ -106,7 +110,7 @@ def save_drafter(directory: Path, state: Mapping[str, Tensor], meta: CheckpointM
     content = dataclasses.asdict(done)
     if content["target"]["image_inputs"] is None:
         del content["target"]["image_inputs"]
-    write_sealed_json(directory / META, {k: v for k, v in content.items() if k not in ("adapter", "imported") or v is not None})
+    write_sealed_json(directory / META, {k: v for k, v in content.items() if k not in LEFT_OUT or v is not None})
     return done
 
 
@@ -169,8 +173,11 @@ def _take_matrices(directory: Path, state: dict[str, Tensor], adapter: Adapter, 
 
 
 def filled(directory: Path, meta: CheckpointMeta, target: Target, state: Mapping[str, Tensor]) -> Drafter:
-    """The checkpoint's drafter with these tensors, without those of an adapter; otherwise as `load_drafter` gives it."""
-    drafter = build(directory, meta, target)
+    """The checkpoint's drafter with these tensors, those of the target's adapter taken out; otherwise as `load_drafter`.
+
+    state: with the drafter's own LoRA, if it has one, or with that merged.
+    """
+    drafter, state = build(directory, meta, target), merged(state, meta.lora)
     _check_state(directory, drafter.state_dict(), state)
     drafter.load_state_dict(state, strict=True)
     drafter.use_decode_settings(meta.decode | tuned_settings(directory))
@@ -187,12 +194,13 @@ def start_weights(directory: Path, drafter: Drafter, adapter: Adapter | None = N
     state, way_out = _read_weights(directory, meta), "give the options it was trained with, or leave out train.init"
     if adapter is not None and meta.adapter is not None:
         _take_matrices(directory, state, adapter, way_out)
+    state = merged(state, meta.lora)
     _check_state(directory, drafter.state_dict(), state, way_out)
     return state
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """The drafter's own tensors, and its adapter's, as they were saved. Raises UserError for a damaged file."""
+    """All tensors as they were saved, those of adapters apart. Raises UserError for a damaged file."""
     return _read_weights(directory, read_meta(directory))
 
 
@@ -216,10 +224,11 @@ def read_meta(directory: Path) -> CheckpointMeta:
 def _checked(meta: CheckpointMeta) -> CheckpointMeta:
     """Raises TypeError for a field of another type than its own: a file changed by hand has no checksum."""
     kinds = {"family": str, "options": dict, "decode": dict, "step": int, "sha256": str}
-    kinds |= {name: dict for name in ("adapter", "imported") if getattr(meta, name) is not None}
+    kinds |= {name: dict for name in LEFT_OUT if getattr(meta, name) is not None}
     for name, kind in kinds.items():
         if not isinstance(value := getattr(meta, name), kind):
             raise TypeError(f"{name} is {value!r:.60}")
+    LoraOptions(**(meta.lora or {}))  # also for an unknown setting
     return meta
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from drafttrain import __version__
 from drafttrain.export import serve
+from drafttrain.export.drafter_adapter import about, merged_place
 from drafttrain.export.files import Source
 from drafttrain.export.hub import Repository, is_repository
 from drafttrain.export.parity import Parity
@@ -64,8 +65,11 @@ class Measured:
             return Measured()
 
 
-def card(source: Source, layout: str, place: str | Repository, parity: Parity) -> str:
-    """The text of the model card. place: the final directory of the export, or the repository that it is uploaded to."""
+def card(source: Source, layout: str, place: str | Repository, parity: Parity, apart: bool = False) -> str:
+    """The text of the model card. place: the final directory of the export, or the repository that it is uploaded to.
+
+    apart: the files are an adapter of the drafter, and its command is that of the merged drafter.
+    """
     meta, measured = source.opened.meta, Measured.of(source.opened.directory)
     base = {"base_model": source.target_name} if is_repository(source.target_name) else {}  # the hub takes no directories
     head = yaml.safe_dump(base | {"tags": TAGS}, sort_keys=False)
@@ -80,7 +84,8 @@ def card(source: Source, layout: str, place: str | Repository, parity: Parity) -
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     kind = "python" if source.stack in OWN_MODULE else "bash"
-    files = isinstance(place, Repository) and (source.stack not in serve.BY_NAME or source.merged is not None)
+    by_name = source.stack in serve.BY_NAME and source.merged is None and not apart
+    files = isinstance(place, Repository) and not by_name
     directory = place if isinstance(place, str) else place.folder if files else place.name
     parts = [
         f"---\n{head}---",
@@ -92,7 +97,8 @@ def card(source: Source, layout: str, place: str | Repository, parity: Parity) -
             if isinstance(place, Repository) and files
             else []
         ),
-        f"```{kind}\n{serve.command(source, directory)}\n```",
+        *([about(directory)] if apart else []),
+        f"```{kind}\n{serve.command(source, merged_place(directory) if apart else directory)}\n```",
     ]
     note = serve.note(meta.family, source.stack)
     return "\n\n".join(parts + ([note] if note else [])) + "\n"

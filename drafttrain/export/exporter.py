@@ -14,6 +14,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, remove_abandoned
 from drafttrain.export import pictured
 from drafttrain.export.card import card
+from drafttrain.export.drafter_adapter import adapter_of
 from drafttrain.export.files import DTYPES, Source, write
 from drafttrain.export.golden import Golden
 from drafttrain.export.hub import Repository
@@ -87,6 +88,8 @@ def _apart(opened: Opened, wanted: Wanted) -> bool:
     """Whether the drafter's own low-rank matrices are exported. For a trained target, adapter=true concerns only the target."""
     if not wanted.adapter or opened.meta.adapter is not None:
         return False
+    if opened.meta.lora is not None:
+        return True
     from peft.tuners.lora import LoraLayer  # takes seconds, and few runs need it
 
     if not any(isinstance(module, LoraLayer) for module in opened.drafter.modules()):
@@ -97,7 +100,9 @@ def _apart(opened: Opened, wanted: Wanted) -> bool:
 def _to(opened: Opened, stack: str, wanted: Wanted) -> Layout | None:
     """The layout for this stack. None: the stack takes no adapter."""
     whole = layout(opened.meta.family, stack)
-    return whole.adapter if _apart(opened, wanted) else whole
+    if not _apart(opened, wanted):
+        return whole
+    return whole.adapter if opened.meta.lora is None else adapter_of(whole)
 
 
 def _refusal(opened: Opened, stack: str, wanted: Wanted) -> str | None:
@@ -164,7 +169,7 @@ def _write_gguf_target(folder: Path, source: Source, wanted: Wanted) -> None:
 
 
 def _describe(folder: Path, place: str | Repository, to: Layout, source: Source, parity: Parity) -> None:
-    (folder / CARD).write_text(card(source, to.name, place, parity), encoding="utf-8")
+    (folder / CARD).write_text(card(source, to.name, place, parity, to.apart), encoding="utf-8")
     about: dict[str, Any] = {"version": __version__, "stack": source.stack, "layout": to.name, "dtype": source.dtype}
     meta = source.opened.meta  # an import reads options and decode settings here that the layout cannot hold
     about |= {"family": meta.family, "checkpoint": meta.sha256, "options": meta.options, "decode": meta.decode}

@@ -21,6 +21,7 @@ from drafttrain.drafters.checkpoint import (
     read_meta,
     read_weights,
 )
+from drafttrain.drafters.common.drafter_lora import merged
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import TargetOut
@@ -71,8 +72,9 @@ class Opened:
     loaded: LoadedTarget
     target: Any  # the target in float32, the adapted one if it was trained too
     drafter: Drafter  # in float32, for `target`
-    tensors: dict[str, Tensor]  # the drafter's tensors as they were saved
+    tensors: dict[str, Tensor]  # the drafter's tensors as they were saved, its LoRA merged
     matrices: dict[str, Tensor] = field(default_factory=dict)  # tensors of the target's adapter, under their names in it
+    apart: dict[str, Tensor] = field(default_factory=dict)  # of a drafter trained by LoRA: its weights and matrices
 
     @staticmethod
     def of(directory: Path, loaded: LoadedTarget) -> Opened:
@@ -88,9 +90,10 @@ class Opened:
         for name, x in tensors.items():
             if x.is_floating_point() and not bool(x.isfinite().all()):
                 raise UserError(f"{directory}: {name} holds NaN or infinity: training diverged; use an earlier checkpoint")
+        apart, tensors = tensors, merged(tensors, meta.lora)
         target = Float32Target(loaded.target)
         drafter = filled(directory, meta, target, tensors).requires_grad_(False)
-        return Opened(directory, meta, loaded, target, drafter, tensors, matrices)
+        return Opened(directory, meta, loaded, target, drafter, tensors, matrices, apart if meta.lora else {})
 
     @property
     def shape(self) -> TargetShape:

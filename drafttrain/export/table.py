@@ -74,6 +74,7 @@ class Layout:
     read: Reader  # reads them back as the stack does
     refuse: Callable[[Source], str | None] = never  # why one drafter of the family cannot be exported; None where it can
     adapter: Layout | None = None  # the layout that replaces this one with adapter=true
+    apart: bool = False  # it holds a drafter's LoRA next to the drafter (`export/drafter_adapter.py`)
 
 
 Row = Layout | str

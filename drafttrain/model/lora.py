@@ -1,4 +1,4 @@
-"""How a family also trains the target. No torch: composing a configuration reads this."""
+"""Low-rank matrices on the drafter, or on the target. No torch: composing a configuration reads this."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from drafttrain.core.errors import UserError
+
+
+@dataclass
+class LoraOptions:
+    """Low-rank matrices that are trained in place of the drafter's own weights (LoRA, arXiv 2106.09685)."""
+
+    rank: int = 0  # 0: the weights themselves are trained
+    alpha: float = 16.0  # the matrices' product counts alpha / rank times
+    targets: list[str] = field(default_factory=list)  # linear maps, by name; none: all but heads over a vocabulary
+
+    def check(self) -> None:
+        """Raise UserError for values outside their range."""
+        if self.rank < 0 or self.alpha <= 0:
+            raise UserError(
+                f"train.lora.rank is {self.rank}, alpha {self.alpha:g}; set rank to 1 or more (0: no LoRA) and alpha above 0"
+            )
 
 
 @dataclass

@@ -70,6 +70,11 @@ def _wide(x_H: Tensor) -> Tensor:
     return x_H if x_H.dtype == torch.float64 else x_H.float()
 
 
+def _sharded(weight_H: Tensor) -> bool:
+    """Whether ZeRO-3 divides the weight: only a module's own forward gathers it, also where LoRA leaves it frozen."""
+    return hasattr(weight_H, "ds_id")
+
+
 def _kernels(*inputs: Tensor) -> bool:
     same = all(x.dtype in library.DTYPES and x.is_contiguous() and x.dtype == inputs[0].dtype for x in inputs)
     return same and bool(inputs[0].numel()) and inputs[0].shape[-1] <= WIDEST and jit.serves(inputs[0])
@@ -111,7 +116,8 @@ class OffsetNorm(OtherNorm):
         return self._scale_H
 
     def normed(self, x_H: Tensor, delta_H: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.module.weight.requires_grad and torch.is_grad_enabled():
+        weight_H = self.module.weight
+        if (weight_H.requires_grad and torch.is_grad_enabled()) or _sharded(weight_H):
             return super().normed(x_H, delta_H)
         return rms_norm(x_H, delta_H, self.weight, self.variance_epsilon)
 
@@ -125,10 +131,10 @@ class CentredNorm(OtherNorm):
 
 
 def norm(module: Any, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`rms_norm` with a transformers module's weight. A trainable module, which may be sharded, runs its own forward."""
+    """`rms_norm` with a transformers module's weight. A trainable or sharded module runs its own forward."""
     if isinstance(module, OtherNorm):
         return module.normed(x_H, delta_H)
-    if module.weight.requires_grad:
+    if module.weight.requires_grad or _sharded(module.weight):
         summed_H = x_H if delta_H is None else x_H + delta_H
         return summed_H, module(summed_H)
     return rms_norm(x_H, delta_H, module.weight, module.variance_epsilon)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafttrain.model.lora import LoraOptions
+
 
 @dataclass
 class TrainOptions:
@@ -30,6 +32,7 @@ class TrainOptions:
     on_policy_temperature: float = 1.0
     seed: int = 0
     init: str | None = None  # a checkpoint or published drafter of the same family; training starts from its weights
+    lora: LoraOptions = field(default_factory=LoraOptions)  # needs init: train matrices on the drafter, whose weights stay
     log_every: int = 10
     checkpoint_every: int = 200
     keep_last: int = 2  # checkpoints to keep, plus the best by expected tau on the held-out conversations

@@ -17,6 +17,7 @@ from drafttrain.core.intervals import accepted_length, tau_interval, with_interv
 from drafttrain.data.dataset import Dataset, check_supervised, collate, shard, token_counts
 from drafttrain.decoding.tree_size import best_nodes
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, adapter_state, checkpoint_name, filled
+from drafttrain.drafters.common.drafter_lora import add_matrices, name_in_checkpoint
 from drafttrain.features.cached import Cached
 from drafttrain.features.online import Online
 from drafttrain.features.prefetch import Prefetch
@@ -87,6 +88,8 @@ class Trainer:
         job.drafter.prepare(lambda: token_counts(job.data.train, job.loaded.target.shape.vocab_size))
         if job.start is not None:  # after `prepare`, so that these weights win
             job.drafter.load_state_dict(job.start)
+        if job.train.lora.rank:
+            add_matrices(job.drafter, job.train.lora, job.loaded.target.shape.vocab_size)
         self.features = job.features or Online(job.adapter.target if job.adapter else job.loaded.target, job.drafter.taps)
         self.prefetch = Prefetch(self._states, self.device)
         self._next: tuple[int, StepBatches] | None = None
@@ -106,7 +109,8 @@ class Trainer:
         first = progress.step
         if options.compile == "on":
             compile_layers(self.job.drafter, say)
-        if self.job.drafter.starts_usable and first == 0 and not (self.checkpoints.folder / checkpoint_name(0)).exists():
+        usable = self.job.drafter.starts_usable or options.lora.rank > 0
+        if usable and first == 0 and not (self.checkpoints.folder / checkpoint_name(0)).exists():
             self._checkpoint(say)  # the baseline that training is compared with
         with ExitStack() as stack:
             if isinstance(self.features, Cached):
@@ -323,7 +327,8 @@ class Trainer:
 
 def tensor_names(job: TrainingJob) -> dict[str, str]:
     """Names of the tensors in the engine's module, by their names in a checkpoint."""
-    drafter = {name: f"drafter.{name}" for name in job.drafter.state_dict()}
+    own = name_in_checkpoint if job.train.lora.rank else str
+    drafter = {own(name): f"drafter.{name}" for name in job.drafter.state_dict()}
     return drafter | {name: name for name in adapter_state(job.adapter)}
 
 
@@ -347,7 +352,9 @@ def without_training(job: TrainingJob, world: World, run_dir: Path) -> Progress:
 def meta_of(job: TrainingJob, step: int) -> CheckpointMeta:
     """The metadata of a checkpoint."""
     adapter = None if job.adapter is None else asdict(job.adapter.spec)
-    return CheckpointMeta(job.family, job.options, job.drafter.decode_settings(), TargetRecord.of(job.loaded), step, adapter)
+    lora = asdict(job.train.lora) if job.train.lora.rank else None
+    settings, target = job.drafter.decode_settings(), TargetRecord.of(job.loaded)
+    return CheckpointMeta(job.family, job.options, settings, target, step, adapter, lora=lora)
 
 
 def figures(counts: StepCounts) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_directory, remove_directory
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import META, CheckpointMeta, TargetRecord, build, read_meta, save_drafter
+from drafttrain.export.drafter_adapter import check_merged
 from drafttrain.export.importers.directory import Foreign, listed
 from drafttrain.export.importers.row import TRAINED_FOR, Draft, Importer, check_shared
 from drafttrain.export.importers.table import recognised
@@ -37,6 +38,7 @@ def converted(found: Foreign, loaded: LoadedTarget, say: Say) -> Path:
     Raises UserError for a directory that is no drafter, not for this target, or damaged. Nothing is left in these cases.
     """
     row = recognised(found)
+    check_merged(found.origin, _record(found))
     final = cache_folder() / "imports" / f"{found.directory.resolve().name}-{_key(found, loaded)}"
     if not (final / META).is_file():
         _keep(final, taken(row, found, loaded))
@@ -132,13 +134,13 @@ def _check(row: Importer, draft: Draft, own: Mapping[str, Tensor]) -> None:
             raise UserError(f"{found.origin}: {theirs} is {given[name].dtype}, {tensor.dtype} is needed; fetch it again")
 
 
-def _record(found: Foreign, family: str) -> dict[str, Any]:
-    """The record that our own export wrote into the directory; empty where there is none."""
+def _record(found: Foreign, family: str | None = None) -> dict[str, Any]:
+    """The record that our own export of this family, or of any, wrote into the directory; empty where there is none."""
     try:
         record = json.loads((found.directory / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) and record.get("family") == family else {}
+    return record if isinstance(record, dict) and (family is None or record.get("family") == family) else {}
 
 
 def _key(found: Foreign, loaded: LoadedTarget) -> str:

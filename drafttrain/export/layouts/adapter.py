@@ -14,21 +14,26 @@ from drafttrain.export.files import write_config
 from drafttrain.export.layouts.renames import Renames
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MATRICES = Renames({f"{{path}}.lora_{x}.weight": f"base_model.model.{{path}}.lora_{x}.weight" for x in "AB"})
+PEFT = "base_model.model."  # peft's prefix of names
+MATRICES = Renames({f"{{path}}.lora_{x}.weight": f"{PEFT}{{path}}.lora_{x}.weight" for x in "AB"})
 
 
-def config_of(names: Iterable[str], rank: int, alpha: float, base: str) -> dict[str, Any]:
-    """adapter_config.json. names: of the matrices, in peft's form. base: directory or hub id of the model."""
+def config_of(names: Iterable[str], rank: int, alpha: float, base: str, whole_names: bool = False) -> dict[str, Any]:
+    """adapter_config.json. names: of the matrices, in peft's form. base: directory or hub id of the model.
+
+    whole_names: of a module that is no causal LM, with each adapted map by its whole name.
+    """
     from peft import LoraConfig  # takes seconds, and few runs need it
 
-    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names}
+    paths = {name.rpartition(".lora_")[0].removeprefix(PEFT) for name in names}
+    modules = paths if whole_names else {path.rpartition(".")[2] for path in paths}
     whole = int(alpha) if alpha == int(alpha) else alpha
     config = LoraConfig(
         r=rank,
         lora_alpha=whole,  # type: ignore[arg-type]
         target_modules=sorted(modules),
         base_model_name_or_path=base,
-        task_type="CAUSAL_LM",
+        task_type=None if whole_names else "CAUSAL_LM",
         inference_mode=True,
     )
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}

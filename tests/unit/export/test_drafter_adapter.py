@@ -1,0 +1,164 @@
+"""The LoRA of a drafter: merged into an export, or a peft adapter on the names of the exported drafter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from drafttrain.commands.verify import record_of
+from drafttrain.core.errors import ParityError, UserError
+from drafttrain.export import exporter, parity
+from drafttrain.export.drafter_adapter import adapter_of, merge
+from drafttrain.export.exporter import Wanted
+from drafttrain.export.importers import convert
+from drafttrain.export.importers.directory import Foreign
+from drafttrain.export.layouts.adapter import PEFT
+from drafttrain.export.opened import Opened
+from drafttrain.export.readers.parts import MismatchError
+from drafttrain.export.table import layout, loads
+from drafttrain.model.lora import LoraOptions
+from tests.exports import CASES, loaded, opened, written
+
+LORA = LoraOptions(rank=2, alpha=6.0)
+FILES = [
+    "README.md",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "base",
+    "drafttrain-checksums.json",
+    "drafttrain.json",
+]
+TRAINED = [case for case, (family, options) in CASES.items() if loads(family) and not options.get("lora_rank")]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "cache_folder", lambda: tmp_path / "cache")
+
+
+def module_of(tensors: dict[str, Tensor]) -> nn.Module:
+    """Linear maps and other parameters under these names, as a serving stack's module would have them."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        owner, *path = root, *name.split(".")
+        *above, last = path
+        for number, part in enumerate(above):
+            if not hasattr(owner, part):
+                linear = number == len(above) - 1 and tensor.ndim == 2 and last == "weight"
+                owner.add_module(part, nn.Linear(*reversed(tensor.shape), bias=False) if linear else nn.Module())
+            owner = getattr(owner, part)
+        setattr(owner, last, nn.Parameter(tensor.clone(), requires_grad=False))
+    return root
+
+
+@pytest.mark.parametrize("case", ["eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
+def test_peft_loads_the_adapter_of_a_drafter(case: str, tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", case, lora=LORA)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    written(found, golden, "vllm", out, adapter=True)
+    assert sorted(path.name for path in out.iterdir()) == FILES
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["task_type"]) == (2, 6, None)
+    assert config["base_model_name_or_path"] == str(out / "base")
+    written(found, golden, "vllm", whole)
+    base, merged = (load_file(folder / "model.safetensors") for folder in (out / "base", whole))
+    adapted = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert adapted == {f"{path}.weight" for path in config["target_modules"]} and "lm_head.weight" not in adapted
+    model = PeftModel.from_pretrained(module_of(base), str(out)).merge_and_unload().state_dict()  # type: ignore[arg-type]
+    assert all(torch.allclose(model[name], x, atol=1e-6) for name, x in merged.items() if x.is_floating_point())
+    merge(out, tmp_path / "merged")
+    again = load_file(tmp_path / "merged" / "model.safetensors")
+    assert again.keys() == merged.keys() and all(torch.equal(again[name], x) for name, x in merged.items())
+    card = (out / "README.md").read_text()
+    assert f"merge(adapter='{out}', out='{out}-merged')" in card and f'"model": "{out}-merged"' in card
+
+
+@pytest.mark.sampled(case=("medusa", "peagle"))
+@pytest.mark.parametrize("case", TRAINED)
+def test_every_export_of_a_drafter_with_lora_drafts_as_its_checkpoint(case: str, tmp_path: Path) -> None:
+    """Merged, in float32 and rounded. As an adapter, or refused with the reason."""
+    found, golden = opened(tmp_path / "run", case, lora=LORA)
+    try:
+        written(found, golden, "all", tmp_path / "whole")
+        written(found, golden, "all", tmp_path / "narrow", "bfloat16")
+    except UserError as error:
+        assert "no stack loads this" in str(error)
+        return
+    try:
+        exported = written(found, golden, "all", tmp_path / "apart", adapter=True)
+    except UserError as error:
+        assert "does not hold lm.model" in str(error) and "leave adapter out to export it merged" in str(error)
+        assert found.meta.family in ("draft_model", "pard")
+        return
+    assert all(sorted(p.name for p in (tmp_path / "apart" / stack).iterdir()) == FILES for stack in exported.written)
+    assert set(loads(found.meta.family)) - set(exported.written) <= set(exported.refused)
+
+
+def test_where_an_adapter_cannot_be_written(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "eagle3", lora=LORA)
+    for stack, dtype, says in (
+        ("vllm", "bfloat16", "dtype is bfloat16, but adapters are written in float32"),
+        ("llamacpp", "float32", "its files are GGUF, in which weights have other names and orders"),
+    ):
+        with pytest.raises(UserError, match=says):
+            exporter.refusals(found, Wanted([stack], tmp_path / "out", dtype, False, adapter=True))
+    assert golden and not (tmp_path / "out").exists()
+
+
+def test_the_reader_of_the_adapter_sees_what_is_wrong(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "medusa", lora=LORA)
+    out, to = tmp_path / "out", adapter_of(layout("medusa", "vllm"))
+    written(found, golden, "vllm", out, adapter=True)
+
+    def reading(tensors: dict[str, Tensor] | None = None, **changes: Any) -> float:
+        config = json.loads((out / "adapter_config.json").read_text())
+        shutil.rmtree(tmp_path / "wrong", ignore_errors=True)
+        shutil.copytree(out, tmp_path / "wrong")
+        (tmp_path / "wrong" / "adapter_config.json").write_text(json.dumps(config | changes))
+        if tensors is not None:
+            save_file(tensors, tmp_path / "wrong" / "adapter_model.safetensors")
+        read = to.read(tmp_path / "wrong", parity.target_parts(found, parity.Files({}, {})), parity.points_of(golden))
+        return float(parity.gaps(torch.stack(read.logits), golden).max())
+
+    assert reading() < 1.0
+    assert reading(lora_alpha=7) > 1.0
+    own = load_file(out / "adapter_model.safetensors")
+    assert reading({name: x + 0.01 for name, x in own.items()}) > 1.0
+    for changes in ({"target_modules": ["blocks.0.layers.0"]}, {"use_rslora": True}, {"peft_type": "IA3"}, {"r": 3}):
+        with pytest.raises(MismatchError):
+            reading(**changes)
+    stranger = {f"{PEFT}nowhere.lora_{x}.weight": torch.ones(2, 2) for x in "AB"}
+    with pytest.raises(MismatchError):
+        reading(own | stranger)
+
+
+def test_an_adapter_that_was_not_saved_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, golden = opened(tmp_path / "run", "medusa", lora=LORA)
+    monkeypatch.setattr(
+        "drafttrain.export.files.save_file",
+        lambda tensors, *rest: save_file({n: x + (".lora_" in n) for n, x in tensors.items()}, *rest),
+    )
+    with pytest.raises(ParityError, match=r"Parity: logits: draft .* is off by"):
+        written(found, golden, "vllm", tmp_path / "out", adapter=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_merged_export_comes_back_and_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "medusa", lora=LORA)
+    written(found, golden, "vllm", tmp_path / "whole")
+    written(found, golden, "vllm", tmp_path / "apart", adapter=True)
+    again = Opened.of(convert.converted(Foreign(tmp_path / "whole"), loaded(), str), loaded())
+    assert again.meta.lora is None and all(torch.equal(x, again.tensors[name]) for name, x in found.tensors.items())
+    says = "apart is an adapter of a drafter, which is read merged; its README.md has the lines that merge it"
+    with pytest.raises(UserError, match=says):
+        convert.converted(Foreign(tmp_path / "apart"), loaded(), str)
+    with pytest.raises(UserError, match=says):
+        record_of(tmp_path / "apart")
