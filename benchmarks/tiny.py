@@ -37,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 16,
         "factor_dim": 12,
         "heads": 2,
+        "divergence_weight": 0.5,
     },
     "jetspec": {"block_size": 5, "layers": 2, "taps": [0, 1, 3], "tree": "chain"},
     "mlp_speculator": {"paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]},

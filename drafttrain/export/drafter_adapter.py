@@ -109,10 +109,10 @@ def _refuse(whole: Layout, source: Source) -> str | None:
     base = whole.write(_of_base(source))
     if base.weights.endswith(SUFFIX):
         return "its files are GGUF, in which weights have other names and orders; leave adapter out to export it merged"
-    kept = {id(tensor) for tensor in base.tensors.values()}
+    kept = {id(tensor) for name, tensor in base.tensors.items() if name.endswith(".weight")}
     for path in matrices_of(source.opened.apart):
         if id(source.opened.apart[f"{path}.weight"]) not in kept:
-            return f"its layout does not hold {path}.weight as it is trained; leave adapter out to export it merged"
+            return f"its layout does not hold {path}.weight as a linear map's weight; leave adapter out to export it merged"
     return None
 
 
