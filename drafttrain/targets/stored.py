@@ -7,12 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
 from drafttrain.core.errors import UserError
 from drafttrain.targets.weights import INDEX, check_files
+
+DTYPES = {  # by safetensors' names
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,10 @@ class StoredTensors:
         with safe_open(self.files[name], "pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
         return tensor
+
+    def dtype(self, name: str) -> torch.dtype:
+        with safe_open(self.files[name], "pt") as opened:
+            return DTYPES[opened.get_slice(name).get_dtype()]
 
 
 def directory_of(model: Any) -> Path | None:

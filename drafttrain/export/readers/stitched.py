@@ -1,0 +1,156 @@
+"""A target's own module, read from the target's directory as serving stacks read it.
+
+The block is transformers' class of the architecture. It runs over whole sequences, without a cache.
+
+Shapes: c tokens of a text, N positions so far, H hidden.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, each
+from drafttrain.targets.structure import shape_of
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How an architecture's module is read."""
+
+    code: str  # the architecture in transformers
+    classes: str  # prefix of its classes' names
+    names: tuple[str, str, str, str, str]  # norm of the embedding, of the state, projection, last norm; the block's prefix
+    count: str = "num_nextn_predict_layers"
+    hidden_first: bool = False
+
+
+QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0")
+DEEPSEEK = ("{n}.enorm", "{n}.hnorm", "{n}.eh_proj", "{n}.shared_head.norm", "{n}")
+M = "model.mtp_layers.0"
+MIMO = (f"{M}.token_layernorm", f"{M}.hidden_layernorm", f"{M}.input_proj", f"{M}.final_layernorm", M)
+KINDS = {
+    "deepseek_v3": Kind("deepseek_v3", "DeepseekV3", DEEPSEEK),
+    "glm4_moe": Kind("glm4_moe", "Glm4Moe", DEEPSEEK),
+    "qwen3_next": Kind("qwen3_next", "Qwen3Next", QWEN),
+    **{f"qwen3_5{end}": Kind("qwen3_5", "Qwen3_5", QWEN, "mtp_num_hidden_layers") for end in ("", "_text")},
+    **{f"qwen3_5_moe{end}": Kind("qwen3_5_moe", "Qwen3_5Moe", QWEN, "mtp_num_hidden_layers") for end in ("", "_text")},
+    "mimo": Kind("qwen2", "Qwen2", MIMO, hidden_first=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A loaded module."""
+
+    block: Any
+    rotary: Any
+    token_norm: Any
+    hidden_norm: Any
+    norm: Any
+    projection: Tensor
+    hidden_first: bool
+
+
+def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:
+    """The module's drafts."""
+    whole = Config.of(directory)
+    values = whole.values if "num_hidden_layers" in whole.values else whole.inside("text_config", "config").values
+    config = Config(values)
+    kind = KINDS.get(str(config.get("model_type", "architecture")))
+    if kind is None:
+        raise MismatchError("architecture", f"no module of a {values['model_type']} is read")
+    config.expect(kind.count, 1, "config")
+    config.expect("num_hidden_layers", target.blocks, "config")
+    module, shape = _module(directory, kind, values)
+    facts = {"vocabulary": shape.vocab_size, "rope": shape.rope_theta, "norm": shape.norm_eps, "head_dim": shape.head_dim}
+    facts |= {"heads": [shape.heads, shape.kv_heads], "max positions": shape.max_positions}
+    return Reading(each(points, lambda point: _draft(module, target, point)), facts)
+
+
+def _module(directory: Path, kind: Kind, values: dict[str, Any]) -> tuple[Module, Any]:
+    code = importlib.import_module(f"transformers.models.{kind.code}.modeling_{kind.code}")
+    configs = importlib.import_module(f"transformers.models.{kind.code}.configuration_{kind.code}")
+    made = getattr(configs, f"{kind.classes}TextConfig", None) or getattr(configs, f"{kind.classes}Config")
+    config = made(**{name: x for name, x in values.items() if name not in ("model_type", "architectures", "auto_map")})
+    shape, last = shape_of(config), config.num_hidden_layers
+    config._attn_implementation = config._experts_implementation = "eager"
+    if getattr(config, "layer_types", None):
+        config.layer_types = [*config.layer_types, "full_attention"]
+    block, norm = getattr(code, f"{kind.classes}DecoderLayer")(config, last), getattr(code, f"{kind.classes}RMSNorm")
+    rotary = getattr(code, f"{kind.classes}TextRotaryEmbedding", None) or getattr(code, f"{kind.classes}RotaryEmbedding")
+    names = [name.format(n=f"model.layers.{last}") for name in kind.names]
+    tensors = _tensors(directory, names)
+    norms = [norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3)]
+    for one, name in zip(norms, (names[0], names[1], names[3]), strict=True):
+        _load(one, name, tensors)
+    projection = tensors.pop(f"{names[2]}.weight", None)
+    if projection is None or projection.shape != (config.hidden_size, 2 * config.hidden_size):
+        raise MismatchError("tensors", f"{names[2]}.weight is missing, or not twice as wide as the target's states")
+    _load(block, names[4], tensors)
+    copies = [f"{names[4]}.{name}.weight" for name in ("embed_tokens", "shared_head.head")]  # of the target's
+    if left := tensors.keys() - set(copies):
+        raise MismatchError("tensors", f"{', '.join(sorted(left)[:4])}: no stack reads them")
+    return Module(block.eval(), rotary(config), *norms, projection, kind.hidden_first), shape
+
+
+def _tensors(directory: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """All tensors whose names begin so, in float32."""
+    index, starts = directory / "model.safetensors.index.json", tuple(f"{name}." for name in names)
+    found: dict[str, Tensor] = {}
+    try:
+        files = ["model.safetensors"]
+        if index.is_file():
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({file for name, file in listed.items() if name.startswith(starts)})
+        for file in files:
+            with safe_open(directory / file, "pt") as opened:
+                found |= {name: opened.get_tensor(name).float() for name in opened.keys() if name.startswith(starts)}  # noqa: SIM118
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise MismatchError("tensors", f"the weights cannot be read ({error})") from error
+    return found
+
+
+def _load(module: torch.nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
+    """Fill a module. Matrices of experts that are stored one by one are put together."""
+    for name, own in module.state_dict().items():
+        theirs = f"{prefix}.{name}"
+        if theirs not in tensors and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            owner, _, last = theirs.rpartition(".")
+            parts = ("down_proj",) if last == "down_proj" else ("gate_proj", "up_proj")
+            each_of = [[tensors.pop(f"{owner}.{e}.{part}.weight", None) for part in parts] for e in range(len(own))]
+            if any(x is None for row in each_of for x in row):
+                raise MismatchError("tensors", f"{theirs}: matrices of some experts are missing")
+            tensors[theirs] = torch.stack([torch.cat(row) for row in each_of])  # type: ignore[arg-type]
+        if theirs not in tensors:
+            raise MismatchError("tensors", f"{theirs} is missing")
+        tensor = tensors.pop(theirs)
+        if tensor.shape != own.shape:
+            raise MismatchError("tensors", f"{theirs} is {list(tensor.shape)}, the configuration gives {list(own.shape)}")
+        own.copy_(tensor)
+
+
+def _draft(module: Module, target: TargetParts, point: Point) -> Tensor:
+    """Each draft's position follows the text, and reads the module's own last output."""
+    token_N, state_NH, logits, joined = point.shifted, point.last(), list[Tensor](), list[Tensor]()
+    for draft in point.drafts:
+        both = [module.token_norm(target.embed[token_N]), module.hidden_norm(state_NH)]
+        joined.append(F.linear(torch.cat(both[::-1] if module.hidden_first else both, -1), module.projection))
+        x_1NH = torch.cat(joined)[None]
+        N = x_1NH.shape[1]
+        mask = torch.full((N, N), torch.finfo(torch.float32).min).triu(1)[None, None]
+        angles = module.rotary(x_1NH, torch.arange(N)[None])
+        out_1NH = module.block(x_1NH, attention_mask=mask, position_embeddings=angles)
+        state_NH = module.norm(out_1NH[0, -1:])
+        logits.append(F.linear(state_NH, target.head)[0])
+        token_N = draft[None]
+    return torch.stack(logits)
