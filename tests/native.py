@@ -18,6 +18,7 @@ from transformers import (
     Glm4MoeConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
@@ -31,7 +32,7 @@ class MiMoConfig(Qwen2Config):
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
     config_class = MiMoConfig  # type: ignore[assignment]
-    _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers"]
+    _keys_to_ignore_on_load_unexpected = (r"^model\.mtp_layers",)
 
 
 AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
@@ -48,6 +49,7 @@ MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16
 CONFIGS: dict[str, Any] = {  # with one block more than the target has: the module's
     "mimo": MiMoConfig(**COMMON),
     "qwen3_5": Qwen3_5TextConfig(**WIDE, **DELTA, **KINDS),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**WIDE, **DELTA, **KINDS, **MIXED),
     "qwen3_next": Qwen3NextConfig(**WIDE, **DELTA, **KINDS, **MIXED),
     "glm4_moe": Glm4MoeConfig(**WIDE, **EXPERTS, first_k_dense_replace=1),
     "glm4_moe, dense": Glm4MoeConfig(**WIDE, **EXPERTS, first_k_dense_replace=9),
@@ -59,10 +61,9 @@ DEEPSEEK = tuple(f"model.layers.{LAST}.{name}" for name in ("enorm", "hnorm", "e
 MIMO = tuple(
     f"model.mtp_layers.0.{name}" for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "")
 )
-NAMES = {"mimo": MIMO, "qwen3_5": QWEN, "qwen3_next": QWEN} | dict.fromkeys(
-    ("glm4_moe", "glm4_moe, dense", "deepseek_v3"), DEEPSEEK
-)
-COUNTS = {"qwen3_5": "mtp_num_hidden_layers"}
+QWENS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+NAMES = {"mimo": MIMO} | dict.fromkeys(QWENS, QWEN) | dict.fromkeys(("glm4_moe", "glm4_moe, dense", "deepseek_v3"), DEEPSEEK)
+COUNTS = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Native:
         return self.normed("norm", self.whole.model.layers[LAST](joined, attention_mask=mask, position_embeddings=angles))
 
     def normed(self, name: str, x: Tensor) -> Tensor:
-        weight = self.parts[name] + (1.0 if self.kind in ("qwen3_5", "qwen3_next") else 0.0)
+        weight = self.parts[name] + (1.0 if self.kind in QWENS else 0.0)
         eps = self.whole.config.rms_norm_eps
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 

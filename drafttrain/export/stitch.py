@@ -1,7 +1,7 @@
 """Writes tensors into a copy of a model's directory. All other bytes of its weights stay as they are, which is checked.
 
-A tensor that the files have is replaced at its place, in its stored dtype. Others are appended as a further file, with entries in
-the index. Shapes: R bytes of a tensor.
+A tensor that the files have is replaced at its place, in its stored dtype. Others are appended as a further file, with entries
+in the index. Shapes: R bytes of a tensor.
 """
 
 from __future__ import annotations

@@ -48,14 +48,14 @@ def new_block(target: HFTarget) -> nn.Module:
     block: Any = type(able[-1])(config, last)
     block.self_attn.layer_idx = 0  # its place in the cache
     block.apply(target.model._init_weights)
-    return block.float()  # type: ignore[no-any-return]
+    return block.float()
 
 
 def new_norm(block: Any, width: int, eps: float) -> nn.Module:
     """A norm as the block has before its attention, which adds nothing at the start."""
     norm = type(block.input_layernorm)(width, eps=eps).float()
     norm.load_state_dict(block.input_layernorm.state_dict())
-    return norm  # type: ignore[no-any-return]
+    return norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,7 @@ class OwnModule:
     norm_output: bool = True  # the next depth reads the output of `norm`; False: the block's own output
 
 
-DEEPSEEK = OwnModule(
-    "model.layers.{layer}.", "model.layers.{layer}.", "num_nextn_predict_layers", {"norm": "shared_head.norm"}
-)
+DEEPSEEK = OwnModule("model.layers.{layer}.", "model.layers.{layer}.", "num_nextn_predict_layers", {"norm": "shared_head.norm"})
 QWEN_PARTS = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}
 QWEN_NEXT = OwnModule("mtp.", "mtp.layers.0.", "num_nextn_predict_layers", QWEN_PARTS)
 QWEN_35 = OwnModule("mtp.", "mtp.layers.0.", "mtp_num_hidden_layers", QWEN_PARTS)
@@ -69,8 +67,8 @@ def layout_of(model_type: str) -> OwnModule:
         return LAYOUTS[model_type]
     reason = OTHERS.get(model_type, f"layouts are known for {', '.join(LAYOUTS)}")
     raise UserError(
-        f"drafter.source=target takes the MTP module out of the target's checkpoint, and the target is a {model_type}: {reason}; "
-        "set drafter.source=fresh, or train drafter=mtp"
+        f"drafter.source=target takes the MTP module out of the target's checkpoint, and the target is a {model_type}: "
+        f"{reason}; set drafter.source=fresh, or train drafter=mtp"
     )
 
 
@@ -107,9 +105,7 @@ def pieces(layout: OwnModule, layer: int, name: str, shape: torch.Size, fused: b
     return [Piece(f"{prefix}{owner}.{e}.{matrix}.weight", e, *part) for e in experts for matrix, part in rows.items()]
 
 
-def stored_as(
-    stored: StoredTensors, layout: OwnModule, layer: int, expected: Mapping[str, Tensor]
-) -> dict[str, list[Piece]]:
+def stored_as(stored: StoredTensors, layout: OwnModule, layer: int, expected: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
     """The pieces of each tensor that are in the files, by our names. expected: tensors of our shapes.
 
     Raises UserError where the files have no module, or one that lacks some of its tensors.

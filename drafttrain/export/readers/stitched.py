@@ -100,7 +100,7 @@ def _module(directory: Path, kind: Kind, values: dict[str, Any]) -> tuple[Module
     copies = [f"{names[4]}.{name}.weight" for name in ("embed_tokens", "shared_head.head")]  # of the target's
     if left := tensors.keys() - set(copies):
         raise MismatchError("tensors", f"{', '.join(sorted(left)[:4])}: no stack reads them")
-    return Module(block.eval(), rotary(config), *norms, projection, kind.hidden_first), shape
+    return Module(block.eval(), rotary(config), norms[0], norms[1], norms[2], projection, kind.hidden_first), shape
 
 
 def _tensors(directory: Path, names: Sequence[str]) -> dict[str, Tensor]:

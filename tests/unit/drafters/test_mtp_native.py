@@ -63,7 +63,9 @@ def test_what_is_trained_is_what_is_drafted(found: tuple[Native, HFTarget]) -> N
     drafter = MTPNative(MTPNativeOptions(draft_length=4), target).eval()
     drafts, predicted = drafted_and_predicted(target, drafter, prompts(1, seed=8, longest=30)[0] + [5, 9, 2])
     assert predicted == drafts
-    plain, ours = (Decoder(target, d, "greedy", Sampling(), max_new_tokens=12).run(prompts(3, seed=3), 3).results for d in (None, drafter))
+    plain, ours = (
+        Decoder(target, d, "greedy", Sampling(), max_new_tokens=12).run(prompts(3, seed=3), 3).results for d in (None, drafter)
+    )
     assert [r.tokens for r in ours] == [r.tokens for r in plain]
 
 
@@ -116,7 +118,9 @@ def test_a_step_attends_to_the_first_step_and_its_own_index() -> None:
 def test_a_target_without_a_module_is_refused_in_one_line(kind: str, tmp_path: Path) -> None:
     made = native(kind, tmp_path / "without", module=False)
     target = target_of(made.directory)
-    with pytest.raises(UserError, match=r"has no MTP module \(no tensor '.*; name a checkpoint that has one, drafter.source=DIR"):
+    with pytest.raises(
+        UserError, match=r"has no MTP module \(no tensor '.*; name a checkpoint that has one, drafter.source=DIR"
+    ):
         FAMILY.build(MTPNativeOptions(), target)
     whole = native(kind, tmp_path / "with")
     stock = MTPNative(MTPNativeOptions(source=str(whole.directory)), target)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from drafttrain.core.errors import ParityError, UserError
-from drafttrain.export.parity import check
 from drafttrain.export.files import Files, Source
+from drafttrain.export.parity import check
 from drafttrain.export.readers import stitched as reader
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
@@ -115,7 +115,7 @@ def test_stored_dtypes_are_kept(tmp_path: Path) -> None:
 def test_modules_that_stacks_would_read_otherwise_are_refused(tmp_path: Path) -> None:
     made = native("mimo", tmp_path / "target")
     found, golden = opened(tmp_path / "raw", "mtp_native", target_of(made), norm_output=False)
-    with pytest.raises(UserError, match="stacks pass on the normed output; train with drafter.norm_output=null"):
+    with pytest.raises(UserError, match=r"stacks pass on the normed output; train with drafter\.norm_output=null"):
         written(found, golden, "stitched", tmp_path / "out")
     found, golden = opened(tmp_path / "llama", "mtp_native", loaded(), source="fresh")
     with pytest.raises(UserError, match="no stack reads a module from the files of a llama"):
