@@ -13,7 +13,7 @@ Shapes: B rows, N positions or nodes, T positions, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,6 +52,15 @@ class OwnMTPModule(nn.Module):
         self.block = new_block(target)
         self.enorm, self.hnorm, self.norm = (new_norm(self.block, width, eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnMTPModule:
+        """Buffers keep their precision: a router's biases choose the experts, and transformers keeps them in float32."""
+        before = {name: buffer for name, buffer in self.named_buffers() if buffer.is_floating_point()}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            owner, _, last = name.rpartition(".")
+            setattr(self.get_submodule(owner), last, buffer.to(self.get_buffer(name).device))
+        return self
 
 
 class MTPNative(FeedsBack):

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, each
-from drafttrain.targets.structure import shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +70,29 @@ def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Readi
         raise MismatchError("architecture", f"no module of a {values['model_type']} is read")
     config.expect(kind.count, 1, "config")
     config.expect("num_hidden_layers", target.blocks, "config")
-    module, shape = _module(directory, kind, values)
-    facts = {"vocabulary": shape.vocab_size, "rope": shape.rope_theta, "norm": shape.norm_eps, "head_dim": shape.head_dim}
-    facts |= {"heads": [shape.heads, shape.kv_heads], "max positions": shape.max_positions}
+    module, facts = _module(directory, kind, values)
     return Reading(each(points, lambda point: _draft(module, target, point)), facts)
 
 
-def _module(directory: Path, kind: Kind, values: dict[str, Any]) -> tuple[Module, Any]:
+def _facts(config: Any) -> dict[str, Any]:
+    """The settings of a transformers configuration that the drafts depend on."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    return {
+        "vocabulary": config.vocab_size,
+        "rope": float(config.rope_parameters["rope_theta"]),
+        "norm": config.rms_norm_eps,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "heads": [heads, kv_heads],
+        "max positions": config.max_position_embeddings,
+    }
+
+
+def _module(directory: Path, kind: Kind, values: dict[str, Any]) -> tuple[Module, dict[str, Any]]:
     code = importlib.import_module(f"transformers.models.{kind.code}.modeling_{kind.code}")
     configs = importlib.import_module(f"transformers.models.{kind.code}.configuration_{kind.code}")
     made = getattr(configs, f"{kind.classes}TextConfig", None) or getattr(configs, f"{kind.classes}Config")
     config = made(**{name: x for name, x in values.items() if name not in ("model_type", "architectures", "auto_map")})
-    shape, last = shape_of(config), config.num_hidden_layers
+    facts, last = _facts(config), config.num_hidden_layers
     config._attn_implementation = config._experts_implementation = "eager"
     if getattr(config, "layer_types", None):
         config.layer_types = [*config.layer_types, "full_attention"]
@@ -100,7 +110,7 @@ def _module(directory: Path, kind: Kind, values: dict[str, Any]) -> tuple[Module
     copies = [f"{names[4]}.{name}.weight" for name in ("embed_tokens", "shared_head.head")]  # of the target's
     if left := tensors.keys() - set(copies):
         raise MismatchError("tensors", f"{', '.join(sorted(left)[:4])}: no stack reads them")
-    return Module(block.eval(), rotary(config), norms[0], norms[1], norms[2], projection, kind.hidden_first), shape
+    return Module(block.eval(), rotary(config), norms[0], norms[1], norms[2], projection, kind.hidden_first), facts
 
 
 def _tensors(directory: Path, names: Sequence[str]) -> dict[str, Tensor]:
