@@ -90,8 +90,13 @@ class Native:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def native(kind: str, directory: Path, module: bool = True, dtype: torch.dtype = torch.float32) -> Native:
-    """Write a target with its module, or without."""
+def second(name: str) -> str:
+    """The name in the second module of one in the first."""
+    return name.replace(f"model.layers.{LAST}.", f"model.layers.{LAST + 1}.").replace("mtp_layers.0.", "mtp_layers.1.")
+
+
+def native(kind: str, directory: Path, module: bool = True, dtype: torch.dtype = torch.float32, twice: bool = False) -> Native:
+    """Write a target with its module, or without. twice: with another one, whose weights are the first's in another order."""
     torch.manual_seed(5)
     whole: Any = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[kind]), attn_implementation="sdpa").eval()
     for parameter in whole.parameters():
@@ -110,12 +115,14 @@ def native(kind: str, directory: Path, module: bool = True, dtype: torch.dtype =
             tensors |= {f"{ours[part]}.weight": x for part, x in parts.items()}
         if not module:
             tensors = {n: x for n, x in tensors.items() if not n.startswith((names[4], *names[:4]))}
+        if twice:
+            tensors |= {second(n): x.flip(-1).contiguous() for n, x in tensors.items() if n.startswith((names[4], *names[:4]))}
         save_file(tensors, file, {"format": "pt"})
         index |= dict.fromkeys(tensors, file.name)
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}))
     config = json.loads((directory / "config.json").read_text())
-    config |= {"num_hidden_layers": LAST, COUNTS.get(kind, "num_nextn_predict_layers"): int(module)}
+    config |= {"num_hidden_layers": LAST, COUNTS.get(kind, "num_nextn_predict_layers"): int(module) + int(twice)}
     for name in ("layer_types", "mlp_layer_types"):
         if config.get(name):
             config[name] = config[name][:LAST]

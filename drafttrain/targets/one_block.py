@@ -28,8 +28,10 @@ from drafttrain.targets.structure import find_blocks, set_depth
 FULL = "full_attention"
 
 
-def new_block(target: HFTarget) -> nn.Module:
+def new_block(target: HFTarget, number: int = 0) -> nn.Module:
     """A block as one more after the target's last would be, in float32, with fresh weights. Its attention sees all positions.
+
+    number: of its layer in the cache.
 
     Raises UserError for an architecture whose blocks cannot be built or run alone.
     """
@@ -46,7 +48,7 @@ def new_block(target: HFTarget) -> nn.Module:
     if kinds := getattr(config, "layer_types", None):
         config.layer_types = [*kinds[:last], FULL if FULL in kinds else kinds[last]]
     block: Any = type(able[-1])(config, last)
-    block.self_attn.layer_idx = 0  # its place in the cache
+    block.self_attn.layer_idx = number
     block.apply(target.model._init_weights)
     return block.float()
 
@@ -93,8 +95,9 @@ class SlotKeys:
 class BlockPositions(CachedPositions):
     """A session's KV cache of the block."""
 
-    def __init__(self, slots: int, positions: int, like: Tensor) -> None:
-        self.kv, self.dtype = KVCache(1, slots, positions, like.device), like.dtype
+    def __init__(self, layers: int, slots: int, positions: int, like: Tensor) -> None:
+        """layers: blocks that cache their keys here. like: a tensor of the blocks' device and dtype."""
+        self.kv, self.dtype = KVCache(layers, slots, positions, like.device), like.dtype
 
     def meta(
         self, position_BN: Tensor, ancestor_BNN: Tensor | None = None, bits_BNw: Tensor | None = None, earlier: int = 0
@@ -121,6 +124,21 @@ class StepKeys:
     def update(self, key_BhTD: Tensor, value_BhTD: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.keys, self.values = [*self.keys, key_BhTD], [*self.values, value_BhTD]
         return torch.cat(self.keys, 2), torch.cat(self.values, 2)
+
+
+class PastKeys:
+    """Keys and values of the steps so far."""
+
+    def __init__(self) -> None:
+        self.keys, self.values = list[Tensor](), list[Tensor]()
+
+    def add(self, key_BhTD: Tensor, value_BhTD: Tensor) -> None:
+        self.keys, self.values = [*self.keys, key_BhTD], [*self.values, value_BhTD]
+
+    @property
+    def all(self) -> list[Tensor]:
+        """All keys, then all values."""
+        return [*self.keys, *self.values]
 
 
 class UnrolledMasks:

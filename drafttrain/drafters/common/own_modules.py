@@ -27,12 +27,18 @@ FUSED = ("gate_up_proj", "down_proj")  # experts' matrices that transformers kee
 class OwnModule:
     """The layout of an architecture's module."""
 
-    around: str  # prefix of the four parts' names; {layer}: the number after the target's last block
+    # prefix of the four parts' names; {number}: the module's, from 0; {layer}: the number of a block after the target's last
+    around: str
     block: str  # prefix of the block's names
     count_key: str  # of config.json: the number of modules
     parts: Mapping[str, str] = field(default_factory=dict)  # names of the four parts, by ours; left out: the same
     hidden_first: bool = False  # eh_proj reads the hidden state first, not the embedding
     norm_output: bool = True  # the next depth reads the output of `norm`; False: the block's own output
+
+    @property
+    def several(self) -> bool:
+        """Whether files can hold a module for each depth."""
+        return "{" in self.around
 
 
 DEEPSEEK = OwnModule("model.layers.{layer}.", "model.layers.{layer}.", "num_nextn_predict_layers", {"norm": "shared_head.norm"})
@@ -40,8 +46,8 @@ QWEN_PARTS = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "
 QWEN_NEXT = OwnModule("mtp.", "mtp.layers.0.", "num_nextn_predict_layers", QWEN_PARTS)
 QWEN_35 = OwnModule("mtp.", "mtp.layers.0.", "mtp_num_hidden_layers", QWEN_PARTS)
 MIMO = OwnModule(
-    "model.mtp_layers.0.",
-    "model.mtp_layers.0.",
+    "model.mtp_layers.{number}.",
+    "model.mtp_layers.{number}.",
     "num_nextn_predict_layers",
     {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "norm": "final_layernorm"},
     hidden_first=True,
@@ -86,67 +92,89 @@ class Piece:
         return (tensor if self.expert is None else tensor[self.expert])[self.first : self.last]
 
 
-def pieces(layout: OwnModule, layer: int, name: str, shape: torch.Size, fused: bool) -> list[Piece]:
-    """The stored tensors that make up ours of this name and shape. layer: the number after the target's last block.
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """The layout of one of a target's modules."""
 
-    fused: experts are stored as transformers keeps them, [E, 2I, H] and [E, H, I]; else each expert has three matrices.
-    """
-    part, _, rest = name.partition(".")
-    if part != BLOCK:
-        return [Piece(f"{layout.around.format(layer=layer)}{layout.parts.get(part, part)}.{rest}")]
-    prefix, (owner, _, last) = layout.block.format(layer=layer), rest.rpartition(".")
-    if fused or last not in FUSED or len(shape) != 3:
-        return [Piece(prefix + rest)]
-    experts = range(shape[0])
-    if last == "down_proj":
-        return [Piece(f"{prefix}{owner}.{e}.down_proj.weight", e) for e in experts]
-    half = shape[1] // 2
-    rows = {"gate_proj": (0, half), "up_proj": (half, shape[1])}
-    return [Piece(f"{prefix}{owner}.{e}.{matrix}.weight", e, *part) for e in experts for matrix, part in rows.items()]
+    layout: OwnModule
+    blocks: int  # of the target
+    number: int = 0
+
+    def prefix(self, text: str) -> str:
+        return text.format(layer=self.blocks + self.number, number=self.number)
+
+    def pieces(self, name: str, shape: torch.Size, fused: bool = False) -> list[Piece]:
+        """The stored tensors that make up ours of this name and shape.
+
+        fused: experts are stored as transformers keeps them, [E, 2I, H] and [E, H, I]; else each expert has three matrices.
+        """
+        part, _, rest = name.partition(".")
+        if part != BLOCK:
+            return [Piece(f"{self.prefix(self.layout.around)}{self.layout.parts.get(part, part)}.{rest}")]
+        prefix, (owner, _, last) = self.prefix(self.layout.block), rest.rpartition(".")
+        if fused or last not in FUSED or len(shape) != 3:
+            return [Piece(prefix + rest)]
+        experts = range(shape[0])
+        if last == "down_proj":
+            return [Piece(f"{prefix}{owner}.{e}.down_proj.weight", e) for e in experts]
+        half = shape[1] // 2
+        rows = {"gate_proj": (0, half), "up_proj": (half, shape[1])}
+        return [Piece(f"{prefix}{owner}.{e}.{matrix}.weight", e, *part) for e in experts for matrix, part in rows.items()]
+
+    @property
+    def projection(self) -> str:
+        """The stored name of eh_proj, which tells whether files have the module."""
+        return self.pieces("eh_proj.weight", torch.Size())[0].name
+
+    def stored_as(self, stored: StoredTensors, expected: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
+        """The pieces of each tensor that are in the files, by our names. expected: tensors of our shapes.
+
+        Raises UserError where the files have no module, or one that lacks some of its tensors.
+        """
+        found = {}
+        for name, tensor in expected.items():
+            whole = self.pieces(name, tensor.shape, True)
+            found[name] = whole if whole[0].name in stored else self.pieces(name, tensor.shape)
+        names = [piece.name for row in found.values() for piece in row]
+        missing = [name for name in names if name not in stored]
+        if len(missing) == len(names):
+            raise UserError(
+                f"drafter.source=target: {stored.directory} has no MTP module (no tensor {names[0]!r}, and none of its other "
+                f"{len(names) - 1}); name a checkpoint that has one, drafter.source=DIR, or set drafter.source=fresh"
+            )
+        if missing:
+            raise UserError(
+                f"the MTP module in {stored.directory} lacks {', '.join(missing[:3])}"
+                f"{' and others' if len(missing) > 3 else ''}; get its files again"
+            )
+        return found
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, stored: StoredTensors) -> None:
+        """Fill every tensor of a module from the files. Raises UserError for a tensor that is missing or does not fit."""
+        ours = module.state_dict()
+        for name, found in self.stored_as(stored, ours).items():
+            for piece in found:
+                tensor, place = stored.read(piece.name), piece.of(ours[name])
+                if tensor.shape != place.shape:
+                    raise UserError(
+                        f"{stored.directory}: {piece.name} is {list(tensor.shape)}, the target's configuration gives "
+                        f"{list(place.shape)}; get its files again, or mend config.json"
+                    )
+                if not tensor.is_floating_point() or tensor.element_size() < 2:
+                    raise UserError(
+                        f"{stored.directory}: {piece.name} is stored as {str(tensor.dtype).removeprefix('torch.')}, which is "
+                        "not trained; give a checkpoint in bfloat16"
+                    )
+                place.copy_(tensor)
 
 
-def stored_as(stored: StoredTensors, layout: OwnModule, layer: int, expected: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
-    """The pieces of each tensor that are in the files, by our names. expected: tensors of our shapes.
-
-    Raises UserError where the files have no module, or one that lacks some of its tensors.
-    """
-    found = {}
-    for name, tensor in expected.items():
-        whole = pieces(layout, layer, name, tensor.shape, True)
-        found[name] = whole if whole[0].name in stored else pieces(layout, layer, name, tensor.shape, False)
-    names = [piece.name for row in found.values() for piece in row]
-    missing = [name for name in names if name not in stored]
-    if len(missing) == len(names):
-        raise UserError(
-            f"drafter.source=target: {stored.directory} has no MTP module (no tensor {names[0]!r}, and none of its other "
-            f"{len(names) - 1}); name a checkpoint that has one, drafter.source=DIR, or set drafter.source=fresh"
-        )
-    if missing:
-        raise UserError(
-            f"the MTP module in {stored.directory} lacks {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}; "
-            "get its files again"
-        )
-    return found
-
-
-@torch.no_grad()
-def fill(module: nn.Module, stored: StoredTensors, layout: OwnModule, layer: int) -> None:
-    """Fill every tensor of a module from the files. Raises UserError for a tensor that is missing or does not fit."""
-    ours = module.state_dict()
-    for name, found in stored_as(stored, layout, layer, ours).items():
-        for piece in found:
-            tensor, place = stored.read(piece.name), piece.of(ours[name])
-            if tensor.shape != place.shape:
-                raise UserError(
-                    f"{stored.directory}: {piece.name} is {list(tensor.shape)}, the target's configuration gives "
-                    f"{list(place.shape)}; get its files again, or mend config.json"
-                )
-            if not tensor.is_floating_point() or tensor.element_size() < 2:
-                raise UserError(
-                    f"{stored.directory}: {piece.name} is stored as {str(tensor.dtype).removeprefix('torch.')}, which is not "
-                    "trained; give a checkpoint in bfloat16"
-                )
-            place.copy_(tensor)
+def count_of(layout: OwnModule, blocks: int, stored: StoredTensors) -> int:
+    """How many modules the files have, one for each depth; 1 where they have none, which filling it reports."""
+    found = 0
+    while Numbered(layout, blocks, found).projection in stored and (found == 0 or layout.several):
+        found += 1
+    return max(1, found)
 
 
 def open_source(directory: Path | None, origin: str) -> StoredTensors:

@@ -145,7 +145,7 @@ class FeedsBack(Drafter):
     def label_offset(self) -> int:
         return self.predicted_steps + 1
 
-    def open(self, slots: int, max_len: int) -> RecurrentState:
+    def open(self, slots: int, max_len: int) -> CachedState:
         return RecurrentState(self, slots, max_len)
 
 

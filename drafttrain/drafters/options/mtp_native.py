@@ -17,6 +17,7 @@ class MTPNativeOptions(TreeOptions):
     steps: int = 3  # of training on own outputs
     step_decay: float = 0.6  # step i (from 0) weighs step_decay ** i; the weights add up to 1 (arXiv 2509.18362)
     draft_length: int = 3
+    modules: int | None = None  # more than 1: one for each depth; null: as many as the files have, of fresh ones 1
     norm_output: bool | None = None  # the normed state goes to the next depth; null: as the target's layout says
 
 

@@ -33,9 +33,11 @@ class Kind:
     hidden_first: bool = False
 
 
+# {n}: the number of a block after the target's last; {i}: the module's
 QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0")
-DEEPSEEK = ("{n}.enorm", "{n}.hnorm", "{n}.eh_proj", "{n}.shared_head.norm", "{n}")
-M = "model.mtp_layers.0"
+N = "model.layers.{n}"
+DEEPSEEK = (f"{N}.enorm", f"{N}.hnorm", f"{N}.eh_proj", f"{N}.shared_head.norm", N)
+M = "model.mtp_layers.{i}"
 MIMO = (f"{M}.token_layernorm", f"{M}.hidden_layernorm", f"{M}.input_proj", f"{M}.final_layernorm", M)
 KINDS = {
     "deepseek_v3": Kind("deepseek_v3", "DeepseekV3", DEEPSEEK),
@@ -68,10 +70,13 @@ def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Readi
     kind = KINDS.get(str(config.get("model_type", "architecture")))
     if kind is None:
         raise MismatchError("architecture", f"no module of a {values['model_type']} is read")
-    config.expect(kind.count, 1, "config")
     config.expect("num_hidden_layers", target.blocks, "config")
-    module, facts = _module(directory, kind, values)
-    return Reading(each(points, lambda point: _draft(module, target, point)), facts)
+    count = int(config.get(kind.count, "config"))
+    both = [_module(directory, kind, values, number) for number in range(count)]
+    if not both:
+        raise MismatchError("config", f"config.json has {kind.count} 0")
+    modules = [module for module, _ in both]
+    return Reading(each(points, lambda point: _draft(modules, target, point)), both[0][1])
 
 
 def _facts(config: Any) -> dict[str, Any]:
@@ -87,7 +92,7 @@ def _facts(config: Any) -> dict[str, Any]:
     }
 
 
-def _module(directory: Path, kind: Kind, values: dict[str, Any]) -> tuple[Module, dict[str, Any]]:
+def _module(directory: Path, kind: Kind, values: dict[str, Any], number: int) -> tuple[Module, dict[str, Any]]:
     code = importlib.import_module(f"transformers.models.{kind.code}.modeling_{kind.code}")
     configs = importlib.import_module(f"transformers.models.{kind.code}.configuration_{kind.code}")
     made = getattr(configs, f"{kind.classes}TextConfig", None) or getattr(configs, f"{kind.classes}Config")
@@ -98,7 +103,7 @@ def _module(directory: Path, kind: Kind, values: dict[str, Any]) -> tuple[Module
         config.layer_types = [*config.layer_types, "full_attention"]
     block, norm = getattr(code, f"{kind.classes}DecoderLayer")(config, last), getattr(code, f"{kind.classes}RMSNorm")
     rotary = getattr(code, f"{kind.classes}TextRotaryEmbedding", None) or getattr(code, f"{kind.classes}RotaryEmbedding")
-    names = [name.format(n=f"model.layers.{last}") for name in kind.names]
+    names = [name.format(n=last + number, i=number) for name in kind.names]
     tensors = _tensors(directory, names)
     norms = [norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3)]
     for one, name in zip(norms, (names[0], names[1], names[3]), strict=True):
@@ -149,18 +154,22 @@ def _load(module: torch.nn.Module, prefix: str, tensors: dict[str, Tensor]) -> N
         own.copy_(tensor)
 
 
-def _draft(module: Module, target: TargetParts, point: Point) -> Tensor:
-    """Each draft's position follows the text, and reads the module's own last output."""
+def _draft(modules: Sequence[Module], target: TargetParts, point: Point) -> Tensor:
+    """One module reads its own last output at the position after. Of several, each reads all outputs of the one before, and the
+    tokens that are one later."""
     token_N, state_NH, logits, joined = point.shifted, point.last(), list[Tensor](), list[Tensor]()
-    for draft in point.drafts:
+    for step, draft in enumerate(point.drafts):
+        module = modules[step % len(modules)]
         both = [module.token_norm(target.embed[token_N]), module.hidden_norm(state_NH)]
         joined.append(F.linear(torch.cat(both[::-1] if module.hidden_first else both, -1), module.projection))
-        x_1NH = torch.cat(joined)[None]
+        x_1NH = torch.cat(joined if len(modules) == 1 else joined[-1:])[None]
         N = x_1NH.shape[1]
         mask = torch.full((N, N), torch.finfo(torch.float32).min).triu(1)[None, None]
         angles = module.rotary(x_1NH, torch.arange(N)[None])
-        out_1NH = module.block(x_1NH, attention_mask=mask, position_embeddings=angles)
-        state_NH = module.norm(out_1NH[0, -1:])
-        logits.append(F.linear(state_NH, target.head)[0])
-        token_N = draft[None]
+        out_NH = module.norm(module.block(x_1NH, attention_mask=mask, position_embeddings=angles)[0])
+        logits.append(F.linear(out_NH[-1:], target.head)[0])
+        if len(modules) == 1:
+            state_NH, token_N = out_NH[-1:], draft[None]
+        else:
+            state_NH, token_N = out_NH, torch.cat([token_N[1:], draft[None]])
     return torch.stack(logits)

@@ -12,13 +12,14 @@ from transformers import AutoModelForCausalLM
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.mtp_native import FAMILY, MTPNative, MTPNativeOptions
 from drafttrain.features.online import Online
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.target import FINAL
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets.hf import HFTarget
-from tests.helpers import drafted_and_predicted, prompts, tiny_target
+from tests.helpers import drafted_and_predicted, prompts, tiny_target, watch_proposals
 from tests.native import CONFIGS, Native, native
 
 LAYOUTS = list(CONFIGS)
@@ -136,3 +137,48 @@ def test_other_targets_are_refused_in_one_line() -> None:
     for match, options in cases.items():
         with pytest.raises(UserError, match=match):
             FAMILY.build(MTPNativeOptions(**options), tiny_target())
+
+
+@pytest.mark.parametrize("kind", ["mimo", "glm4_moe", "deepseek_v3"])
+def test_a_module_for_each_depth(kind: str, tmp_path: Path) -> None:
+    """What is trained is what is drafted, whatever is accepted on the way; each module sees its own keys alone."""
+    target = target_of(native(kind, tmp_path / "target", twice=True).directory)
+    drafter = MTPNative(MTPNativeOptions(draft_length=2), target).eval()
+    assert drafter.modules_count == 2 and drafter.resolved_options()["modules"] == 2
+    for seed in (2, 8):
+        drafts, predicted = drafted_and_predicted(target, drafter, prompts(1, seed=seed, longest=30)[0] + [5, 9, 2])
+        assert predicted == drafts
+    asked = [*prompts(4, seed=3), [7], [3, 4]]
+    settings: dict[str, Any] = {"max_new_tokens": 14, "prefill_chunk": 5}
+    plain = Decoder(target, None, "greedy", Sampling(), **settings).run(asked, 3).results
+    for every in (None, 2):  # with 2 the lengths are on the device alone
+        controls = Controls(read_every=every)
+        ours = Decoder(target, drafter, "greedy", Sampling(), controls=controls, **settings).run(asked, 3).results
+        assert [r.tokens for r in ours] == [r.tokens for r in plain]
+    batch, objective = batch_of(target, drafter.train()), Objective(drafter, target, LossOptions("ce"))
+    objective(batch)[0].backward()
+    assert all(p.grad is not None for p in drafter.parameters())
+    with pytest.raises(UserError, match=r"drafter.draft_length is 3, and there are 2 modules, one for each depth; set it to 2"):
+        MTPNative(MTPNativeOptions(), target)
+    assert MTPNative(MTPNativeOptions(modules=1), target).modules_count == 1
+
+
+def test_drafts_of_each_depth_follow_the_text_at_every_decode_step(tmp_path: Path) -> None:
+    """At every step of a decoding the proposal is what `predict` makes of the text so far."""
+    target = target_of(native("glm4_moe", tmp_path / "target", twice=True).directory)
+    drafter = MTPNative(MTPNativeOptions(draft_length=2), target).eval()
+    seen = watch_proposals(drafter)
+    prompt = prompts(1, seed=4)[0]
+    (result,) = Decoder(target, drafter, "greedy", Sampling(), max_new_tokens=16).run([prompt], 1).results
+    text, at = prompt + result.tokens, len(prompt)
+    assert len(seen) == result.verifications
+    for tree in seen:
+        root, *drafts = tree.token_BN[0].tolist()
+        assert root == text[at]
+        known = torch.tensor([[*text[: at + 1], *drafts]])
+        whole = torch.ones_like(known, dtype=torch.bool)
+        plain = TrainBatch(known, torch.arange(known.shape[1])[None], torch.zeros_like(known), whole)
+        for prediction in drafter.predict(Online(target, drafter.taps).fill(plain)):
+            index = (prediction.source_M == at - 1).nonzero()[0, 0]
+            assert int(prediction.head(prediction.hidden_MH[index]).argmax()) == drafts[prediction.step]
+        at += 1 + next((i for i, draft in enumerate(drafts) if text[at + 1 + i : at + 2 + i] != [draft]), len(drafts))

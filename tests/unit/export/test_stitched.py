@@ -171,27 +171,36 @@ def test_a_target_that_changes_under_the_export_is_noticed(tmp_path: Path, monke
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("modules", [1, 2])
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
-def test_transformers_itself_accepts_as_many_drafts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_itself_accepts_as_many_drafts(
+    kind: str, modules: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own `generate(use_mtp=True)` on the stitched directory, text by text."""
     from drafttrain.engines.process import EngineResult
     from drafttrain.engines.scripts.transformers import decoded as engine
     from drafttrain.export.chain import Ending, chain_drafter, decoded, plain
     from drafttrain.export.engine_check import engine_check
 
-    made = native(kind, tmp_path / "target")
-    found, golden = opened(tmp_path, "mtp_native", target_of(made))
+    made = native(kind, tmp_path / "target", twice=modules == 2)
+    found, golden = opened(tmp_path, "mtp_native", target_of(made), draft_length=modules)
     written(found, golden, "stitched", tmp_path / "out")
     # transformers knows the number of the module's block for the published sizes alone
-    monkeypatch.setattr(type(made.whole), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
+    monkeypatch.setattr(type(made.whole), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*", r"model\.layers\.4.*"])
     asked, ending = prompts(6, seed=3), Ending(frozenset(), 24)
-    job = {"target": "", "drafter": str(tmp_path / "out"), "family": "mtp_native", "layout": "stitched", "draft_length": 1}
+    job = {
+        "target": "",
+        "drafter": str(tmp_path / "out"),
+        "family": "mtp_native",
+        "layout": "stitched",
+        "draft_length": modules,
+    }
     job |= {"max_new_tokens": 24, "stop_ids": [], "prompts": asked, "facts": {}, "timed": None}
     outcome = EngineResult.of(engine(job))
-    target, drafter = found.loaded.target, chain_drafter(found, 1, "float32")
-    ours = [decoded(target, drafter, prompt, ending, 1, outcome.begins) for prompt in asked]
-    check = engine_check(outcome, [str(i) for i in range(6)], plain(target, asked, ending), ours, ending, 1)
+    target, drafter = found.loaded.target, chain_drafter(found, modules, "float32")
+    ours = [decoded(target, drafter, prompt, ending, modules, outcome.begins) for prompt in asked]
+    check = engine_check(outcome, [str(i) for i in range(6)], plain(target, asked, ending), ours, ending, modules)
     check.check()
     assert check.ours > 0
-    with pytest.raises(ValueError, match="1 module always drafts 1 token"):
+    with pytest.raises(ValueError, match=f"{modules} module"):
         engine(job | {"draft_length": 3})
