@@ -65,6 +65,8 @@ QWENS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 NAMES = {"mimo": MIMO} | dict.fromkeys(QWENS, QWEN) | dict.fromkeys(("glm4_moe", "glm4_moe, dense", "deepseek_v3"), DEEPSEEK)
 COUNTS = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "mtp_num_hidden_layers")
 
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of what DeepSeek's modules share with the target
+
 
 @dataclass(frozen=True)
 class Native:
@@ -111,12 +113,16 @@ def native(kind: str, directory: Path, module: bool = True, dtype: torch.dtype =
     index, old = {}, f"model.layers.{LAST}."
     for number, file in enumerate(sorted(directory.glob("*.safetensors"))):
         tensors = {(names[4] + n[len(old) :] if n.startswith(old) else n): x for n, x in load_file(file).items()}
+        if number == 1 and names is DEEPSEEK:  # these files have copies of what the module shares
+            copies = {"embed_tokens": whole.model.embed_tokens, "shared_head.head": whole.lm_head}
+            tensors |= {f"{names[4]}{name}.weight": layer.weight.detach().to(dtype).clone() for name, layer in copies.items()}
         if number == 1:
             tensors |= {f"{ours[part]}.weight": x for part, x in parts.items()}
         if not module:
             tensors = {n: x for n, x in tensors.items() if not n.startswith((names[4], *names[:4]))}
         if twice:
-            tensors |= {second(n): x.flip(-1).contiguous() for n, x in tensors.items() if n.startswith((names[4], *names[:4]))}
+            own = {n: x for n, x in tensors.items() if n.startswith((names[4], *names[:4]))}
+            tensors |= {second(n): x if n.endswith(COPIES) else x.flip(-1).contiguous() for n, x in own.items()}
         save_file(tensors, file, {"format": "pt"})
         index |= dict.fromkeys(tensors, file.name)
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))

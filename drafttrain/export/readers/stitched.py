@@ -72,7 +72,7 @@ def read(directory: Path, target: TargetParts, points: Sequence[Point]) -> Readi
         raise MismatchError("architecture", f"no module of a {values['model_type']} is read")
     config.expect("num_hidden_layers", target.blocks, "config")
     count = int(config.get(kind.count, "config"))
-    both = [_module(directory, kind, values, number) for number in range(count)]
+    both = [_module(directory, kind, values, number, target) for number in range(count)]
     if not both:
         raise MismatchError("config", f"config.json has {kind.count} 0")
     modules = [module for module, _ in both]
@@ -92,7 +92,9 @@ def _facts(config: Any) -> dict[str, Any]:
     }
 
 
-def _module(directory: Path, kind: Kind, values: dict[str, Any], number: int) -> tuple[Module, dict[str, Any]]:
+def _module(
+    directory: Path, kind: Kind, values: dict[str, Any], number: int, target: TargetParts
+) -> tuple[Module, dict[str, Any]]:
     code = importlib.import_module(f"transformers.models.{kind.code}.modeling_{kind.code}")
     configs = importlib.import_module(f"transformers.models.{kind.code}.configuration_{kind.code}")
     made = getattr(configs, f"{kind.classes}TextConfig", None) or getattr(configs, f"{kind.classes}Config")
@@ -112,9 +114,12 @@ def _module(directory: Path, kind: Kind, values: dict[str, Any], number: int) ->
     if projection is None or projection.shape != (config.hidden_size, 2 * config.hidden_size):
         raise MismatchError("tensors", f"{names[2]}.weight is missing, or not twice as wide as the target's states")
     _load(block, names[4], tensors)
-    copies = [f"{names[4]}.{name}.weight" for name in ("embed_tokens", "shared_head.head")]  # of the target's
-    if left := tensors.keys() - set(copies):
-        raise MismatchError("tensors", f"{', '.join(sorted(left)[:4])}: no stack reads them")
+    for name, shared in (("embed_tokens", target.embed), ("shared_head.head", target.head)):  # some stacks read these copies
+        copy = tensors.pop(f"{names[4]}.{name}.weight", None)
+        if copy is not None and not torch.equal(copy, shared):
+            raise MismatchError("tensors", f"{names[4]}.{name}.weight is not the target's, which the module was trained with")
+    if tensors:
+        raise MismatchError("tensors", f"{', '.join(sorted(tensors)[:4])}: no stack reads them")
     return Module(block.eval(), rotary(config), norms[0], norms[1], norms[2], projection, kind.hidden_first), facts
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from drafttrain.core.errors import UserError
@@ -126,6 +127,26 @@ def test_a_target_without_a_module_is_refused_in_one_line(kind: str, tmp_path: P
     whole = native(kind, tmp_path / "with")
     stock = MTPNative(MTPNativeOptions(source=str(whole.directory)), target)
     assert torch.equal(stock.module.eh_proj.weight, whole.parts["eh_proj"])
+
+
+def test_modules_in_eight_bits_are_refused_in_one_line(tmp_path: Path) -> None:
+    made = native("deepseek_v3", tmp_path / "target")
+    target = target_of(made.directory)
+    for file in made.directory.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "model.layers.3.eh_proj.weight" in tensors:
+            tensors["model.layers.3.eh_proj.weight"] = tensors["model.layers.3.eh_proj.weight"].to(torch.float8_e4m3fn)
+            save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match="is stored as float8_e4m3fn, which is not trained; give a checkpoint in bfloat16"):
+        FAMILY.build(MTPNativeOptions(), target)
+
+
+def test_a_routers_biases_keep_their_precision(tmp_path: Path) -> None:
+    """As in transformers: they decide which experts are chosen."""
+    drafter = MTPNative(MTPNativeOptions(), target_of(native("glm4_moe", tmp_path / "target").directory))
+    narrow = drafter.to(torch.bfloat16)
+    assert {b.dtype for b in narrow.buffers()} == {torch.float32}
+    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
 
 
 def test_other_targets_are_refused_in_one_line() -> None:

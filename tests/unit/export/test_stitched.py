@@ -50,9 +50,9 @@ def test_the_modules_bytes_change_and_no_others(kind: str, tmp_path: Path) -> No
     assert exported.written["stitched"].gap < 0.5 and exported.written["stitched"].drafts == golden.draft_PK.numel()
     before, after = tensors_of(made.directory), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys()
-    buffers = ("e_score_correction_bias",)  # are not trained
+    kept = ("e_score_correction_bias", "embed_tokens.weight", "shared_head.head.weight")  # are not trained
     assert {n for n in before if not torch.equal(before[n], after[n])} == {
-        n for n in before if of_module(n, kind) and not n.endswith(buffers)
+        n for n in before if of_module(n, kind) and not n.endswith(kept)
     }
     for name in ("config.json", "model.safetensors.index.json"):
         assert (made.directory / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
@@ -130,6 +130,21 @@ def damaged(directory: Path, change: Any) -> None:
         tensors = load_file(file)
         change(tensors)
         save_file(tensors, file, {"format": "pt"})
+
+
+def test_a_copy_of_the_head_that_is_not_the_targets_is_refused(tmp_path: Path) -> None:
+    """Some stacks draft with the copy."""
+    made = native("glm4_moe", tmp_path / "target")
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        if "model.layers.3.shared_head.head.weight" in tensors:
+            tensors["model.layers.3.shared_head.head.weight"] *= 2
+
+    damaged(made.directory, change)
+    found, golden = opened(tmp_path, "mtp_native", target_of(made))
+    with pytest.raises(ParityError, match=r"shared_head\.head\.weight is not the target's"):
+        written(found, golden, "stitched", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
