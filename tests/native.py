@@ -122,7 +122,7 @@ def native(kind: str, directory: Path, module: bool = True, dtype: torch.dtype =
             tensors = {n: x for n, x in tensors.items() if not n.startswith((names[4], *names[:4]))}
         if twice:
             own = {n: x for n, x in tensors.items() if n.startswith((names[4], *names[:4]))}
-            tensors |= {second(n): x if n.endswith(COPIES) else x.flip(-1).contiguous() for n, x in own.items()}
+            tensors |= {second(n): x.clone() if n.endswith(COPIES) else x.flip(-1).contiguous() for n, x in own.items()}
         save_file(tensors, file, {"format": "pt"})
         index |= dict.fromkeys(tensors, file.name)
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
