@@ -38,12 +38,11 @@ from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.one_block import (
     BlockPass,
     BlockPositions,
-    PastKeys,
     StepKeys,
-    UnrolledMasks,
     forward,
     new_block,
     new_norm,
+    unrolled_pass,
 )
 from drafttrain.targets.stored import StoredTensors, directory_of
 
@@ -89,8 +88,8 @@ class MTPNative(FeedsBack):
             self.steps = min(self.steps, count)
         self.decay, decays = options.step_decay, [options.step_decay**step for step in range(self.steps)]
         self.first_weight = 1.0 / sum(decays)
-        self.rotary: FrozenRef[Any] = FrozenRef(whole.backbone.module.rotary_emb)
         self.depths = nn.ModuleList(OwnMTPModule(whole, number) for number in range(count))
+        self.rotary: FrozenRef[Any] = FrozenRef(whole.backbone.module.rotary_emb)
         self.starts_usable = options.source != "fresh"
         if stored is not None and layout is not None:
             for number, module in enumerate(self.depths):
@@ -179,19 +178,19 @@ class MTPNative(FeedsBack):
         self, batch: TrainBatch, state_BTH: Tensor, steps: int, detach: bool = False
     ) -> Iterator[tuple[int, Pairs, Tensor]]:
         """A module for each depth sees its own keys alone."""
-        masks, past = UnrolledMasks(batch, state_BTH.dtype), PastKeys()
+        keys, values = list[Tensor](), list[Tensor]()
 
         def advance(step: int, token_BT: Tensor, state_BTH: Tensor, *earlier: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             cache = StepKeys(earlier)
-            meta = BlockPass(batch.position_BT + step, masks.step(len(earlier) // 2), cache)
-            return self._step(step, token_BT, state_BTH, meta), cache.keys[-1], cache.values[-1]
+            new_BTH = self._step(step, token_BT, state_BTH, unrolled_pass(batch, step, cache))
+            return new_BTH, cache.keys[-1], cache.values[-1]
 
         for step in range(steps):
-            earlier = past.all if self.modules_count == 1 else []
+            earlier = [*keys, *values] if self.modules_count == 1 else []
             state_BTH, key_BhTD, value_BhTD = recomputed(
                 self.recomputes, advance, step, batch.after(1 + step), state_BTH, *earlier
             )
-            past.add(key_BhTD, value_BhTD)
+            keys, values = [*keys, key_BhTD], [*values, value_BhTD]
             pairs = batch.future(2 + step)
             yield step, pairs, state_BTH.flatten(0, 1)[pairs.source_M]
             state_BTH = state_BTH.detach() if detach else state_BTH

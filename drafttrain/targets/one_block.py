@@ -8,24 +8,29 @@ H hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.cached_layers import CachedPositions
 from drafttrain.model.kv_cache import KVCache
-from drafttrain.model.masks import additive, attention_mask
+from drafttrain.model.masks import Documents, additive, attention_mask
+from drafttrain.model.unrolled_attention import unrolled as unrolled_attention
 from drafttrain.ops.tree_bits import ancestors_of
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.structure import find_blocks, set_depth
 
-FULL = "full_attention"
+FULL, NAME = "full_attention", "drafttrain_block"
 
 
 def new_block(target: HFTarget, number: int = 0) -> nn.Module:
@@ -38,8 +43,10 @@ def new_block(target: HFTarget, number: int = 0) -> nn.Module:
     name = type(target.model).__name__
     blocks: Any = find_blocks(target.model, target.shape.blocks)
     able = [block for block in blocks if hasattr(block, "self_attn") and hasattr(block, "input_layernorm")]
-    if not able or not hasattr(target.backbone.module, "rotary_emb"):
-        raise UserError(f"{name} has no block with attention and rotary positions of the usual names; choose another family")
+    if not able or not hasattr(target.backbone.module, "rotary_emb") or not target.model._supports_sdpa:
+        raise UserError(
+            f"{name} has no block with plain attention and rotary positions of the usual names; choose another family"
+        )
     config = copy.deepcopy(target.backbone.module.config)
     if LayerMasks(config).longest:
         raise UserError(f"{name} has sliding windows or chunks, which a module of its own blocks is not trained with here")
@@ -47,6 +54,7 @@ def new_block(target: HFTarget, number: int = 0) -> nn.Module:
     set_depth(config, last + 1)
     if kinds := getattr(config, "layer_types", None):
         config.layer_types = [*kinds[:last], FULL if FULL in kinds else kinds[last]]
+    config._attn_implementation = NAME
     block: Any = type(able[-1])(config, last)
     block.self_attn.layer_idx = number
     block.apply(target.model._init_weights)
@@ -65,8 +73,9 @@ class BlockPass:
     """What the block needs to know of one pass."""
 
     position_BN: Tensor
-    mask_B1NP: Tensor  # additive
+    mask_B1NP: Tensor | None  # additive
     cache: Any  # has `update`, as transformers' caches
+    more: Mapping[str, Any] = field(default_factory=dict)  # further arguments of `attention`
 
 
 def forward(block: Any, rotary: Any, x_BNH: Tensor, step: BlockPass) -> Tensor:
@@ -77,6 +86,7 @@ def forward(block: Any, rotary: Any, x_BNH: Tensor, step: BlockPass) -> Tensor:
         position_ids=step.position_BN,
         past_key_values=step.cache,
         position_embeddings=rotary(x_BNH, step.position_BN),
+        **step.more,
     )
     return out[0] if isinstance(out, tuple) else out
 
@@ -126,33 +136,40 @@ class StepKeys:
         return torch.cat(self.keys, 2), torch.cat(self.values, 2)
 
 
-class PastKeys:
-    """Keys and values of the steps so far."""
+def unrolled_pass(batch: TrainBatch, step: int, cache: StepKeys) -> BlockPass:
+    """Of training on own outputs: step i at index t sees the first step of the cache over 0..t, and only index t of its others.
 
-    def __init__(self) -> None:
-        self.keys, self.values = list[Tensor](), list[Tensor]()
-
-    def add(self, key_BhTD: Tensor, value_BhTD: Tensor) -> None:
-        self.keys, self.values = [*self.keys, key_BhTD], [*self.values, value_BhTD]
-
-    @property
-    def all(self) -> list[Tensor]:
-        """All keys, then all values."""
-        return [*self.keys, *self.values]
+    step: of the tokens and positions, from 0.
+    """
+    more = {"unrolled": len(cache.keys) + 1, "documents": batch.sees()}
+    return BlockPass(batch.position_BT + step, None, cache, more)
 
 
-class UnrolledMasks:
-    """Masks of training on own outputs: step i at index t sees step 0 over 0..t, and only index t of steps 1..i."""
+def attention(
+    module: nn.Module,
+    q_BhND: Tensor,
+    k_BgPD: Tensor,
+    v_BgPD: Tensor,
+    mask_B1NP: Tensor | None,
+    scaling: float | None = None,
+    unrolled: int | None = None,
+    documents: Documents | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers' `sdpa`, or for `unrolled` steps of training our operator, which needs no masks of whole sequences.
 
-    def __init__(self, batch: TrainBatch, dtype: torch.dtype) -> None:
-        T, device = batch.token_BT.shape[1], batch.token_BT.device
-        documents = batch.sees()
-        causal_1TT = torch.ones(1, T, T, dtype=torch.bool, device=device).tril()
-        self.first_BTT = causal_1TT if documents is None else documents.dense()
-        self.own_TT = torch.eye(T, dtype=torch.bool, device=device)
-        self.dtype = dtype
+    The operator has one width and scales by it: narrower keys or values are padded.
+    """
+    if unrolled is None:
+        mixed_BNhD, _ = sdpa_attention_forward(module, q_BhND, k_BgPD, v_BgPD, mask_B1NP, scaling=scaling, **more)
+        return mixed_BNhD, None
+    value, wide = v_BgPD.shape[-1], max(q_BhND.shape[-1], v_BgPD.shape[-1])
+    scale = (q_BhND.shape[-1] ** -0.5 if scaling is None else scaling) * wide**0.5
+    q_BhTD, k_BgPD, v_BgPD = (F.pad(x, (0, wide - x.shape[-1])) for x in (q_BhND * scale, k_BgPD, v_BgPD))
+    keys, values = k_BgPD.chunk(unrolled, 2), v_BgPD.chunk(unrolled, 2)
+    mixed_BhTD = unrolled_attention(q_BhTD, keys, values, documents)
+    return mixed_BhTD[..., :value].transpose(1, 2).contiguous(), None
 
-    def step(self, number: int) -> Tensor:
-        """[B, 1, T, (number + 1) T] for the queries of this step, from 0; B may be 1."""
-        own_BTP = self.own_TT.repeat(1, number).expand(len(self.first_BTT), -1, -1)
-        return additive(torch.cat([self.first_BTT, own_BTP], -1), self.dtype)
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -186,6 +186,7 @@ def test_a_target_that_changes_under_the_export_is_noticed(tmp_path: Path, monke
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.sampled(kind=("deepseek_v3",))
 @pytest.mark.parametrize("modules", [1, 2])
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
 def test_transformers_itself_accepts_as_many_drafts(
