@@ -44,6 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"draft_length": 5},
     "suffix": {"depth": 4, "draft_length": 5, "past": 0},
     "mtp": {"tree": "static", "paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]},
+    "mtp_native": {"source": "fresh", "tree": "static", "paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]]},
     "early_exit": {"blocks": 2, "adapter": True},
     "cascade": {"middle": {"family": "draft_model", "blocks": 3}, "inner": {"family": "prompt_lookup", "draft_length": 7}},
 }

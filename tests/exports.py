@@ -76,6 +76,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp_speculator-tied": ("mlp_speculator", {"n_predict": 3, "inner_dim": 24, "tie_weights": True}),
     "mtp": ("mtp", {"draft_length": 3}),
     "mtp-qwen3": ("mtp", {"draft_length": 3, "norm_output": True, "qk_norm": True, "layer": {"head_dim": 12}}),
+    "mtp_native": ("mtp_native", {"draft_length": 3}),
     "early_exit": ("early_exit", {"adapter": True}),
     "redrafter": ("redrafter", {"width": 1, "length": 3}),
     "dflash": ("dflash", {"block_size": 4, "layers": 2, "taps": [0, 1, 2]}),

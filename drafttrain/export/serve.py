@@ -157,6 +157,17 @@ def _lmdeploy(served: Served) -> str:
     )
 
 
+def _stitched(served: Served) -> str:
+    """The target that is served is the exported directory."""
+    config = {"method": "mtp", "num_speculative_tokens": served.drafts}
+    return (
+        f"vllm serve {served.directory} --speculative-config '{json.dumps(config)}'\n"
+        f"python -m sglang.launch_server --model-path {served.directory} --speculative-algorithm EAGLE"
+        f" --speculative-num-steps {served.drafts} --speculative-eagle-topk 1"
+        f" --speculative-num-draft-tokens {served.drafts + 1}"
+    )
+
+
 _COMMANDS = {
     "vllm": _vllm,
     "sglang": _sglang,
@@ -167,4 +178,5 @@ _COMMANDS = {
     "llamacpp": _llamacpp,
     "tgi": _tgi,
     "lmdeploy": _lmdeploy,
+    "stitched": _stitched,
 }

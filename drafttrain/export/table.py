@@ -25,6 +25,7 @@ from drafttrain.export.layouts import (
     pard,
     peagle,
     redrafter,
+    stitched,
     xpress,
 )
 from drafttrain.export.parity import Reader
@@ -44,6 +45,7 @@ from drafttrain.export.readers import mlp_speculator as read_mlp_speculator
 from drafttrain.export.readers import mtp as read_mtp
 from drafttrain.export.readers import peagle as read_peagle
 from drafttrain.export.readers import redrafter as read_redrafter
+from drafttrain.export.readers import stitched as read_stitched
 from drafttrain.export.readers import xpress as read_xpress
 
 STACKS = {
@@ -57,6 +59,7 @@ STACKS = {
     "tgi": "text-generation-inference",
     "lmdeploy": "LMDeploy",
     "official": "the authors' code",
+    "stitched": "the target's own files",
 }
 
 
@@ -92,6 +95,8 @@ SAME_EXIT = "only the target is needed, and no stack reads an adapter; transform
 ONE_BY_ONE = "it would draft one token per pass and ignore the mask tokens; export a draft_model there"
 NO_CAUSAL = "it is not known to read that the slots of a block see no later slots"
 GENERATE_MTP = "its generate(use_mtp=True) reads only modules that come with DeepSeek-V3, GLM-4.5 and a few other targets"
+NOT_OWN = "only modules that targets come with are written back into them"
+STITCHED = "it reads the module from the target's own files; format=stitched writes those"
 UNREAD = "the format that its loader reads is not known"
 NO_ENGINE = "no engine loads its layout of this family; vLLM reads format=vllm"
 
@@ -146,7 +151,7 @@ def _stages() -> Layout:
 
 def _row(**cells: Row) -> dict[str, Row]:
     """A family's cells, in the order of `STACKS`. A stack that is not named has no loader, for its usual reason."""
-    usual = {"speculators": NOT_SPECULATORS, "transformers": GENERATE, "tgi": ONLY_HEADS}
+    usual = {"speculators": NOT_SPECULATORS, "transformers": GENERATE, "tgi": ONLY_HEADS, "stitched": NOT_OWN}
     return {stack: cells.get(stack, usual.get(stack, NO_LOADER)) for stack in STACKS}
 
 
@@ -231,6 +236,11 @@ TABLE: dict[str, dict[str, Row]] = {
         speculators=Layout("speculators", mtp.speculators, read_mtp.speculators, mtp.refuse),
         transformers=GENERATE_MTP,
         official=Layout("DeepSeek", mtp.deepseek, read_mtp.deepseek, mtp.refuse),
+    ),
+    "mtp_native": _row(
+        **dict.fromkeys(("vllm", "sglang", "trtllm", "llamacpp", "transformers", "official"), STITCHED),
+        speculators="its trainer has a form for such modules, which it merges into the target itself; use format=stitched",
+        stitched=Layout("stitched", stitched.files, read_stitched.read, stitched.refuse),
     ),
     "early_exit": dict.fromkeys(STACKS, SAME_EXIT),
     "pard": _row(

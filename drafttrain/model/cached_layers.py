@@ -131,7 +131,21 @@ class Layers(Protocol):
     def refresh(self) -> None: ...
 
 
-class CachedLayers:
+class CachedPositions:
+    """A session's KV cache of some layers, whose positions are committed from the front."""
+
+    kv: KVCache
+
+    def after_prefix(self, columns: int) -> Tensor:
+        """[B, N] the positions of so many columns after each row's prefix."""
+        return self.kv.length_B[:, None] + torch.arange(columns, device=self.kv.device)
+
+    def keep_first(self, count_B: Tensor) -> None:
+        """Commit the first `count_B` scratch positions of each row; drop the rest."""
+        self.kv.crop(self.kv.length_B + count_B)
+
+
+class CachedLayers(CachedPositions):
     """A session's KV cache of some layers of one shape, and the rotary angles of its positions."""
 
     def __init__(self, layers: Layers, slots: int, max_len: int, angles: tuple[Tensor, Tensor] | None = None) -> None:
@@ -155,11 +169,3 @@ class CachedLayers:
         if ancestor_BNN is None and bits_BNw is None and whole <= WORD:
             bits_BNw = self._causal_N1[earlier:whole].expand(len(position_BN), -1, -1)
         return AttentionMetadata(self.kv, position_BN, ancestor_BNN, self.cos_PD, self.sin_PD, bits_BNw, earlier)
-
-    def after_prefix(self, columns: int) -> Tensor:
-        """[B, N] the positions of so many columns after each row's prefix."""
-        return self.kv.length_B[:, None] + torch.arange(columns, device=self.kv.device)
-
-    def keep_first(self, count_B: Tensor) -> None:
-        """Commit the first `count_B` scratch positions of each row; drop the rest."""
-        self.kv.crop(self.kv.length_B + count_B)

@@ -136,6 +136,7 @@ class Drafter(nn.Module, ABC):
     recomputes: bool = False  # in training, layers keep only their inputs and compute the rest again for the gradient
     layer_shape: TargetShape | None = None  # the shape of the drafter's own decoder layers
     trained: bool = True  # False: nothing is trained, and `fit` only measures
+    splits: bool = True  # processes can split its sequences (train.sequence_parallel)
     images: bool = False  # it reads images, by the target's embeddings or states alone
 
     def __init__(self, proposal: Proposal) -> None:

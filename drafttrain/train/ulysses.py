@@ -70,6 +70,8 @@ def check_sequence_parallel(
             "choose another loss, or set train.sequence_parallel=1"
         )
     inside, models = list(drafter.modules()), language_models(target, drafter, adapter)
+    if not all(module.splits for module in inside if isinstance(module, Drafter)):
+        raise UserError(f"{setting}, but this drafter's block needs whole sequences; set train.sequence_parallel=1")
     for what, model in models:
         if model.recurrent:
             raise UserError(

@@ -74,7 +74,7 @@ def differences(case: str, runner: str, world: World) -> dict[str, float]:
     target, train = kind(tiny_model(model)), TrainOptions(sequence_parallel=world.size)  # type: ignore[operator]
     torch.manual_seed(1)
     drafter = families()[name].build(families()[name].options(**shape), target).train()
-    if not drafter.trained:
+    if not drafter.trained or not drafter.splits:
         return {}
     adapter = None if drafter.adapts is None else Adapter(target, drafter.adapts)
     for parameter in [*drafter.parameters(), *(() if adapter is None else adapter.parameters())]:

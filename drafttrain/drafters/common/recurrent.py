@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,18 +26,47 @@ from drafttrain.model.batch import Pairs, TrainBatch
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.drafter import Commit, Drafter, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import Attention, DecoderLayer, recomputed
 from drafttrain.model.target import Target
 from drafttrain.model.unrolled_attention import unrolled
 from drafttrain.ops.remap import remap_logits
 
 
-class Recurrent(Drafter):
-    """A family gives its `layer`, what is before it (`fuse`, `enter`), and what is after it (`normed`, `head`)."""
+class Passes(Protocol):
+    """A session's KV cache of a drafter's layers, as `CachedLayers`."""
+
+    kv: KVCache
+
+    def meta(
+        self, position_BN: Tensor, ancestor_BNN: Tensor | None = None, bits_BNw: Tensor | None = None, earlier: int = 0
+    ) -> Any:
+        """What the layers' `run` needs to know of one pass; arguments as for `CachedLayers.meta`."""
+        ...
+
+    def after_prefix(self, columns: int) -> Tensor:
+        """As `CachedPositions.after_prefix`."""
+        ...
+
+    def keep_first(self, count_B: Tensor) -> None:
+        """As `CachedPositions.keep_first`."""
+        ...
+
+
+class Runs(Protocol):
+    """Layers in decoding."""
+
+    def run(self, x_BNH: Tensor, meta: Any, read_BNX: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(x, delta), as `FusedLayers.run`; delta None: the output is x."""
+        ...
+
+
+class FeedsBack(Drafter):
+    """A family gives what is before its layers (`fuse`, `enter`), what is after them (`normed`, `head`), and the layers: in
+    training (`unroll`) and in decoding (`decoding_layers`, `passes`)."""
 
     proposal: TreeProposal
     revertible = True
-    images = True
     norm_output = False  # the normed state goes to the next step too
     _target: FrozenRef[Target]
 
@@ -48,11 +78,18 @@ class Recurrent(Drafter):
 
     @property
     @abstractmethod
-    def layer(self) -> DecoderLayer: ...
+    def decoding_layers(self) -> Runs:
+        """The layers as decoding runs them."""
 
-    @property
-    def attention(self) -> Attention:
-        return self.layer.self_attn
+    @abstractmethod
+    def passes(self, slots: int, positions: int) -> Passes:
+        """An empty cache of the layers."""
+
+    @abstractmethod
+    def unroll(
+        self, batch: TrainBatch, state_BTH: Tensor, steps: int, detach: bool = False
+    ) -> Iterator[tuple[int, Pairs, Tensor]]:
+        """(step, pairs, new state [M, H] at their sources) of each step. detach: no gradient flows from step to step."""
 
     @abstractmethod
     def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
@@ -70,24 +107,18 @@ class Recurrent(Drafter):
     def head(self, normed_H: Tensor) -> Tensor:
         """[..., V] logits."""
 
-    def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
-        """[B, N, H] the new state, from the residual and attention's output: for `logits` and for the next step."""
-        state_BNH = self.layer.leave(residual_BNH, attended_BNH)
-        return self.normed(state_BNH)[1].to(state_BNH.dtype) if self.norm_output else state_BNH
+    def fed_back(self, state_H: Tensor) -> Tensor:
+        """[..., H] the new state, from the layer's output: for `logits` and for the next step."""
+        return self.normed(state_H)[1].to(state_H.dtype) if self.norm_output else state_H
 
     def logits(self, state_H: Tensor) -> Tensor:
-        """[..., V] from a state of `leave`."""
+        """[..., V] from a state of `fed_back`."""
         return self.head(state_H if self.norm_output else self.normed(state_H)[1])
 
     def scored(self, x_BNH: Tensor, delta_BNH: Tensor | None) -> Scored:
         """The scores of nodes whose layer output is x + delta."""
         state_BNH, normed_BNH = self.normed(x_BNH, delta_BNH)
         return Scored(self.head(normed_BNH), normed_BNH.to(state_BNH.dtype) if self.norm_output else state_BNH)
-
-    @cached_property
-    def fused_layers(self) -> FusedLayers:
-        """The layer as decoding runs it."""
-        return FusedLayers([self.layer])
 
     @property
     def ids(self) -> Tensor | None:
@@ -102,10 +133,54 @@ class Recurrent(Drafter):
         logits_BV = scored.logits_BWV[:, 0]
         return logits_BV if self.ids is None else remap_logits(logits_BV, self.ids, self._target.module.shape.vocab_size)
 
+    def training_positions(self, length: int) -> int:
+        return length * self.draft_length
+
+    @property
+    def predicted_steps(self) -> int:
+        """Steps of `predict`. In evaluation at least as many as decoding proposes, so that every depth is predicted."""
+        return self.steps if self.training else max(self.steps, self.draft_length)
+
+    @property
+    def label_offset(self) -> int:
+        return self.predicted_steps + 1
+
+    def open(self, slots: int, max_len: int) -> CachedState:
+        return RecurrentState(self, slots, max_len)
+
+
+class Recurrent(FeedsBack):
+    """A family with one layer of ours gives it as `layer`."""
+
+    images = True
+
+    @property
+    @abstractmethod
+    def layer(self) -> DecoderLayer: ...
+
+    @property
+    def attention(self) -> Attention:
+        return self.layer.self_attn
+
+    def leave(self, residual_BNH: Tensor, attended_BNH: Tensor) -> Tensor:
+        """[B, N, H] the new state, from the residual and attention's output: for `logits` and for the next step."""
+        return self.fed_back(self.layer.leave(residual_BNH, attended_BNH))
+
+    @cached_property
+    def fused_layers(self) -> FusedLayers:
+        """The layer as decoding runs it."""
+        return FusedLayers([self.layer])
+
+    @property
+    def decoding_layers(self) -> FusedLayers:
+        return self.fused_layers
+
+    def passes(self, slots: int, positions: int) -> CachedLayers:
+        return CachedLayers(self.fused_layers, slots, positions)
+
     def unroll(
         self, batch: TrainBatch, state_BTH: Tensor, steps: int, detach: bool = False
     ) -> Iterator[tuple[int, Pairs, Tensor]]:
-        """(step, pairs, new state [M, H] at their sources) of each step. detach: no gradient flows from step to step."""
         attention, keys, values = UnrolledAttention(self.attention, batch), list[Tensor](), list[Tensor]()
 
         def advance(token_BT: Tensor, state_BTH: Tensor, *past: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,29 +196,14 @@ class Recurrent(Drafter):
             yield step, pairs, state_BTH.flatten(0, 1)[pairs.source_M]
             state_BTH = state_BTH.detach() if detach else state_BTH
 
-    def training_positions(self, length: int) -> int:
-        return length * self.draft_length
-
-    @property
-    def predicted_steps(self) -> int:
-        """Steps of `predict`. In evaluation at least as many as decoding proposes, so that every depth is predicted."""
-        return self.steps if self.training else max(self.steps, self.draft_length)
-
-    @property
-    def label_offset(self) -> int:
-        return self.predicted_steps + 1
-
-    def open(self, slots: int, max_len: int) -> RecurrentState:
-        return RecurrentState(self, slots, max_len)
-
 
 class RecurrentState(CachedState):
     """After each verification the accepted positions are processed again with the target's states: drafted positions are
     scratch, and none of them stays in the cache."""
 
-    def __init__(self, drafter: Recurrent, slots: int, max_len: int) -> None:
-        proposal, layers = drafter.proposal, drafter.fused_layers
-        self.cached = CachedLayers(layers, slots, max_len + proposal.scratch_positions)
+    def __init__(self, drafter: FeedsBack, slots: int, max_len: int) -> None:
+        proposal, layers = drafter.proposal, drafter.decoding_layers
+        self.cached = drafter.passes(slots, max_len + proposal.scratch_positions)
         super().__init__(self.cached.kv, slots, drafter.draft_length)
         self.drafter, self.layers = drafter, layers
         self.grower = None if proposal.kind == "chain" else proposal.grower(self.kv.device)
@@ -159,7 +219,7 @@ class RecurrentState(CachedState):
         residual_BAH, read_BAI = drafter.enter(commit.next_BA, drafter.fuse(commit.hidden))
         x_BAH, delta_BAH = self.layers.run(residual_BAH, meta, read_BAI)
         cached.keep_first(commit.count_B)
-        return x_BAH + delta_BAH
+        return x_BAH if delta_BAH is None else x_BAH + delta_BAH
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafter, kv = self.drafter, self.kv

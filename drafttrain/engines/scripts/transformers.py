@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 ASSISTANTS = {"draft_model": "AutoModelForCausalLM", "dflash": "AutoModel"}
+STITCHED = "mtp_native"  # the exported directory is the target with its module, which generate() reads itself
 
 
 def decoded(job: dict[str, Any]) -> dict[str, Any]:
@@ -70,12 +71,16 @@ def loaded(job: dict[str, Any], dtype: str, device: str, drafts: bool) -> tuple[
     import transformers
 
     family, width = job["family"], getattr(torch, dtype)
-    if family not in ASSISTANTS:
+    if family not in (*ASSISTANTS, STITCHED):
         raise ValueError(f"generate() takes no drafters of the family {family}")
-    target: Any = transformers.AutoModelForCausalLM.from_pretrained(job["target"], dtype=width)
+    place = job["drafter"] if family == STITCHED else job["target"]
+    target: Any = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=width)
     target = target.to(device).eval()
     if not drafts:
         return target, {}
+    if family == STITCHED:
+        check_modules(target, job["draft_length"])
+        return target, {"use_mtp": True}
     assistant = getattr(transformers, ASSISTANTS[family]).from_pretrained(job["drafter"], dtype=width).to(device).eval()
     if family == "dflash" and assistant.config.block_size != job["draft_length"] + 1:
         raise ValueError(f"blocks of {assistant.config.block_size} always draft {assistant.config.block_size - 1} tokens")
@@ -84,6 +89,15 @@ def loaded(job: dict[str, Any], dtype: str, device: str, drafts: bool) -> tuple[
         assistant.generation_config.update(**settings, assistant_confidence_threshold=0.0)
     kind = {"speculation_type": "dflash"} if family == "dflash" else {}
     return target, {"assistant_model": assistant, **kind}
+
+
+def check_modules(target: Any, length: int) -> None:
+    """generate() drafts one token with each of the target's modules."""
+    modules = getattr(target.config.get_text_config(), "num_mtp_layers", None)
+    if not modules:
+        raise ValueError(f"generate(use_mtp=True) reads no modules of {type(target).__name__}")
+    if modules != length:
+        raise ValueError(f"{modules} module always drafts {modules} token; set decode.draft_length={modules}")
 
 
 def generated(target: Any, prompt: list[int], job: dict[str, Any], more: dict[str, Any]) -> list[int]:
@@ -99,7 +113,7 @@ def generated(target: Any, prompt: list[int], job: dict[str, Any], more: dict[st
 
 def begins(family: str) -> str:
     """Where the first drafts follow: `plain` after a token of the prefill, `drafted` after the prompt."""
-    return "plain" if family == "dflash" else "drafted"
+    return "plain" if family in ("dflash", STITCHED) else "drafted"
 
 
 def versions() -> dict[str, str]:

@@ -25,7 +25,7 @@ from drafttrain.export.table import TABLE, layout, loads
 from drafttrain.targets.load import LoadedTarget
 from tests.exports import CASES, TEXTS, deep, loaded, opened, written
 
-NOT_BACK = ("llamacpp",)  # GGUF is not imported
+NOT_BACK = ("llamacpp", "stitched")  # GGUF is not imported; of a stitched target `drafter.source` reads the module
 PAIRS = [(family, stack) for family in TABLE for stack in loads(family) if stack not in NOT_BACK]
 TAPPED = {("eagle3", "lmdeploy"): "deep", ("dflash", "lmdeploy"): "qwen3"}  # the targets whose states it gives out
 ELSEWHERE = ("source", "path", "blocks", "lora_rank", "lora_alpha")  # a language model comes back as one from a directory

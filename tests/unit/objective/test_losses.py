@@ -31,7 +31,8 @@ def padded_batch(vocab: int = 64) -> TrainBatch:
 
 def drafter_of(name: str, target: object, **options: int) -> Drafter:
     family = families()[name]
-    drafter = family.build(family.options(**options), target)
+    fresh = {"source": "fresh"} if name == "mtp_native" else {}
+    drafter = family.build(family.options(**fresh | options), target)
     torch.manual_seed(2)
     for parameter in drafter.parameters():
         parameter.data.add_(0.05 * torch.randn_like(parameter))
@@ -229,6 +230,8 @@ def naive_end_to_end(drafter: Drafter, target: HFTarget, filled: TrainBatch) -> 
 @pytest.mark.parametrize("name", sorted(families()))
 def test_packed_documents_do_not_leak(name: str, architecture: str) -> None:
     """A document's losses are the same alone and behind another one; so are the target's states."""
+    if name == "mtp_native" and architecture != "llama":
+        pytest.skip("refuses blocks with windows, and those without rotary positions")
     target = tiny_target(architecture)
     kept = {"retention": 1} if "retention" in families()[name].options.__dataclass_fields__ else {}  # all slots, none by lot
     drafter = drafter_of(name, target, **kept).train(architecture != "gpt2")  # whose copies have dropout

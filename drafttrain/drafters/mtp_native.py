@@ -1,0 +1,234 @@
+"""Native MTP: the module that a target comes with, taken from its checkpoint and trained further for several depths.
+
+Shapes: B rows, N positions or nodes, T positions, H hidden, V vocabulary.
+
+    x[t+1] -- target's embedding -- enorm --.
+                                            eh_proj (2H -> H) -- a block of the target's class -- h' -- norm -- target's head
+    h[t], the target's ------------ hnorm --'                                                             |
+      ^                                                                                                   |
+      '--- one depth further: the output of the norm, or h', as the layout says  <------------------------'
+
+`common/own_modules.py` has the layouts. One module makes every depth and is trained on its own outputs so (arXiv 2509.18362).
+Where there are several, each makes one depth (`common/modules_per_depth.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.core.errors import UserError
+from drafttrain.drafters import Family
+from drafttrain.drafters.common.modules_per_depth import DepthState
+from drafttrain.drafters.common.own_modules import LAYOUTS, Numbered, OwnModule, count_of, layout_of, open_source
+from drafttrain.drafters.common.pending import CachedState
+from drafttrain.drafters.common.proposal import TreeProposal
+from drafttrain.drafters.common.recurrent import FeedsBack, Passes
+from drafttrain.drafters.options.mtp_native import MTPNativeOptions
+from drafttrain.model.batch import Pairs, Prediction, TrainBatch
+from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.layers import recomputed
+from drafttrain.model.target import FINAL, Taps, Target
+from drafttrain.targets.hf import HFTarget
+from drafttrain.targets.one_block import (
+    BlockPass,
+    BlockPositions,
+    StepKeys,
+    forward,
+    new_block,
+    new_norm,
+    unrolled_pass,
+)
+from drafttrain.targets.stored import StoredTensors, directory_of
+
+
+class OwnMTPModule(nn.Module):
+    """The module's parts."""
+
+    def __init__(self, target: HFTarget, number: int) -> None:
+        super().__init__()
+        width, eps = target.shape.hidden_size, target.shape.norm_eps
+        self.block = new_block(target, number)
+        self.enorm, self.hnorm, self.norm = (new_norm(self.block, width, eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnMTPModule:
+        """Buffers keep their precision: a router's biases choose the experts, and transformers keeps them in float32."""
+        before = {name: buffer for name, buffer in self.named_buffers() if buffer.is_floating_point()}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            owner, _, last = name.rpartition(".")
+            setattr(self.get_submodule(owner), last, buffer.to(self.get_buffer(name).device))
+        return self
+
+
+class MTPNative(FeedsBack):
+    """The target's embedding and head are shared and frozen."""
+
+    captured = False  # transformers' block may ask the host
+    splits = False
+
+    def __init__(self, options: MTPNativeOptions, target: Target) -> None:
+        super().__init__(TreeProposal(options, options.draft_length, target), target, options.steps)
+        check(options)
+        whole, self.taps = cast(HFTarget, target), Taps(final=True)
+        layout, stored = source_of(options, whole)
+        self.hidden_first = layout is not None and layout.hidden_first
+        normed = layout is None or layout.norm_output
+        self.norm_output = normed if options.norm_output is None else options.norm_output
+        blocks = whole.shape.blocks
+        count = options.modules or (1 if stored is None or layout is None else count_of(layout, blocks, stored))
+        if count > 1:
+            self._check_modules(count)
+            self.steps = min(self.steps, count)
+        self.decay, decays = options.step_decay, [options.step_decay**step for step in range(self.steps)]
+        self.first_weight = 1.0 / sum(decays)
+        self.depths = nn.ModuleList(OwnMTPModule(whole, number) for number in range(count))
+        self.rotary: FrozenRef[Any] = FrozenRef(whole.backbone.module.rotary_emb)
+        self.starts_usable = options.source != "fresh"
+        if stored is not None and layout is not None:
+            for number, module in enumerate(self.depths):
+                Numbered(layout, blocks, number).fill(module, stored)
+
+    def _check_modules(self, count: int) -> None:
+        """Raise UserError for what a module for each depth cannot do."""
+        if self.draft_length > count:
+            raise UserError(
+                f"drafter.draft_length is {self.draft_length}, and there are {count} modules, one for each depth; set it to "
+                f"{count}, or drafter.modules=1: the first one at every depth"
+            )
+        if self.proposal.kind != "chain":
+            raise UserError(f"drafter.tree is {self.proposal.kind}, and modules for each depth draft chains; set it to chain")
+        if not self.norm_output:
+            raise UserError("drafter.norm_output is false, and modules for each depth pass on normed states; set it to null")
+
+    @property
+    def modules_count(self) -> int:
+        """1: one module makes every depth."""
+        return len(self.depths)
+
+    @property
+    def module(self) -> OwnMTPModule:
+        """The first module."""
+        return cast(OwnMTPModule, self.depths[0])
+
+    def module_of(self, step: int) -> OwnMTPModule:
+        """The module of a draft depth, from 0."""
+        return cast(OwnMTPModule, self.depths[step if self.modules_count > 1 else 0])
+
+    def resolved_options(self) -> dict[str, Any]:
+        return {"norm_output": self.norm_output, "modules": self.modules_count}
+
+    @property
+    def predicted_steps(self) -> int:
+        return super().predicted_steps if self.modules_count == 1 else min(super().predicted_steps, self.modules_count)
+
+    def fuse(self, hidden: dict[int, Tensor]) -> Tensor:
+        return hidden[FINAL].to(self.module.eh_proj.weight.dtype)
+
+    def enter(self, token_BN: Tensor, state_BNH: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
+        module = self.module_of(step)
+        parts = [module.enorm(self.embed(token_BN, state_BNH)), module.hnorm(state_BNH)]
+        joined_BNH = module.eh_proj(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
+        return joined_BNH, joined_BNH
+
+    def normed(self, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        state_H = x_H if delta_H is None else x_H + delta_H
+        return state_H, self.module.norm(state_H)
+
+    def head(self, normed_H: Tensor) -> Tensor:
+        """By the target's head, in its dtype."""
+        target = self._target.module
+        return target.head(normed_H.to(target.head_weight.dtype))
+
+    # -- the block in decoding
+
+    @property
+    def decoding_layers(self) -> MTPNative:
+        return self
+
+    def run(self, x_BNH: Tensor, meta: BlockPass, read_BNX: Tensor | None = None) -> tuple[Tensor, None]:
+        """(the block's output, None)."""
+        return forward(self.module.block, self.rotary.module, x_BNH, meta), None
+
+    def depth(self, number: int, token_BA: Tensor, state_BAH: Tensor, positions: Passes) -> Tensor:
+        meta = positions.meta(positions.after_prefix(token_BA.shape[1]))
+        return self._step(number, token_BA, state_BAH, replace(meta, position_BN=meta.position_BN + number))
+
+    def _step(self, step: int, token_BN: Tensor, state_BNH: Tensor, meta: BlockPass) -> Tensor:
+        """[B, N, H] the new state."""
+        module = self.module_of(step)
+        out_BNH = forward(module.block, self.rotary.module, self.enter(token_BN, state_BNH, step)[0], meta)
+        return module.norm(out_BNH) if self.norm_output else out_BNH
+
+    def passes(self, slots: int, positions: int) -> BlockPositions:
+        return BlockPositions(self.modules_count, slots, positions, self.module.eh_proj.weight)
+
+    def open(self, slots: int, max_len: int) -> CachedState:
+        return super().open(slots, max_len) if self.modules_count == 1 else DepthState(self, slots, max_len)
+
+    # -- the block in training
+
+    def unroll(
+        self, batch: TrainBatch, state_BTH: Tensor, steps: int, detach: bool = False
+    ) -> Iterator[tuple[int, Pairs, Tensor]]:
+        """A module for each depth sees its own keys alone."""
+        keys, values = list[Tensor](), list[Tensor]()
+
+        def advance(step: int, token_BT: Tensor, state_BTH: Tensor, *earlier: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            cache = StepKeys(earlier)
+            new_BTH = self._step(step, token_BT, state_BTH, unrolled_pass(batch, step, cache))
+            return new_BTH, cache.keys[-1], cache.values[-1]
+
+        for step in range(steps):
+            earlier = [*keys, *values] if self.modules_count == 1 else []
+            state_BTH, key_BhTD, value_BhTD = recomputed(
+                self.recomputes, advance, step, batch.after(1 + step), state_BTH, *earlier
+            )
+            keys, values = [*keys, key_BhTD], [*values, value_BhTD]
+            pairs = batch.future(2 + step)
+            yield step, pairs, state_BTH.flatten(0, 1)[pairs.source_M]
+            state_BTH = state_BTH.detach() if detach else state_BTH
+
+    def predict(self, batch: TrainBatch) -> Iterator[Prediction]:
+        """Each step's state feeds the next, at the same index, not detached."""
+        for step, pairs, hidden_MH in self.unroll(batch, self.fuse(batch.hidden), self.predicted_steps):
+            weight = self.first_weight * self.decay**step
+            yield Prediction(step, pairs.source_M, pairs.label_M, hidden_MH, self.logits, weight)
+
+
+def check(options: MTPNativeOptions) -> None:
+    """Raise UserError for numbers that cannot be."""
+    if options.steps < 1 or options.step_decay <= 0:
+        raise UserError(
+            f"drafter.steps is {options.steps}, drafter.step_decay {options.step_decay:g}; set steps to 1 or more, "
+            "step_decay above 0"
+        )
+    if options.modules is not None and options.modules < 1:
+        raise UserError(f"drafter.modules is {options.modules}; set it to 1 or more, or to null: as many as there are")
+
+
+def source_of(options: MTPNativeOptions, target: HFTarget) -> tuple[OwnModule | None, StoredTensors | None]:
+    """(the target's layout, the files to read the modules from); None: it has no known one, there is nothing to read.
+
+    Raises UserError for a target without a layout, and for a source that is not there.
+    """
+    model_type = str(target.backbone.module.config.model_type)
+    if options.source == "fresh":
+        return LAYOUTS.get(model_type), None
+    layout = layout_of(model_type)
+    if target.outline:
+        return layout, None
+    own = options.source == "target"
+    directory = directory_of(target.model) if own else Path(options.source).expanduser()
+    if not own and not (directory and directory.is_dir()):
+        raise UserError(f"drafter.source is {options.source!r}; set it to target, fresh, or a checkpoint's directory")
+    return layout, open_source(directory, f"drafter.source={options.source}")
+
+
+FAMILY = Family("mtp_native", MTPNativeOptions, MTPNative)
