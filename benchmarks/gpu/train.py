@@ -23,6 +23,7 @@ from benchmarks.gpu.cases import LOSSES, V
 from benchmarks.gpu.machine import Copy, Machine, Race
 from benchmarks.gpu.suite import Job, RedError, SkipError, Suite
 from benchmarks.gpu.throughput import random_batch
+from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.model.batch import Prediction, TrainBatch
@@ -113,7 +114,10 @@ def family(name: str, machine: Machine) -> dict[str, Any]:
     target = load_target(TargetOptions(dtype=dtype, device=str(machine.device))).target
     of, vocab = families()[name], target.shape.vocab_size
     torch.manual_seed(0)
-    drafter = of.build(of.options(), target).to(machine.device).train()
+    try:
+        drafter = of.build(of.options(), target).to(machine.device).train()
+    except UserError as error:
+        raise SkipError(f"not for this target: {error}") from error
     if not trainable(drafter):
         raise SkipError("it has nothing to train")
     objective, online = Objective(drafter, target, LossOptions()), Online(target, drafter.taps)
