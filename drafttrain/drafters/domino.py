@@ -71,7 +71,7 @@ class Domino(BlockDrafter):
                 "and 1, its end in (0, 1]"
             )
         width, vocab = target.shape.hidden_size, target.shape.vocab_size
-        self.width, self.base = width, (options.base_share, options.base_until)
+        self.width, self.recurrent_width, self.base = width, options.state, (options.base_share, options.base_until)
         self.prefix_gru = PrefixGRU(width, options.state)
         correction = (Linear(width + options.state, options.rank, bias=False), Linear(options.rank, vocab, bias=False))
         for linear in correction:
@@ -90,7 +90,7 @@ class Domino(BlockDrafter):
     def head_inputs(self, batch: TrainBatch, anchors: Anchors, state_BASH: Tensor) -> Inputs:
         above_PK = torch.stack([batch.after(1 + j).gather(1, anchors.source_BA).flatten() for j in range(self.draft_length)], 1)
         read_PKH = self.read(above_PK)
-        recurrent_PKG = self.prefix_gru(read_PKH, read_PKH.new_zeros(len(read_PKH), self.prefix_gru.weight_hh_l0.shape[1]))
+        recurrent_PKG = self.prefix_gru(read_PKH, read_PKH.new_zeros(len(read_PKH), self.recurrent_width))
 
         def of(draft: int, place_M: Tensor, pairs: Pairs) -> Tensor:
             state_MH = state_BASH[:, :, self.shape.first + draft].flatten(0, 1)[place_M]
@@ -126,8 +126,7 @@ class Domino(BlockDrafter):
         return score
 
     def root_state(self, state_BSH: Tensor) -> Tensor:
-        weight_GG = self.prefix_gru.weight_hh_l0
-        return weight_GG.new_zeros(len(state_BSH), 1, weight_GG.shape[1])
+        return self.prefix_gru.weight_hh_l0.new_zeros(len(state_BSH), 1, self.recurrent_width)
 
 
 FAMILY = Family("domino", DominoOptions, Domino)
