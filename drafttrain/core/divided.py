@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, distributed, nn
 
 
+def is_part(parameter: Tensor) -> bool:
+    """Whether ZeRO-3 has left this process a part of the parameter: it is whole only while a forward of its module runs."""
+    return hasattr(parameter, "ds_id")
+
+
 def divided(module: nn.Module) -> bool:
-    """Whether DeepSpeed's ZeRO-3 has divided its parameters."""
-    return any(hasattr(p, "ds_id") for p in module.parameters())
+    """Whether ZeRO-3 has divided any of its parameters."""
+    return any(map(is_part, module.parameters()))
 
 
 def most_of_all(counts: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafttrain.core.divided import pieces
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import CHUNK, EVALUATED, BlockDrafter
@@ -25,7 +26,6 @@ from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
 from drafttrain.drafters.common.lattice import Lattice, LatticeNetwork, LatticeShape
 from drafttrain.drafters.options.lilicorr import LiLiCorrOptions
 from drafttrain.model.batch import Anchors, Prediction, Top, TrainBatch
-from drafttrain.model.divided import pieces
 from drafttrain.model.drafter import Commit
 from drafttrain.model.layers import recomputed
 from drafttrain.model.target import FINAL, Target

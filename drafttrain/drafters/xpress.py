@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafttrain.core.divided import pieces
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.block_drafter import BlockDrafter, Inputs
 from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored
 from drafttrain.drafters.options.xpress import XPressOptions
 from drafttrain.model.batch import Anchors, Pairs, Prediction, TrainBatch
-from drafttrain.model.divided import pieces
 from drafttrain.model.drafter import Commit
 from drafttrain.model.layers import GatedMLP, Linear
 from drafttrain.model.target import Target

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafttrain.model.divided import most_of_all
+from drafttrain.core.divided import most_of_all
 
 Index = slice | Tensor  # a slice where the entries are consecutive, so that nothing is copied
 
@@ -69,7 +69,7 @@ def chunks(position_M: Sequence[Tensor], heads: Sequence[Hashable], at_once: int
 def alike(found: Sequence[Chunk], heads: Sequence[Hashable], device: torch.device) -> list[Chunk]:
     """The chunks with empty pieces between them, so that all processes call every head in one order and equally often.
 
-    heads: of each step, in the same order in all processes. See `model/divided.py`.
+    heads: of each step, in the same order in all processes. See `core/divided.py`.
     """
     order = list(dict.fromkeys(heads))
     own = [[[p for p in chunk.pieces if heads[p[0].step] == head] for head in order] for chunk in found]
@@ -77,14 +77,14 @@ def alike(found: Sequence[Chunk], heads: Sequence[Hashable], device: torch.devic
     calls_NH = torch.zeros(count, len(order), dtype=torch.long, device=device)
     for number, by_head in enumerate(own):
         calls_NH[number] = torch.tensor([len(pieces) for pieces in by_head], device=device)
-    position_0, chunks_ = torch.zeros(0, dtype=torch.long, device=device), list[Chunk]()
+    position_0, same = torch.zeros(0, dtype=torch.long, device=device), list[Chunk]()
     for number, calls in enumerate(most_of_all(calls_NH).tolist()):
         by_head = own[number] if number < len(found) else [[] for _ in order]
         empty = [[Part(heads.index(head), slice(0, 0), slice(0, 0), 0)] for head in order]
         filled = [pieces + [none] * (n - len(pieces)) for pieces, none, n in zip(by_head, empty, calls, strict=True)]
         position_U = found[number].position_U if number < len(found) else position_0
-        chunks_.append(Chunk(position_U, [piece for pieces in filled for piece in pieces]))
-    return chunks_
+        same.append(Chunk(position_U, [piece for pieces in filled for piece in pieces]))
+    return same
 
 
 def _parts(

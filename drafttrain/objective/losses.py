@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drafttrain.core.divided import divided
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.divided import divided
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.target import Target
@@ -116,9 +116,9 @@ class Objective(nn.Module):
         """
         predictions, token_P = list(_predictions(self.drafter, replace(batch, progress=progress))), batch.token_BT.flatten()
         depths, distribution = self.drafter.proposal.predicted_depths, target_distribution(batch, self._target.module)
-        end_to_end, apart = self.options.name == END_TO_END, torch.is_grad_enabled() and divided(self.drafter)
-        scoring = Scoring(predictions, batch, distribution, self.options.terms, self.at_once, end_to_end, apart)
-        steps, gradients = self._scored(scoring, apart)
+        end_to_end, in_parts = self.options.name == END_TO_END, torch.is_grad_enabled() and divided(self.drafter)
+        scoring = Scoring(predictions, batch, distribution, self.options.terms, self.at_once, end_to_end, in_parts)
+        steps, gradients = self._scored(scoring, in_parts)
         steps, total = self._weighed(predictions, steps, EndToEndLoss(batch, depths))
         total = total if gradients is None else gradients.attach(total)
         for prediction, step in zip(predictions, steps, strict=True):
@@ -128,14 +128,14 @@ class Objective(nn.Module):
                 total = total + prediction.aux
         return total, StepCounts.stack(_rows(predictions, steps, token_P, depths))
 
-    def _scored(self, scoring: Scoring, apart: bool) -> tuple[list[StepScores], Gradients | None]:
+    def _scored(self, scoring: Scoring, in_parts: bool) -> tuple[list[StepScores], Gradients | None]:
         """Every step's scores, and the gradients of the weighted losses; None: the losses have gradients themselves.
 
-        apart: the heads' parameters are divided.
+        in_parts: ZeRO-3 divides the heads' parameters.
         """
         if not torch.is_grad_enabled():
             return scoring.run(None, None), None
-        if apart:
+        if in_parts:
             return scoring.recomputed(), None
         return (scoring.differentiable(), None) if self.options.name == END_TO_END else scoring.weighted()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafttrain.core.divided import is_part
 from drafttrain.ops import jit, library
 
 WIDEST = 16_384  # numbers of a row that one program of the kernel holds
@@ -70,11 +71,6 @@ def _wide(x_H: Tensor) -> Tensor:
     return x_H if x_H.dtype == torch.float64 else x_H.float()
 
 
-def _sharded(weight_H: Tensor) -> bool:
-    """Whether ZeRO-3 divides the weight: only a module's own forward gathers it, also where LoRA leaves it frozen."""
-    return hasattr(weight_H, "ds_id")
-
-
 def _kernels(*inputs: Tensor) -> bool:
     same = all(x.dtype in library.DTYPES and x.is_contiguous() and x.dtype == inputs[0].dtype for x in inputs)
     return same and bool(inputs[0].numel()) and inputs[0].shape[-1] <= WIDEST and jit.serves(inputs[0])
@@ -117,7 +113,7 @@ class OffsetNorm(OtherNorm):
 
     def normed(self, x_H: Tensor, delta_H: Tensor | None) -> tuple[Tensor, Tensor]:
         weight_H = self.module.weight
-        if (weight_H.requires_grad and torch.is_grad_enabled()) or _sharded(weight_H):
+        if (weight_H.requires_grad and torch.is_grad_enabled()) or is_part(weight_H):
             return super().normed(x_H, delta_H)
         return rms_norm(x_H, delta_H, self.weight, self.variance_epsilon)
 
@@ -131,10 +127,10 @@ class CentredNorm(OtherNorm):
 
 
 def norm(module: Any, x_H: Tensor, delta_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`rms_norm` with a transformers module's weight. A trainable or sharded module runs its own forward."""
+    """`rms_norm` with a transformers module's weight. A trainable or divided module runs its own forward."""
     if isinstance(module, OtherNorm):
         return module.normed(x_H, delta_H)
-    if module.weight.requires_grad or _sharded(module.weight):
+    if module.weight.requires_grad or is_part(module.weight):
         summed_H = x_H if delta_H is None else x_H + delta_H
         return summed_H, module(summed_H)
     return rms_norm(x_H, delta_H, module.weight, module.variance_epsilon)

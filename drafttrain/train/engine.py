@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafttrain.core.divided import is_part
 from drafttrain.core.errors import UserError
 from drafttrain.objective.losses import Objective
 from drafttrain.targets.devices import bind, number_by_gpu
@@ -217,7 +218,7 @@ class TrainingEngine:
         return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
 
     def _whole_tensor(self, tensor: Tensor, modifier_rank: int | None = None) -> AbstractContextManager[Any]:
-        sharded = self.stage == 3 and hasattr(tensor, "ds_id")
+        sharded = self.stage == 3 and is_part(tensor)
         return self._gathered([tensor], modifier_rank=modifier_rank) if sharded else contextlib.nullcontext()
 
     @property
@@ -230,7 +231,7 @@ class TrainingEngine:
         parts = []
         for g, group in enumerate(self._groups):
             for i, (name, parameter) in enumerate(group):
-                if hasattr(parameter, "ds_id"):
+                if is_part(parameter):
                     parts.append(self._sharded(name, parameter))
                 elif not hasattr(parameter, "_hp_mapping"):  # stage 0: every process has the whole, and saves an equal part
                     size = parameter.numel()

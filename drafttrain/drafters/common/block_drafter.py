@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafttrain.core.divided import pieces
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.sequence_shard import Span
@@ -38,7 +39,6 @@ from drafttrain.model.batch import Anchors, Context, Pairs, Prediction, TrainBat
 from drafttrain.model.blockwise_attention import Rule, blockwise_attention
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.convolution import Bare, Convolved
-from drafttrain.model.divided import pieces
 from drafttrain.model.drafter import Commit, Drafter, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import DecoderLayer, Linear, RMSNorm, recomputed
