@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets.hf import HFTarget
@@ -48,6 +49,22 @@ SHAPES: dict[str, dict[str, Any]] = {
     "early_exit": {"blocks": 2, "adapter": True},
     "cascade": {"middle": {"family": "draft_model", "blocks": 3}, "inner": {"family": "prompt_lookup", "draft_length": 7}},
 }
+
+
+def built(name: str, target: HFTarget, small: bool = False, **options: Any) -> Drafter:
+    """A fresh drafter with the family's default options, or with those of its small shape where the defaults do not fit.
+
+    small: of its small shape in any case. options: replace its own. Raises UserError where neither fits the target.
+    """
+    family = families()[name]
+    shape = SHAPES.get(name, {})
+    if not small:
+        try:
+            return family.build(family.options(**options), target)
+        except UserError:
+            if not shape:
+                raise
+    return family.build(family.options(**shape | options), target)
 
 
 def build(name: str, target: HFTarget, noise: float = 0.0, **options: Any) -> Drafter:

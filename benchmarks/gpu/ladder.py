@@ -22,6 +22,7 @@ from benchmarks.gpu.models import LADDER, random_model
 from benchmarks.gpu.rounding import explains
 from benchmarks.gpu.suite import Job, RedError, SkipError
 from benchmarks.gpu.trace import busy
+from benchmarks.tiny import built
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoded, Decoder
@@ -95,9 +96,8 @@ def shapes(options: type) -> dict[str, dict[str, Any]]:
 
 
 def _built(name: str, settings: dict[str, Any], target: HFTarget) -> Drafter:
-    family = families()[name]
     try:
-        drafter = family.build(family.options(**settings), target)
+        drafter = built(name, target, **settings)
     except UserError as error:
         raise SkipError(f"not for this target: {error}") from error
     drafter = drafter.to(target.device).eval().requires_grad_(False)

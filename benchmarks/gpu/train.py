@@ -23,7 +23,7 @@ from benchmarks.gpu.cases import LOSSES, V
 from benchmarks.gpu.machine import Copy, Machine, Race
 from benchmarks.gpu.suite import Job, RedError, SkipError, Suite
 from benchmarks.gpu.throughput import random_batch
-from drafttrain.core.errors import UserError
+from benchmarks.tiny import built
 from drafttrain.drafters import families
 from drafttrain.features.online import Online
 from drafttrain.model.batch import Prediction, TrainBatch
@@ -112,12 +112,9 @@ def family(name: str, machine: Machine) -> dict[str, Any]:
     rows, length, kept, steps = (2, 24, 2, 24) if machine.rehearsal else (16, 256, 8, 300)
     dtype = "float32" if machine.rehearsal else "bfloat16"
     target = load_target(TargetOptions(dtype=dtype, device=str(machine.device))).target
-    of, vocab = families()[name], target.shape.vocab_size
+    vocab = target.shape.vocab_size
     torch.manual_seed(0)
-    try:
-        drafter = of.build(of.options(), target).to(machine.device).train()
-    except UserError as error:
-        raise SkipError(f"not for this target: {error}") from error
+    drafter = built(name, target, machine.rehearsal).to(machine.device).train()
     if not trainable(drafter):
         raise SkipError("it has nothing to train")
     objective, online = Objective(drafter, target, LossOptions()), Online(target, drafter.taps)
