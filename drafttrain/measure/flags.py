@@ -11,6 +11,7 @@ from drafttrain.measure import cells
 LOOPING = 0.2  # share of outputs that end in a loop, above which acceptance figures are too good
 FEW = 200  # verifications below which a gap is not significant
 NOTICED = 0.03  # relative difference from which a cause is named
+POSSIBLE = 1.1  # times tau, above which a speedup is a fault of the timing
 UNLIKELY = 0.001  # p-value below which a lossless policy's samples count as different
 
 
@@ -51,6 +52,12 @@ def flags(entry: dict[str, Any]) -> list[str]:
                 )
     if entry["speedup"] is not None and entry["speedup"] < 1.0:
         found.append(f"slower than plain decoding ({entry['speedup']:.2f}x)")
+    most = max(entry["tau"] or 0.0, _timed_tau(entry)) if entry["speedup"] is not None else 0.0
+    if entry["speedup"] is not None and entry["speedup"] > POSSIBLE * most:
+        found.append(
+            f"speedup {entry['speedup']:.2f}x cannot be: a verification takes a plain step or more, so tau {most:.2f} is the "
+            "most; something slowed plain decoding down while it was timed, measure again on an idle machine"
+        )
     return found
 
 
@@ -81,9 +88,15 @@ def _tau_causes(entry: dict[str, Any]) -> str:
     )
 
 
+def _timed_tau(entry: dict[str, Any]) -> float:
+    """Tau of the prompts whose decoding was timed."""
+    timed = next(s for s in entry["slices"] if s["by"] == "batch_size" and s["value"] == entry["batch_size"])
+    return float(timed["tau"] or 0.0)
+
+
 def _speed_causes(entry: dict[str, Any]) -> str:
     """The causes of a gap that the figures show, as an end of its sentence."""
-    timed = next(s for s in entry["slices"] if s["by"] == "batch_size" and s["value"] == entry["batch_size"])["tau"]
+    timed = _timed_tau(entry)
     step = sum(entry[key] for key in ("draft_ms", "verify_ms", "commit_ms", "host_ms"))
     unpaid, causes = (entry["commit_ms"] + entry["host_ms"]) / step, []
     if abs(entry["expected_gap"]) > NOTICED:

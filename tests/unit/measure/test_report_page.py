@@ -79,6 +79,14 @@ def test_a_gap_of_expected_tau_is_explained() -> None:
     assert "50 verifications are too few" in flags(entry | {"verifications": 50})[0]
 
 
+def test_a_speedup_above_tau_is_a_fault_of_the_timing() -> None:
+    """A verification takes a plain step or more; drafts cost something too."""
+    entry = report_of_figures()["checkpoints"][1] | {"tau": 2.2, "expected_gap_flagged": False}
+    assert not [flag for flag in flags(entry | {"speedup": 2.3}) if "cannot be" in flag]
+    (flag,) = flags(entry | {"speedup": 44.7})
+    assert flag.startswith("speedup 44.70x cannot be") and "tau 2.40 is the most" in flag, "2.40 on the timed prompts"
+
+
 @pytest.mark.parametrize(
     ("figures", "said"),
     [
