@@ -121,6 +121,8 @@ LEARNERS = [
     "dflash2",
     "xpress",
     "lilicorr",
+    "domino",
+    "jetspec",
 ]
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.tiny import built
 from drafttrain.decoding import tree_size as treesize
 from drafttrain.drafters import families
 from drafttrain.ops import library
@@ -49,9 +50,8 @@ def test_large_trees_are_timed_only_where_the_largest_of_the_others_is_best(monk
 @pytest.mark.sampled(name=FEW)
 @pytest.mark.parametrize("name", sorted(families()))
 def test_costs_are_taken_of_every_family(name: str) -> None:
-    target, family = tiny_target(), families()[name]
-    fresh = {"source": "fresh"} if name == "mtp_native" else {}
-    drafter = family.build(family.options(**fresh), target).eval()
+    target = tiny_target()
+    drafter = built(name, target).eval()
     costs = treesize.verification_seconds(target, drafter, [1, 9], repeats=2)
     assert set(costs) == {1, 9} and min(costs.values()) > 0.0
     assert treesize.proposal_seconds(target, drafter, repeats=2) > 0.0

@@ -62,8 +62,11 @@ def packed(target: HFTarget, drafter: DFlash, seed: int = 0) -> TrainBatch:
     return TrainBatch(token_BT, position_BT, document_BT, mask_BT, hidden)
 
 
-def attended(layer: Any, x_SH: Tensor, root: int, context_NH: Tensor, position_N: Tensor) -> Tensor:
-    """[S, H] a layer's attention for one block whose root stands at `root`, one head and slot at a time."""
+def attended(layer: Any, x_SH: Tensor, root: int, context_NH: Tensor, position_N: Tensor, causal: bool) -> Tensor:
+    """[S, H] a layer's attention for one block whose root stands at `root`, one head and slot at a time.
+
+    causal: a slot sees no later slot.
+    """
     attention, shape = layer.self_attn, layer.self_attn.shape
     x_SH = layer.input_layernorm(x_SH)
     S, both_PH = len(x_SH), torch.cat([context_NH, x_SH])
@@ -81,13 +84,14 @@ def attended(layer: Any, x_SH: Tensor, root: int, context_NH: Tensor, position_N
         heads = []
         for head in range(shape.heads):
             kv = head // (shape.heads // shape.kv_heads)
-            share_P = (k_hPD[kv] @ q_hSD[head, slot] / math.sqrt(shape.head_dim)).softmax(0)
-            heads.append(share_P @ v_PhD[:, kv])
+            seen = len(context_NH) + (slot + 1 if causal else S)
+            share_P = (k_hPD[kv, :seen] @ q_hSD[head, slot] / math.sqrt(shape.head_dim)).softmax(0)
+            heads.append(share_P @ v_PhD[:seen, kv])
         rows.append(torch.cat(heads))
     return attention.o_proj(torch.stack(rows))
 
 
-def slot_states(drafter: DFlash, target: HFTarget, batch: TrainBatch, row: int, source: int) -> Tensor:
+def slot_states(drafter: DFlash, target: HFTarget, batch: TrainBatch, row: int, source: int, causal: bool = False) -> Tensor:
     """[S, H] of the block behind one source, from the definition."""
     document = batch.document_BT[row, source]
     sees = [t for t in range(source + 1) if batch.document_BT[row, t] == document]
@@ -96,7 +100,7 @@ def slot_states(drafter: DFlash, target: HFTarget, batch: TrainBatch, row: int, 
     tokens = [int(batch.token_BT[row, source + 1])] + [drafter.shape.mask_token] * (drafter.shape.size - 1)
     x_SH, root = target.embed(torch.tensor(tokens)), int(batch.position_BT[row, source]) + 1
     for layer in drafter.all_layers():
-        x_SH = x_SH + attended(layer, x_SH, root, context_NH, position_N)
+        x_SH = x_SH + attended(layer, x_SH, root, context_NH, position_N, causal)
         x_SH = x_SH + layer.mlp(layer.post_attention_layernorm(x_SH))
     return drafter.norm(x_SH)
 

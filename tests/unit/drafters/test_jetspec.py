@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.drafters.jetspec import JetSpec, JetSpecOptions
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import tiny_target
+from tests.unit.drafters.test_dflash import slot_states
 from tests.unit.drafters.test_dspark import proposed, read
 
 
@@ -45,11 +47,27 @@ def test_all_drafts_weigh_alike() -> None:
 
 
 def test_it_drafts_the_likeliest_paths() -> None:
-    """Of the product of the slots' probabilities."""
-    target = tiny_target()
-    drafter = built(target)
+    """All paths of the product of the slots' distributions, the likeliest first; slots from the definition."""
+    target, nodes = tiny_target(), 7
+    drafter = built(target, nodes=nodes, block_size=4)
     batch = read(target, drafter)  # type: ignore[arg-type]
     tree = proposed(drafter, batch, Sampling())  # type: ignore[arg-type]
-    assert tree.token_BN.shape[1] == 8
-    chain = proposed(built(target, tree="chain"), batch, Sampling())  # type: ignore[arg-type]
-    assert int(chain.token_BN[0, 1]) in tree.token_BN[0].tolist(), "the likeliest first token is in every tree"
+    states = slot_states(drafter, target, batch, 0, batch.token_BT.shape[1] - 2, causal=True)  # type: ignore[arg-type]
+    log_KV = target.head(states[1:]).log_softmax(-1)
+    scores = {path: sum(float(log_KV[k, t]) for k, t in enumerate(path)) for path in paths_of(log_KV, nodes)}
+    wanted = sorted(scores, key=lambda path: -scores[path])[:nodes]
+    tokens, parents = tree.token_BN[0].tolist(), tree.parent_BN[0].tolist()
+    found = []
+    for node in range(1, len(tokens)):
+        path, at = [tokens[node]], parents[node]
+        while at > 0:
+            path, at = [tokens[at], *path], parents[at]
+        found.append(tuple(path))
+    assert sorted(found) == sorted(wanted)
+    assert len({len(path) for path in wanted}) > 1, "paths of several lengths"
+
+
+def paths_of(log_KV: torch.Tensor, ranks: int) -> list[tuple[int, ...]]:
+    """All paths of each slot's likeliest tokens; a rank beyond the number of nodes is in no tree of so many."""
+    choices = log_KV.topk(ranks, -1).indices.tolist()
+    return [path for depth in range(1, len(choices) + 1) for path in product(*choices[:depth])]

@@ -23,7 +23,7 @@ from tests.images import NAMES, encoded, inline, picture, sequence, vision_targe
 
 NEW = 12
 FAMILIES = ("medusa", "eagle3", "dflash")
-OTHERS = ("eagle", "mtp", "dspark", "dflash2", "xpress")  # have the same code as one of these
+OTHERS = ("eagle", "mtp", "dspark", "dflash2", "xpress", "lilicorr", "domino", "jetspec")  # have the same code as one of these
 
 
 @dataclass(frozen=True)
