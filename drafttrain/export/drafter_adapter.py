@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.files import atomic_directory
 from drafttrain.drafters.common.drafter_lora import PREFIX, matrices_of
 from drafttrain.export.files import Files, Source
 from drafttrain.export.ggufs import SUFFIX
@@ -57,9 +58,11 @@ def check_merged(name: str, record: Mapping[str, Any]) -> None:
 def merge(adapter: str | Path, out: str | Path) -> None:
     """Copy the drafter in an exported adapter's `base`, with the matrices' products added to its weights in float32.
 
-    Raises MismatchError for files that do not fit together.
+    Raises MismatchError for files that do not fit together, UserError where `out` is there already. Then nothing is written.
     """
     directory, out = Path(adapter), Path(out)
+    if out.exists():
+        raise UserError(f"{out} is there already; name another directory, or remove it")
     config = Config.of(directory, CONFIG)
     config.expect("peft_type", "LORA", "architecture")
     for key, value in (("bias", "none"), ("use_rslora", False), ("use_dora", False), ("fan_in_fan_out", False)):
@@ -68,17 +71,18 @@ def merge(adapter: str | Path, out: str | Path) -> None:
     scale = config.get("lora_alpha", "config") / rank
     paths = sorted(name.removesuffix(".lora_A.weight") for name in matrices.left if name.endswith(".lora_A.weight"))
     config.expect("target_modules", [path.removeprefix(PEFT) for path in paths], "config")
-    shutil.copytree(directory / BASE, out)
-    for file in sorted(out.glob("*.safetensors")):
-        tensors = load_file(file)
-        for path in [path for path in paths if f"{path.removeprefix(PEFT)}.weight" in tensors]:
-            down, up = matrices.take(f"{path}.lora_A.weight", rank, -1), matrices.take(f"{path}.lora_B.weight", -1, rank)
-            name = f"{path.removeprefix(PEFT)}.weight"
-            if tensors[name].shape != (len(up), down.shape[1]):
-                raise MismatchError("tensors", f"{name} is {list(tensors[name].shape)}, its matrices give another shape")
-            tensors[name] = tensors[name].float() + (up @ down) * scale
-        save_file(tensors, file, {"format": "pt"})
-    matrices.finish()
+    with atomic_directory(out) as folder:
+        shutil.copytree(directory / BASE, folder, dirs_exist_ok=True)
+        for file in sorted(folder.glob("*.safetensors")):
+            tensors = load_file(file)
+            for path in [path for path in paths if f"{path.removeprefix(PEFT)}.weight" in tensors]:
+                down, up = matrices.take(f"{path}.lora_A.weight", rank, -1), matrices.take(f"{path}.lora_B.weight", -1, rank)
+                name = f"{path.removeprefix(PEFT)}.weight"
+                if tensors[name].shape != (len(up), down.shape[1]):
+                    raise MismatchError("tensors", f"{name} is {list(tensors[name].shape)}, its matrices give another shape")
+                tensors[name] = tensors[name].float() + (up @ down) * scale
+            save_file(tensors, file, {"format": "pt"})
+        matrices.finish()
 
 
 def _read(whole: Layout, directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:

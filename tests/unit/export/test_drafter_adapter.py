@@ -141,6 +141,21 @@ def test_the_reader_of_the_adapter_sees_what_is_wrong(tmp_path: Path) -> None:
         reading(own | stranger)
 
 
+def test_a_merge_is_whole_or_not_there(tmp_path: Path) -> None:
+    found, golden = opened(tmp_path / "run", "medusa", lora=LORA)
+    written(found, golden, "vllm", tmp_path / "out", adapter=True)
+    own = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    save_file(
+        own | {f"{PEFT}nowhere.lora_{x}.weight": torch.ones(2, 2) for x in "AB"}, tmp_path / "out" / "adapter_model.safetensors"
+    )
+    with pytest.raises(MismatchError):
+        merge(tmp_path / "out", tmp_path / "merged")
+    assert not list(tmp_path.glob("*merged*"))
+    (tmp_path / "merged").mkdir()
+    with pytest.raises(UserError, match="merged is there already"):
+        merge(tmp_path / "out", tmp_path / "merged")
+
+
 def test_an_adapter_that_was_not_saved_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, golden = opened(tmp_path / "run", "medusa", lora=LORA)
     monkeypatch.setattr(
