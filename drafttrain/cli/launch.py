@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafttrain.cli.worker import INTERRUPTED, NOTES, log_of, work_in_process
+from drafttrain.cli.worker import INTERRUPTIONS, NOTES, SIGNALLED, log_of, work_in_process
 from drafttrain.core.errors import Interrupted, UserError, WorkerError, check_at_least
 from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.train.interrupt import SAVING, SIGNALS
@@ -64,12 +64,14 @@ def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], fold
     for library in ("torch.distributed", "torch.multiprocessing.spawn"):
         logging.getLogger(library).setLevel(logging.CRITICAL)  # the processes report errors themselves
     try:
-        with _forwarding(folder / INTERRUPTED):
+        with _forwarding(folder / SIGNALLED):
             elastic_launch(_config(options.launcher, folder.name), work_in_process)(work, options, resolved, folder)
     except SignalException as error:  # torchelastic has caught Ctrl-C and ended the processes
         raise KeyboardInterrupt from error
     except ChildFailedError as error:
-        _raise_interrupted(folder)
+        # torchelastic ends the other processes by a signal: their interruption is not the cause
+        if (folder / SIGNALLED).exists() or error.get_first_failure()[1].exitcode == Interrupted.CODE:
+            _raise_interrupted(folder)
         for note in sorted(folder.glob(NOTES)):
             raise UserError(note.read_text(encoding="utf-8")) from error
         raise _shown(error, options, folder) from error
@@ -122,8 +124,9 @@ def _forwarding(note: Path) -> Iterator[None]:
 
 
 def _raise_interrupted(folder: Path) -> None:
-    if (note := folder / INTERRUPTED).exists():
-        raise Interrupted(note.read_text(encoding="utf-8") or "by a signal")
+    messages = [file.read_text(encoding="utf-8") for file in sorted(folder.glob(INTERRUPTIONS))]
+    if messages or (folder / SIGNALLED).exists():
+        raise Interrupted(messages[0] if messages else "by a signal")
 
 
 def _shown(error: ChildFailedError, options: RunOptions, folder: Path) -> WorkerError:

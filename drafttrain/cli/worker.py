@@ -16,7 +16,8 @@ from drafttrain.cli.quiet import quiet
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.runs.options import RunOptions
 
-INTERRUPTED = "interrupted"  # file: a signal has ended the processes or will; its content is their message
+SIGNALLED = "signalled"  # file: a signal has reached the launching process, and all its processes end
+INTERRUPTIONS = "interrupted-*"  # files: the message of a process that a signal has ended, named by start and rank
 NOTES = "mistake-*"  # files: the message of a UserError
 
 
@@ -30,26 +31,30 @@ def work_in_process(
 ) -> None:
     """Run the command. Rank 0 prints to the console; other ranks write to log files in `folder`. Tracebacks go there too.
 
-    A process that is restarted after a failure resumes the run, but not after a user's mistake or an interruption. If the
-    launching process dies, this process ends as at SIGTERM.
+    A process that is restarted after a failure resumes the run, but not after a user's mistake or a signal to the launching
+    process. If that process dies, this one ends as at SIGTERM.
     """
     rank, launcher = int(os.environ["RANK"]), end_with_parent()
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the launcher handles it
-    if (folder / INTERRUPTED).exists():
+    if (folder / SIGNALLED).exists():
         return
+    for earlier in folder.glob(INTERRUPTIONS):  # a process that fails has the others ended by a signal before all restart
+        if not earlier.match(INTERRUPTIONS.replace("*", f"{start}-*")):
+            earlier.unlink(missing_ok=True)
     if any(folder.glob(NOTES)):
         raise SystemExit(2)
     quiet()
     if rank > 0:
         _redirect(log_of(folder, rank))
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and options.resume is None:
+    if int(start) and options.resume is None:
         options = replace(options, resume="auto")
     try:
         work(options, resolved)
     except Interrupted as interrupted:
         if os.getppid() != launcher:
             leave_orphaned(rank, interrupted)
-        (folder / INTERRUPTED).write_text(str(interrupted), encoding="utf-8")
+        (folder / INTERRUPTIONS.replace("*", f"{start}-{rank:05}")).write_text(str(interrupted), encoding="utf-8")
         if not interrupted.together:  # other processes may wait for this one; its exit code ends them
             raise SystemExit(Interrupted.CODE) from interrupted
     except UserError as error:

@@ -18,8 +18,9 @@ import torch
 from torch import distributed
 
 from drafttrain.cli.launch import launch
-from drafttrain.core.errors import UserError, WorkerError
+from drafttrain.core.errors import Interrupted, UserError, WorkerError
 from drafttrain.runs.options import LauncherOptions, RunOptions
+from drafttrain.train.interrupt import Interrupt
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +49,30 @@ def is_killed(options: RunOptions, resolved: dict[str, Any]) -> None:
         os.write(2, b"rank 1 runs out of memory\n")
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
+
+
+def is_killed_beside_one_that_heeds_signals(options: RunOptions, resolved: dict[str, Any]) -> None:
+    """As `prepare` does: it ends at once, where training would have noticed that the other is gone."""
+    start, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+    Path(options.output, f"{start}-{rank}").touch()
+    with Interrupt():
+        while start == "0" and not Path(options.output, "0-0").exists():
+            time.sleep(0.01)
+        if start == "0" and rank == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60 if start == "0" else 0)
+
+
+def complains_beside_one_that_heeds_signals(options: RunOptions, resolved: dict[str, Any]) -> None:
+    with Interrupt():
+        complains_on_rank_1(options, resolved)
+
+
+def is_signalled(options: RunOptions, resolved: dict[str, Any]) -> None:
+    with Interrupt():
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
 
 
 def fails_twice(options: RunOptions, resolved: dict[str, Any]) -> None:
@@ -98,6 +123,22 @@ def test_a_rank_that_is_killed_leaves_its_output(capfd: pytest.CaptureFixture[st
         launch(is_killed, replace(OPTIONS, output=str(tmp_path)), {})
     said = capfd.readouterr().err
     assert "rank 1 runs out of memory" in said and "Traceback" not in said
+
+
+def test_what_failed_is_told_and_not_that_the_others_were_ended(tmp_path: Path) -> None:
+    here = replace(OPTIONS, output=str(tmp_path))
+    with pytest.raises(WorkerError, match="rank 1 ended with SIGKILL"):
+        launch(is_killed_beside_one_that_heeds_signals, here, {})
+    with pytest.raises(UserError, match=r"^one line; mend it$"):
+        launch(complains_beside_one_that_heeds_signals, here, {})
+    with pytest.raises(Interrupted, match="by SIGTERM"):  # one that is told to end alone is no failure
+        launch(is_signalled, here, {})
+
+
+def test_processes_that_were_ended_for_a_failed_one_restart(tmp_path: Path) -> None:
+    launcher = LauncherOptions(nproc=2, restarts=1)
+    launch(is_killed_beside_one_that_heeds_signals, replace(OPTIONS, output=str(tmp_path), launcher=launcher), {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
 
 
 def test_a_group_that_is_not_left_changes_no_exit_code(tmp_path: Path) -> None:
