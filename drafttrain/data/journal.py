@@ -27,24 +27,33 @@ FILES = "rank-*.jsonl"
 SETTINGS = "settings.json"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without locks, where the journal works as well
 SYNC = 5.0  # seconds of work that a power failure may lose; a kill loses none
+PATIENCE = 5.0  # seconds to wait for a file that another process has open: a killed process ends a moment after its launcher
 
 
 class Journal:
-    """One process's file, open for appending. Raises UserError while another process has it open."""
+    """One process's file, open for appending. Raises UserError if another process keeps it open for `PATIENCE`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILES.replace("*", f"{rank:05}")
         self._file = path.open("ab", buffering=0)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{path} is being written by another process; wait for it, or name another out=") from error
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
+        self._lock(path)
         self._file.truncate(whole_bytes(path))
         self._synced = time.monotonic()
+
+    def _lock(self, path: Path) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise UserError(f"{path} is being written by another process; wait for it, or name another out=") from error
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                return None
+            time.sleep(0.05)
 
     def append(self, record: dict[str, Any]) -> None:
         """Write a record in one write, without buffering."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.core.files import HOST
 from drafttrain.core.sampling import Sampling
 from drafttrain.data import DataOptions, PrepareOptions
+from drafttrain.data import journal as journal_module
 from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, GenerationJob, PromptScripts, jobs_of, read_scripts
 from drafttrain.data.journal import Journal, check_settings, read, scan
 from drafttrain.data.local_generator import LocalGenerator
@@ -255,9 +257,22 @@ def test_a_journal_cut_anywhere_is_mended(tmp_path: Path) -> None:
             assert path.read_bytes() == content
 
 
+def test_a_journal_waits_for_a_process_that_was_killed_a_moment_ago(tmp_path: Path) -> None:
+    """The system ends a killed process, and frees its files, a moment after the one that waits for it is gone."""
+    killed = Journal(tmp_path / "x", 0)
+    killed.append({"id": "0", "messages": []})
+    ending = threading.Timer(0.2, killed.__exit__, (None, None, None))
+    ending.start()
+    with Journal(tmp_path / "x", 0) as journal:
+        assert not ending.is_alive()
+        journal.append({"id": "1", "messages": []})
+    assert scan(tmp_path / "x").answered == {"0", "1"}
+
+
 def test_another_setting_does_not_mix_into_a_journal(
-    command: Command, prompts: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, prompts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(journal_module, "PATIENCE", 0.1)
     assert command("prepare", f"data.path={prompts}", "out=x", *SHORT) == 0
     assert command("prepare", f"data.path={prompts}", "out=x", *SHORT, "prepare.seed=1") == 2
     assert "begun with sampling.seed 0, now it is 1" in capsys.readouterr().err
