@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from drafttrain.drafters import families
 from drafttrain.drafters.checkpoint import CheckpointMeta, TargetRecord, adapter_state, save_drafter
@@ -24,6 +24,7 @@ from drafttrain.targets.adapt import Adapter
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from tests.helpers import tiny_model, tiny_target
+from tests.native import Native
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -202,6 +203,13 @@ def deep() -> LoadedTarget:
     config.num_hidden_layers = 8
     torch.manual_seed(0)
     return LoadedTarget(HFTarget(type(model)(config)), loaded().tokenizer, "deep", loaded().description)
+
+
+def target_of_files(made: Native, dtype: torch.dtype = torch.float32) -> LoadedTarget:
+    """A target whose files hold MTP modules."""
+    model = AutoModelForCausalLM.from_pretrained(made.directory, dtype=dtype, attn_implementation="sdpa")
+    about = loaded().description | {"architecture": type(model).__name__, "path": str(made.directory)}
+    return LoadedTarget(HFTarget(model), loaded().tokenizer, str(made.directory), about)
 
 
 def drafter_of(family: str, options: Any, target: LoadedTarget) -> Drafter:

@@ -82,9 +82,12 @@ def name_in_checkpoint(name: str) -> str:
 
 
 def matrices_of(state: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """A_RI and B_OR by the path of their map. Raises UserError for matrices without their pair or their weight."""
+    """A_RI and B_OR by the path of their map, in the order of paths, since a file read again is in any order.
+
+    Raises UserError for matrices without their pair or their weight.
+    """
     found = {}
-    for name, a_RI in state.items():
+    for name, a_RI in sorted(state.items(), key=lambda item: item[0]):
         if match := FIRST.fullmatch(name):
             path = match["path"]
             b_OR, weight_OI = state.get(f"{PREFIX}{path}.lora_B.weight"), state.get(f"{path}.weight")

@@ -25,7 +25,8 @@ from drafttrain.export.opened import Opened
 from drafttrain.export.readers.parts import MismatchError
 from drafttrain.export.table import layout, loads
 from drafttrain.model.lora import LoraOptions
-from tests.exports import CASES, loaded, opened, written
+from tests.exports import CASES, loaded, opened, target_of_files, written
+from tests.native import native
 
 LORA = LoraOptions(rank=2, alpha=6.0)
 FILES = [
@@ -85,7 +86,8 @@ def test_peft_loads_the_adapter_of_a_drafter(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", TRAINED)
 def test_every_export_of_a_drafter_with_lora_drafts_as_its_checkpoint(case: str, tmp_path: Path) -> None:
     """Merged, in float32 and rounded. As an adapter, or refused with the reason."""
-    found, golden = opened(tmp_path / "run", case, lora=LORA)
+    own = target_of_files(native("mimo", tmp_path / "target")) if CASES[case][0] == "mtp_native" else None
+    found, golden = opened(tmp_path / "run", case, own, lora=LORA)
     try:
         written(found, golden, "all", tmp_path / "whole")
         written(found, golden, "all", tmp_path / "narrow", "bfloat16")

@@ -10,26 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from drafttrain.core.errors import ParityError, UserError
 from drafttrain.export.files import Files, Source
 from drafttrain.export.parity import check
 from drafttrain.export.readers import stitched as reader
-from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.load import LoadedTarget
-from tests.exports import loaded, opened, written
+from tests.exports import loaded, opened, target_of_files, written
 from tests.helpers import prompts
 from tests.native import CONFIGS, NAMES, Native, native
 
 LAYOUTS = list(CONFIGS)
 FEW = ("mimo", "qwen3_5", "deepseek_v3")
-
-
-def target_of(made: Native, dtype: torch.dtype = torch.float32) -> LoadedTarget:
-    model = AutoModelForCausalLM.from_pretrained(made.directory, dtype=dtype, attn_implementation="sdpa")
-    about = loaded().description | {"architecture": type(model).__name__, "path": str(made.directory)}
-    return LoadedTarget(HFTarget(model), loaded().tokenizer, str(made.directory), about)
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -45,7 +36,7 @@ def of_module(name: str, kind: str) -> bool:
 def test_the_modules_bytes_change_and_no_others(kind: str, tmp_path: Path) -> None:
     made = native(kind, tmp_path / "target")
     (made.directory / "README.md").write_text("the target's")
-    found, golden = opened(tmp_path, "mtp_native", target_of(made))
+    found, golden = opened(tmp_path, "mtp_native", target_of_files(made))
     exported = written(found, golden, "stitched", tmp_path / "out")
     assert exported.written["stitched"].gap < 0.5 and exported.written["stitched"].drafts == golden.draft_PK.numel()
     before, after = tensors_of(made.directory), tensors_of(tmp_path / "out")
@@ -59,7 +50,7 @@ def test_the_modules_bytes_change_and_no_others(kind: str, tmp_path: Path) -> No
     assert (tmp_path / "out" / "README.target.md").read_text() == "the target's"
     card = (tmp_path / "out" / "README.md").read_text()
     assert f'vllm serve {tmp_path / "out"} --speculative-config \'{{"method": "mtp", "num_speculative_tokens": 3}}\'' in card
-    again, _ = opened(tmp_path / "again", "mtp_native", target_of(Native(tmp_path / "out", made.whole, {}, kind)))
+    again, _ = opened(tmp_path / "again", "mtp_native", target_of_files(Native(tmp_path / "out", made.whole, {}, kind)))
     assert again.loaded.target.fingerprint == found.loaded.target.fingerprint
 
 
@@ -67,9 +58,9 @@ def test_the_stitched_target_has_the_trained_module(tmp_path: Path) -> None:
     from drafttrain.drafters.mtp_native import MTPNative, MTPNativeOptions
 
     made = native("glm4_moe", tmp_path / "target")
-    found, golden = opened(tmp_path, "mtp_native", target_of(made))
+    found, golden = opened(tmp_path, "mtp_native", target_of_files(made))
     written(found, golden, "stitched", tmp_path / "out")
-    taken = MTPNative(MTPNativeOptions(), target_of(Native(tmp_path / "out", made.whole, {}, "glm4_moe")).target)
+    taken = MTPNative(MTPNativeOptions(), target_of_files(Native(tmp_path / "out", made.whole, {}, "glm4_moe")).target)
     assert taken.state_dict().keys() == found.tensors.keys()
     assert all(torch.equal(x, found.tensors[name]) for name, x in taken.state_dict().items())
 
@@ -77,7 +68,7 @@ def test_the_stitched_target_has_the_trained_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["mimo", "qwen3_5", "deepseek_v3"])
 def test_a_target_without_a_module_gets_a_further_file(kind: str, tmp_path: Path) -> None:
     made = native(kind, tmp_path / "target", module=False)
-    found, golden = opened(tmp_path, "mtp_native", target_of(made), source="fresh")
+    found, golden = opened(tmp_path, "mtp_native", target_of_files(made), source="fresh")
     written(found, golden, "stitched", tmp_path / "out")
     for file in made.directory.glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
@@ -87,7 +78,7 @@ def test_a_target_without_a_module_gets_a_further_file(kind: str, tmp_path: Path
     assert all(of_module(name, kind) for name in added)
     count = json.loads((tmp_path / "out" / "config.json").read_text())
     assert count[{"qwen3_5": "mtp_num_hidden_layers"}.get(kind, "num_nextn_predict_layers")] == 1
-    assert target_of(Native(tmp_path / "out", made.whole, {}, kind)).target.fingerprint == found.loaded.target.fingerprint
+    assert target_of_files(Native(tmp_path / "out", made.whole, {}, kind)).target.fingerprint == found.loaded.target.fingerprint
 
 
 def test_a_model_of_one_file_gets_an_index(tmp_path: Path) -> None:
@@ -96,7 +87,7 @@ def test_a_model_of_one_file_gets_an_index(tmp_path: Path) -> None:
     for file in [*made.directory.glob("*.safetensors"), made.directory / "model.safetensors.index.json"]:
         file.unlink()
     save_file(whole, made.directory / "model.safetensors", {"format": "pt"})
-    found, golden = opened(tmp_path, "mtp_native", target_of(made), source="fresh")
+    found, golden = opened(tmp_path, "mtp_native", target_of_files(made), source="fresh")
     written(found, golden, "stitched", tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors_of(tmp_path / "out").keys()
@@ -105,7 +96,7 @@ def test_a_model_of_one_file_gets_an_index(tmp_path: Path) -> None:
 
 def test_stored_dtypes_are_kept(tmp_path: Path) -> None:
     made = native("qwen3_5", tmp_path / "target", dtype=torch.bfloat16)
-    found, golden = opened(tmp_path, "mtp_native", target_of(made))
+    found, golden = opened(tmp_path, "mtp_native", target_of_files(made))
     with pytest.raises(UserError, match="is stored as bfloat16 and keeps its dtype; export with dtype=bfloat16"):
         written(found, golden, "stitched", tmp_path / "wide")
     assert not (tmp_path / "wide").exists()
@@ -115,7 +106,7 @@ def test_stored_dtypes_are_kept(tmp_path: Path) -> None:
 
 def test_modules_that_stacks_would_read_otherwise_are_refused(tmp_path: Path) -> None:
     made = native("mimo", tmp_path / "target")
-    found, golden = opened(tmp_path / "raw", "mtp_native", target_of(made), norm_output=False)
+    found, golden = opened(tmp_path / "raw", "mtp_native", target_of_files(made), norm_output=False)
     with pytest.raises(UserError, match=r"stacks pass on the normed output; train with drafter\.norm_output=null"):
         written(found, golden, "stitched", tmp_path / "out")
     found, golden = opened(tmp_path / "llama", "mtp_native", loaded(), source="fresh")
@@ -141,7 +132,7 @@ def test_a_copy_of_the_head_that_is_not_the_targets_is_refused(tmp_path: Path) -
             tensors["model.layers.3.shared_head.head.weight"] *= 2
 
     damaged(made.directory, change)
-    found, golden = opened(tmp_path, "mtp_native", target_of(made))
+    found, golden = opened(tmp_path, "mtp_native", target_of_files(made))
     with pytest.raises(ParityError, match=r"shared_head\.head\.weight is not the target's"):
         written(found, golden, "stitched", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -157,7 +148,7 @@ def test_a_copy_of_the_head_that_is_not_the_targets_is_refused(tmp_path: Path) -
 )
 def test_the_gate_sees_a_changed_tensor(name: str, match: str, tmp_path: Path) -> None:
     made = native("mimo", tmp_path / "target")
-    found, golden = opened(tmp_path, "mtp_native", target_of(made))
+    found, golden = opened(tmp_path, "mtp_native", target_of_files(made))
     written(found, golden, "stitched", tmp_path / "out")
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
@@ -174,7 +165,7 @@ def test_a_target_that_changes_under_the_export_is_noticed(tmp_path: Path, monke
     from drafttrain.export import stitch
 
     made = native("mimo", tmp_path / "target")
-    found, golden = opened(tmp_path, "mtp_native", target_of(made))
+    found, golden = opened(tmp_path, "mtp_native", target_of_files(made))
     replaced = stitch._replace
 
     def careless(file: Path, places: Any, left: Any) -> None:
@@ -199,7 +190,7 @@ def test_transformers_itself_accepts_as_many_drafts(
     from drafttrain.export.engine_check import engine_check
 
     made = native(kind, tmp_path / "target", twice=modules == 2)
-    found, golden = opened(tmp_path, "mtp_native", target_of(made), draft_length=modules)
+    found, golden = opened(tmp_path, "mtp_native", target_of_files(made), draft_length=modules)
     written(found, golden, "stitched", tmp_path / "out")
     # transformers knows the number of the module's block for the published sizes alone
     monkeypatch.setattr(type(made.whole), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*", r"model\.layers\.4.*"])
