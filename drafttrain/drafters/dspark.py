@@ -10,12 +10,11 @@ Slots are shifted: slot k has the position of the token before its own, the root
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.tree import DraftTree
@@ -60,6 +59,10 @@ class DSpark(BlockDrafter):
         self.width = width
         self.markov_head = MarkovHead(target.shape.vocab_size, options.rank)
         self.confidence_head = ConfidenceHead(width + options.rank)
+        if options.confidence is not None:
+            raise UserError(
+                f"drafter.confidence is {options.confidence!r}, but this family has a confidence head; set it to null"
+            )
         self.calibration = PlattCalibration(self.draft_length)
 
     def head_input(self, state_H: Tensor, before: Tensor) -> Tensor:
@@ -81,10 +84,8 @@ class DSpark(BlockDrafter):
         for prediction in super().predict(batch):
             yield replace(prediction, confidence=self.confidence_head)
 
-    def with_confidence(self, tree: DraftTree, state_BKH: Tensor) -> DraftTree:
-        logit_BK = self.confidence_head(self.head_input(state_BKH, tree.token_BN[:, :-1]))
-        confidence_BK = self.calibration.acceptance_probability(logit_BK, tree.q_BNV is not None)
-        return replace(tree, confidence_BN=F.pad(confidence_BK, (1, 0), value=1.0))
+    def with_confidence(self, chain: DraftTree, state_BKH: Tensor, logits: Iterable[Tensor]) -> DraftTree:
+        return self.calibrated(chain, self.confidence_head(self.head_input(state_BKH, chain.token_BN[:, :-1])))
 
 
 FAMILY = Family("dspark", DSparkOptions, DSpark)

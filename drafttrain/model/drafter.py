@@ -28,6 +28,8 @@ from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import PrunedTarget, Taps, Target
 from drafttrain.ops.sample import sample
 
+DOUBT = 1e-6  # of a token whose probability rounds to 1
+
 
 @dataclass(frozen=True, slots=True)
 class Commit:
@@ -138,6 +140,7 @@ class Drafter(nn.Module, ABC):
     trained: bool = True  # False: nothing is trained, and `fit` only measures
     splits: bool = True  # processes can split its sequences (train.sequence_parallel)
     images: bool = False  # it reads images, by the target's embeddings or states alone
+    confident: bool = False  # its confidence in a draft is the probability of its likeliest token (`confidence_of`)
 
     def __init__(self, proposal: Proposal) -> None:
         super().__init__()
@@ -228,6 +231,12 @@ def check_images(drafter: Drafter, images: bool) -> None:
 def trainable(drafter: nn.Module) -> int:
     """Parameters that are trained."""
     return sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+
+
+def confidence_of(logits_V: Tensor) -> Tensor:
+    """[...] the logit log(p / (1 - p)) of the likeliest token's probability p."""
+    log_p = logits_V.float().amax(-1) - logits_V.float().logsumexp(-1)
+    return log_p - (-torch.expm1(log_p.clamp_max(-DOUBT))).log()
 
 
 def draft_chain(

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from drafttrain.core.divided import divided
 from drafttrain.model.batch import Prediction, TrainBatch
-from drafttrain.model.drafter import Drafter
+from drafttrain.model.drafter import Drafter, confidence_of
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.target import Target
 from drafttrain.objective.chunks import chunks
@@ -198,7 +198,7 @@ class Hits:
     rank_MK: Tensor  # rank of the true token among the drafter's choices, `width` if beyond
     mass_MK: Tensor  # acceptance, sum min(p, q)
     length_D: list[int]  # number of these sources in each document, in order
-    confidence_MK: Tensor | None = None  # logits of the drafter's confidence in each draft; None: it has no confidence head
+    confidence_MK: Tensor | None = None  # logits of the drafter's confidence in each draft; None: it has no confidence
 
 
 @torch.no_grad()
@@ -212,14 +212,16 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     rank_PK = torch.full((len(token_P), K), -1, device=token_P.device)
     mass_PK, confidence_PK = (torch.zeros(len(token_P), K, device=token_P.device) for _ in range(2))
     predictions = [p for p in _predictions(drafter, batch) if p.counted]
-    for prediction, (rank_M, mass_M) in zip(predictions, _ranks_and_mass(predictions, batch, target, width), strict=True):
+    scores = _scores(predictions, batch, target, width)
+    for prediction, (rank_M, mass_M, sure_M) in zip(predictions, scores, strict=True):
         if not prediction.every_step:
             if prediction.step < K:
                 rank_PK[prediction.source_M, prediction.step] = rank_M
                 mass_PK[prediction.source_M, prediction.step] = mass_M
                 if prediction.confidence is not None:
-                    confident = True
-                    confidence_PK[prediction.source_M, prediction.step] = prediction.confidence(prediction.hidden_MH).float()
+                    sure_M = prediction.confidence(prediction.hidden_MH).float()
+                confident |= drafter.confident or prediction.confidence is not None
+                confidence_PK[prediction.source_M, prediction.step] = sure_M
             continue
         rank_P = torch.full_like(token_P, -1).scatter(0, prediction.label_M, rank_M)
         mass_P = torch.zeros_like(mass_PK[:, 0]).scatter(0, prediction.label_M, mass_M)
@@ -238,12 +240,14 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     return Hits(rank_PK[whole_P].cpu(), mass_PK[whole_P].cpu(), length_D, confidence_MK)
 
 
-def _ranks_and_mass(
+def _scores(
     predictions: Sequence[Prediction], batch: TrainBatch, target: Target, width: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Of each step: [M] the true token's rank among the choices, `width` if beyond, and the acceptance sum min(p, q)."""
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each step, [M] each: the true token's rank among the choices, `width` if beyond; the acceptance sum min(p, q); the
+    drafter's `confidence_of` its choice."""
     distribution, token_P = target_distribution(batch, target), batch.token_BT.flatten()
-    found = [(torch.empty_like(p.label_M), torch.empty(len(p.label_M), device=token_P.device)) for p in predictions]
+    empty = [torch.empty(2, len(p.label_M), device=token_P.device) for p in predictions]
+    found = [(torch.empty_like(p.label_M), *mass_and_sure_2M) for p, mass_and_sure_2M in zip(predictions, empty, strict=True)]
     places = [batch.teacher_index(p.label_M) for p in predictions]
     for chunk in chunks(places, list(range(len(predictions))), EVAL_CHUNK):
         rows = distribution.at(chunk.position_U)
@@ -255,7 +259,8 @@ def _ranks_and_mass(
             best_CR = q_CV.topk(min(width, q_CV.shape[-1]), -1)
             hit_CR = best_CR.indices == token_P[prediction.label_M[part.row_C]][:, None]
             hit_CR = hit_CR & (best_CR.values > -torch.inf)
-            rank_M, mass_M = found[part.step]
+            rank_M, mass_M, sure_M = found[part.step]
             rank_M[part.row_C] = hit_CR.int().argmax(-1).masked_fill(~hit_CR.any(-1), width)
             mass_M[part.row_C] = torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)
+            sure_M[part.row_C] = confidence_of(q_CV)
     return found

@@ -17,13 +17,13 @@ The family defines the head, its loss, and how drafts are chosen from the slots'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from drafttrain.core.divided import pieces
 from drafttrain.core.errors import UserError
@@ -31,6 +31,7 @@ from drafttrain.core.sampling import Sampling
 from drafttrain.core.sequence_shard import Span
 from drafttrain.core.tree import DraftTree
 from drafttrain.drafters.common.block_options import BlockOptions, BlockShape
+from drafttrain.drafters.common.calibration import PlattCalibration
 from drafttrain.drafters.common.dynamic_tree import Generation, Score, Scored, grown_from_slots
 from drafttrain.drafters.common.pending import CachedState
 from drafttrain.drafters.common.proposal import TreeProposal
@@ -39,7 +40,7 @@ from drafttrain.model.batch import Anchors, Context, Pairs, Prediction, TrainBat
 from drafttrain.model.blockwise_attention import Rule, blockwise_attention
 from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.convolution import Bare, Convolved
-from drafttrain.model.drafter import Commit, Drafter, draft_chain
+from drafttrain.model.drafter import Commit, Drafter, confidence_of, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.layers import DecoderLayer, Linear, RMSNorm, recomputed
 from drafttrain.model.shapes import LayerOptions, TargetShape
@@ -137,6 +138,9 @@ class BlockDrafter(Drafter):
         for linear in (m for part in parts for m in part.modules() if isinstance(m, nn.Linear)):
             nn.init.normal_(linear.weight, std=STD)
         self._target = FrozenRef(target)
+        self.confident = options.confident()
+        if self.confident:
+            self.calibration = PlattCalibration(self.draft_length)
 
     def resolved_options(self) -> dict[str, Any]:
         own = LayerOptions.between(self.layer_shape, self._target.module.shape)
@@ -247,9 +251,17 @@ class BlockDrafter(Drafter):
         """[B, K, H] the states of the slots that make the first drafts."""
         return state_BSH[:, self.shape.first : self.shape.first + drafts]
 
-    def with_confidence(self, tree: DraftTree, state_BKH: Tensor) -> DraftTree:
-        """The chain with the drafter's confidence in each draft, in families that have one."""
-        return tree
+    def with_confidence(self, chain: DraftTree, state_BKH: Tensor, logits: Iterable[Tensor]) -> DraftTree:
+        """The chain with the drafter's confidence in each draft, where it has one. logits: [B, V] of each draft."""
+        if not self.confident:
+            return chain
+        return self.calibrated(chain, torch.stack([confidence_of(logits_BV) for logits_BV in logits], 1))
+
+    def calibrated(self, chain: DraftTree, logit_BK: Tensor) -> DraftTree:
+        """The chain with probabilities of acceptance by the logits of the drafter's confidences."""
+        assert self.calibration is not None
+        confidence_BK = self.calibration.acceptance_probability(logit_BK, chain.q_BNV is not None)
+        return replace(chain, confidence_BN=F.pad(confidence_BK, (1, 0), value=1.0))
 
     def open(self, slots: int, max_len: int) -> BlockState:
         return BlockState(self, slots, max_len)
@@ -313,18 +325,20 @@ class BlockState(CachedState):
         root_B = pending.root_B
         drafts = min(drafter.draft_length, depth or drafter.draft_length)
         if not drafter.walks:
-            logits_BKV = drafter.slot_logits(drafter.drafting(state_BSH, drafts))
-            return grown_from_slots(self.grower, root_B, logits_BKV, None, depth)
+            state_BKH = drafter.drafting(state_BSH, drafts)
+            logits_BKV = drafter.slot_logits(state_BKH)
+            tree = grown_from_slots(self.grower, root_B, logits_BKV, None, depth)
+            return drafter.with_confidence(tree, state_BKH, logits_BKV.unbind(1))
         score = drafter.walk(state_BSH, drafts, pending)
         below_root = score(Generation(root_B[:, None], drafter.root_state(state_BSH), 0, None))
         if not drafter.samples:
             return self.grower.grow(root_B, below_root, score, None, depth)
-        scored, step = below_root, count(1)
+        scored = [below_root]
 
         def advance(token_B: Tensor) -> Tensor:
-            nonlocal scored
-            scored = score(Generation(token_B[:, None], scored.state_BWH, next(step), None))
-            return scored.logits_BWV[:, 0]
+            scored.append(score(Generation(token_B[:, None], scored[-1].state_BWH, len(scored), None)))
+            return scored[-1].logits_BWV[:, 0]
 
-        tree = draft_chain(root_B, below_root.logits_BWV[:, 0], advance, drafts, sampling, self.kv.length_B)
-        return drafter.with_confidence(tree, drafter.drafting(state_BSH, drafts))
+        chain = draft_chain(root_B, below_root.logits_BWV[:, 0], advance, drafts, sampling, self.kv.length_B)
+        logits = (depth.logits_BWV[:, 0] for depth in scored)
+        return drafter.with_confidence(chain, drafter.drafting(state_BSH, drafts), logits)

@@ -36,7 +36,16 @@ class BlockOptions(TreeOptions):
     gamma: float | None = None  # None: 7, 5, 4 for blocks of 16, of 10, and smaller
     alpha: float = 0.5  # of dpace: 1 is no doubt in any draft, near 0 the drafter's own confidence
     causal_windows: bool = True  # in layers with a sliding window slots see no later slot of their block, as in vLLM and SGLang
+    confidence: str | None = None  # top1: of chains, the probability of a draft's likeliest token, as in D-Cut
     layer: LayerOptions = field(default_factory=LayerOptions)
+
+    def confident(self) -> bool:
+        """Whether chains carry a confidence. Raises UserError for one that there is not."""
+        if self.confidence not in (None, "top1"):
+            raise UserError(f"drafter.confidence is {self.confidence!r}; choose top1, or null for none")
+        if self.confidence and self.tree != "chain":
+            raise UserError(f"drafter.confidence is {self.confidence} and drafter.tree {self.tree}; set drafter.tree=chain")
+        return self.confidence is not None
 
     def decay(self, drafts: int) -> list[float]:
         """The weight of each draft, in all 1. Raises UserError for weights that there are not."""

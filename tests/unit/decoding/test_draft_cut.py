@@ -102,11 +102,18 @@ class Eager(Cut):
         return self.seen[-1]
 
 
-def decoded(sampling: Sampling, policy: str, asked: list[list[int]], batch: int, tokens: int) -> tuple[list[Any], list[int]]:
+def decoded(
+    sampling: Sampling, policy: str, asked: list[list[int]], batch: int, tokens: int, family: str = "dspark"
+) -> tuple[list[Any], list[int]]:
     """With a confident drafter whose confidences differ, every draft cut by them."""
     target, seen = tiny_target(), list[int]()
-    drafter: Any = build("dspark", target, 5.0)
-    drafter.confidence_head.proj.weight.data.mul_(2.0)
+    drafter: Any = build(family, target, 5.0, **{} if family == "dspark" else {"confidence": "top1"})
+    if family == "dspark":
+        drafter.confidence_head.proj.weight.data.mul_(2.0)
+    else:
+        shift = 18.0 if policy == "lossless" else 16.0  # so that the probabilities differ
+        lines = [[[8.0, shift]] * drafter.draft_length] * 2
+        drafter.use_decode_settings({"calibration": lines})
     decoder = Decoder(target, drafter, policy, sampling, max_new_tokens=tokens, controls=Controls(fallback=True))
     decoder.cut = Eager(seen)
     monkey: Any = decoder.fallback
@@ -114,11 +121,13 @@ def decoded(sampling: Sampling, policy: str, asked: list[list[int]], batch: int,
     return decoder.run(asked, batch).results, seen
 
 
+@pytest.mark.parametrize("family", ["dspark", "dflash", "domino"])
 @pytest.mark.parametrize("policy, sampling", [("greedy", Sampling()), ("coupled", Sampling(0.9, seed=2))])
-def test_cuts_change_no_output(policy: str, sampling: Sampling) -> None:
+def test_cuts_change_no_output(policy: str, sampling: Sampling, family: str) -> None:
+    """By a head that learnt confidences, and by the probability of the likeliest token."""
     asked = prompts(6, seed=3)
     plain = Decoder(tiny_target(), None, policy if sampling.greedy else "lossless", sampling, max_new_tokens=30).run(asked, 1)
-    ours, seen = decoded(sampling, policy, asked, 2, 30)
+    ours, seen = decoded(sampling, policy, asked, 2, 30, family)
     assert [r.tokens for r in ours] == [r.tokens for r in plain.results]
     assert len(set(seen)) >= 3 and 0 in seen
 
@@ -142,12 +151,13 @@ def test_a_cut_that_knew_the_draft_would_change_the_law() -> None:
     assert first_token(None) != pytest.approx([0.5, 0.3, 0.2], abs=0.02)
 
 
-def test_sampled_drafts_that_are_cut_follow_the_targets_law() -> None:
+@pytest.mark.parametrize("family", ["dspark", "domino"])
+def test_sampled_drafts_that_are_cut_follow_the_targets_law(family: str) -> None:
     """Chi-square of pairs of tokens against plain sampling's exact law, through the whole loop."""
     sampling, count = Sampling(1.0, top_k=4, seed=11), 800
     prompt = prompts(1, seed=4, longest=9)[0]
     expected = pair_law(tiny_target(), prompt, sampling)
-    results, seen = decoded(sampling, "lossless", [prompt] * count, 8, 4)
+    results, seen = decoded(sampling, "lossless", [prompt] * count, 8, 4, family)
     assert len(set(seen)) >= 3
     drawn = Counter(tuple(r.tokens[1:3]) for r in results)
     assert set(drawn) <= set(expected)

@@ -295,3 +295,33 @@ def test_the_official_names_and_taps() -> None:
 def test_what_no_block_can_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"drafter\."):
         built(tiny_target(), **wrong)
+
+
+@pytest.mark.parametrize("slots", ["in_place", "shifted"])
+def test_a_chains_confidence_is_the_probability_of_its_likeliest_tokens(slots: str) -> None:
+    """Through the fitted lines; and fitted to the same probabilities, teacher-forced."""
+    target = tiny_target()
+    drafter = built(target, confidence="top1", slots=slots).eval().requires_grad_(False)
+    drafter.use_decode_settings({"calibration": [[[2.0, 0.25 * k] for k in range(drafter.draft_length)]] * 2})
+    batch = packed(target, drafter)
+    text = TrainBatch(*(x[1:2, :12] for x in (batch.token_BT, batch.position_BT, batch.document_BT)), torch.ones(1, 12) > 0)
+    text = Online(target, drafter.taps).fill(text)
+    state, slot_B = drafter.open(1, 64), torch.zeros(1, dtype=torch.long)
+    hidden = {k: h[:, :4] for k, h in text.hidden.items()}
+    state.observe_prompt(Commit(text.token_BT[:, :4], text.token_BT[:, 1:5], hidden, torch.tensor([4])), slot_B)
+    tree = state.propose(slot_B, Sampling())
+    logits_KV = target.head(slot_states(drafter, target, text, 0, 3)[drafter.shape.first :])
+    best_K = logits_KV.softmax(-1).amax(-1)
+    line_K = (2.0 * best_K.logit() + 0.25 * torch.arange(drafter.draft_length)).sigmoid()
+    assert tree.confidence_BN is not None and float(tree.confidence_BN[0, 0]) == 1.0
+    torch.testing.assert_close(tree.confidence_BN[0, 1:], line_K, rtol=1e-3, atol=1e-5)
+    confidence_MK = teacher_forced(drafter, target, text).confidence_MK
+    assert confidence_MK is not None
+    torch.testing.assert_close(confidence_MK[3], best_K.logit(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_confidence_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UserError, match="drafter.confidence is 'head'; choose top1, or null for none"):
+        built(tiny_target(), confidence="head")
+    with pytest.raises(UserError, match="drafter.confidence is top1 and drafter.tree static; set drafter.tree=chain"):
+        built(tiny_target(), confidence="top1", tree="static")
