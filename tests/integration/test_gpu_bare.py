@@ -20,6 +20,7 @@ from benchmarks.gpu import gpu, real_2, wheels
 from benchmarks.gpu.results import PASSED, SKIPPED
 from benchmarks.gpu.wheels import HEAVY, SOURCES, WHEELS, Request, WheelError, normal
 from drafttrain.drafters import families
+from tests.integration.test_gpu_suites import contents
 
 ROOT = Path(__file__).parents[2]
 GIVEN = ("torch", "transformers", "triton", "setuptools")
@@ -110,7 +111,7 @@ def test_from_a_bare_environment(tmp_path: Path) -> None:
     listed = f"from importlib.util import find_spec; print([n for n in {LACKING} if find_spec(n)])"
     there = subprocess.run([python, "-c", listed], env=environment, capture_output=True, text=True, check=True)
     assert there.stdout.strip() == "[]", "it is bare"
-    names = packed(checkout / "wheels")
+    names, before = packed(checkout / "wheels"), contents(checkout)
 
     def make(*arguments: str) -> str:
         given = ["REHEARSE=1", f"PYTHON={python}", f"RESULTS={results}", f"REAL={tmp_path / 'real'}"]
@@ -128,12 +129,14 @@ def test_from_a_bare_environment(tmp_path: Path) -> None:
     sections = ("check", "bench", "train", "real-1", "real-2")
     ended = {name: entry for section in sections for name, entry in known[section].items()}
     assert {entry["status"] for entry in ended.values()} == {PASSED, SKIPPED} and not any(e["figures"] for e in ended.values())
+    assert len(ended) > 80 and "no figures" in (results / "performance.md").read_text()
     passed = {name for name, entry in ended.items() if entry["status"] == PASSED}
     assert {f"distil {name}" for name in real_2.RECIPES} <= passed
     assert {name.split()[1] for name in ended if name.startswith("drafting ")} == set(families())
     assert sum(name.startswith("processes ") for name in passed) == 3
     again = make()
     assert not re.search(r"^(passed|failed|skipped) ", again, re.MULTILINE), "nothing is run twice"
+    assert contents(checkout) == before
 
 
 def test_wheels_that_are_too_many_are_refused_in_one_line(

@@ -321,7 +321,7 @@ def test_a_chains_confidence_is_the_probability_of_its_likeliest_tokens(slots: s
 
 
 def test_a_confidence_that_there_is_not_is_refused() -> None:
-    with pytest.raises(UserError, match="drafter.confidence is 'head'; choose top1, or null for none"):
+    with pytest.raises(UserError, match=r"drafter\.confidence is 'head'; choose top1, or null for none"):
         built(tiny_target(), confidence="head")
-    with pytest.raises(UserError, match="drafter.confidence is top1 and drafter.tree static; set drafter.tree=chain"):
+    with pytest.raises(UserError, match=r"drafter\.confidence is top1 and drafter\.tree static; set drafter\.tree=chain"):
         built(tiny_target(), confidence="top1", tree="static")
