@@ -6,19 +6,23 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from drafttrain.cli.quiet import quiet
 from drafttrain.core.errors import Interrupted, UserError
 from drafttrain.runs.options import RunOptions
+from drafttrain.train.interrupt import is_interruption
 
 SIGNALLED = "signalled"  # file: a signal has reached the launching process, and all its processes end
 INTERRUPTIONS = "interrupted-*"  # files: the message of a process that a signal has ended, named by start and rank
 NOTES = "mistake-*"  # files: the message of a UserError
+DYING = 1.0  # seconds that the threads of a killed process may take to end
 
 
 def log_of(folder: Path, rank: int) -> Path:
@@ -36,6 +40,7 @@ def work_in_process(
     """
     rank, launcher = int(os.environ["RANK"]), end_with_parent()
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    signal.signal(signal.SIGTERM, end_at_first_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the launcher handles it
     if (folder / SIGNALLED).exists():
         return
@@ -52,7 +57,7 @@ def work_in_process(
     try:
         work(options, resolved)
     except Interrupted as interrupted:
-        if os.getppid() != launcher:
+        if orphaned(launcher, folder):
             leave_orphaned(rank, interrupted)
         (folder / INTERRUPTIONS.replace("*", f"{start}-{rank:05}")).write_text(str(interrupted), encoding="utf-8")
         if not interrupted.together:  # other processes may wait for this one; its exit code ends them
@@ -74,6 +79,21 @@ def end_with_parent() -> int:
         if os.getppid() != parent:  # the parent died in between
             os.kill(os.getpid(), signal.SIGTERM)
     return parent
+
+
+def orphaned(launcher: int, folder: Path) -> bool:
+    """Whether the launching process has died. Its threads end one after the other, each with a signal to this process."""
+    deadline = time.monotonic() + DYING
+    while os.getppid() == launcher and not (folder / SIGNALLED).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return os.getppid() != launcher
+
+
+def end_at_first_signal(number: int, frame: FrameType | None) -> None:
+    """End by the signal, unless an earlier one is being acted on: its message would be lost."""
+    if not is_interruption(sys.exception()):
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def leave_orphaned(rank: int, interrupted: Interrupted) -> NoReturn:

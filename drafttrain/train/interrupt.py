@@ -80,7 +80,7 @@ class Interrupt:
             if self._deferred and not self._ctrl_c_seen:
                 os.write(2, SAVING)  # not print: the signal may have interrupted a print
             self._ctrl_c_seen = True
-        if self._deferred or _is_interruption(sys.exception()):
+        if self._deferred or is_interruption(sys.exception()):
             return
         self._resend_later(signal.SIGTERM if number == signal.SIGINT else number)  # a second SIGINT would be a second Ctrl-C
         raise Interrupted(f"by {signal.Signals(number).name}")
@@ -94,7 +94,7 @@ class Interrupt:
         self._resend_timer.start()
 
 
-def _is_interruption(error: BaseException | None) -> bool:
+def is_interruption(error: BaseException | None) -> bool:
     """Whether the exception is an `Interrupted`, or was raised while one was handled."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__

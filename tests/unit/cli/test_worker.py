@@ -1,0 +1,49 @@
+"""A process of a launch, told to end: by its launcher, by others, or because the launcher has died."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from drafttrain.cli import worker
+from drafttrain.core.errors import Interrupted
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The calls of os.kill, which does nothing."""
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: calls.append((pid, number)))
+    return calls
+
+
+def test_a_launcher_whose_threads_still_end_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes with the end of its first thread, and only then the next one ends."""
+    parents = iter([7, 7, 7, 1, 1])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    assert worker.orphaned(7, tmp_path)
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_a_launcher_that_lives_has_not(signalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "DYING", 60.0 if signalled else 0.1)
+    if signalled:
+        (tmp_path / worker.SIGNALLED).touch()
+    assert not worker.orphaned(os.getppid(), tmp_path)
+
+
+def test_a_second_signal_does_not_cost_the_message_of_the_first(killed: list[tuple[int, int]]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        try:
+            raise Interrupted("by SIGTERM")
+        except Interrupted:
+            worker.end_at_first_signal(signal.SIGTERM, None)
+        assert not killed and signal.getsignal(signal.SIGTERM) == before
+        worker.end_at_first_signal(signal.SIGTERM, None)
+        assert killed == [(os.getpid(), signal.SIGTERM)] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
