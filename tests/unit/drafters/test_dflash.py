@@ -131,7 +131,7 @@ def naive(
     contexts: Contexts = shared,
     corrected: Callable[[Tensor, int], Tensor] = lambda state_H, before: state_H,
 ) -> Tensor:
-    """The objective over all anchors, slot by slot. corrected: what the head reads of a slot's state and the token before it."""
+    """The objective over all anchors, slot by slot. corrected: what the head reads of a slot's state and the token before."""
     B, T = batch.token_BT.shape
     first = 1 if options.slots == "in_place" else 0
     K, total = options.block_size - first, torch.zeros(())
