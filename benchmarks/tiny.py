@@ -30,6 +30,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dflash2": {"block_size": 5, "layers": 2, "taps": [0, 1, 3], "rank": 8, "candidates": 8},
     "domino": {"block_size": 5, "layers": 2, "taps": [0, 1, 3], "rank": 8, "state": 12},
     "xpress": {"block_size": 5, "layers": 2, "taps": [0, 1, 3], "rank": 8},
+    "dflare": {"block_size": 5, "layers": 2, "taps": [0, 1, 3]},
+    "dfly": {"block_size": 5, "layers": 2, "taps": [0, 1, 3], "hidden_correction_size": 12},
     "lilicorr": {
         "block_size": 5,
         "layers": 2,

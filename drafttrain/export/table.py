@@ -98,6 +98,8 @@ GENERATE_MTP = "its generate(use_mtp=True) reads only modules that come with Dee
 NOT_OWN = "only modules that targets come with are written back into them"
 STITCHED = "it reads the module from the target's own files; format=stitched writes those"
 UNREAD = "the format that its loader reads is not known"
+NO_RELEASE = "no released engine loads it"
+SERVED_BLOCKS = "engines load dflash, dflash2 and dspark"
 NO_ENGINE = "no engine loads its layout of this family; vLLM reads format=vllm"
 
 
@@ -224,6 +226,8 @@ TABLE: dict[str, dict[str, Row]] = {
         llamacpp="builds up to 11434, the one that exports are checked with, have no loader for this family",
         official="its trainer serves nothing; format=vllm or sglang writes the files that it would export",
     ),
+    "dflare": dict.fromkeys(STACKS, f"{NO_RELEASE}; {SERVED_BLOCKS}"),
+    "dfly": dict.fromkeys(STACKS, f"{NO_RELEASE} (vLLM's pull request 50246 is open); {SERVED_BLOCKS}"),
     "draft_model": _row(
         **{stack: _plain() for stack in ("vllm", "sglang", "trtllm", "openvino")},
         transformers=replace(_plain(), adapter=_adapter()),

@@ -89,9 +89,10 @@ class FusedLayers:
         assert delta is not None
         return x_BNH, delta
 
-    def write(self, read_BNX: Tensor, meta: AttentionMetadata) -> None:
-        """Write every layer's keys and values of positions that have no queries, from one input."""
-        for number, block in enumerate(self.chain):
+    def write(self, read: Tensor | Sequence[Tensor], meta: AttentionMetadata) -> None:
+        """Write every layer's keys and values of positions that have no queries. read: one input [B, N, X], or one for each."""
+        inputs = [read] * len(self.chain) if isinstance(read, Tensor) else read
+        for number, (block, read_BNX) in enumerate(zip(self.chain, inputs, strict=True)):
             block.write(read_BNX, meta, number)
 
 

@@ -80,6 +80,7 @@ class Block:
         order_D: of the values of each query and key head (`rotary_order`).
         """
         self.reduce, self.kind = reduce, kind
+        self.target_kv: Joint | None = None  # of positions without queries, where these have maps of their own
         mlp = layer.mlp
         self.latent = LatentAttention(layer.self_attn, order_D) if kind.latent else None
         if self.latent is None:
@@ -103,6 +104,8 @@ class Block:
         order_O = None if order_D is None else _joined_order(self.shape, order_D)
         self.qkv = Joint(_maps(attention, "q_proj", "k_proj", "v_proj", "qkv_proj"), order_O)
         self.out = Joint([attention.o_proj])
+        if hasattr(attention, "k_proj_target"):
+            self.target_kv = Joint([attention.k_proj_target, attention.v_proj_target])
 
     def forward(
         self,
@@ -148,6 +151,9 @@ class Block:
 
     def write(self, read_BNX: Tensor, step: AttentionMetadata, number: int) -> None:
         """Write keys and values of positions without queries. The projections, which have no bias, are joined by then."""
+        if self.target_kv is not None:
+            write(self.target_kv(read_BNX), step, number, self.shape)
+            return
         if self._kv is None:
             assert self.qkv.weight is not None and self.qkv.bias is None
             rows = self.qkv.weight[self.shape.heads * self.shape.width :]
@@ -162,7 +168,7 @@ class Block:
         """Joined and packed weights; None if they are not packed, or the block is not Llama's."""
         if self.kind != LLAMA or self.experts is not None or self.activation is not None or not self.shape.plain:
             return None
-        qkv, out, gate_up, down = (joint.packed for joint in self.joints)
+        qkv, out, gate_up, down = (joint.packed for joint in (self.qkv, self.out, self.gate_up, self.down))
         if qkv is None or out is None or gate_up is None or down is None:
             return None
         return BlockWeights(
@@ -182,7 +188,9 @@ class Block:
     @property
     def joints(self) -> tuple[Joint, ...]:
         attention = (self.qkv, self.out) if self.latent is None else self.latent.joints
-        return attention if self.experts is not None else (*attention, self.gate_up, self.down)
+        context = () if self.target_kv is None else (self.target_kv,)
+        mlp = () if self.experts is not None else (self.gate_up, self.down)
+        return (*attention, *context, *mlp)
 
 
 def _normed(module: Any, x_BNH: Tensor, delta_BNH: Tensor | None) -> tuple[Tensor, Tensor]:

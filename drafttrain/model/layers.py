@@ -170,6 +170,19 @@ class Attention(nn.Module):
         return out_BNH
 
 
+class ContextAttention(Attention):
+    """Attention whose positions without queries have maps of their own, named as in DFlare's code."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.k_proj_target = nn.Linear(shape.in_width, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj_target = nn.Linear(shape.in_width, shape.kv_heads * shape.head_dim, bias=False)
+
+    def kv(self, x_BNI: Tensor, position_BN: Tensor) -> tuple[Tensor, Tensor]:
+        angles = self._angles(position_BN, x_BNI.dtype)
+        return rotate(self.k_norm(self._heads(self.k_proj_target(x_BNI))), *angles), self._heads(self.v_proj_target(x_BNI))
+
+
 class DecoderLayer(nn.Module):
     """Attention and a gated MLP with a norm before each, named as in Llama. A family calls `self_attn` itself."""
 

@@ -30,6 +30,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash, not causal": ("dflash", {"layer": MIXED, "causal_windows": False}),
     "dspark, mixed": ("dspark", {"layer": MIXED}),
     "dflash2": ("dflash2", {"layer": WINDOW}),
+    "dflare": ("dflare", {"layer": WINDOW}),
+    "dflare, mixed": ("dflare", {"layer": MIXED}),
+    "dfly, mixed": ("dfly", {"layer": MIXED}),
     "dflash2, mixed and causal": ("dflash2", {"layer": MIXED, "causal_windows": True}),
 }
 CHANGED = [name for name, (_, options) in CASES.items() if options["layer"] == WINDOW]

@@ -42,7 +42,7 @@ from drafttrain.model.cached_layers import CachedLayers, FusedLayers
 from drafttrain.model.convolution import Bare, Convolved
 from drafttrain.model.drafter import Commit, Drafter, confidence_of, draft_chain
 from drafttrain.model.frozen_ref import FrozenRef
-from drafttrain.model.layers import DecoderLayer, Linear, RMSNorm, recomputed
+from drafttrain.model.layers import ContextAttention, DecoderLayer, Linear, RMSNorm, recomputed
 from drafttrain.model.shapes import LayerOptions, TargetShape
 from drafttrain.model.target import Taps, Target
 from drafttrain.ops.rms_norm import norm
@@ -57,14 +57,27 @@ Inputs = Callable[[int, Tensor, Pairs], Tensor]  # (draft from 0, its anchors [M
 
 
 class BlockLayer(DecoderLayer):
-    """A decoder layer whose keys and values are those of the context and of the block, by one projection."""
+    """A decoder layer whose keys and values are those of the context and of the block, by one projection.
 
-    def __init__(self, shape: TargetShape, group: int | None, number: int, causal: bool, causal_windows: bool) -> None:
+    With `own_context_maps` the context has projections of its own.
+    """
+
+    def __init__(
+        self,
+        shape: TargetShape,
+        group: int | None,
+        number: int,
+        causal: bool,
+        causal_windows: bool,
+        own_context_maps: bool = False,
+    ) -> None:
         """group: of the convolutions around attention and MLP; None: there are none. number: of the layer, from 0.
 
         causal: slots see no later slot of their block; causal_windows: where the layer has a sliding window.
         """
         super().__init__(shape, qk_norm=True, number=number)
+        if own_context_maps:
+            self.self_attn = ContextAttention(self.self_attn.shape)
         window = self.self_attn.shape.window
         self.rule = Rule(chained=causal or (window is not None and causal_windows), window=window)
         parts = (Bare() if group is None else Convolved(shape.hidden_size, group) for _ in range(2))
@@ -106,16 +119,24 @@ class BlockDrafter(Drafter):
     """fc, hidden_norm, layers and norm are named as in the official code. The embedding and the head are the target's.
 
     A family says how a draft is chosen: from a slot's state alone, from the token before it too (`head_input`, `choices`), or
-    from all tokens above it (`head_inputs`, `root_state`, `walk`).
+    from all tokens above it (`head_inputs`, `root_state`, `walk`). It may also say what its layers read of the target
+    (`add_context`, `contexts`).
     """
 
     proposal: TreeProposal
     revertible = True
     images = True
 
-    def __init__(self, options: BlockOptions, target: Target, walks: bool = False, group: int | None = None) -> None:
-        """walks: drafts depend on the one before, so above temperature 0 a chain is sampled token by token. group: as in
-        `BlockLayer`."""
+    def __init__(
+        self,
+        options: BlockOptions,
+        target: Target,
+        walks: bool = False,
+        group: int | None = None,
+        own_context_maps: bool = False,
+    ) -> None:
+        """walks: drafts depend on the one before, so above temperature 0 a chain is sampled token by token. group and
+        own_context_maps: as in `BlockLayer`."""
         shape = BlockShape.of(options, target.shape)
         of = shape.layer.shape(target.shape)
         super().__init__(TreeProposal(options, shape.drafts, target, independent=not walks))
@@ -127,14 +148,13 @@ class BlockDrafter(Drafter):
             raise UserError(f"drafter.mask_token is {shape.mask_token}; the target embeds 0..{of.vocab_size - 1}")
         if self.draft_length + 2 > of.max_positions:
             raise UserError(f"drafter.block_size is {shape.size}; the target has {of.max_positions} positions: lower it")
-        self.fc = Linear(len(shape.taps) * of.hidden_size, of.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(of.hidden_size, of.norm_eps)
+        context_maps = self.add_context()
         of.check_window(shape.layers, self.draft_length)
-        causal, causal_windows = options.causal, options.causal_windows
-        self.layers = nn.ModuleList(BlockLayer(of, group, i, causal, causal_windows) for i in range(shape.layers))
+        rules = options.causal, options.causal_windows
+        self.layers = nn.ModuleList(BlockLayer(of, group, i, *rules, own_context_maps) for i in range(shape.layers))
         self.fused_layers = FusedLayers(self.all_layers())
         self.norm = RMSNorm(of.hidden_size, of.norm_eps)
-        parts = [self.fc, *(part for layer in self.all_layers() for part in (layer.self_attn, layer.mlp))]
+        parts = [*context_maps, *(part for layer in self.all_layers() for part in (layer.self_attn, layer.mlp))]
         for linear in (m for part in parts for m in part.modules() if isinstance(m, nn.Linear)):
             nn.init.normal_(linear.weight, std=STD)
         self._target = FrozenRef(target)
@@ -230,11 +250,11 @@ class BlockDrafter(Drafter):
 
     def states(self, batch: TrainBatch, anchors: Anchors) -> Tensor:
         """[B, A, S, H] every slot's final state, for training and for expected acceptance."""
-        context_BTH, sees = self.context(batch.hidden), batch.context(anchors)
+        contexts, sees = self.contexts(batch.hidden), batch.context(anchors)
         x_BASH, position_BAS = self.embedded_block(anchors.token_BA), self.positions(anchors.position_BA)
         whole = torch.is_grad_enabled() or batch.span is not None
         at_once = sees.last_BA.shape[1] if whole else max(1, EVALUATED // self.shape.size)
-        for layer in self.all_layers():
+        for layer, context_BTH in zip(self.all_layers(), contexts, strict=True):
             context = layer.self_attn.kv(context_BTH, batch.position_BT)
             parts = zip(x_BASH.split(at_once, 1), position_BAS.split(at_once, 1), sees.split(at_once), strict=True)
             done = [recomputed(self.recomputes, layer.uncached, x, p, context, seen, batch.span) for x, p, seen in parts]
@@ -266,15 +286,30 @@ class BlockDrafter(Drafter):
     def open(self, slots: int, max_len: int) -> BlockState:
         return BlockState(self, slots, max_len)
 
+    def add_context(self) -> list[nn.Linear]:
+        """Add the modules that `contexts` needs. Returns their linear maps."""
+        width = self.layer_shape.hidden_size
+        self.fc = Linear(len(self.shape.taps) * width, width, bias=False)
+        self.hidden_norm = RMSNorm(width, self.layer_shape.norm_eps)
+        return [self.fc]
+
+    def contexts(self, hidden: dict[int, Tensor]) -> list[Tensor]:
+        """For each layer [..., H] what its keys and values of the context are made of."""
+        return [self.context(hidden)] * self.shape.layers
+
     def context(self, hidden: dict[int, Tensor]) -> Tensor:
-        tapped_X = torch.cat([hidden[b] for b in self.shape.taps], -1)
-        context_H: Tensor = self.hidden_norm(self.fc(tapped_X.to(self.fc.weight.dtype)))
+        """[..., H] the context that all layers share."""
+        context_H: Tensor = self.hidden_norm(self.fc(torch.cat(self.tapped(hidden), -1)))
         return context_H
+
+    def tapped(self, hidden: dict[int, Tensor]) -> list[Tensor]:
+        """The tapped states [..., H] in the drafter's dtype."""
+        return [hidden[b].to(self.norm.weight.dtype) for b in self.shape.taps]
 
     def embedded_block(self, root: Tensor) -> Tensor:
         """[..., S, H] embeddings of blocks with these roots [...]."""
         mask = torch.full_like(root, self.shape.mask_token)[..., None].expand(*root.shape, self.shape.size - 1)
-        return self._target.module.embed(torch.cat([root[..., None], mask], -1)).to(self.fc.weight.dtype)
+        return self._target.module.embed(torch.cat([root[..., None], mask], -1)).to(self.norm.weight.dtype)
 
     def positions(self, root: Tensor) -> Tensor:
         """[..., S] rotary positions of blocks whose roots have these positions."""
@@ -298,8 +333,8 @@ class BlockState(CachedState):
     def consume(self, commit: Commit, slot_B: Tensor) -> None:
         """Write the context's keys and values of every layer. Nothing else is computed: no layer changes the context."""
         self.kv.rows(slot_B)
-        context_BAH = self.drafter.context(commit.hidden)
-        self.drafter.fused_layers.write(context_BAH, self.cached.meta(self.cached.after_prefix(context_BAH.shape[1])))
+        contexts = self.drafter.contexts(commit.hidden)
+        self.drafter.fused_layers.write(contexts, self.cached.meta(self.cached.after_prefix(contexts[0].shape[1])))
         self.cached.keep_first(commit.count_B)
 
     def block(self, slot_B: Tensor) -> tuple[Commit, Tensor]:

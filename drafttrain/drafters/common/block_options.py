@@ -29,7 +29,7 @@ class BlockShape:
         return BlockShape(
             options.block_size,
             options.layers,
-            spread_taps(target.blocks) if options.taps is None else tuple(options.taps),
+            spread_taps(target.blocks, options.TAPS) if options.taps is None else tuple(options.taps),
             target.vocab_size - 1 if options.mask_token is None else options.mask_token,
             options.slots,
             options.anchors,

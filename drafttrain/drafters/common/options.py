@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.shapes import LayerOptions
@@ -22,6 +23,8 @@ class TreeOptions:
 @dataclass
 class BlockOptions(TreeOptions):
     """The block, the weights of its slots in training, and the tree that is drafted."""
+
+    TAPS: ClassVar[int] = 5  # how many `taps=None` are, in a target that is deep enough
 
     tree: str = "chain"
     width: int = 4  # as wide as a block of 16 can be

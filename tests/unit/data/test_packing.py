@@ -123,6 +123,8 @@ LEARNERS = [
     "lilicorr",
     "domino",
     "jetspec",
+    "dflare",
+    "dfly",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.settings import Controls
 from drafttrain.drafters.common import block_drafter
 from drafttrain.drafters.common.block_options import spread_taps
+from drafttrain.drafters.common.options import BlockOptions
 from drafttrain.drafters.dflash import DFlash, DFlashOptions
 from drafttrain.features.online import Online
 from drafttrain.model import blockwise_attention as blockwise
@@ -31,6 +33,7 @@ from tests.helpers import prompts, tiny_target
 
 LENGTHS = [[7, 9], [12], [3, 2, 8]]  # of the documents of each row
 SMALL: dict[str, Any] = {"block_size": 4, "layers": 2, "taps": [0, 2], "mask_token": 9}
+Contexts = Callable[[Any, list[Tensor]], list[Tensor]]  # (drafter, tapped states [N, H]) -> each layer's context [N, H]
 
 
 def built(target: HFTarget, **options: Any) -> DFlash:
@@ -65,11 +68,13 @@ def packed(target: HFTarget, drafter: DFlash, seed: int = 0) -> TrainBatch:
 def attended(layer: Any, x_SH: Tensor, root: int, context_NH: Tensor, position_N: Tensor, causal: bool) -> Tensor:
     """[S, H] a layer's attention for one block whose root stands at `root`, one head and slot at a time.
 
-    causal: a slot sees no later slot.
+    causal: a slot sees no later slot. A layer may have other maps for the context's keys and values.
     """
     attention, shape = layer.self_attn, layer.self_attn.shape
     x_SH = layer.input_layernorm(x_SH)
-    S, both_PH = len(x_SH), torch.cat([context_NH, x_SH])
+    own, names = (attention.k_proj, attention.v_proj), ("k_proj_target", "v_proj_target")
+    of_context = [getattr(attention, name, map_) for name, map_ in zip(names, own, strict=True)]
+    S, (key_Px, value_Px) = len(x_SH), (torch.cat([c(context_NH), b(x_SH)]) for c, b in zip(of_context, own, strict=True))
     position_P = torch.cat([position_N, root + torch.arange(S)])
 
     def turned(x_Nx: Tensor, norm: Any, position: Tensor) -> Tensor:
@@ -77,8 +82,8 @@ def attended(layer: Any, x_SH: Tensor, root: int, context_NH: Tensor, position_N
         return rotate(x_NhD.transpose(0, 1)[None], *rotary(position[None], shape.head_dim, shape.rope_theta, x_NhD.dtype))[0]
 
     q_hSD = turned(attention.q_proj(x_SH), attention.q_norm, position_P[-S:])
-    k_hPD = turned(attention.k_proj(both_PH), attention.k_norm, position_P)
-    v_PhD = attention.v_proj(both_PH).view(len(both_PH), -1, shape.head_dim)
+    k_hPD = turned(key_Px, attention.k_norm, position_P)
+    v_PhD = value_Px.view(len(value_Px), -1, shape.head_dim)
     rows = []
     for slot in range(S):
         heads = []
@@ -91,22 +96,42 @@ def attended(layer: Any, x_SH: Tensor, root: int, context_NH: Tensor, position_N
     return attention.o_proj(torch.stack(rows))
 
 
-def slot_states(drafter: DFlash, target: HFTarget, batch: TrainBatch, row: int, source: int, causal: bool = False) -> Tensor:
+def shared(drafter: Any, tapped: list[Tensor]) -> list[Tensor]:
+    return [drafter.hidden_norm(drafter.fc(torch.cat(tapped, -1)))] * drafter.shape.layers
+
+
+def slot_states(
+    drafter: Any,
+    target: HFTarget,
+    batch: TrainBatch,
+    row: int,
+    source: int,
+    causal: bool = False,
+    contexts: Contexts = shared,
+) -> Tensor:
     """[S, H] of the block behind one source, from the definition."""
     document = batch.document_BT[row, source]
     sees = [t for t in range(source + 1) if batch.document_BT[row, t] == document]
-    fused = torch.cat([batch.hidden[b][row, sees] for b in drafter.shape.taps], -1)
-    context_NH, position_N = drafter.hidden_norm(drafter.fc(fused)), batch.position_BT[row, sees]
+    tapped, position_N = [batch.hidden[b][row, sees] for b in drafter.shape.taps], batch.position_BT[row, sees]
     tokens = [int(batch.token_BT[row, source + 1])] + [drafter.shape.mask_token] * (drafter.shape.size - 1)
     x_SH, root = target.embed(torch.tensor(tokens)), int(batch.position_BT[row, source]) + 1
-    for layer in drafter.all_layers():
+    for layer, context_NH in zip(drafter.all_layers(), contexts(drafter, tapped), strict=True):
         x_SH = x_SH + attended(layer, x_SH, root, context_NH, position_N, causal)
         x_SH = x_SH + layer.mlp(layer.post_attention_layernorm(x_SH))
-    return drafter.norm(x_SH)
+    out_SH: Tensor = drafter.norm(x_SH)
+    return out_SH
 
 
-def naive(drafter: DFlash, target: HFTarget, batch: TrainBatch, options: DFlashOptions, loss: str) -> Tensor:
-    """The objective over all anchors, slot by slot."""
+def naive(
+    drafter: Any,
+    target: HFTarget,
+    batch: TrainBatch,
+    options: BlockOptions,
+    loss: str,
+    contexts: Contexts = shared,
+    corrected: Callable[[Tensor, int], Tensor] = lambda state_H, before: state_H,
+) -> Tensor:
+    """The objective over all anchors, slot by slot. corrected: what the head reads of a slot's state and the token before."""
     B, T = batch.token_BT.shape
     first = 1 if options.slots == "in_place" else 0
     K, total = options.block_size - first, torch.zeros(())
@@ -121,7 +146,7 @@ def naive(drafter: DFlash, target: HFTarget, batch: TrainBatch, options: DFlashO
         for source in range(T):
             if not (supervised(row, source, 1) and supervised(row, source, 2)):
                 continue
-            states = slot_states(drafter, target, batch, row, source)
+            states = slot_states(drafter, target, batch, row, source, contexts=contexts)
             losses, sure, has = [], [], []
             for step in range(K):
                 has.append(supervised(row, source, step + 2))
@@ -129,7 +154,8 @@ def naive(drafter: DFlash, target: HFTarget, batch: TrainBatch, options: DFlashO
                     losses.append(torch.zeros(())), sure.append(options.alpha)
                     continue
                 label = source + step + 2
-                log_q = target.head(states[first + step]).log_softmax(-1)
+                state_H = corrected(states[first + step], int(batch.token_BT[row, label - 1]))
+                log_q = target.head(state_H).log_softmax(-1)
                 p = target.head(batch.hidden[FINAL][row, label - 1]).softmax(-1)
                 true = log_q[batch.token_BT[row, label]]
                 losses.append(-true if loss == "ce" else (p * (p.log() - log_q)).sum())

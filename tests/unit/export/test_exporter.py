@@ -342,6 +342,10 @@ def test_pairs_that_no_loader_serves_name_those_that_do() -> None:
         stacks_for("prompt_lookup", "vllm")
     with pytest.raises(UserError, match="cascade cannot be exported: no stack combines drafters"):
         stacks_for("cascade", "all")
+    with pytest.raises(UserError, match="dflare cannot be exported: no released engine loads it; engines load dflash"):
+        stacks_for("dflare", "official")
+    with pytest.raises(UserError, match=r"dfly cannot be exported: no released engine .* request 50246 is open"):
+        stacks_for("dfly", "vllm")
     with pytest.raises(UserError, match="format is 'vlm'; choose one of vllm, sglang"):
         stacks_for("medusa", "vlm")
 

@@ -115,7 +115,8 @@ def test_a_part_of_the_vocabulary_as_a_plain_loss(loss: str, chunk: int) -> None
 
 @pytest.mark.parametrize("loss", ["kl", "mix", "e2e_tv"])
 @pytest.mark.parametrize(
-    ("name", "options"), [("eagle3", {"draft_vocab": 20}), ("dspark", {}), ("dflash2", {"candidates": 4}), ("xpress", {})]
+    ("name", "options"),
+    [("eagle3", {"draft_vocab": 20}), ("dspark", {}), ("dflash2", {"candidates": 4}), ("xpress", {}), ("dfly", {})],
 )
 def test_of_the_likeliest_tokens_alone_chunks_change_nothing(name: str, options: dict[str, Any], loss: str) -> None:
     """The target's tail then depends on the drafter's logits, step by step."""
@@ -235,7 +236,7 @@ def test_a_run_of_positions_is_not_copied() -> None:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("loss", ["kl", "e2e_tv"])
-@pytest.mark.parametrize("name", ["eagle3", "dspark", "peagle", "dflash2", "xpress"])
+@pytest.mark.parametrize("name", ["eagle3", "dspark", "peagle", "dflash2", "xpress", "dflare", "dfly"])
 def test_divided_parameters_get_the_same_gradients(name: str, loss: str, chunk: int) -> None:
     """By torch's own graph, with each piece computed again in the backward pass."""
     target = tiny_target()

@@ -23,7 +23,8 @@ from tests.images import NAMES, encoded, inline, picture, sequence, vision_targe
 
 NEW = 12
 FAMILIES = ("medusa", "eagle3", "dflash")
-OTHERS = ("eagle", "mtp", "dspark", "dflash2", "xpress", "lilicorr", "domino", "jetspec")  # have the same code as one of these
+# have the same code as one of these
+OTHERS = ("eagle", "mtp", "dspark", "dflash2", "xpress", "lilicorr", "domino", "jetspec", "dflare", "dfly")
 
 
 @dataclass(frozen=True)
