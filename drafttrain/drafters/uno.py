@@ -23,7 +23,7 @@ The design:
 - Decoding has a cache of its own, as every drafter that is a language model: the decoder gives a drafter the target's states,
   not its cache. The text is computed a second time, with the random tokens of the next pass.
 - Random tokens are a function of the position in decoding and evaluation: neither the batch, nor an earlier step, nor a
-  captured graph changes them. In training they also depend on the batch, so that an anchor gets others in each epoch.
+  captured graph changes them. In training they also depend on the batch and the step, so that an anchor gets new ones each time.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class Uno(Autoregressive):
         if not anchors:
             return position_BX
         key_BX = batch.places(torch.cat(anchors, 1))
-        return self._drawn(position_BX.flatten(), batch.digest, key_BX.flatten()).view_as(position_BX)
+        seed = batch.digest ^ int(batch.progress * 2**32)  # of no generator, so that a resumed run draws the same
+        return self._drawn(position_BX.flatten(), seed, key_BX.flatten()).view_as(position_BX)
 
     def random_tokens(self) -> Tensor:
         """[P] the random token of each position, made once: captured graphs of earlier sessions read them there."""
