@@ -58,6 +58,11 @@ from drafttrain.targets.position_lora import PositionLora
 UNLIKELY = 30.0  # what the logits of tokens lose that the target's greedy choice rules out
 
 
+def random_tokens(position_M: Tensor, vocab: int, seed: int = 0, key_M: Tensor | None = None) -> Tensor:
+    """[M] a token of the vocabulary for each position, each token as likely; a function of the arguments."""
+    return (uniform(Sampling(seed=seed, key_B=key_M), position_M, Lane.INPUT) * vocab).long()
+
+
 class Uno(Autoregressive):
     """At a temperature above 0 each draft of a chain is sampled from its marginal distribution, which the chain carries."""
 
@@ -120,26 +125,25 @@ class Uno(Autoregressive):
     def _random_of(self, batch: TrainBatch, chains: Chains, position_BX: Tensor) -> Tensor:
         """[B, X] the random tokens of all chains."""
         if not self.training:
-            return self.random_tokens()[position_BX]
+            return self.random_table()[position_BX]
         anchors = [group.anchors.source_BA.repeat_interleave(group.size, 1) for group in chains.groups]
         if not anchors:
             return position_BX
         key_BX = batch.places(torch.cat(anchors, 1))
         seed = batch.digest ^ int(batch.progress * 2**32)  # of no generator, so that a resumed run draws the same
-        return self._drawn(position_BX.flatten(), seed, key_BX.flatten()).view_as(position_BX)
+        return random_tokens(position_BX.flatten(), self._vocab, seed, key_BX.flatten()).view_as(position_BX)
 
-    def random_tokens(self) -> Tensor:
+    def random_table(self) -> Tensor:
         """[P] the random token of each position, made once: captured graphs of earlier sessions read them there."""
         device, made = self._target.module.device, self._random_P
         if made is None or made.device != device:
             with torch.inference_mode(False):
-                made = self._random_P = self._drawn(torch.arange(self.last_position + 1, device=device))
+                made = self._random_P = random_tokens(torch.arange(self.last_position + 1, device=device), self._vocab)
         return made
 
-    def _drawn(self, position_M: Tensor, seed: int = 0, key_M: Tensor | None = None) -> Tensor:
-        """[M] tokens of the whole vocabulary, each as likely."""
-        drawn_M = uniform(Sampling(seed=seed, key_B=key_M), position_M, Lane.INPUT)
-        return (drawn_M * self._target.module.shape.vocab_size).long()
+    @property
+    def _vocab(self) -> int:
+        return self._target.module.shape.vocab_size
 
     def new_caches(self, slots: int, max_len: int) -> list[KVCache]:
         return [self._target.module.new_cache(slots, max_len)]
@@ -169,7 +173,7 @@ class UnoState(AutoregressiveState):
 
     def __init__(self, drafter: Uno, slots: int, max_len: int) -> None:
         super().__init__(drafter, slots, max_len)
-        self.uno, self.random_P = drafter, drafter.random_tokens()
+        self.uno, self.random_P = drafter, drafter.random_table()
 
     def propose(self, slot_B: Tensor, sampling: Sampling, depth: int | None = None) -> DraftTree:
         drafts = min(self.uno.draft_length, depth or self.uno.draft_length)
