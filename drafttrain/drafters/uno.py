@@ -23,7 +23,7 @@ The design:
 - Decoding has a cache of its own, as every drafter that is a language model: the decoder gives a drafter the target's states,
   not its cache. The text is computed a second time, with the random tokens of the next pass.
 - Random tokens are a function of the position in decoding and evaluation: neither the batch, nor an earlier step, nor a
-  captured graph changes them. In training they also depend on the batch and the step, so that an anchor gets new ones each time.
+  captured graph changes them. In training they also depend on the batch and the step: an anchor gets new ones each time.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Uno(Autoregressive):
     def __init__(self, options: UnoOptions, target: HFTarget) -> None:
         if options.lora_rank < 1 or options.lora_alpha <= 0:
             raise UserError(
-                f"drafter.lora_rank is {options.lora_rank}, drafter.lora_alpha {options.lora_alpha:g}; set the rank to 1 or more "
-                "and alpha above 0"
+                f"drafter.lora_rank is {options.lora_rank}, drafter.lora_alpha {options.lora_alpha:g}; "
+                "set the rank to 1 or more and alpha above 0"
             )
         super().__init__(TreeProposal(options, options.draft_length, target, independent=True))
         if self.draft_length + 2 > target.shape.max_positions:
@@ -193,7 +193,7 @@ class UnoState(AutoregressiveState):
         return draft_chain(root_B, logits_BKV[:, 0], advance, drafts, sampling, self.kv.length_B)
 
     def _drafting_pass(self, token_BN: Tensor, last_B: Tensor, drafts: int) -> Tensor:
-        """[B, K, V] logits. token_BN: accepted tokens and the root, which is at column last_B. The accepted ones stay cached."""
+        """[B, K, V] logits. token_BN: accepted tokens, which stay cached, and the root, which is at column last_B."""
         drafter, kv, last_B1 = self.uno, self.kv, last_B[:, None]
         token_BN = F.pad(token_BN, (0, drafts - 1))
         column_N = torch.arange(token_BN.shape[1], device=token_BN.device)
@@ -208,7 +208,7 @@ class UnoState(AutoregressiveState):
 
 
 def decided(logits_V: Tensor) -> Tensor:
-    """[..., V] the same logits with all tokens but the likeliest far below it: where the target is greedy, it takes that one."""
+    """[..., V] the logits with all tokens but the likeliest far below it: a greedy target takes that one."""
     best_1 = logits_V.argmax(-1, keepdim=True)
     return (logits_V - UNLIKELY).scatter(-1, best_1, logits_V.gather(-1, best_1))
 

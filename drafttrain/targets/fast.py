@@ -189,8 +189,8 @@ class FastTarget(HFTarget):
         reached = {id(part) for block in view._chain for joint in block.joints for part in joint.parts}
         if missed := [name for name in added if id(self.model.get_submodule(name)) not in reached]:
             raise UserError(
-                f"{type(self.model).__name__} computes {missed[0]} in another way than by its call (target.runner=fast), so nothing "
-                "can be added to it; leave it out of drafter.lora_targets, or set target.runner=hf"
+                f"the fast runner computes {missed[0]} of {type(self.model).__name__} together with others, so nothing can be "
+                "added to it; leave it out of drafter.lora_targets, or set target.runner=hf"
             )
         return view
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import sqrt
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 

@@ -71,8 +71,8 @@ class ShardedTarget(HFTarget):
 
     def with_added(self, added: Mapping[str, Added]) -> NoReturn:
         raise UserError(
-            "this drafter trains through the target's blocks, and they are sharded over processes; choose a family with its own "
-            "layers, or set target.placement=replicated"
+            "this drafter trains through the target's blocks, and they are sharded over processes; choose a family with its "
+            "own layers, or set target.placement=replicated"
         )
 
     def _trainable(self, model: PreTrainedModel) -> HFTarget:

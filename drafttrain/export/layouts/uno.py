@@ -27,5 +27,8 @@ def files(source: Source) -> Files:
     """The matrices under peft's names."""
     tensors, options = source.named(RENAMES), source.options
     return Files(
-        config_of(tensors, options["lora_rank"], options["lora_alpha"], source.target_name), tensors, WEIGHTS, config_file=CONFIG
+        config_of(tensors, options["lora_rank"], options["lora_alpha"], source.target_name),
+        tensors,
+        WEIGHTS,
+        config_file=CONFIG,
     )
