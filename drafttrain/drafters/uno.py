@@ -165,6 +165,7 @@ class Uno(Autoregressive):
         return self.draft_length
 
     def open(self, slots: int, max_len: int) -> UnoState:
+        self.matrices.refresh()
         return UnoState(self, slots, max_len)
 
 

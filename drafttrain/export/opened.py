@@ -24,7 +24,7 @@ from drafttrain.drafters.checkpoint import (
 )
 from drafttrain.drafters.common.drafter_lora import merged
 from drafttrain.model.drafter import Drafter
-from drafttrain.model.joint import Added
+from drafttrain.model.low_rank import LowRank
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import TargetOut
 from drafttrain.targets.load import LoadedTarget
@@ -54,7 +54,7 @@ class Float32Target:
         embedded_H: Tensor = self._narrow.embed(token)
         return embedded_H.float()
 
-    def with_added(self, added: Mapping[str, Added]) -> Any:
+    def with_added(self, added: Mapping[str, LowRank]) -> Any:
         """A target of float32 weights, which are copies where the target's own are narrower."""
         narrow = self._narrow
         if narrow.dtype == torch.float32:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from drafttrain.model.attention import AttentionMetadata, Heads, attend, write
 from drafttrain.model.block_kind import LLAMA, BlockKind
 from drafttrain.model.fused_blocks import BlockWeights
-from drafttrain.model.joint import Added, Joint
+from drafttrain.model.joint import Joint
 from drafttrain.model.latent_attention import LatentAttention
+from drafttrain.model.low_rank import LowRank
 from drafttrain.ops.gated import gated
 from drafttrain.ops.linear import linear, pack
 from drafttrain.ops.rms_norm import norm
@@ -155,7 +156,7 @@ class Block:
             self._kv = rows, None if self.qkv.packed is None else pack(rows)
         write(linear(read_BNX, self._kv[0], None, self._kv[1]), step, number, self.shape)
 
-    def with_added(self, of: Mapping[int, Added]) -> Block:
+    def with_added(self, of: Mapping[int, LowRank]) -> Block:
         """A block over the same weights whose linear maps add to their outputs. of: by the maps' identities."""
         view = copy.copy(self)
         if self.latent is None:

@@ -5,16 +5,15 @@ Shapes: H input width, O output width, I input width of a weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from drafttrain.model.low_rank import JointLowRank, LowRank
 from drafttrain.ops.linear import linear, pack
 from drafttrain.ops.quantised import Quantised
-
-Added = Callable[[Tensor], Tensor]  # from a linear map's input, what is added to its output
 
 PACKED_BYTES = 2**31  # largest weights that are packed: packing doubles them
 
@@ -53,7 +52,7 @@ class Joint:
             return out_O if self.order_O is None else out_O[..., self.order_O.to(out_O.device)]
         return linear(x_H, self.weight, self.bias, self.packed)
 
-    def with_added(self, of: Mapping[int, Added]) -> Joint:
+    def with_added(self, of: Mapping[int, LowRank]) -> Joint:
         """A map over the same weights that adds to its parts' outputs. of: by the parts' identities."""
         added = [of.get(id(part)) for part in self.parts]
         return self if all(more is None for more in added) else Extended(self, added)
@@ -103,18 +102,15 @@ class Joint:
 
 
 class Extended(Joint):
-    """A joint map of other weights, which adds to its parts' outputs. It is neither joined nor split itself."""
+    """A joint map of other weights, which adds low-rank matrices. It is neither joined nor split itself."""
 
-    def __init__(self, joint: Joint, added: Sequence[Added | None]) -> None:
+    def __init__(self, joint: Joint, added: Sequence[LowRank | None]) -> None:
         """added: for each part; None: nothing."""
         super().__init__(joint.parts, joint.order_O, joint.matrix)
-        self.joint, self.added = joint, added
+        self.joint, self.added = joint, JointLowRank(added, [part.out_features for part in joint.parts], joint.order_O)
 
     def __call__(self, x_H: Tensor) -> Tensor:
-        pairs = zip(self.parts, self.added, strict=True)
-        more = [x_H.new_zeros(*x_H.shape[:-1], p.out_features) if a is None else a(x_H) for p, a in pairs]
-        more_O = more[0] if len(more) == 1 else torch.cat(more, -1)
-        return self.joint(x_H) + (more_O if self.order_O is None else more_O[..., self.order_O.to(more_O.device)])
+        return self.added.add_to(self.joint(x_H), x_H)
 
 
 def _biases(parts: list[nn.Linear]) -> list[Tensor]:

@@ -22,9 +22,10 @@ from drafttrain.model.block_kind import LLAMA, BlockKind, rotary_order
 from drafttrain.model.decoder_block import Block, has_experts
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.fused_blocks import Blocks
-from drafttrain.model.joint import PACKED_BYTES, Added, Joint
+from drafttrain.model.joint import PACKED_BYTES, Extended, Joint
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import recomputed
+from drafttrain.model.low_rank import LowRank
 from drafttrain.model.masks import Documents
 from drafttrain.model.target import Taps, TargetOut
 from drafttrain.ops import library
@@ -179,7 +180,7 @@ class FastTarget(HFTarget):
             view._blocks = Blocks([w for w in weights if w is not None], self._chain[0].before.variance_epsilon)
         return view
 
-    def with_added(self, added: Mapping[str, Added]) -> FastTarget:
+    def with_added(self, added: Mapping[str, LowRank]) -> FastTarget:
         """As `HFTarget.with_added`; the joined and packed weights are used where they are."""
         if self.part.size > 1:
             raise UserError(f"this drafter adds to the target's linear maps, and {self.shared_by} splits them; leave it out")
@@ -193,6 +194,11 @@ class FastTarget(HFTarget):
                 "added to it; leave it out of drafter.lora_targets, or set target.runner=hf"
             )
         return view
+
+    def refresh_added(self) -> None:
+        for joint in self._joints:
+            if isinstance(joint, Extended):
+                joint.added.refresh()
 
     def recompute(self) -> None:
         self.recomputes = True

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.frozen_ref import FrozenRef
-from drafttrain.model.joint import Added
 from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.low_rank import LowRank
 from drafttrain.model.masks import Documents
 from drafttrain.model.recurrent_state import States
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
@@ -47,7 +47,7 @@ class CacheBytes:
 class Adding:
     """A hook that adds to a linear map's output. An object, because a copy of the model must copy what it refers to."""
 
-    def __init__(self, added: Added) -> None:
+    def __init__(self, added: LowRank) -> None:
         self.added = added
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ class HFTarget(PrunedTarget):
     def _view(self, model: PreTrainedModel) -> HFTarget:
         return HFTarget(model, self.stop_ids)
 
-    def with_added(self, added: Mapping[str, Added]) -> HFTarget:
+    def with_added(self, added: Mapping[str, LowRank]) -> HFTarget:
         """A frozen target over the same weights, whose linear maps add to their outputs what `added` gives for their inputs.
 
         added: by the maps' names in the model. Raises UserError for a target whose maps cannot be added to.
@@ -273,6 +273,9 @@ class HFTarget(PrunedTarget):
         for name, more in added.items():
             view.model.get_submodule(name).register_forward_hook(Adding(more))
         return view
+
+    def refresh_added(self) -> None:
+        """Make a target from `with_added` ready to decode with the current matrices."""
 
     def pruned(self, blocks: int) -> HFTarget:
         """A trainable copy of the first `blocks` blocks with embedding, norm and head."""

@@ -3,13 +3,12 @@
 At all other positions, and for everything that runs the target itself, the target is unchanged. Its weights are used where they
 are; only the matrices are parameters.
 
-Shapes: B rows, N positions of one pass, I input width, O output width, R rank.
+Shapes: B rows, N positions of one pass, R logit rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import sqrt
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -18,39 +17,12 @@ from drafttrain.core.errors import UserError
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.lora import LoraOptions
+from drafttrain.model.low_rank import LowRank, Scale
 from drafttrain.model.masks import Documents
 from drafttrain.model.target import Taps, TargetOut
 from drafttrain.targets.experts import find_experts
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.structure import find_blocks
-
-
-class Scale:
-    """The factor of the matrices' products at each position of the running pass.
-
-    Written before a pass and left there: layers that are computed again in the backward pass read it once more.
-    """
-
-    factor_BN1: Tensor | None = None
-
-
-class LowRank(nn.Module):
-    """The matrices of one linear map, named as peft names them. B is zero at the start, so that nothing is added."""
-
-    def __init__(self, inputs: int, outputs: int, rank: int, scale: Scale) -> None:
-        super().__init__()
-        self.lora_A = nn.Linear(inputs, rank, bias=False)
-        self.lora_B = nn.Linear(rank, outputs, bias=False)
-        nn.init.kaiming_uniform_(self.lora_A.weight, a=sqrt(5))  # as peft does
-        nn.init.zeros_(self.lora_B.weight)
-        self.scale = scale
-
-    def forward(self, x_BNI: Tensor) -> Tensor:
-        factor_BN1 = self.scale.factor_BN1
-        assert factor_BN1 is not None, "the pass goes through `PositionLora.run`"
-        inner_BNR = self.lora_A(x_BNI.to(self.lora_A.weight.dtype)) * factor_BN1
-        out_BNO: Tensor = self.lora_B(inner_BNR)
-        return out_BNO.to(x_BNI.dtype)
 
 
 class PositionLora(nn.Module):
@@ -81,7 +53,12 @@ class PositionLora(nn.Module):
         """A pass of the target, with the matrices where `at_BN` is true; the other arguments as for a target."""
         dtype = next(self.parameters()).dtype
         self.scale.factor_BN1 = (at_BN.to(dtype) * self.factor)[..., None]
+        self.scale.decodes = kv is not None
         return self._view.module(token_BN, kv, ancestor_BNN, position_BN, taps, row_BR)
+
+    def refresh(self) -> None:
+        """Make ready to decode with the current matrices."""
+        self._view.module.refresh_added()
 
     def recompute(self) -> None:
         """From now on training stores each block's input alone and computes the rest again in the backward pass."""

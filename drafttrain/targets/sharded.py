@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
-from drafttrain.model.joint import Added
+from drafttrain.model.low_rank import LowRank
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.hf import HFTarget
@@ -69,7 +69,7 @@ class ShardedTarget(HFTarget):
             "with its own layers, or a target that fits one device"
         )
 
-    def with_added(self, added: Mapping[str, Added]) -> NoReturn:
+    def with_added(self, added: Mapping[str, LowRank]) -> NoReturn:
         raise UserError(
             "this drafter trains through the target's blocks, and they are sharded over processes; choose a family with its "
             "own layers, or set target.placement=replicated"
