@@ -25,6 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "redrafter": {"width": 3, "length": 3, "dropped": True},
     "peagle": {"taps": [0, 1, 3], "draft_length": 4, "layers": 2, "retention": 1.0},
     "pard": {"blocks": 3, "draft_length": 4, "retention": 1.0},
+    "uno": {"draft_length": 3, "retention": 1.0},
     "dflash": {"block_size": 5, "layers": 2, "taps": [0, 1, 3]},
     "dspark": {"block_size": 4, "layers": 2, "taps": [0, 1, 3], "rank": 8},
     "dflash2": {"block_size": 5, "layers": 2, "taps": [0, 1, 3], "rank": 8, "candidates": 8},

@@ -79,6 +79,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mtp-qwen3": ("mtp", {"draft_length": 3, "norm_output": True, "qk_norm": True, "layer": {"head_dim": 12}}),
     "mtp_native": ("mtp_native", {"draft_length": 3}),
     "early_exit": ("early_exit", {"adapter": True}),
+    "uno": ("uno", {"draft_length": 4, "lora_rank": 3}),
+    "uno-few": ("uno", {"draft_length": 3, "lora_rank": 2, "lora_alpha": 3.0, "lora_targets": ["q_proj", "down_proj"]}),
     "redrafter": ("redrafter", {"width": 1, "length": 3}),
     "dflash": ("dflash", {"block_size": 4, "layers": 2, "taps": [0, 1, 2]}),
     "dflash-unlike": (

@@ -18,6 +18,7 @@ class Lane(IntEnum):
     TARGET = 1
     DRAFT = 2
     ACCEPT = 3
+    INPUT = 4  # random tokens that a drafter reads
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +24,11 @@ from drafttrain.drafters.checkpoint import (
 )
 from drafttrain.drafters.common.drafter_lora import merged
 from drafttrain.model.drafter import Drafter
+from drafttrain.model.low_rank import LowRank
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import TargetOut
 from drafttrain.targets.load import LoadedTarget
+from drafttrain.targets.shallow import weight_sharing_copy
 
 
 class Float32Target:
@@ -50,6 +53,13 @@ class Float32Target:
         """[..., H]: the embedding of these tokens."""
         embedded_H: Tensor = self._narrow.embed(token)
         return embedded_H.float()
+
+    def with_added(self, added: Mapping[str, LowRank]) -> Any:
+        """A target of float32 weights, which are copies where the target's own are narrower."""
+        narrow = self._narrow
+        if narrow.dtype == torch.float32:
+            return narrow.with_added(added)
+        return narrow._view(weight_sharing_copy(narrow.model).float()).with_added(added)
 
     @cached_property
     def head_weight(self) -> Tensor:

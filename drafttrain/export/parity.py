@@ -5,8 +5,10 @@ Shapes: P points, K drafts, R recorded logits, V vocabulary.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from drafttrain.export.golden import Golden, drafted
 from drafttrain.export.layouts.draft_model import merged
 from drafttrain.export.opened import Opened
 from drafttrain.export.readers import gguf
-from drafttrain.export.readers.parts import MismatchError, Point, Reading, TargetParts
+from drafttrain.export.readers.parts import Config, MismatchError, Point, Reading, TargetParts, Tensors
 from drafttrain.model.target import FINAL
 
 TOLERANCE = 5e-5  # relative to a draft's largest logit (at least 1), for float32 sums in another order
@@ -107,7 +109,15 @@ def target_parts(opened: Opened, files: Files) -> TargetParts:
     pieces = tokenizer.get_vocab() if files.tokenizer else None
     texts = [TEXT, f"{TEXT}{tokenizer.eos_token or ''}{TEXT}"] if files.tokenizer else []
     made = [(text, list(tokenizer(text, verbose=False)["input_ids"])) for text in texts]
-    return TargetParts(embed_VH, opened.target.head_weight.cpu(), opened.loaded.target.shape.blocks, pieces, made, files.base)
+    blocks, whole = opened.loaded.target.shape.blocks, partial(_whole_model, model)
+    return TargetParts(embed_VH, opened.target.head_weight.cpu(), blocks, pieces, made, files.base, whole)
+
+
+def _whole_model(model: Any) -> tuple[Config, Tensors]:
+    """The target as its own directory has it."""
+    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    weights = {name: tensor.detach().float().cpu() for name, tensor in merged(model).items()}
+    return Config(config | {"architectures": [type(model).__name__]}), Tensors(Path(), load=lambda *_: weights)
 
 
 def check_gguf_target(directory: Path, files: Files, source: Source) -> None:

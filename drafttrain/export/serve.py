@@ -19,7 +19,7 @@ VLLM |= {
 }
 PARALLEL = ("peagle", "pard")  # families that need parallel_drafting in vLLM
 SGLANG = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "draft_model": "STANDALONE"}
-SGLANG |= {"dspark": "DSPARK"} | dict.fromkeys(("dflash2", "jetspec", "domino", "lilicorr"), "DFLASH")
+SGLANG |= {"dspark": "DSPARK", "uno": "UNO"} | dict.fromkeys(("dflash2", "jetspec", "domino", "lilicorr"), "DFLASH")
 TRTLLM = {"eagle3": "Eagle3", "dflash": "DFlash", "draft_model": "Draft_Target", "pard": "PARD"}
 LLAMACPP = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "draft_model": "draft-simple"}
 LLAMACPP |= {"dspark": "draft-dspark", "dflash2": "draft-dflash", "jetspec": "draft-dflash"}
@@ -30,6 +30,7 @@ NOTES = {
     ("speculators", "eagle3"): "vLLM 0.33 takes a hub id as the verifier; 0.32 a local path too.",
     ("sglang", "domino"): "SGLang needs CUDA and bfloat16 here. It leaves the last slot of a shifted block unused.",
     ("sglang", "lilicorr"): "With SGLANG_ENABLE_LILICORR_SAMPLING=1 drafts are sampled where the request samples.",
+    ("sglang", "uno"): "SGLang takes it with one process: leave tensor and pipeline parallelism at 1.",
     ("official", "hydra"): "The authors' code reads a pickle. The first two lines write it from the safetensors file.",
 }
 
@@ -82,6 +83,11 @@ def _vllm(served: Served) -> str:
 
 
 def _sglang(served: Served) -> str:
+    if SGLANG[served.family] == "UNO":  # the root and the random tokens after it; no other model drafts
+        return (
+            f"python -m sglang.launch_server --model-path {served.target} --speculative-algorithm UNO "
+            f"--uno-lora-path {served.directory} --speculative-num-draft-tokens {served.drafts}"
+        )
     return (
         f"python -m sglang.launch_server --model-path {served.target} --speculative-algorithm {SGLANG[served.family]} "
         f"--speculative-draft-model-path {served.directory}{_sglang_lengths(served)}"

@@ -26,6 +26,7 @@ from drafttrain.export.layouts import (
     peagle,
     redrafter,
     stitched,
+    uno,
     xpress,
 )
 from drafttrain.export.parity import Reader
@@ -46,6 +47,7 @@ from drafttrain.export.readers import mtp as read_mtp
 from drafttrain.export.readers import peagle as read_peagle
 from drafttrain.export.readers import redrafter as read_redrafter
 from drafttrain.export.readers import stitched as read_stitched
+from drafttrain.export.readers import uno as read_uno
 from drafttrain.export.readers import xpress as read_xpress
 
 STACKS = {
@@ -245,6 +247,11 @@ TABLE: dict[str, dict[str, Row]] = {
         **dict.fromkeys(("vllm", "sglang", "trtllm", "llamacpp", "transformers", "official"), STITCHED),
         speculators="its trainer has a form for such modules, which it merges into the target itself; use format=stitched",
         stitched=Layout("stitched", stitched.files, read_stitched.read, stitched.refuse),
+    ),
+    "uno": _row(
+        vllm="its loader is an open pull request (55947); SGLang serves it",
+        sglang=Layout("peft adapter", uno.files, read_uno.sglang, uno.refuse),
+        official="SGLang serves it; format=sglang writes it",
     ),
     "early_exit": dict.fromkeys(STACKS, SAME_EXIT),
     "pard": _row(

@@ -112,6 +112,18 @@ class TrainBatch:
         """Positions of the whole sequences, T."""
         return (self.whole or self).token_BT.shape[1]
 
+    @property
+    def digest(self) -> int:
+        """A number that follows from the tokens of the whole sequences: a seed that every process and a resumed run has."""
+        token_BT = (self.whole or self).token_BT
+        place_P = torch.arange(1, token_BT.numel() + 1, device=token_BT.device)
+        return int(((token_BT + 1) * (place_P * _ODD).view_as(token_BT)).sum())
+
+    def places(self, column_BA: Tensor) -> Tensor:
+        """[B, A] the numbers that columns of this batch have in the flattened whole sequences."""
+        first = 0 if self.span is None else self.span.first
+        return self.length * torch.arange(len(column_BA), device=column_BA.device)[:, None] + column_BA + first
+
     def to(self, device: torch.device) -> TrainBatch:
         hidden = {k: h.to(device) for k, h in self.hidden.items()}
         token_BT, position_BT = self.token_BT.to(device), self.position_BT.to(device)
@@ -168,10 +180,8 @@ class TrainBatch:
 
     def _random_order(self, open_BT: Tensor) -> Tensor:
         """[B, T] place of each open position in a random order of its sequence, from 0; the other positions follow."""
-        B, T = open_BT.shape
-        place_BT = torch.arange(1, B * T + 1, device=open_BT.device).view(B, T)
-        digest = int(((self.token_BT + 1) * (place_BT * _ODD)).sum())
-        order_BT = torch.rand(B, T, generator=torch.Generator().manual_seed(digest)).to(open_BT.device)
+        generator = torch.Generator().manual_seed(self.digest)
+        order_BT = torch.rand(open_BT.shape, generator=generator).to(open_BT.device)
         return order_BT.masked_fill(~open_BT, 2.0).argsort(dim=1, stable=True).argsort(dim=1)
 
     def _anchors_at(self, chosen_BT: Tensor, most: int, share: float) -> Anchors:

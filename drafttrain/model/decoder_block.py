@@ -6,7 +6,8 @@ I joined heads, H hidden, X width of an input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from drafttrain.model.block_kind import LLAMA, BlockKind
 from drafttrain.model.fused_blocks import BlockWeights
 from drafttrain.model.joint import Joint
 from drafttrain.model.latent_attention import LatentAttention
+from drafttrain.model.low_rank import LowRank
 from drafttrain.ops.gated import gated
 from drafttrain.ops.linear import linear, pack
 from drafttrain.ops.rms_norm import norm
@@ -159,6 +161,15 @@ class Block:
             rows = self.qkv.weight[self.shape.heads * self.shape.width :]
             self._kv = rows, None if self.qkv.packed is None else pack(rows)
         write(linear(read_BNX, self._kv[0], None, self._kv[1]), step, number, self.shape)
+
+    def with_added(self, of: Mapping[int, LowRank]) -> Block:
+        """A block over the same weights whose linear maps add to their outputs. of: by the maps' identities."""
+        view = copy.copy(self)
+        if self.latent is None:
+            view.qkv, view.out = self.qkv.with_added(of), self.out.with_added(of)
+        if self.experts is None:
+            view.gate_up, view.down = self.gate_up.with_added(of), self.down.with_added(of)
+        return view
 
     def changed(self) -> None:
         """The joined weights have changed."""

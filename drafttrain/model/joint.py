@@ -5,11 +5,13 @@ Shapes: H input width, O output width, I input width of a weight.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from drafttrain.model.low_rank import JointLowRank, LowRank
 from drafttrain.ops.linear import linear, pack
 from drafttrain.ops.quantised import Quantised
 
@@ -49,6 +51,11 @@ class Joint:
             out_O = self.parts[0](x_H) if len(self.parts) == 1 else torch.cat([part(x_H) for part in self.parts], -1)
             return out_O if self.order_O is None else out_O[..., self.order_O.to(out_O.device)]
         return linear(x_H, self.weight, self.bias, self.packed)
+
+    def with_added(self, of: Mapping[int, LowRank]) -> Joint:
+        """A map over the same weights that adds to its parts' outputs. of: by the parts' identities."""
+        added = [of.get(id(part)) for part in self.parts]
+        return self if all(more is None for more in added) else Extended(self, added)
 
     def join(self, share: bool, packed: bool, bits: int | None = None) -> bool:
         """Join the parts' current weights. Returns whether they differ from those joined before.
@@ -92,6 +99,18 @@ class Joint:
         for kept, part in parts if any(changed) else ():
             kept.copy_(part)
         return any(changed)
+
+
+class Extended(Joint):
+    """A joint map of other weights, which adds low-rank matrices. It is neither joined nor split itself."""
+
+    def __init__(self, joint: Joint, added: Sequence[LowRank | None]) -> None:
+        """added: for each part; None: nothing."""
+        super().__init__(joint.parts, joint.order_O, joint.matrix)
+        self.joint, self.added = joint, JointLowRank(added, [part.out_features for part in joint.parts], joint.order_O)
+
+    def __call__(self, x_H: Tensor) -> Tensor:
+        return self.added.add_to(self.joint(x_H), x_H)
 
 
 def _biases(parts: list[nn.Linear]) -> list[Tensor]:

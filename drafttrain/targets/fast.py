@@ -8,6 +8,7 @@ Shapes: B rows, N new positions, P positions, D head width, H hidden.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +16,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drafttrain.core.errors import UserError
 from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.block_kind import LLAMA, BlockKind, rotary_order
 from drafttrain.model.decoder_block import Block, has_experts
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.fused_blocks import Blocks
-from drafttrain.model.joint import PACKED_BYTES, Joint
+from drafttrain.model.joint import PACKED_BYTES, Extended, Joint
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.layers import recomputed
+from drafttrain.model.low_rank import LowRank
 from drafttrain.model.masks import Documents
 from drafttrain.model.target import Taps, TargetOut
 from drafttrain.ops import library
@@ -176,6 +179,26 @@ class FastTarget(HFTarget):
             weights = [block.weights() for block in view._chain]
             view._blocks = Blocks([w for w in weights if w is not None], self._chain[0].before.variance_epsilon)
         return view
+
+    def with_added(self, added: Mapping[str, LowRank]) -> FastTarget:
+        """As `HFTarget.with_added`; the joined and packed weights are used where they are."""
+        if self.part.size > 1:
+            raise UserError(f"this drafter adds to the target's linear maps, and {self.shared_by} splits them; leave it out")
+        of = {id(self.model.get_submodule(name)): more for name, more in added.items()}
+        view = copy.copy(self)
+        view._blocks, view._chain = None, [block.with_added(of) for block in self._chain]
+        reached = {id(part) for block in view._chain for joint in block.joints for part in joint.parts}
+        if missed := [name for name in added if id(self.model.get_submodule(name)) not in reached]:
+            raise UserError(
+                f"the fast runner computes {missed[0]} of {type(self.model).__name__} together with others, so nothing can be "
+                "added to it; leave it out of drafter.lora_targets, or set target.runner=hf"
+            )
+        return view
+
+    def refresh_added(self) -> None:
+        for joint in self._joints:
+            if isinstance(joint, Extended):
+                joint.added.refresh()
 
     def recompute(self) -> None:
         self.recomputes = True

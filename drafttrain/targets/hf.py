@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from drafttrain.core.errors import UserError
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.model.kv_cache import KVCache
+from drafttrain.model.low_rank import LowRank
 from drafttrain.model.masks import Documents
 from drafttrain.model.recurrent_state import States
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
@@ -28,7 +30,7 @@ from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import probe, reference_logits, wrong_tap
 from drafttrain.targets.recurrent import Recorder, recording
 from drafttrain.targets.recurrent import install as record_scans
-from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed
+from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed, weight_sharing_copy
 from drafttrain.targets.slot_cache import RowShape, SlotCache, extra_layers
 from drafttrain.targets.structure import find_backbone, find_blocks, is_recurrent, lacking, scale_of, set_depth, shape_of
 from drafttrain.targets.substitute import restore, substitute
@@ -40,6 +42,16 @@ class CacheBytes:
 
     position: int  # keys and values of one position
     states: int  # recurrent states, whatever the length
+
+
+class Adding:
+    """A hook that adds to a linear map's output. An object, because a copy of the model must copy what it refers to."""
+
+    def __init__(self, added: LowRank) -> None:
+        self.added = added
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + self.added(args[0])
 
 
 class HFTarget(PrunedTarget):
@@ -251,6 +263,19 @@ class HFTarget(PrunedTarget):
 
     def _view(self, model: PreTrainedModel) -> HFTarget:
         return HFTarget(model, self.stop_ids)
+
+    def with_added(self, added: Mapping[str, LowRank]) -> HFTarget:
+        """A frozen target over the same weights, whose linear maps add to their outputs what `added` gives for their inputs.
+
+        added: by the maps' names in the model. Raises UserError for a target whose maps cannot be added to.
+        """
+        view = self._view(weight_sharing_copy(self.model))
+        for name, more in added.items():
+            view.model.get_submodule(name).register_forward_hook(Adding(more))
+        return view
+
+    def refresh_added(self) -> None:
+        """Make a target from `with_added` ready to decode with the current matrices."""
 
     def pruned(self, blocks: int) -> HFTarget:
         """A trainable copy of the first `blocks` blocks with embedding, norm and head."""

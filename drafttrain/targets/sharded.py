@@ -7,7 +7,7 @@ a step, in numbers of chunks that differ between processes, so that sharding the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, NoReturn, Protocol
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
+from drafttrain.model.low_rank import LowRank
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.hf import HFTarget
@@ -66,6 +67,12 @@ class ShardedTarget(HFTarget):
         raise UserError(
             "this drafter runs the target's first blocks by themselves, and they are sharded over processes; choose a family "
             "with its own layers, or a target that fits one device"
+        )
+
+    def with_added(self, added: Mapping[str, LowRank]) -> NoReturn:
+        raise UserError(
+            "this drafter trains through the target's blocks, and they are sharded over processes; choose a family with its "
+            "own layers, or set target.placement=replicated"
         )
 
     def _trainable(self, model: PreTrainedModel) -> HFTarget:

@@ -327,8 +327,8 @@ def test_overfitted_on_one_text_it_is_accepted_in_full(name: str) -> None:
         pytest.skip("trains nothing: it cannot be fitted to a text")
     objective = Objective(drafter, target, LossOptions())
     filled, optimizer = Online(target, drafter.taps).fill(batch), torch.optim.AdamW(drafter.parameters(), lr=5e-3)
-    for _ in range(150):
-        loss, _ = objective(filled)
+    for step in range(150):
+        loss, _ = objective(filled, (step + 1) / 150)
         optimizer.zero_grad()
         (loss / text.numel()).backward()
         optimizer.step()

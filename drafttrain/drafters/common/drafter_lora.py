@@ -34,7 +34,10 @@ def adapted_maps(drafter: Drafter, options: LoraOptions, vocab: int) -> dict[str
     vocab: size of the target's vocabulary. Raises UserError where there are none.
     """
     if any("lora_" in name for name, _ in drafter.named_parameters()):
-        raise UserError("train.lora needs a drafter without low-rank matrices, this one has some; set drafter.lora_rank=0")
+        raise UserError(
+            "train.lora needs a drafter without low-rank matrices, this one has some; leave train.lora out, or set "
+            "drafter.lora_rank=0 where the family has other weights to train"
+        )
     maps = {n: m for n, m in drafter.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
     vocabularies = {vocab, *_own_vocabularies(drafter)}
     inner = {name: module for name, module in maps.items() if module.out_features not in vocabularies}

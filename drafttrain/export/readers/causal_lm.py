@@ -49,15 +49,22 @@ def adapter(directory: Path, target: TargetParts, points: Sequence[Point]) -> Re
     """A peft adapter. Its matrices' products are added to the weights of its base, in a directory inside or elsewhere."""
     check_tokenizer(directory, target.pieces)
     config, matrices = Config.of(directory, "adapter_config.json"), Tensors(directory, "adapter_model.safetensors")
+    base = directory / "base" if (directory / "base").is_dir() else target.base
+    if base is None:
+        raise MismatchError("tensors", "the adapter's base model is missing")
+    tensors = Tensors(base)
+    add_matrices(config, matrices, tensors)
+    return _model(Config.of(base), tensors, target, points)
+
+
+def add_matrices(config: Config, matrices: Tensors, tensors: Tensors) -> None:
+    """Add a peft adapter's products to its model's weights. Raises MismatchError for what does not fit together."""
     config.expect("peft_type", "LORA", "architecture")
     config.expect("task_type", "CAUSAL_LM", "architecture")
     for key, value in (("bias", "none"), ("use_rslora", False), ("use_dora", False), ("fan_in_fan_out", False)):
         config.expect(key, value, "config")
-    base = directory / "base" if (directory / "base").is_dir() else target.base
-    if base is None:
-        raise MismatchError("tensors", "the adapter's base model is missing")
     rank = config.get("r", "config")
-    tensors, scale = Tensors(base), config.get("lora_alpha", "config") / rank
+    scale = config.get("lora_alpha", "config") / rank
     first = [name for name in matrices.left if name.endswith(".lora_A.weight")]
     config.expect("target_modules", sorted({name.split(".")[-3] for name in first}), "config")
     for name in first:
@@ -67,10 +74,15 @@ def adapter(directory: Path, target: TargetParts, points: Sequence[Point]) -> Re
         down, up = matrices.take(name, rank, -1), matrices.take(name.replace("lora_A", "lora_B"), -1, rank)
         tensors.left[weight] = tensors.left[weight] + scale * (up @ down)
     matrices.finish()
-    return _model(Config.of(base), tensors, target, points)
 
 
 def _model(config: Config, tensors: Tensors, target: TargetParts, points: Sequence[Point], mask: int | None = None) -> Reading:
+    plan = plan_of(config, len(target.embed))
+    return reading(plan, tensors, target, points, tied=bool(config.values.get("tie_word_embeddings")), mask=mask)
+
+
+def plan_of(config: Config, vocab: int) -> Plan:
+    """The layers that a configuration describes. Raises MismatchError for those that are not read here."""
     kind = config.get("model_type", "architecture")
     if kind not in MODEL_TYPES:
         raise MismatchError("architecture", f"model_type is {kind!r}; the reader knows {', '.join(MODEL_TYPES)}")
@@ -80,10 +92,8 @@ def _model(config: Config, tensors: Tensors, target: TargetParts, points: Sequen
             raise MismatchError("bias", f"{key} is true, but the reader has no such biases")
     if kind == "qwen2":  # by definition its heads divide the width evenly
         config.values.setdefault("head_dim", config.get("hidden_size", "config") // config.get("num_attention_heads", "heads"))
-    shape, vocab = Shape.of(config), len(target.embed)
     config.expect("vocab_size", vocab, "vocabulary")
-    plan = Plan(shape, config.get("num_hidden_layers", "config"), kind == "qwen2", kind == "qwen3")
-    return reading(plan, tensors, target, points, tied=bool(config.values.get("tie_word_embeddings")), mask=mask)
+    return Plan(Shape.of(config), config.get("num_hidden_layers", "config"), kind == "qwen2", kind == "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +112,7 @@ def reading(
     """Draft with the model. mask: the token that replaces earlier drafts; None: the drafts themselves."""
     shape, vocab, width = plan.shape, len(target.embed), plan.shape.width
     embed = tensors.take("model.embed_tokens.weight", vocab, width, fails="vocabulary")
-    layers = []
-    for i in range(plan.layers):
-        name = f"model.layers.{i}"
-        norm = tensors.take(f"{name}.input_layernorm.weight", width)
-        layers.append((Layer(tensors, name, shape, width, bias=plan.bias, norms=plan.norms, number=i), norm))
+    layers = layers_of(plan, tensors)
     norm = tensors.take("model.norm.weight", width)
     head = embed if tied else tensors.take("lm_head.weight", vocab, width)
     tensors.finish()
@@ -121,6 +127,16 @@ def reading(
         return F.linear(rms(x_NH[-len(point.drafts) :], norm, shape.eps), head)
 
     return Reading(each(points, draft), shape.facts() | {"vocabulary": vocab})
+
+
+def layers_of(plan: Plan, tensors: Tensors) -> list[tuple[Layer, Tensor]]:
+    """All layers with the norms of their inputs."""
+    layers, width = [], plan.shape.width
+    for i in range(plan.layers):
+        name = f"model.layers.{i}"
+        norm = tensors.take(f"{name}.input_layernorm.weight", width)
+        layers.append((Layer(tensors, name, plan.shape, width, bias=plan.bias, norms=plan.norms, number=i), norm))
+    return layers
 
 
 def check_tokenizer(directory: Path, pieces: dict[str, int] | None) -> None:

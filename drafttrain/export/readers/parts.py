@@ -64,6 +64,7 @@ class TargetParts:
     pieces: dict[str, int] | None = None  # token ids by piece; None: no tokenizer
     texts: Sequence[tuple[str, list[int]]] = ()  # texts with their tokens
     base: Path | None = None  # directory of an adapter's base model
+    model: Callable[[], tuple[Config, Tensors]] | None = None  # gives the whole target, for readers of what is added to it
 
 
 @dataclass(frozen=True, slots=True)

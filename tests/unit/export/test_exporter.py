@@ -86,6 +86,8 @@ PAIRS = {  # case -> the stacks that it goes to
     "xpress": ["vllm"],
     "xpress-unlike": ["vllm"],
     "xpress-windows": ["vllm"],
+    "uno": ["sglang"],
+    "uno-few": ["sglang"],
     "draft_model": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
     "draft_model-lora": ["vllm", "sglang", "trtllm", "transformers", "llamacpp", "openvino"],
 }

@@ -39,6 +39,7 @@ SAYS = {  # what serves three drafts; the taps of these drafters are the outputs
     ("lilicorr", "vllm"): ['"method": "dflash"', '"num_speculative_tokens": 3'],
     ("lilicorr", "sglang"): ["--speculative-algorithm DFLASH", "--speculative-num-draft-tokens 4"],
     ("draft_model", "vllm"): ['"method": "draft_model"', '"num_speculative_tokens": 3'],
+    ("uno", "sglang"): ["--speculative-algorithm UNO --uno-lora-path", "--speculative-num-draft-tokens 4", "parallelism at 1"],
     ("draft_model", "sglang"): ["--speculative-algorithm STANDALONE"],
     ("draft_model", "trtllm"): ["decoding_type: Draft_Target"],
     ("draft_model", "llamacpp"): ["--spec-type draft-simple"],
