@@ -124,6 +124,7 @@ class BlockDrafter(Drafter):
     """
 
     proposal: TreeProposal
+    layer_shape: TargetShape
     revertible = True
     images = True
 
