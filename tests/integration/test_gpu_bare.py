@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -17,10 +18,11 @@ import pytest
 from packaging.requirements import Requirement
 
 from benchmarks.gpu import gpu, real_2, wheels
+from benchmarks.gpu.real import Folder
 from benchmarks.gpu.results import PASSED, SKIPPED
 from benchmarks.gpu.wheels import HEAVY, SOURCES, WHEELS, Request, WheelError, normal
 from drafttrain.drafters import families
-from tests.integration.test_gpu_suites import contents
+from tests.integration.test_gpu_suites import GPU, check_distilled, contents
 
 ROOT = Path(__file__).parents[2]
 GIVEN = ("torch", "transformers", "triton", "setuptools")
@@ -132,6 +134,7 @@ def test_from_a_bare_environment(tmp_path: Path) -> None:
     assert len(ended) > 80 and "no figures" in (results / "performance.md").read_text()
     passed = {name for name, entry in ended.items() if entry["status"] == PASSED}
     assert {f"distil {name}" for name in real_2.RECIPES} <= passed
+    check_distilled(Folder(tmp_path / "real", replace(GPU, rehearsal=True)), real_2.RECIPES)
     assert {name.split()[1] for name in ended if name.startswith("drafting ")} == set(families())
     assert sum(name.startswith("processes ") for name in passed) == 3
     again = make()
