@@ -35,7 +35,7 @@ from tests.recorder import Graph, install
 from tests.reports import counted
 
 CPU = torch.device("cpu")
-WHOLE = ("draft_model", "pard", "cascade")  # families built, here, of whole blocks of the target
+WHOLE = ("draft_model", "pard", "cascade", "uno")  # families built, here, of whole blocks of the target
 ODD = LlamaConfig(**{**GATED, "vocab_size": 65}, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
 CONFIGS = {name: ARCHITECTURES[name] for name in ("llama", "qwen2", "qwen3", "mistral-sliding")} | {"odd": ODD}
 CASES = [("llama", name) for name in (None, *NAMES)] + [(model, "eagle3") for model in ("qwen2", "qwen3", "odd")]
