@@ -153,7 +153,8 @@ class PEagle(FusedDrafter):
 class PEagleState(CachedState):
     def __init__(self, drafter: PEagle, slots: int, max_len: int) -> None:
         """Slots take positions after the text, even if few of their drafts become nodes."""
-        self.cached = CachedLayers(drafter.fused_layers, slots, max_len + drafter.draft_length)
+        layers = drafter.fused_layers
+        self.cached = CachedLayers(layers, slots, max_len + drafter.draft_length, window=layers.window)
         super().__init__(self.cached.kv, slots, drafter.draft_length)
         self.drafter, self.grower = drafter, drafter.proposal.grower(self.kv.device)
         with torch.no_grad():

@@ -22,6 +22,7 @@ from drafttrain.ops import library
 from drafttrain.ops.tree_bits import MOST_NODES, WORD, causal_bits
 
 PAST = 2 * MOST_NODES  # positions of padding columns that may follow a slot's last one
+AT_ONCE = 2 * MOST_NODES  # positions that one pass may write, or a slot go back, where a cache keeps a window alone
 
 
 class Joined:
@@ -59,6 +60,12 @@ class FusedLayers:
     @property
     def attention(self) -> Attention:
         return self.layers[0].self_attn
+
+    @property
+    def window(self) -> int | None:
+        """Positions that any layer sees at most; None: one sees all."""
+        windows = [layer.self_attn.shape.window for layer in self.layers]
+        return None if None in windows else max(window or 0 for window in windows)
 
     def refresh(self) -> None:
         """Take the layers' current weights."""
@@ -149,11 +156,20 @@ class CachedPositions:
 class CachedLayers(CachedPositions):
     """A session's KV cache of some layers of one shape, and the rotary angles of its positions."""
 
-    def __init__(self, layers: Layers, slots: int, max_len: int, angles: tuple[Tensor, Tensor] | None = None) -> None:
-        """angles: as `Attention.angle_table` gives them; None: for the cache's capacity."""
+    def __init__(
+        self,
+        layers: Layers,
+        slots: int,
+        max_len: int,
+        angles: tuple[Tensor, Tensor] | None = None,
+        window: int | None = None,
+    ) -> None:
+        """angles: as `Attention.angle_table` gives them; None: for the cache's capacity. window: no layer sees more positions,
+        and no pass writes more than `AT_ONCE`, so that memory for both together is enough; None: memory for all positions."""
         layers.refresh()
         attention, weight = layers.attention, layers.attention.o_proj.weight
-        self.kv = KVCache(len(layers.layers), slots, max_len, weight.device)
+        kept = None if window is None else window + AT_ONCE
+        self.kv = KVCache(len(layers.layers), slots, max_len, weight.device, kept=kept)
         self.kv.allocate(attention.shape.kv_heads, attention.shape.head_dim, weight.dtype)
         self._causal_N1 = causal_bits(WORD, weight.device)
         self.cos_PD, self.sin_PD = angles or attention.angle_table(self.kv.capacity + PAST)

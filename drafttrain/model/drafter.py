@@ -54,6 +54,14 @@ class Commit:
         """The target's states at one column of each row, [B, 1, H]."""
         return {k: h.gather(1, column_B1[..., None].expand(-1, -1, h.shape[-1])) for k, h in self.hidden.items()}
 
+    def split(self, columns: int) -> Iterator[Commit]:
+        """The same positions in parts of at most so many columns. A row that ends before a part has count 0 in it."""
+        for start in range(0, max(1, self.token_BA.shape[1]), columns):
+            at = slice(start, start + columns)
+            hidden = {key: x_BAH[:, at] for key, x_BAH in self.hidden.items()}
+            count_B = (self.count_B - start).clamp(0, columns)
+            yield Commit(self.token_BA[:, at], self.next_BA[:, at], hidden, count_B)
+
 
 class DraftState(ABC):
     """Drafts for the requests of one decoding session. Made by `Drafter.open`.

@@ -19,7 +19,7 @@ from torch import Tensor
 from drafttrain.model.kv_storage import PagedStorage, PageView, Rows, Storage, pages_for
 from drafttrain.model.recurrent_state import RecurrentStates, States
 
-STORAGE: Callable[[int, int, int, torch.device, int | None], Storage] = PagedStorage  # every new cache gets one
+STORAGE: Callable[[int, int, int, torch.device, int | None, int | None], Storage] = PagedStorage  # every new cache gets one
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,14 @@ class KVCache:
         device: torch.device | str = "cpu",
         pages: int | None = None,
         recurrent: bool = False,
+        kept: int | None = None,
     ) -> None:
-        """recurrent: the model has recurrent layers."""
-        self.layers, self.slots, self.max_len = layers, slots, max_len
+        """recurrent: the model has recurrent layers. kept: only the last so many positions are read, so memory for more is not
+        needed; None: all are."""
+        self.layers, self.slots, self.max_len, self.kept = layers, slots, max_len, kept
         self.states = RecurrentStates(slots, torch.device(device)) if recurrent else None
         self.padding_slot = slots
-        self.storage = STORAGE(layers, slots, max_len, torch.device(device), pages)  # for this file and its tests alone
+        self.storage = STORAGE(layers, slots, max_len, torch.device(device), pages, kept)  # for this file and its tests alone
         self._length_S = torch.zeros(slots + 1, dtype=torch.long, device=device)
         # rotary position of a slot's next position, less its index: not 0 after images that take fewer positions than tokens
         self.shift_S = torch.zeros(slots + 1, dtype=torch.long, device=device)

@@ -4,6 +4,10 @@ Shapes: L layers, S slots, B rows in use, h KV heads, Q pages, P positions, D he
 
 Position p of a slot is in page table[slot, p // PAGE]. With pages of 4 and the table row (7, 2), the 5 positions of a prefix
 are in page 7 and in the first position of page 2; the next position that is written is the second one of page 2.
+
+A storage that keeps the last positions alone gives a slot fewer pages than its table has entries, in turn. With 3 pages, the
+table row is (0, 1, 2, 0, 1, ...): positions 12 to 15 overwrite positions 0 to 3. Whoever reads must mask what is overwritten,
+as a sliding window does.
 """
 
 from __future__ import annotations
@@ -134,16 +138,23 @@ class PagedStorage:
     Values of another width than the keys follow them in the same row, so that a position moves with one copy.
     """
 
-    def __init__(self, layers: int, slots: int, max_len: int, device: torch.device, pages: int | None) -> None:
+    def __init__(
+        self, layers: int, slots: int, max_len: int, device: torch.device, pages: int | None, kept: int | None = None
+    ) -> None:
+        """kept: of each slot at least the last so many positions are kept, older ones are overwritten; None: all are. A pool
+        keeps all."""
         self.slots, self.max_len, self.page, self._device = slots, max_len, PAGE, device
         self._slot_pages = pages_for(max_len)
         self.capacity = self._slot_pages * PAGE
-        self.pages = slots * self._slot_pages if pages is None else pages
+        in_turn = self._slot_pages if kept is None else min(self._slot_pages, pages_for(kept) + 1)
+        self.pages = slots * in_turn if pages is None else pages
         self.pooled = pages is not None
+        self._whole = not self.pooled and in_turn == self._slot_pages  # a slot's pages are one run of the store
         # an entry without a page names the last page, which belongs to no slot
         self.table_SQ = torch.full((slots + 1, self._slot_pages), self.pages, device=device)
         if not self.pooled:
-            self.table_SQ[:slots] = torch.arange(self.pages, device=device).view(slots, self._slot_pages)
+            first_S1 = in_turn * torch.arange(slots, device=device)[:, None]
+            self.table_SQ[:slots] = first_S1 + torch.arange(self._slot_pages, device=device) % in_turn
         self.free = list(range(self.pages - 1, -1, -1)) if self.pooled else []
         self.owned: list[list[int]] = [[] for _ in range(slots)]  # each slot's pages, where they come from a pool
         self.uses = [0] * self.pages  # slots that have reserved each page of a pool
@@ -161,7 +172,7 @@ class PagedStorage:
 
     def select(self, rows: Rows, in_order: bool) -> None:
         self._table_BQ = self.table_SQ[rows.slot_B]
-        self._adjacent = in_order and not self.pooled  # row b's pages are the b-th run of the store: it is read as a view
+        self._adjacent = in_order and self._whole  # row b's pages are the b-th run of the store: it is read as a view
 
     def allocate(self, layers: Sequence[int], heads: int, width: int, value_width: int, dtype: torch.dtype) -> None:
         new = [number for number in layers if self._layers[number] is None]
@@ -210,7 +221,7 @@ class PagedStorage:
 
     def _adjacent_from(self, slot: int, pages: int) -> int | None:
         """The slot's first page, if its first pages are adjacent in the store."""
-        if not self.pooled:
+        if self._whole:
             return slot * self._slot_pages if slot < self.slots and pages <= self._slot_pages else None
         own = self.owned[slot][:pages] if slot < self.slots else []
         return own[0] if len(own) == pages > 0 and own == list(range(own[0], own[0] + pages)) else None

@@ -12,8 +12,11 @@ from benchmarks.tiny import SHAPES, build
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.settings import Controls
 from drafttrain.features.online import Online
+from drafttrain.model import cached_layers
 from drafttrain.model.batch import TrainBatch
+from drafttrain.model.kv_cache import KVCache
 from tests.helpers import drafted_and_predicted, prompts, tiny_target
 
 WINDOW = {"sliding_window": 9}
@@ -56,6 +59,40 @@ def test_greedy_output_is_plain_decodings(case: str, batch: int) -> None:
     plain = Decoder(target, None, *settings).run(asked, 1).results
     drafted = Decoder(target, build(name, target, 0.5, **options), *settings, prefill_chunk=6).run(asked, batch).results
     assert [r.tokens for r in drafted] == [r.tokens for r in plain]
+
+
+@pytest.mark.sampled(case=("eagle3, dynamic", "dflash"), every=[None])
+@pytest.mark.parametrize("every", [None, 2], ids=["each step read at once", "static shapes"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_cache_that_keeps_its_window_alone_drafts_the_same(
+    case: str, every: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and outputs of several times the memory, ragged, in chunks, over fewer slots."""
+    name, options = CASES[case]
+    target, caches = tiny_target(), list[KVCache]()
+    asked = [(prompts(1, seed=n, longest=9)[0] * 150)[: 110 + 20 * n] for n in range(3)]
+    drafter = build(name, target, 0.5, **options)
+
+    def decoded() -> list[tuple[list[int], int, list[int]]]:
+        decoder = Decoder(
+            target, drafter, "greedy", Sampling(), max_new_tokens=50, prefill_chunk=90, controls=Controls(read_every=every)
+        )
+        return [(r.tokens, r.verifications, r.accepted) for r in decoder.run(asked, 2).results]
+
+    monkeypatch.setattr(cached_layers, "AT_ONCE", 10**6)
+    whole = decoded()
+    monkeypatch.setattr(cached_layers, "AT_ONCE", 64)
+    opened = KVCache.__init__
+
+    def noted(cache: KVCache, *given: Any, **more: Any) -> None:
+        opened(cache, *given, **more)
+        caches.append(cache)
+
+    monkeypatch.setattr(KVCache, "__init__", noted)
+    assert decoded() == whole
+    kept = [cache for cache in caches if cache.kept is not None]
+    assert bool(kept) == (options["layer"] == WINDOW)
+    assert all(cache.pages == 4 * cache.slots < cache.slots * cache.capacity // 32 for cache in kept)
 
 
 @pytest.mark.parametrize("case", CHANGED)

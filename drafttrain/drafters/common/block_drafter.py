@@ -325,7 +325,8 @@ class BlockState(CachedState):
 
     def __init__(self, drafter: BlockDrafter, slots: int, max_len: int) -> None:
         """The block takes its positions after the context, even if few of its drafts become nodes."""
-        self.cached = CachedLayers(drafter.fused_layers, slots, max_len + drafter.shape.size)
+        layers = drafter.fused_layers
+        self.cached = CachedLayers(layers, slots, max_len + drafter.shape.size, window=layers.window)
         super().__init__(self.cached.kv, slots, drafter.draft_length)
         self.drafter, self.grower = drafter, drafter.proposal.grower(self.kv.device)
         self._chained = [layer.rule.chained for layer in drafter.all_layers()]

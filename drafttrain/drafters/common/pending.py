@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafttrain.model import cached_layers
 from drafttrain.model.drafter import Commit, RevertibleState
 from drafttrain.model.kv_cache import KVCache
 
@@ -160,7 +161,8 @@ class CachedState(RevertibleState):
 
     def _consume_all_but_last(self, commit: Commit, slot_B: Tensor) -> None:
         earlier, last = split_last(commit)
-        self.consume(earlier, slot_B)
+        for part in [earlier] if self.kv.kept is None else earlier.split(cached_layers.AT_ONCE):
+            self.consume(part, slot_B)
         self.pending.add(last, slot_B, empty=True)
 
     def take_pending(self, slot_B: Tensor) -> Commit:

@@ -176,7 +176,7 @@ class Recurrent(FeedsBack):
         return self.fused_layers
 
     def passes(self, slots: int, positions: int) -> CachedLayers:
-        return CachedLayers(self.fused_layers, slots, positions)
+        return CachedLayers(self.fused_layers, slots, positions, window=self.fused_layers.window)
 
     def unroll(
         self, batch: TrainBatch, state_BTH: Tensor, steps: int, detach: bool = False

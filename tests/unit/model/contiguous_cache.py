@@ -18,7 +18,9 @@ class ContiguousStorage:
 
     paged = False
 
-    def __init__(self, layers: int, slots: int, max_len: int, device: torch.device, pages: int | None) -> None:
+    def __init__(
+        self, layers: int, slots: int, max_len: int, device: torch.device, pages: int | None, kept: int | None = None
+    ) -> None:
         self.page = self.capacity = max_len
         self.pages, self.layers = slots, layers
         self._empty, self._device = set(range(slots)), device
