@@ -23,7 +23,7 @@ The design:
 - Decoding has a cache of its own, as every drafter that is a language model: the decoder gives a drafter the target's states,
   not its cache. The text is computed a second time, with the random tokens of the next pass.
 - Random tokens are a function of the position in decoding and evaluation: neither the batch, nor an earlier step, nor a
-  captured graph changes them. In training they also depend on the batch and the step: an anchor gets new ones each time.
+  captured graph changes them. In training they also depend on the anchor's tokens and the step: it gets new ones each time.
 """
 
 from __future__ import annotations
@@ -100,6 +100,9 @@ class Uno(Autoregressive):
         super().recompute()
         self.matrices.recompute()
 
+    def resolved_options(self) -> dict[str, Any]:
+        return {"lora_targets": self.matrices.kinds}
+
     def training_positions(self, length: int) -> int:
         return round(length * (1 + sum(self.retention.shares(self._slots))))
 
@@ -129,8 +132,10 @@ class Uno(Autoregressive):
         anchors = [group.anchors.source_BA.repeat_interleave(group.size, 1) for group in chains.groups]
         if not anchors:
             return position_BX
-        key_BX = batch.places(torch.cat(anchors, 1))
-        seed = batch.digest ^ int(batch.progress * 2**32)  # of no generator, so that a resumed run draws the same
+        # of the text and the step, and of no generator: a resumed run and another packing draw the same
+        source_BX = torch.cat(anchors, 1)
+        key_BX = batch.token_BT.gather(1, source_BX) * self._vocab + batch.after(1).gather(1, source_BX)
+        seed = int(batch.progress * 2**32)
         return random_tokens(position_BX.flatten(), self._vocab, seed, key_BX.flatten()).view_as(position_BX)
 
     def random_table(self) -> Tensor:

@@ -119,11 +119,6 @@ class TrainBatch:
         place_P = torch.arange(1, token_BT.numel() + 1, device=token_BT.device)
         return int(((token_BT + 1) * (place_P * _ODD).view_as(token_BT)).sum())
 
-    def places(self, column_BA: Tensor) -> Tensor:
-        """[B, A] the numbers that columns of this batch have in the flattened whole sequences."""
-        first = 0 if self.span is None else self.span.first
-        return self.length * torch.arange(len(column_BA), device=column_BA.device)[:, None] + column_BA + first
-
     def to(self, device: torch.device) -> TrainBatch:
         hidden = {k: h.to(device) for k, h in self.hidden.items()}
         token_BT, position_BT = self.token_BT.to(device), self.position_BT.to(device)

@@ -38,6 +38,7 @@ class PositionLora(nn.Module):
         for name, (inputs, outputs) in linear_maps(target, options.targets).items():
             added[name] = LowRank(inputs, outputs, options.rank, self.scale)
             _plant(self, name, added[name])
+        self.kinds = sorted({name.rpartition(".")[2] for name in added})  # last parts of the maps' names
         self._view = FrozenRef(target.with_added(added))
 
     def run(

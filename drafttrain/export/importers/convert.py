@@ -25,7 +25,6 @@ from drafttrain.model.drafter import Drafter
 from drafttrain.ops.build import cache_folder
 from drafttrain.targets.load import LoadedTarget
 
-RECORD = "drafttrain.json"  # in our own exports: options and decode settings that the layout cannot hold
 DROPPED = {"adapter"}  # an option that does not return: a trained target was exported merged, as an ordinary target
 FORM = 2  # version of the cache's content; a change converts everything again
 
@@ -38,7 +37,7 @@ def converted(found: Foreign, loaded: LoadedTarget, say: Say) -> Path:
     Raises UserError for a directory that is no drafter, not for this target, or damaged. Nothing is left in these cases.
     """
     row = recognised(found)
-    check_merged(found.origin, _record(found))
+    check_merged(found.origin, found.record)
     final = cache_folder() / "imports" / f"{found.directory.resolve().name}-{_key(found, loaded)}"
     if not (final / META).is_file():
         _keep(final, taken(row, found, loaded))
@@ -134,13 +133,9 @@ def _check(row: Importer, draft: Draft, own: Mapping[str, Tensor]) -> None:
             raise UserError(f"{found.origin}: {theirs} is {given[name].dtype}, {tensor.dtype} is needed; fetch it again")
 
 
-def _record(found: Foreign, family: str | None = None) -> dict[str, Any]:
-    """The record that our own export of this family, or of any, wrote into the directory; empty where there is none."""
-    try:
-        record = json.loads((found.directory / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) and (family is None or record.get("family") == family) else {}
+def _record(found: Foreign, family: str) -> dict[str, Any]:
+    """The record that our own export of this family wrote into the directory; empty where there is none."""
+    return found.record if found.record.get("family") == family else {}
 
 
 def _key(found: Foreign, loaded: LoadedTarget) -> str:

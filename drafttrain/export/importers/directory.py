@@ -25,6 +25,7 @@ from drafttrain.targets.weights import listed_files
 
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", "adapter_model.safetensors")
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt", "adapter_model.bin")
+RECORD = "drafttrain.json"  # in our own exports: options and decode settings that the layout cannot hold
 CONFIGS = ("config.json", "adapter_config.json")
 FETCHED = (".json", ".txt", ".model", ".jinja", ".safetensors")
 AGAIN = "fetch it again"
@@ -74,6 +75,15 @@ class Foreign:
         if not index.is_file():
             return [self.directory / name] if (self.directory / name).is_file() else []
         return listed_files(index, self.origin)
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """What our own export wrote into the directory; empty where there is nothing of it."""
+        try:
+            record = json.loads((self.directory / RECORD).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return record if isinstance(record, dict) else {}
 
     @property
     def pickled(self) -> bool:

@@ -53,15 +53,20 @@ def _from(path: str, rank: int = 0, alpha: int = 16) -> dict[str, Any]:
     return own | {"lora_rank": rank, "lora_alpha": alpha}
 
 
-def _adapter_options(found: Foreign, target: Target) -> dict[str, Any]:
-    """Options from the adapter's configuration. Its base model is in the folder `base`, if exported there, or where it says."""
-    found.wants("peft_type", found.field("peft_type"), ("LORA",), "but draft models here are adapted by LoRA")
+def check_plain(found: Foreign) -> None:
+    """Raise UserError for an adapter that is not LoRA's two matrices for each map, of one rank."""
+    found.wants("peft_type", found.field("peft_type"), ("LORA",), "but models here are adapted by LoRA")
     for key, allowed in PLAIN.items():
         found.wants(key, found.config.get(key), allowed, "but adapters here are plain LoRA")
     for key in EMPTY:
         found.wants(
             key, found.config.get(key) or None, (None, "nothing"), "but adapters here have one rank and no other weights"
         )
+
+
+def _adapter_options(found: Foreign, target: Target) -> dict[str, Any]:
+    """Options from the adapter's configuration. Its base model is in the folder `base`, if exported there, or where it says."""
+    check_plain(found)
     alpha = found.field("lora_alpha")
     if not isinstance(alpha, int | float) or int(alpha) != alpha:
         raise UserError(f"{found.origin}: lora_alpha is {alpha!r}; a whole number is needed")

@@ -20,6 +20,7 @@ from drafttrain.export.importers import (
     pard,
     peagle,
     redrafter,
+    uno,
     xpress,
 )
 from drafttrain.export.importers.directory import Foreign
@@ -27,13 +28,17 @@ from drafttrain.export.importers.row import Importer
 
 HEADS = (eagle3, peagle, eagle, medusa, hydra, redrafter, mlp_speculator, mtp)
 BLOCKS = (dflash, dspark, dflash2, jetspec, domino, xpress, lilicorr)
-MODULES = (*HEADS, *BLOCKS, draft_model, pard)
+MODULES = (*HEADS, *BLOCKS, draft_model, pard, uno)
 IMPORTERS: list[Importer] = [row for module in MODULES for row in module.ROWS]
 
 
 def recognised(found: Foreign) -> Importer:
-    """The layout of a directory. Raises UserError where none, or more than one, recognises it."""
+    """The layout of a directory. Raises UserError where none, or more than one, recognises it.
+
+    Files that several families could have written are of the family that our own export's record names.
+    """
     fits = [row for row in IMPORTERS if row.knows(found)]
+    fits = [row for row in fits if row.family == found.record.get("family")] or fits
     if len(fits) == 1:
         return fits[0]
     if fits:

@@ -14,10 +14,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafttrain.drafters.uno import random_tokens
 from drafttrain.export.readers.causal_lm import add_matrices, layers_of, plan_of
 from drafttrain.export.readers.layer import Cache, rms
 from drafttrain.export.readers.parts import Config, Point, Reading, TargetParts, Tensors, each
+
+MOST = (1 << 64) - 1
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64 (Steele et al. 2014)
+KEY = 0, 0, 4  # seed, request, and what the numbers are for
+
+
+def random_tokens(position_N: Tensor, vocab: int) -> Tensor:
+    """[N] the token that the checkpoint reads at each position."""
+    return torch.tensor([_number(position) * vocab >> 53 for position in position_N.tolist()])
+
+
+def _number(position: int) -> int:
+    """53 random bits."""
+    word, request, purpose = KEY
+    for part in (request, position, purpose):
+        word = _mixed(word ^ _mixed(part + GOLDEN))
+    return word >> 11
+
+
+def _mixed(word: int) -> int:
+    word = (word + GOLDEN) & MOST
+    word = (word ^ word >> 30) * FIRST & MOST
+    word = (word ^ word >> 27) * SECOND & MOST
+    return word ^ word >> 31
 
 
 def sglang(directory: Path, target: TargetParts, points: Sequence[Point]) -> Reading:

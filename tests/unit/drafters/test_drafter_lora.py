@@ -56,7 +56,7 @@ def test_a_head_over_a_part_of_the_vocabulary_is_one_too() -> None:
         ("medusa", {}, ["linaer"], "train.lora.targets has linaer; the drafter's trained linear maps are linear, output"),
         ("peagle", {}, ["q_proj", "embed_tokens"], "targets has embed_tokens; the drafter's trained linear maps are down_proj"),
         ("prompt_lookup", {}, [], "finds no linear map to adapt; the drafter's trained linear maps are none"),
-        ("draft_model", {"lora_rank": 2}, [], "this one has some; set drafter.lora_rank=0"),
+        ("draft_model", {"lora_rank": 2}, [], "this one has some; leave train.lora out, or set drafter.lora_rank=0"),
     ],
 )
 def test_what_cannot_be_adapted_is_one_line(name: str, options: dict[str, Any], targets: list[str], says: str) -> None:

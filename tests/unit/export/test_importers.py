@@ -28,6 +28,7 @@ from tests.exports import CASES, TEXTS, deep, loaded, opened, written
 NOT_BACK = ("llamacpp", "stitched")  # GGUF is not imported; of a stitched target `drafter.source` reads the module
 PAIRS = [(family, stack) for family in TABLE for stack in loads(family) if stack not in NOT_BACK]
 TAPPED = {("eagle3", "lmdeploy"): "deep", ("dflash", "lmdeploy"): "qwen3"}  # the targets whose states it gives out
+RECORDED = ("uno",)  # without our record it could be the adapter of a draft model
 ELSEWHERE = ("source", "path", "blocks", "lora_rank", "lora_alpha")  # a language model comes back as one from a directory
 
 
@@ -90,6 +91,9 @@ def test_what_goes_out_comes_back(family: str, stack: str, exported: Any, tmp_pa
             check_drafts(again, golden if dtype == "float32" else made(again, TEXTS))
             written(again, made(again, TEXTS), stack, tmp_path / f"{case}-{dtype}-again", dtype)
             check_same(weights_of(out), weights_of(tmp_path / f"{case}-{dtype}-again"))
+            back += 1
+            if family in RECORDED:
+                continue
             for name in (RECORD, LISTED):
                 (out / name).unlink()
             bare = imported(out, target)
@@ -97,7 +101,6 @@ def test_what_goes_out_comes_back(family: str, stack: str, exported: Any, tmp_pa
             about = bare.meta.imported
             assert about is not None and about["dtype"] == dtype
             assert {k: network(bare)[k] for k in about["determined"]} == {k: network(again)[k] for k in about["determined"]}
-            back += 1
     assert back, "the pair has a case that it exports"
 
 
