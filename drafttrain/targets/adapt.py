@@ -20,7 +20,7 @@ from drafttrain.model.lora import LoraSpec
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.shallow import weight_sharing_copy
-from drafttrain.targets.structure import find_blocks
+from drafttrain.targets.structure import find_blocks, register
 
 NAME = "default"  # peft's name for a single adapter
 
@@ -45,7 +45,7 @@ class Adapter(nn.Module):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-                _plant(self, name.replace(f".{NAME}.", "."), parameter)
+                register(self, name.replace(f".{NAME}.", "."), parameter)
         self._original = FrozenRef(original)
         self._target = FrozenRef(HFTarget(model.eval(), original.stop_ids, frozen=False))
 
@@ -101,13 +101,3 @@ def _modules(model: nn.Module, blocks: int, spec: LoraSpec) -> list[str]:
             f"the blocks' linear maps are {', '.join(known) or 'none'}"
         )
     return list(spec.modules) or known
-
-
-def _plant(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register a parameter under a dotted name."""
-    *path, last = name.split(".")
-    for part in path:
-        if part not in dict(root.named_children()):
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    root.register_parameter(last, parameter)

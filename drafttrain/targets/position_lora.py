@@ -22,7 +22,7 @@ from drafttrain.model.masks import Documents
 from drafttrain.model.target import Taps, TargetOut
 from drafttrain.targets.experts import find_experts
 from drafttrain.targets.hf import HFTarget
-from drafttrain.targets.structure import find_blocks
+from drafttrain.targets.structure import find_blocks, register
 
 
 class PositionLora(nn.Module):
@@ -37,7 +37,7 @@ class PositionLora(nn.Module):
         added: dict[str, LowRank] = {}
         for name, (inputs, outputs) in linear_maps(target, options.targets).items():
             added[name] = LowRank(inputs, outputs, options.rank, self.scale)
-            _plant(self, name, added[name])
+            register(self, name, added[name])
         self.kinds = sorted({name.rpartition(".")[2] for name in added})  # last parts of the maps' names
         self._view = FrozenRef(target.with_added(added))
 
@@ -104,13 +104,3 @@ def _widths(module: nn.Module) -> tuple[int, int]:
         return module.nx, module.nf
     assert isinstance(module, nn.Linear)
     return module.in_features, module.out_features
-
-
-def _plant(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register a module under a dotted name."""
-    *path, last = name.split(".")
-    for part in path:
-        if part not in dict(root.named_children()):
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    root.add_module(last, module)

@@ -56,6 +56,16 @@ def _text_parts(model: Any) -> list[Any]:
     return [part for part in model.modules() if isinstance(part, PreTrainedModel) and isinstance(part.config, kind)]
 
 
+def register(root: nn.Module, name: str, item: nn.Module | nn.Parameter) -> None:
+    """Register a module or a parameter under a dotted name."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in dict(root.named_children()):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    setattr(root, last, item)
+
+
 def set_depth(config: Any, blocks: int) -> Any:
     """Set the number of blocks of a transformers configuration, in place; layer types repeat. Returns its text part."""
     text = config.get_text_config()
