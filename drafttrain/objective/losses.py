@@ -212,7 +212,7 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
     rank_PK = torch.full((len(token_P), K), -1, device=token_P.device)
     mass_PK, confidence_PK = (torch.zeros(len(token_P), K, device=token_P.device) for _ in range(2))
     predictions = [p for p in _predictions(drafter, batch) if p.counted]
-    scores = _scores(predictions, batch, target, width)
+    scores = _scores(predictions, batch, target, width, drafter.confident)
     for prediction, (rank_M, mass_M, sure_M) in zip(predictions, scores, strict=True):
         if not prediction.every_step:
             if prediction.step < K:
@@ -241,12 +241,12 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
 
 
 def _scores(
-    predictions: Sequence[Prediction], batch: TrainBatch, target: Target, width: int
+    predictions: Sequence[Prediction], batch: TrainBatch, target: Target, width: int, confident: bool
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of each step, [M] each: the true token's rank among the choices, `width` if beyond; the acceptance sum min(p, q); the
-    drafter's `confidence_of` its choice."""
+    """Of each step, [M] each: the true token's rank among the choices, `width` if beyond; the acceptance sum min(p, q); of a
+    confident drafter the `confidence_of` its choice, else 0."""
     distribution, token_P = target_distribution(batch, target), batch.token_BT.flatten()
-    empty = [torch.empty(2, len(p.label_M), device=token_P.device) for p in predictions]
+    empty = [torch.zeros(2, len(p.label_M), device=token_P.device) for p in predictions]
     found = [(torch.empty_like(p.label_M), *mass_and_sure_2M) for p, mass_and_sure_2M in zip(predictions, empty, strict=True)]
     places = [batch.teacher_index(p.label_M) for p in predictions]
     for chunk in chunks(places, list(range(len(predictions))), EVAL_CHUNK):
@@ -262,5 +262,6 @@ def _scores(
             rank_M, mass_M, sure_M = found[part.step]
             rank_M[part.row_C] = hit_CR.int().argmax(-1).masked_fill(~hit_CR.any(-1), width)
             mass_M[part.row_C] = torch.minimum(q_CV.float().softmax(-1), p_CV.float().softmax(-1)).sum(-1)
-            sure_M[part.row_C] = confidence_of(q_CV)
+            if confident:
+                sure_M[part.row_C] = confidence_of(q_CV)
     return found
