@@ -34,6 +34,7 @@ FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal
 ASKING = ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu", "numpy")
 FRESH = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")  # allocate and write nothing
 LIFTED = "lift_fresh"  # a number of the program text: an argument of the launch
+BRINGING = {"index_put": 2, "index_put_": 2, "copy_": 1}  # the place of what they write
 POISON = -77  # of whole numbers
 
 
@@ -126,6 +127,7 @@ class Recorded(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self._own: set[int] = set()  # storages that only this graph has
+        self._numbers: set[int] = set()  # those of them that lie with the host
         self._before: list[tuple[Tensor, Tensor]] = []  # tensors of the program that were written to, and what they held
         self._seen: set[int] = set()
 
@@ -135,8 +137,12 @@ class Recorded(TorchDispatchMode):
         assert name != LIFTED or args[0].ndim == 0, "data is brought to the device"
         if name in ("index", "index_put", "index_put_"):
             assert not any(i is not None and i.dtype == torch.bool for i in args[1]), f"{func} counts what a mask selects"
+        if name in BRINGING:  # on a GPU `x[index] = 0` copies the number there; `x.index_fill_` takes it as an argument
+            values = args[BRINGING[name]]
+            assert key(values) not in self._numbers, f"{func} brings a number to the device"
         if name == LIFTED:
             self._own.add(key(args[0]))
+            self._numbers.add(key(args[0]))
         self._remember(func, args, kwargs)
         taken = {key(x) for x in tensors((args, kwargs))}
         result = func(*args, **kwargs)

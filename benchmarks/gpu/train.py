@@ -84,6 +84,7 @@ def loss(name: str, machine: Machine) -> dict[str, Any]:
     found: dict[str, Any] = {}
     gradients: dict[str, Tensor] = {}
     for way, how in ways.items():
+        objective.zero_grad()  # so that both ways begin without gradients in memory
         found[f"{way}_bytes"] = peak(partial(step, how), machine)
         assert drafter.scale.grad is not None
         gradients[way] = drafter.scale.grad.double()

@@ -49,6 +49,7 @@ class LogitsProcessors:
         self._placeholder = placeholder
         self.penalty, self._device = penalty, device
         self.seen_SV = torch.zeros(slots, vocab, dtype=torch.bool, device=device) if penalty != 1.0 else None
+        self._seen_1 = torch.ones(1, dtype=torch.bool, device=device)  # what `add` writes: a graph takes no number of the host
         self._least_S = torch.zeros(slots, dtype=torch.long, device=device)  # tokens before which stop tokens are barred
         self._stop = StopTokens(slots, device)
         self._barring: set[int] = set()
@@ -73,7 +74,8 @@ class LogitsProcessors:
         """Append the first count_B tokens of each row to its text. The root is in the text already."""
         if self.seen_SV is not None:
             new_BA = torch.arange(token_BA.shape[1], device=token_BA.device) < count_B[:, None]
-            self.seen_SV[slot_B[:, None], torch.where(new_BA, token_BA, root_B[:, None])] = True
+            at_BA = torch.where(new_BA, token_BA, root_B[:, None])
+            self.seen_SV.index_put_((slot_B[:, None], at_BA), self._seen_1)
 
     def __call__(self, logits_BNV: Tensor, token_BN: Tensor, ancestor_BNN: Tensor, slot_B: Tensor, made_B: Tensor) -> Tensor:
         """The processed logits. made_B: new tokens of each row's text so far, the root included.

@@ -50,7 +50,8 @@ class SlotState:
 
     def begin(self, slot_B: Tensor, root_B: Tensor) -> None:
         """The first tokens of new texts."""
-        self.root_S[slot_B], self.made_S[slot_B] = root_B, 1
+        self.root_S[slot_B] = root_B
+        self.made_S.index_fill_(0, slot_B, 1)
 
     def fall_back(self, slot: int, tokens: Sequence[int]) -> None:
         """The slot's text is these tokens; plain decoding continues it."""

@@ -57,7 +57,7 @@ class LookupState(RevertibleState):
         self.power_P = powers(max_len + 2, device)  # of the hash's base
 
     def reset(self, slot_R: Tensor) -> None:
-        self.length_S[slot_R] = 0
+        self.length_S.index_fill_(0, slot_R, 0)
 
     def observe(self, commit: Commit, slot_B: Tensor) -> None:
         known_BA = torch.cat([commit.token_BA[:, :1], commit.next_BA], 1)  # ends with the root

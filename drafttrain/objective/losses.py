@@ -230,7 +230,7 @@ def teacher_forced(drafter: Drafter, target: Target, batch: TrainBatch, width: i
             rank_PK[pairs.source_M, depth] = rank_P[pairs.label_M]
             mass_PK[pairs.source_M, depth] = mass_P[pairs.label_M]
     root_P = torch.zeros_like(token_P, dtype=torch.bool)
-    root_P[batch.future(1).source_M] = True
+    root_P.index_fill_(0, batch.future(1).source_M, True)
     whole_P = (rank_PK >= 0).all(-1) & root_P
     document_P = (
         batch.document_BT + len(token_P) * torch.arange(len(batch.token_BT), device=token_P.device)[:, None]

@@ -53,6 +53,23 @@ class Flops:
         return (self.per_position or 0.0) * B * T + self.per_pair * B * T * T
 
 
+def _forward(q_BhTD: Tensor, k_BgSD: Tensor, v_BgSD: Tensor, *_: Any) -> int:
+    B, h, T, D = q_BhTD.shape
+    return 2 * B * h * T * k_BgSD.shape[2] * (D + v_BgSD.shape[3])
+
+
+def _backward(_out: Tensor, q_BhTD: Tensor, k_BgSD: Tensor, v_BgSD: Tensor, *_: Any) -> int:
+    """As torch counts it: the scores once more, and four products for the gradients."""
+    B, h, T, D = q_BhTD.shape
+    return 2 * B * h * T * k_BgSD.shape[2] * (3 * D + 2 * v_BgSD.shape[3])
+
+
+KERNELS = ("efficient", "flash", "cudnn")
+# torch 2.11's own formulas take no keys that several query heads share
+ATTENTION = {f"aten::_scaled_dot_product_{name}_attention": _forward for name in KERNELS}
+ATTENTION |= {f"aten::_scaled_dot_product_{name}_attention_backward": _backward for name in KERNELS}
+
+
 class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +79,8 @@ class _Counter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         if packet in flop_registry and not self._again():
-            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            own = ATTENTION.get(packet._qualified_op_name)
+            flops = own(*args) if own else flop_registry[packet](*args, **(kwargs or {}), out_val=out)
             if "attention" in str(packet):
                 self.attention += flops
             else:

@@ -24,7 +24,8 @@ class LastState(RevertibleState):
         self.root_S = torch.zeros(slots, dtype=torch.long, device=like.device)
 
     def reset(self, slot_R: Tensor) -> None:
-        self.hidden_SH[slot_R], self.root_S[slot_R] = 0.0, 0
+        self.hidden_SH.index_fill_(0, slot_R, 0.0)
+        self.root_S.index_fill_(0, slot_R, 0)
 
     def observe(self, commit: Commit, slot_B: Tensor) -> None:
         new_B, held_BH = commit.count_B > 0, self.hidden_SH[slot_B]  # rows without a new position keep what they hold

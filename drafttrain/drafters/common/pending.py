@@ -35,7 +35,7 @@ class PendingPositions:
         self._columns: dict[Any, Tensor] = {}
 
     def clear(self, slot_R: Tensor) -> None:
-        self.count_S[slot_R] = 0
+        self.count_S.index_fill_(0, slot_R, 0)
 
     def has_room(self, columns: int) -> bool:
         return self.most + columns <= self.width
@@ -61,7 +61,7 @@ class PendingPositions:
         columns = self.most if columns is None else columns
         found = {key: x[slot_B, :columns] for key, x in self._columns.items()}
         count_B = self.count_S[slot_B]
-        self.count_S[slot_B] = 0
+        self.count_S.index_fill_(0, slot_B, 0)
         self.most = self.most if others else 0
         return Commit(found.pop("token"), found.pop("next"), found, count_B)
 

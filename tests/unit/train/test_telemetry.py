@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
 
 from drafttrain.core.errors import UserError
 from drafttrain.model.batch import TrainBatch
@@ -76,6 +77,23 @@ def test_attention_grows_with_the_square_of_the_length() -> None:
     assert flops.of(batch(2, 16)) == pytest.approx(2 * 2 * 2 * 3 * 16 * 16 * 8)
     flops.per_position, flops.per_pair = 3.0, 5.0
     assert flops.of(batch(2, 7)) == 3.0 * 14 + 5.0 * 2 * 49
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_a_gpu_s_attention_counts_where_query_heads_share_keys(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11's own formula refused them."""
+    flops = Flops()
+    q_BhTD, k_BgTD, v_BgTD = (torch.zeros(2, heads, 16, 8, device="meta") for heads in (6, 3, 3))
+    packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+    monkeypatch.setitem(flop_registry, packet, refusing)
+    bias = {"flash": (), "efficient": (None, True), "cudnn": (None, True)}[kernel]
+    with flops.counting(batch(2, 16)):
+        packet(q_BhTD, k_BgTD, v_BgTD, *bias)
+    assert flops.of(batch(2, 16)) == pytest.approx(2 * 2 * 2 * 6 * 16 * 16 * 8)
+
+
+def refusing(*_: object, **__: object) -> int:
+    raise AssertionError("shapes are incompatible")
 
 
 @pytest.mark.parametrize(
