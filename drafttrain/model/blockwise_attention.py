@@ -61,10 +61,17 @@ def blockwise_attention(
         tiles = Tiles(seen, rule, max(1, LEAST_TILE // S), S)
         out_BhASD: Tensor = _Tiled.apply(tiles, q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD)
         return out_BhASD
-    if torch.is_grad_enabled() and q_BhASD.is_cuda and _has_kernel(q_BhASD.device, q_BhASD.dtype, q_BhASD.shape[-1]):
+    if torch.is_grad_enabled() and _by_kernel(q_BhASD):
         blocks = (q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD)
         return block_mask_attention(*blocks, seen, rule.chained, rule.window, rule.scale)
     return _tiled(q_BhASD, k_BhASD, v_BhASD, context_k_BhTD, context_v_BhTD, seen, rule)
+
+
+def _by_kernel(q_BhASD: Tensor) -> bool:
+    """Whether FlexAttention computes these blocks: not while a step's operations are counted, for which it has no rule."""
+    if not q_BhASD.is_cuda or torch._C._len_torch_dispatch_stack():
+        return False
+    return _has_kernel(q_BhASD.device, q_BhASD.dtype, q_BhASD.shape[-1])
 
 
 @cache

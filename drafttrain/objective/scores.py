@@ -22,7 +22,7 @@ class Scores(torch.autograd.Function):
     """Autograd function: (loss_C, hit_C, mass_C) from the logits of both models.
 
     It saves one tensor for the backward pass, dloss/dlogits, which is computed together with the loss (`ops.divergence`).
-    spend: it may take the place of the logits, which nothing reads afterwards. row_C: as for `divergence.scores`.
+    spend: it may take the place of the logits, which nothing reads afterwards. row_C, whole_C: as for `divergence.scores`.
     """
 
     @staticmethod
@@ -34,11 +34,12 @@ class Scores(torch.autograd.Function):
         terms: Terms,
         spend: bool = False,
         row_C: Tensor | None = None,
+        whole_C: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wanted = ctx.needs_input_grad[0]
         (first, weight), *others = terms.items()
         into_CV = logits_CV if spend and not others else None
-        found = divergence.scores(logits_CV, target_logits_CV, label_C, first, wanted, into_CV, row_C)
+        found = divergence.scores(logits_CV, target_logits_CV, label_C, first, wanted, into_CV, row_C, whole_C)
         loss_C, slope_CV = found.loss_C, found.slope_CV
         if weight != 1.0 or others:
             loss_C = weight * loss_C
@@ -54,9 +55,9 @@ class Scores(torch.autograd.Function):
         return loss_C, found.hit_C, found.mass_C
 
     @staticmethod
-    def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         (slope_CV,) = ctx.saved_tensors
-        return slope_CV.mul_(grad_C[:, None].to(slope_CV.dtype)), None, None, None, None, None  # needed once
+        return slope_CV.mul_(grad_C[:, None].to(slope_CV.dtype)), None, None, None, None, None, None  # needed once
 
 
 def scores_of(
@@ -134,26 +135,15 @@ def _scores_over_part(
     logits_CD: Tensor, part: PartLogits, terms: Terms, end_to_end: bool, spend: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     best_C, label_C = part.best_C, part.label_C
-    mass_C = _mass(logits_CD, part) if end_to_end else _mass_by_rows(logits_CD.detach(), part)
-    loss_C, hit_C = torch.zeros_like(mass_C), torch.zeros_like(label_C, dtype=torch.bool)
+    # before a gradient takes the logits' place
+    whole_C = divergence.overlap(logits_CD, part.logits_CD, part.log_sum_C) if end_to_end else None
+    loss_C = torch.zeros_like(part.log_sum_C)
+    hit_C, mass_C = torch.zeros_like(label_C, dtype=torch.bool), loss_C
     for name, weight in terms.items():
-        apart_C, hit_C, _ = Scores.apply(logits_CD, part.logits_CD, label_C.clamp_min(0), {name: 1.0}, spend)
+        given = (logits_CD, part.logits_CD, label_C.clamp_min(0), {name: 1.0}, spend, None, part.log_sum_C)
+        apart_C, hit_C, mass_C = Scores.apply(*given)
         learnt_C = (label_C if name == "ce" else best_C) >= 0
         loss_C = loss_C + weight * torch.where(learnt_C, apart_C, 0.0)
-    return 1.0 - mass_C if end_to_end else loss_C, hit_C & (best_C >= 0), mass_C.detach()
-
-
-def _mass(logits_CD: Tensor, part: PartLogits) -> Tensor:
-    """[C] sum min(p, q) over the whole vocabulary."""
-    p_CD = (part.logits_CD.float() - part.log_sum_C[:, None]).exp()
-    return torch.minimum(logits_CD.float().softmax(-1), p_CD).sum(-1)
-
-
-def _mass_by_rows(logits_CD: Tensor, part: PartLogits) -> Tensor:
-    """`_mass` on a part of the rows at a time."""
-    rows = divergence.rows_at_once(logits_CD)
-    found = [
-        _mass(own, PartLogits(theirs, log_sum, part.best_C, part.label_C))
-        for own, theirs, log_sum in zip(*(x.split(rows) for x in (logits_CD, part.logits_CD, part.log_sum_C)), strict=True)
-    ]
-    return torch.cat(found)
+    if whole_C is not None:
+        loss_C, mass_C = 1.0 - whole_C, whole_C
+    return loss_C, hit_C & (best_C >= 0), mass_C.detach()

@@ -37,6 +37,7 @@ def scores(
     want_slope: bool,
     into: Tensor | None = None,
     row_C: Tensor | None = None,
+    whole_C: Tensor | None = None,
 ) -> Scores:
     """The divergence `name` of each prediction, its top-1 agreement and overlap, and the gradient in the logits' dtype if
     wanted.
@@ -46,16 +47,21 @@ def scores(
 
     target_logits_CV may hold -inf. Among equally likely tokens the lowest index counts. into: receives the gradient; it may be
     logits_CV itself, which halves the memory. row_C: the row of target_logits_CV that each prediction is compared with; None:
-    its own. No copy of all these rows is made.
+    its own. No copy of all these rows is made. whole_C: log-sum-exp of the target's logits over a vocabulary of which these are
+    a part; the overlap is then the one over all of it, where q has nothing outside the part. Not with row_C.
     """
     if want_slope and into is None:
         into = torch.empty_like(logits_CV)
     if row_C is not None:
+        assert whole_C is None
         return _of_rows(logits_CV, target_logits_CV, label_C, name, into if want_slope else None, row_C)
-    if name in COMPILED and _compiled(logits_CV, target_logits_CV, label_C, into if want_slope else None):
-        return _on_cpu(logits_CV, target_logits_CV, label_C, name, into if want_slope else None)
     if not _serves(logits_CV, target_logits_CV, into):
-        return _by_rows(logits_CV, target_logits_CV, label_C, name, into if want_slope else None)
+        # before the gradient takes the logits' place
+        mass_C = None if whole_C is None else _overlap_by_rows(logits_CV, target_logits_CV, whole_C)
+        compiled = name in COMPILED and _compiled(logits_CV, target_logits_CV, label_C, into if want_slope else None)
+        way = _on_cpu if compiled else _by_rows
+        found = way(logits_CV, target_logits_CV, label_C, name, into if want_slope else None)
+        return found if mass_C is None else found._replace(mass_C=mass_C)
     from drafttrain.kernels.triton import divergence as kernels
 
     found = Scores(
@@ -65,7 +71,7 @@ def scores(
         into if want_slope else None,
     )
     if len(label_C):
-        kernels.launch(logits_CV, target_logits_CV, label_C, name, *found).run()
+        kernels.launch(logits_CV, target_logits_CV, label_C, name, *found, whole_C).run()
     return found
 
 
@@ -94,6 +100,18 @@ def _on_cpu(logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: 
         if slope_RV is not None and wide_RV is not None and wide_RV is not slope_RV:
             slope_RV.copy_(wide_RV)
     return Scores(loss_C, hit_C, mass_C, into)
+
+
+def overlap(logits_CV: Tensor, target_logits_CV: Tensor, whole_C: Tensor) -> Tensor:
+    """[C] sum min(p, q) over the whole vocabulary, as `scores` with whole_C; differentiable."""
+    p_CV = (target_logits_CV.float() - whole_C[:, None]).exp()
+    return torch.minimum(logits_CV.float().softmax(-1), p_CV).sum(-1)
+
+
+def _overlap_by_rows(logits_CV: Tensor, target_logits_CV: Tensor, whole_C: Tensor) -> Tensor:
+    """`overlap` on a part of the rows at a time."""
+    parts = zip(*(x.split(rows_at_once(logits_CV)) for x in (logits_CV, target_logits_CV, whole_C)), strict=True)
+    return torch.cat([overlap(*part) for part in parts])
 
 
 def rows_at_once(logits_CV: Tensor) -> int:

@@ -44,20 +44,27 @@ def _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP: tl
 
 
 @triton.jit
+def _shift(whole, log_sum_p, WHOLE: tl.constexpr):
+    """What turns log p over the row into log p over the vocabulary that the row is a part of."""
+    return log_sum_p - tl.load(whole) if WHOLE else 0.0
+
+
+@triton.jit
 def pointwise(
-    logits, target, label, loss, hit, mass, slope, vocabulary, logits_C, target_C, slope_C,
-    NAME: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr,
+    logits, target, label, loss, hit, mass, slope, whole, vocabulary, logits_C, target_C, slope_C,
+    NAME: tl.constexpr, SLOPE: tl.constexpr, WHOLE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """ce and kl: the slope at a token depends on p and q at that token only, so it is written in the same pass."""
     c = tl.program_id(0).to(tl.int64)
     logits, target, slope, token = logits + c * logits_C, target + c * target_C, slope + c * slope_C, tl.load(label + c)
     log_sum_q, best_q = _normalise(logits, vocabulary, STEP)
     log_sum_p, best_p = _normalise(target, vocabulary, STEP)
+    shift = _shift(whole + c, log_sum_p, WHOLE)
     loss_V, mass_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)
     for start in range(0, vocabulary, STEP):
         at_V, log_q_V, log_p_V = _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP)
         q_V, p_V = tl.exp(log_q_V), tl.exp(log_p_V)
-        mass_V += tl.minimum(q_V, p_V)
+        mass_V += tl.minimum(q_V, tl.exp(log_p_V + shift) if WHOLE else p_V)
         if NAME == "ce":
             loss_V += tl.where(at_V == token, -log_q_V, 0.0)
             slope_V = q_V - tl.where(at_V == token, 1.0, 0.0)
@@ -73,8 +80,8 @@ def pointwise(
 
 @triton.jit
 def overlap(
-    logits, target, label, loss, hit, mass, slope, vocabulary, logits_C, target_C, slope_C,
-    NAME: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr,
+    logits, target, label, loss, hit, mass, slope, whole, vocabulary, logits_C, target_C, slope_C,
+    NAME: tl.constexpr, SLOPE: tl.constexpr, WHOLE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """tvd and lk. The overlap of distributions far apart underflows, so it is summed in the log domain too, for lk and its
     slope.
@@ -83,6 +90,7 @@ def overlap(
     logits, target, slope = logits + c * logits_C, target + c * target_C, slope + c * slope_C
     log_sum_q, best_q = _normalise(logits, vocabulary, STEP)
     log_sum_p, best_p = _normalise(target, vocabulary, STEP)
+    shift, whole_V = _shift(whole + c, log_sum_p, WHOLE), tl.zeros([STEP], tl.float32)
     mass_V, excess_V, top_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32), tl.full([STEP], LOWEST, tl.float32)
     sum_V, below_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)  # of min(p, q); of q where it is below p
     for start in range(0, vocabulary, STEP):
@@ -90,6 +98,8 @@ def overlap(
         q_V, p_V, least_V = tl.exp(log_q_V), tl.exp(log_p_V), tl.minimum(log_q_V, log_p_V)
         mass_V += tl.minimum(q_V, p_V)
         excess_V += tl.maximum(p_V - q_V, 0.0)
+        if WHOLE:
+            whole_V += tl.minimum(q_V, tl.exp(log_p_V + shift))
         more_V, scale_V = least_V > top_V, tl.exp(-tl.abs(least_V - top_V))
         keep_V, add_V = tl.where(more_V, scale_V, 1.0), tl.where(more_V, 1.0, scale_V)
         sum_V = sum_V * keep_V + add_V
@@ -105,7 +115,7 @@ def overlap(
     else:
         lift, below = 0.0, below * shared
         tl.store(loss + c, tl.sum(excess_V, 0))
-    tl.store(mass + c, shared)
+    tl.store(mass + c, tl.sum(whole_V, 0) if WHOLE else shared)
     tl.store(hit + c, best_q == best_p)
     if SLOPE:
         for start in range(0, vocabulary, STEP):
@@ -131,21 +141,22 @@ def _pull(log_q_V, log_p_V, NAME: tl.constexpr):
 
 @triton.jit
 def curved(
-    logits, target, label, loss, hit, mass, slope, vocabulary, logits_C, target_C, slope_C,
-    NAME: tl.constexpr, SLOPE: tl.constexpr, STEP: tl.constexpr,
+    logits, target, label, loss, hit, mass, slope, whole, vocabulary, logits_C, target_C, slope_C,
+    NAME: tl.constexpr, SLOPE: tl.constexpr, WHOLE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """rkl and jsd: the slope at a token is q times the difference of dloss/dq from its mean under q."""
     c = tl.program_id(0).to(tl.int64)
     logits, target, slope = logits + c * logits_C, target + c * target_C, slope + c * slope_C
     log_sum_q, best_q = _normalise(logits, vocabulary, STEP)
     log_sum_p, best_p = _normalise(target, vocabulary, STEP)
+    shift = _shift(whole + c, log_sum_p, WHOLE)
     loss_V, mass_V, mean_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)
     for start in range(0, vocabulary, STEP):
         _, log_q_V, log_p_V = _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP)
         part_V, pull_V = _pull(log_q_V, log_p_V, NAME)
         loss_V += part_V
         mean_V += tl.exp(log_q_V) * pull_V
-        mass_V += tl.minimum(tl.exp(log_q_V), tl.exp(log_p_V))
+        mass_V += tl.minimum(tl.exp(log_q_V), tl.exp(log_p_V + shift))
     mean = tl.sum(mean_V, 0)
     tl.store(loss + c, tl.sum(loss_V, 0))
     tl.store(mass + c, tl.sum(mass_V, 0))
@@ -163,18 +174,18 @@ KERNELS = {"ce": pointwise, "kl": pointwise, "tvd": overlap, "lk": overlap, "rkl
 
 def launch(
     logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str,
-    loss_C: Tensor, hit_C: Tensor, mass_C: Tensor, slope_CV: Tensor | None,
+    loss_C: Tensor, hit_C: Tensor, mass_C: Tensor, slope_CV: Tensor | None, whole_C: Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """The launch that fills loss, hit, mass and slope. slope_CV may be logits_CV, since every step reads its part before
-    writing it.
+    writing it. whole_C: as for `ops.divergence.scores`.
     """
     C, V = logits_CV.shape
     out_CV = logits_CV if slope_CV is None else slope_CV
     arguments = {
         "logits": logits_CV, "target": target_logits_CV, "label": label_C.contiguous(), "loss": loss_C,
-        "hit": hit_C, "mass": mass_C, "slope": out_CV, "vocabulary": V, "logits_C": logits_CV.stride(0),
-        "target_C": target_logits_CV.stride(0),
-        "slope_C": out_CV.stride(0), "NAME": name, "SLOPE": slope_CV is not None,
+        "hit": hit_C, "mass": mass_C, "slope": out_CV, "whole": loss_C if whole_C is None else whole_C.contiguous(),
+        "vocabulary": V, "logits_C": logits_CV.stride(0), "target_C": target_logits_CV.stride(0),
+        "slope_C": out_CV.stride(0), "NAME": name, "SLOPE": slope_CV is not None, "WHOLE": whole_C is not None,
         "STEP": min(STEP, max(triton.next_power_of_2(V), 128)),
     }  # fmt: skip
     return Launch(KERNELS[name], (C,), arguments, 8)

@@ -80,9 +80,9 @@ def test_attention_compiles(case: str, capability: int, tmp_path: Path) -> None:
     from drafttrain.kernels.triton import tree_attention as kernels
 
     nodes, heads, kv_heads, width, dtype, window, earlier = (*ATTENTION[case], 0)[:7]
-    q, keys = meta(2, nodes, heads, width, dtype=dtype), meta(300, 32, kv_heads, width, dtype=dtype)
-    numbers = (meta(2, 256), meta(2), meta(2, nodes, words_for(earlier + nodes)), meta(2, nodes))
-    launches = kernels.launches(q, keys, keys, *numbers, meta(2, nodes, heads * width, dtype=dtype), 0.1, window, 8192, earlier)
+    q, keys = meta(1, nodes, heads, width, dtype=dtype), meta(300, 32, kv_heads, width, dtype=dtype)
+    numbers = (meta(1, 256), meta(1), meta(1, nodes, words_for(earlier + nodes)), meta(1, nodes))
+    launches = kernels.launches(q, keys, keys, *numbers, meta(1, nodes, heads * width, dtype=dtype), 0.1, window, 8192, earlier)
     assert len(launches) == 2
     for launch in launches:
         check(launch.compile(capability), capability, tmp_path)
@@ -99,8 +99,9 @@ def test_divergence_compiles(name: str, capability: int, tmp_path: Path) -> None
     sizes = ((128256, torch.bfloat16, True), (50257, torch.float32, False), (128256, torch.float16, True))
     for vocabulary, dtype, sloped in sizes:
         logits = meta(64, vocabulary, dtype=dtype)
-        launch = kernels.launch(logits, logits, meta(64), name, number, hit, number, logits if sloped else None)
-        check(launch.compile(capability), capability, tmp_path)
+        given = (logits, logits, meta(64), name, number, hit, number, logits if sloped else None)
+        for whole in (None, number):  # None: the target's vocabulary is the row's
+            check(kernels.launch(*given, whole).compile(capability), capability, tmp_path)
 
 
 @needs_triton

@@ -259,6 +259,19 @@ def test_divergence(name: str, vocabulary: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", divergence_op.NAMES)
+def test_overlap_over_the_vocabulary_that_the_row_is_a_part_of(name: str) -> None:
+    logits, law, label = laws(3, 2500, torch.float32, masked=name != "rkl")
+    part, target, label = logits[:, :2100], law[:, :2100], label % 2100
+    assert jit.serves(part)
+    found = divergence_op.scores(part, target, label, name, want_slope=True, whole_C=law.logsumexp(-1))
+    own = divergence_op.scores(part, target, label, name, want_slope=True)
+    whole = torch.minimum(torch.nn.functional.pad(part.softmax(-1), (0, 400)), law.softmax(-1)).sum(-1)
+    torch.testing.assert_close(found.mass_C, whole, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found.loss_C, own.loss_C) and torch.equal(found.slope_CV, own.slope_CV)
+    assert bool((found.mass_C < own.mass_C).any())
+
+
+@pytest.mark.parametrize("name", divergence_op.NAMES)
 def test_divergence_where_it_is_told(name: str) -> None:
     """The slope over the logits themselves, rows of a wider tensor, nothing but the loss."""
     wide, law, label = laws(4, 2500, torch.float32, masked=name != "rkl")

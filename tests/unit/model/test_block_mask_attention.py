@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from drafttrain.model import blockwise_attention as blockwise
-from drafttrain.model.batch import Context
+from drafttrain.model.batch import Context, TrainBatch
 from drafttrain.model.block_mask_attention import TILE, block_mask_attention, mask_of, tiles
 from drafttrain.model.blockwise_attention import Rule, blockwise_attention
+from drafttrain.train.flops import Flops
 
 COLUMNS, BLOCKS, SLOTS = 200, 40, 8
 RULES = [Rule(), Rule(chained=True), Rule(chained=True, window=20), Rule(window=5, scale=0.3)]
@@ -45,6 +49,18 @@ def test_result_is_that_of_the_tiles(rule: Rule, kv_heads: int) -> None:
     with torch.no_grad():  # FlexAttention has no gradient on a CPU
         found = block_mask_attention(*inputs, context(), rule.chained, rule.window, rule.scale, flex_attention)
         torch.testing.assert_close(found, blockwise_attention(*inputs, context(), rule), atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_whose_operations_are_counted_uses_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is decided then: the next step uses the kernel."""
+    asked = list[torch.device]()
+    monkeypatch.setattr(blockwise, "_has_kernel", lambda device, *_: asked.append(device) or True)
+    queries: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 3, 4, 16))
+    grid_BT = torch.zeros(1, 4, dtype=torch.long)
+    with Flops().counting(TrainBatch(grid_BT, grid_BT, grid_BT, grid_BT.bool())):
+        assert not blockwise._by_kernel(queries)
+    assert not asked
+    assert blockwise._by_kernel(queries)
 
 
 def test_failure_is_a_warning_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
