@@ -19,8 +19,8 @@ from torch import Tensor
 
 from drafttrain.model.causal_attention import by_document
 from drafttrain.model.masks import Documents
+from drafttrain.ops.later_steps import dot, merged, merged_backward, wide
 
-DOT = 1024  # positions whose vectors are float32 at once
 ROWS = 256  # queries whose scores are in memory at once, where there is no fused kernel
 aten = torch.ops.aten
 
@@ -59,13 +59,9 @@ class _Unrolled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BhTD: Tensor, steps: int, window: int | None, *both: Tensor) -> Tensor:
         keys, values = both[:steps], both[steps:]
-        first_BhTD, lse_BhT = _causal(q_BhTD, keys[0], values[0], window)
-        own_iBhT = [_dot(q_BhTD, k) * q_BhTD.shape[-1] ** -0.5 for k in keys[1:]]
-        joint_BhT = torch.stack([lse_BhT, *own_iBhT]).logsumexp(0) if own_iBhT else lse_BhT
-        out_BhTD = first_BhTD * (lse_BhT - joint_BhT).exp()[..., None] if own_iBhT else first_BhTD
-        for own_BhT, value_BgTD in zip(own_iBhT, values[1:], strict=True):
-            out_BhTD = out_BhTD + _scaled((own_BhT - joint_BhT).exp(), value_BgTD)
-        out_BhTD = out_BhTD.to(q_BhTD.dtype)
+        out_BhTD, joint_BhT = _causal(q_BhTD, keys[0], values[0], window)
+        if steps > 1:
+            out_BhTD, joint_BhT = merged(q_BhTD, out_BhTD, joint_BhT, keys[1:], values[1:])
         ctx.steps, ctx.window = steps, window
         ctx.save_for_backward(q_BhTD, out_BhTD, joint_BhT, *both)
         return out_BhTD
@@ -74,43 +70,12 @@ class _Unrolled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_BhTD = grads[0].contiguous()
         q_BhTD, out_BhTD, joint_BhT, *both = ctx.saved_tensors
-        keys, values, scale = both[: ctx.steps], both[ctx.steps :], q_BhTD.shape[-1] ** -0.5
+        keys, values = both[: ctx.steps], both[ctx.steps :]
         to_q, to_k, to_v = _causal_backward(grad_BhTD, q_BhTD, keys[0], values[0], out_BhTD, joint_BhT, ctx.window)
-        to_keys, to_values = [to_k], [to_v]
         if ctx.steps == 1:
             return to_q, None, None, to_k, to_v
-        mean_BhT = _dot(grad_BhTD, out_BhTD)
-        for key_BgTD, value_BgTD in zip(keys[1:], values[1:], strict=True):
-            share_BhT = (_dot(q_BhTD, key_BgTD) * scale - joint_BhT).exp()
-            slope_BhT = (share_BhT * (_dot(grad_BhTD, value_BgTD) - mean_BhT) * scale).to(q_BhTD.dtype)
-            to_q = to_q + _scaled(slope_BhT, key_BgTD)
-            to_keys.append(_summed(slope_BhT, q_BhTD, key_BgTD))
-            to_values.append(_summed(share_BhT.to(q_BhTD.dtype), grad_BhTD, value_BgTD))
-        return to_q, None, None, *to_keys, *to_values
-
-
-def _dot(a_BhTD: Tensor, b_BgTD: Tensor) -> Tensor:
-    """[B, h, T] inner products, in float32 or float64; each of b's heads serves h / g of a's. No copy of b's is made."""
-    a_BgxTD, b_Bg1TD = a_BhTD.unflatten(1, (b_BgTD.shape[1], -1)), b_BgTD[:, :, None]
-    rows = [torch.linalg.vecdot(_wide(a), _wide(b)) for a, b in zip(a_BgxTD.split(DOT, 3), b_Bg1TD.split(DOT, 3), strict=True)]
-    return torch.cat(rows, 3).flatten(1, 2)
-
-
-def _scaled(scale_BhT: Tensor, x_BgTD: Tensor) -> Tensor:
-    """[B, h, T, D] each position's vector times its head's scale."""
-    scaled_BgxTD = scale_BhT.unflatten(1, (x_BgTD.shape[1], -1))[..., None] * x_BgTD[:, :, None]
-    return scaled_BgxTD.flatten(1, 2)
-
-
-def _summed(scale_BhT: Tensor, x_BhTD: Tensor, like_BgTD: Tensor) -> Tensor:
-    """[B, g, T, D] the sum of the scaled vectors over the heads that share a KV head."""
-    scaled_BhTD = scale_BhT[..., None] * x_BhTD
-    groups = x_BhTD.shape[1] // like_BgTD.shape[1]
-    return scaled_BhTD if groups == 1 else scaled_BhTD.unflatten(1, (-1, groups)).sum(2)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+        to_q, to_keys, to_values = merged_backward(grad_BhTD, q_BhTD, out_BhTD, joint_BhT, keys[1:], values[1:], to_q)
+        return to_q, None, None, to_k, *to_keys, to_v, *to_values
 
 
 def _repeated(x_BgTD: Tensor, heads: int) -> Tensor:
@@ -130,7 +95,7 @@ def _causal(q_BhTD: Tensor, k_BhTD: Tensor, v_BhTD: Tensor, window: int | None) 
     if kernel is not None:
         out_BhTD, lse_BhT = kernel(q_BhTD, k_BhTD, v_BhTD)
         return out_BhTD, lse_BhT[..., : q_BhTD.shape[2]]
-    out_BhTD, lse_BhT = torch.empty_like(q_BhTD), _wide(q_BhTD[..., 0]).clone()
+    out_BhTD, lse_BhT = torch.empty_like(q_BhTD), wide(q_BhTD[..., 0]).clone()
     for at, seen, score_BhRP in _blocks(q_BhTD, k_BhTD, window):
         lse_BhT[:, :, at] = score_BhRP.logsumexp(-1)
         out_BhTD[:, :, at] = score_BhRP.softmax(-1).to(q_BhTD.dtype) @ v_BhTD[:, :, seen]
@@ -155,10 +120,10 @@ def _causal_backward(
         to_q, to_k, to_v = _fused_backward(grad_BhTD, q_BhTD, k_BhTD, v_BhTD, out_BhTD, lse_BhT)
         return to_q, _shared(to_k, kv_heads), _shared(to_v, kv_heads)
     to_q, to_k, to_v = torch.empty_like(q_BhTD), torch.zeros_like(k_BhTD), torch.zeros_like(v_BhTD)
-    mean_BhT, scale = _dot(grad_BhTD, out_BhTD), q_BhTD.shape[-1] ** -0.5
+    mean_BhT, scale = dot(grad_BhTD, out_BhTD), q_BhTD.shape[-1] ** -0.5
     for at, seen, score_BhRP in _blocks(q_BhTD, k_BhTD, window):
         share_BhRP = (score_BhRP - lse_BhT[:, :, at, None]).exp()
-        to_share_BhRP = _wide(grad_BhTD[:, :, at] @ v_BhTD[:, :, seen].transpose(-1, -2)) - mean_BhT[:, :, at, None]
+        to_share_BhRP = wide(grad_BhTD[:, :, at] @ v_BhTD[:, :, seen].transpose(-1, -2)) - mean_BhT[:, :, at, None]
         slope_BhRP = (share_BhRP * to_share_BhRP * scale).to(q_BhTD.dtype)
         to_q[:, :, at] = slope_BhRP @ k_BhTD[:, :, seen]
         to_k[:, :, seen] += slope_BhRP.transpose(-1, -2) @ q_BhTD[:, :, at]
@@ -173,7 +138,7 @@ def _blocks(q_BhTD: Tensor, k_BhTD: Tensor, window: int | None) -> Iterator[tupl
     for start in range(0, T, ROWS):
         stop = min(start + ROWS, T)
         at, seen = slice(start, stop), slice(max(0, start - within + 1), stop)
-        score_BhRP = _wide(q_BhTD[:, :, at] @ k_BhTD[:, :, seen].transpose(-1, -2)) * q_BhTD.shape[-1] ** -0.5
+        score_BhRP = wide(q_BhTD[:, :, at] @ k_BhTD[:, :, seen].transpose(-1, -2)) * q_BhTD.shape[-1] ** -0.5
         back_RP = torch.arange(start, stop, device=device)[:, None] - torch.arange(seen.start, stop, device=device)
         yield at, seen, score_BhRP.masked_fill((back_RP < 0) | (back_RP >= within), -torch.inf)
 
@@ -242,7 +207,7 @@ def reference(
         seen_BTT = seen_BTT.triu(1 - first)
     first_BhTT = (q_BhTD @ keys[0].transpose(-1, -2) * scale).masked_fill(~seen_BTT[:, None], -torch.inf)
     own_iBhT1 = [(q_BhTD * k).sum(-1, keepdim=True) * scale for k in keys[1:]]
-    share_BhTP = _wide(torch.cat([first_BhTT, *own_iBhT1], -1)).softmax(-1).to(q_BhTD.dtype)
+    share_BhTP = wide(torch.cat([first_BhTT, *own_iBhT1], -1)).softmax(-1).to(q_BhTD.dtype)
     mixed_BhTD = share_BhTP[..., :T] @ values[0]
     for i, value_BhTD in enumerate(values[1:]):
         mixed_BhTD = mixed_BhTD + share_BhTP[..., T + i : T + i + 1] * value_BhTD

@@ -117,6 +117,23 @@ def test_layer_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> 
         check(launch.compile(capability), capability, tmp_path)
 
 
+@needs_triton
+@compiles
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("groups", "width"), [(4, 128), (1, 64), (8, 256), (2, 80)])
+def test_later_steps_compile(groups: int, width: int, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+    from drafttrain.kernels.triton import later_steps as kernels
+
+    q, keys = meta(2, 2 * groups, 100, width, dtype=dtype), meta(6, 2, 2, 100, width, dtype=dtype)
+    lse = meta(2, 2 * groups, 100, dtype=torch.float32)
+    for launch in (
+        kernels.merge(q, q, lse, keys, keys, q, lse),
+        kernels.merge_backward(q, q, q, lse, keys, keys, q, keys, keys),
+    ):
+        check(launch.compile(capability), capability, tmp_path)
+
+
 def meta(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 

@@ -16,7 +16,7 @@ from drafttrain.core.tree import ancestors
 from drafttrain.model.kv_storage import PAGE
 from drafttrain.ops import divergence as divergence_op
 from drafttrain.ops import gated as gated_op
-from drafttrain.ops import jit
+from drafttrain.ops import jit, later_steps
 from drafttrain.ops import rms_norm as norm_op
 from drafttrain.ops import tree_attention as attention_op
 from drafttrain.ops.tree_bits import bits_of
@@ -345,3 +345,37 @@ def test_norm(size: tuple[int, ...], dtype: torch.dtype) -> None:
     limits = [1.0, 1.0, x.numel() ** 0.5]  # the weight's gradient is a sum over rows
     for one, other, limit in zip(found, [wanted, *torch.autograd.grad(wanted, exact, grad.double())], limits, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=2 * TOLERANCE[dtype], atol=2 * limit * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "length", "width", "steps"),
+    [(1, 1, 1, 16, 1), (4, 2, 37, 10, 3), (6, 1, 16, 80, 6), (2, 2, 50, 64, 2)],
+)
+def test_later_steps(heads: int, kv_heads: int, length: int, width: int, steps: int, dtype: torch.dtype) -> None:
+    """Queries, step 0's output and both gradients in layouts of their own."""
+    torch.manual_seed(0)
+
+    def drawn(count: int, across: bool = False) -> Tensor:
+        size = (2, length, count, width) if across else (2, count, length, width)
+        x = torch.randn(size, device=DEVICE, dtype=dtype)
+        return x.transpose(1, 2) if across else x
+
+    q, first, grad, to_q = drawn(heads, True), drawn(heads), drawn(heads), drawn(heads, True)
+    lse = torch.randn(2, heads, length, device=DEVICE)
+    keys, values = ([drawn(kv_heads, bool(i % 2)) for i in range(steps)] for _ in range(2))
+    assert later_steps._serves(q, first, grad, to_q, *keys, *values)
+    out, joint = later_steps.merged(q, first, lse, keys, values)
+    wide = [x.double() for x in (q, first, lse)], [k.double() for k in keys], [v.double() for v in values]
+    wanted, wanted_joint = later_steps.reference(*wide[0], *wide[1:])
+    close = {"rtol": 2 * TOLERANCE[dtype], "atol": 2 * TOLERANCE[dtype]}
+    torch.testing.assert_close(out.double(), wanted, **close)
+    torch.testing.assert_close(joint.double(), wanted_joint, rtol=1e-5, atol=1e-5)
+    exact = (grad.double(), q.double(), out.double(), joint.double(), *wide[1:], to_q.double())
+    wanted_all = later_steps.reference_backward(*exact)
+    found_all = later_steps.merged_backward(grad, q, out, joint, keys, values, to_q)
+    limit = {"rtol": 4 * TOLERANCE[dtype], "atol": 4 * heads / kv_heads * TOLERANCE[dtype]}
+    torch.testing.assert_close(found_all[0].double(), wanted_all[0], **limit)
+    for found, whole in zip(found_all[1:], wanted_all[1:], strict=True):
+        for one, other in zip(found, whole, strict=True):
+            torch.testing.assert_close(one.double(), other, **limit)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drafttrain.model import unrolled_attention as op
 from drafttrain.model.masks import Documents
+from drafttrain.ops import later_steps
 
 DOCUMENTS = Documents(torch.tensor([[0] * 5 + [1] * 6 + [-1] * 2, [0] * 13]))
 
@@ -35,7 +36,7 @@ def test_as_all_scores_at_once(
         monkeypatch.setattr(op, "ROWS", rows)
         monkeypatch.setattr(op, "_kernel", lambda q_BhTD, window: None)
     torch.manual_seed(0)
-    monkeypatch.setattr(op, "DOT", 5)
+    monkeypatch.setattr(later_steps, "DOT", 5)
     q = torch.randn(2, 4, 13, 8, dtype=dtype, requires_grad=True)
     both = [torch.randn(2, kv_heads, 13, 8, dtype=dtype, requires_grad=True) for _ in range(2 * steps)]
     weight = torch.randn(2, 4, 13, 8, dtype=dtype)
@@ -67,11 +68,15 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_text_not_its_square()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 6e-2), (torch.float16, 1e-2)])
-def test_fused_kernels_of_a_gpu_as_all_scores_at_once(dtype: torch.dtype, close: float, documents: Documents | None) -> None:
+def test_fused_kernels_of_a_gpu_as_all_scores_at_once(
+    dtype: torch.dtype, close: float, documents: Documents | None, kv_heads: int
+) -> None:
     torch.manual_seed(0)
-    q, *both = (torch.randn(2, 3, 13, 64, dtype=dtype, device="cuda", requires_grad=True) for _ in range(7))
+    heads = [4, *[kv_heads] * 6]
+    q, *both = (torch.randn(2, h, 13, 64, dtype=dtype, device="cuda", requires_grad=True) for h in heads)
     where = None if documents is None else Documents(documents.number_BT.cuda())
     found = [f(q, both[:3], both[3:], where) for f in (op.unrolled, op.reference)]
     slopes = [torch.autograd.grad(out.float().square().sum(), [q, *both]) for out in found]
