@@ -227,15 +227,16 @@ def rungs(machine: Machine) -> list[Rung]:
 
 def early(machine: Machine) -> list[Rung]:
     """About thirty checks that come first: plain decoding with every policy and in every model, each family once, with the
-    policies in turn, and each kind of tree once.
+    policies in turn, and each kind of tree once: a family's own kind with the family.
     """
     there, model = set(rungs(machine)), next(iter(LADDER))
     policies = ["greedy", *SAMPLED]
     found = [Rung(model, "float32", PLAIN, policy) for policy in policies]
     found += [Rung(other, "bfloat16", PLAIN, "greedy") for other in [*LADDER, EMBEDDED]]
     found += [Rung(model, "float32", name, policies[i % len(policies)]) for i, name in enumerate(families())]
+    own = {getattr(family.options(), "tree", "") for family in families().values()}
     trees = {name.partition("-")[2]: name for name in variants()}  # of each kind, one drafter
-    found += [Rung(model, "float32", name, "greedy") for kind, name in trees.items() if kind]
+    found += [Rung(model, "float32", name, "greedy") for kind, name in trees.items() if kind and kind not in own]
     greedy = [replace(rung, policy="greedy") for rung in found]  # in a rehearsal not every policy is there
     return list(
         dict.fromkeys(rung for rung in (r if r in there else g for r, g in zip(found, greedy, strict=True)) if rung in there)
