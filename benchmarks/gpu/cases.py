@@ -9,7 +9,7 @@ from benchmarks.gpu.accept import ChoiceAccept, GreedyAccept, LikelyAccept, Loss
 from benchmarks.gpu.cache import Append, KvKeep, TreeAttention
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.loss import Divergence
-from benchmarks.gpu.rows import Gated, RmsNorm, Sample, Top
+from benchmarks.gpu.rows import Gated, RmsNorm, Rotary, Sample, Top
 from benchmarks.gpu.trees import BuildTree, Heads, TreeLinks
 
 V = 128_256
@@ -22,6 +22,7 @@ LOSSES = ("kl", "ce", "tvd", "lk")
 SMALL: tuple[Case, ...] = (  # one of each, for rehearsals and for tools that slow a kernel down a hundredfold
     RmsNorm(3, 193),
     Gated(5, 33),
+    Rotary(7, 3, 10),
     Append(2, 5, 6, 2, 64, normed=True),
     TreeAttention(2, 5, 70, 8, 2, 64, uneven=True),
     KvKeep(3, 2, 60, 9, 5, 2, 16, uneven=True),
@@ -45,6 +46,8 @@ LARGE: tuple[Case, ...] = (
     RmsNorm(3, 1),
     Gated(64, 14336),
     Gated(1, 1),
+    Rotary(4096, 40, 128),
+    Rotary(130, 7, 80),
     Append(1, 64, 32, 8, 128, 4096),
     Append(4, 1, 32, 8, 128, 1000, normed=True),
     Append(3, 7, 3, 3, 80),
@@ -126,6 +129,7 @@ OTHERS: tuple[Case, ...] = (
     *(Append(rows, nodes, 32, 8, 128, 4096, normed) for rows, nodes, normed in ((1, 1, False), (1, 64, False), (16, 64, True))),
     *(RmsNorm(rows, 4096) for rows in (1, 64, 1024)),
     *(Gated(rows, 14336) for rows in (1, 64, 1024)),
+    Rotary(8192, 40, 128),
     KvKeep(16, 32, 1024, 64, 5),
     *(TreeAttention(1, nodes, context) for context in CONTEXTS for nodes in NODES[:-1]),
     TreeAttention(1, 64, 1024),

@@ -1,20 +1,23 @@
-"""Operators on rows: norm, gated activation, top-k, sampling.
+"""Operators on rows: norm, gated activation, rotary positions, top-k, sampling.
 
-Shapes: M rows, H width, I inner width, V vocabulary, k choices.
+Shapes: M rows, H width, I inner width, V vocabulary, k choices, h heads, D head width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.gpu.case import Case, Draw, Tensors, generator
 from drafttrain.core.sampling import Lane, Sampling, uniform
 from drafttrain.ops import gated as gated_op
 from drafttrain.ops import rms_norm as norm_op
+from drafttrain.ops import rotary as rotary_op
 from drafttrain.ops import sample as sample_op
 from drafttrain.ops import top as top_op
 
@@ -70,6 +73,49 @@ class Gated(Case):
     def moved(self, dtype: torch.dtype) -> int:
         """Gate and up, their product."""
         return dtype.itemsize * 3 * self.rows * self.width
+
+
+@dataclass(frozen=True)
+class Rotary(Case):
+    """Rows are the positions of one text, whose heads are a part of a joined projection; with the gradient."""
+
+    op: ClassVar = "rotary"
+    twins: ClassVar = (rotary_op,)
+    rows: int
+    heads: int
+    width: int
+
+    def inputs(self, dtype: torch.dtype, device: torch.device, seed: int) -> Tensors:
+        draw, shape = generator(device, seed), (1, self.rows, self.heads + 1, self.width)
+        x, grad = (torch.randn(*shape, device=device, generator=draw).to(dtype) for _ in range(2))
+        angle = torch.rand(1, self.rows, self.width // 2, device=device, generator=draw).repeat(1, 1, 2) * 6
+        return {"x": x, "grad": grad, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
+
+    def run(self, given: Tensors) -> Tensors:
+        return self._both(rotary_op.rotate, given)
+
+    def exact(self, wide: Tensors) -> dict[str, Any]:
+        return self._both(rotated, wide)
+
+    def _both(self, function: Callable[..., Tensor], given: Tensors) -> Tensors:
+        with torch.enable_grad():
+            x_BhND, grad_BhND = (given[name][:, :, :-1].transpose(1, 2) for name in ("x", "grad"))
+            x_BhND = x_BhND.detach().requires_grad_()
+            out_BhND = function(x_BhND, given["cos"], given["sin"])
+            (to_x_BhND,) = torch.autograd.grad(out_BhND, x_BhND, grad_BhND)
+        return {"out": out_BhND.detach(), "to_x": to_x_BhND}
+
+    def moved(self, dtype: torch.dtype) -> int:
+        """The heads and the angles, the result; the same of gradients."""
+        return 2 * dtype.itemsize * self.rows * self.width * (2 * self.heads + 2)
+
+
+def rotated(x_BhND: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> Tensor:
+    """Pairs as complex numbers, by the definition; both halves of the angles are the same."""
+    half = x_BhND.shape[-1] // 2
+    pair, turn = (torch.complex(a, b) for a, b in (x_BhND.split(half, -1), (cos_BND[..., :half], sin_BND[..., :half])))
+    out = pair * turn[:, None]
+    return torch.cat([out.real, out.imag], -1)
 
 
 @dataclass(frozen=True)

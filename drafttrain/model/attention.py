@@ -29,6 +29,7 @@ from drafttrain.model.prefill_attention import chunk_attention
 from drafttrain.ops import library
 from drafttrain.ops.append import append
 from drafttrain.ops.rms_norm import norm
+from drafttrain.ops.rotary import rotate_signed
 from drafttrain.ops.tree_bits import MOST_NODES, ancestors_of, bits_of, causal_bits
 
 FEW = 64  # new positions up to which the compiled operator is faster, and for a text the operators of a GPU
@@ -105,9 +106,8 @@ class AttentionMetadata:
     def rotate(self, x_BNhD: Tensor) -> Tensor:
         """Rotate each head's vector to its position (Su et al. 2021), halves paired as transformers pairs them."""
         if self._angles is None:
-            self._angles = (self.cos_MD[self.position_BN][:, :, None], self.sin_MD[self.position_BN][:, :, None])
-        cos_BN1D, sin_BN1D = self._angles
-        return torch.addcmul(x_BNhD * cos_BN1D, x_BNhD.roll(x_BNhD.shape[-1] // 2, -1), sin_BN1D)
+            self._angles = self.cos_MD[self.position_BN], self.sin_MD[self.position_BN]
+        return rotate_signed(x_BNhD, *self._angles)
 
     @property
     def bits_BNw(self) -> Tensor:

@@ -20,6 +20,7 @@ from drafttrain.model.shapes import SCALINGS, LayerShape, TargetShape
 from drafttrain.ops.gated import gate
 from drafttrain.ops.linear import PACKS, linear
 from drafttrain.ops.rms_norm import rms_norm, trained_norm
+from drafttrain.ops.rotary import rotate
 
 
 class RMSNorm(nn.Module):
@@ -238,9 +239,3 @@ def scaled_frequencies(frequency_F: Tensor, scaling: Mapping[str, Any] | None) -
     low, high, length = (float(scaling[name]) for name in SCALINGS["llama3"][1:])
     kept_F = ((frequency_F * (length / (2 * math.pi)) - low) / (high - low)).clamp(0.0, 1.0)
     return frequency_F * (kept_F + (1.0 - kept_F) / float(scaling["factor"]))
-
-
-def rotate(x_BhND: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> Tensor:
-    """Rotate each head's vector by the angles of its position (Su et al. 2021)."""
-    first, second = x_BhND.chunk(2, -1)
-    return x_BhND * cos_BND[:, None] + torch.cat([-second, first], -1) * sin_BND[:, None]

@@ -117,6 +117,15 @@ def test_layer_compiles(dtype: torch.dtype, capability: int, tmp_path: Path) -> 
         check(launch.compile(capability), capability, tmp_path)
 
 
+ROTARY = {
+    "target": (2, 100, 40, 128),
+    "drafter": (1, 7, 8, 64),
+    "width 80": (2, 9, 3, 80),
+    "wide": (1, 50, 10, 256),
+    "odd": (2, 3, 1, 10),
+}
+
+
 @needs_triton
 @compiles
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -131,6 +140,21 @@ def test_later_steps_compile(groups: int, width: int, dtype: torch.dtype, capabi
         kernels.merge(q, q, lse, keys, keys, q, lse),
         kernels.merge_backward(q, q, q, lse, keys, keys, q, keys, keys),
     ):
+        check(launch.compile(capability), capability, tmp_path)
+
+
+@needs_triton
+@compiles
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", ROTARY)
+def test_rotary_compiles(case: str, dtype: torch.dtype, capability: int, tmp_path: Path) -> None:
+    from drafttrain.kernels.triton import rotary as kernels
+
+    B, N, h, D = ROTARY[case]
+    joined, angle = meta(B, N, h + 4, D, dtype=dtype)[:, :, :h], meta(B, N, D, dtype=dtype)
+    for x, signed, back in ((joined, True, False), (joined.transpose(1, 2).contiguous().transpose(1, 2), False, True)):
+        launch = kernels.launch(x, angle, angle, meta(B, N, h, D, dtype=dtype), signed, back)
         check(launch.compile(capability), capability, tmp_path)
 
 

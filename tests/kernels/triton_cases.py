@@ -18,6 +18,7 @@ from drafttrain.ops import divergence as divergence_op
 from drafttrain.ops import gated as gated_op
 from drafttrain.ops import jit, later_steps
 from drafttrain.ops import rms_norm as norm_op
+from drafttrain.ops import rotary as rotary_op
 from drafttrain.ops import tree_attention as attention_op
 from drafttrain.ops.tree_bits import bits_of
 
@@ -379,3 +380,77 @@ def test_later_steps(heads: int, kv_heads: int, length: int, width: int, steps: 
     for found, whole in zip(found_all[1:], wanted_all[1:], strict=True):
         for one, other in zip(found, whole, strict=True):
             torch.testing.assert_close(one.double(), other, **limit)
+
+
+ROTATED = {  # rows, positions, heads, width, the angles' memory
+    "one": (1, 1, 1, 2, "own"),
+    "odd width": (2, 5, 3, 10, "own"),
+    "width 80": (2, 9, 6, 80, "shared"),
+    "target": (2, 33, 5, 128, "own"),
+    "wide": (2, 3, 2, 256, "expanded"),
+    "narrow": (3, 70, 9, 8, "columns"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["joined", "by head", "by position"])
+@pytest.mark.parametrize("case", ROTATED)
+def test_rotary(case: str, layout: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(len(case))
+    B, N, h, D, angles = ROTATED[case]
+    joined = torch.randn(B, N, h + 2, D, device=DEVICE, dtype=dtype)
+    x_BhND = joined[:, :, 1:-1].transpose(1, 2)
+    if layout != "joined":
+        x_BhND = x_BhND.contiguous() if layout == "by head" else joined[:, :, :h].contiguous().transpose(1, 2)
+    x_BhND = x_BhND.detach().requires_grad_()
+    cos_BND, sin_BND = torch.randn(2, B if angles in ("own", "columns") else 1, N, D, device=DEVICE, dtype=dtype)
+    both = torch.stack([cos_BND, sin_BND, torch.cat([-sin_BND[..., : D // 2], sin_BND[..., D // 2 :]], -1)])
+    if angles == "columns":
+        both = torch.cat([both, both], -1)[..., D:]
+    cos_BND, sin_BND, signed_BND = both.expand(-1, B, -1, -1) if angles == "expanded" else both
+    grads = [
+        torch.randn(B, h, N, D, device=DEVICE, dtype=dtype),
+        torch.randn(B, N, h, D, device=DEVICE, dtype=dtype).transpose(1, 2),
+    ]
+    grads += [torch.randn(D, B, h, N, device=DEVICE, dtype=dtype).permute(1, 2, 3, 0), grads[0][..., :1].expand(B, h, N, D)]
+    assert rotary_op._kernels(x_BhND.transpose(1, 2), cos_BND, sin_BND)
+    assert rotary_op._kernels(x_BhND.transpose(1, 2), cos_BND, signed_BND)
+    exact = x_BhND.detach().double().requires_grad_()
+    wanted = rotary_op.reference(exact, cos_BND.double(), sin_BND.double())
+    plain = rotary_op.rotate(x_BhND, cos_BND, sin_BND)
+    signed = rotary_op.rotate_signed(x_BhND.transpose(1, 2), cos_BND, signed_BND).transpose(1, 2)
+    with torch.no_grad():
+        assert torch.equal(rotary_op.rotate(x_BhND, cos_BND, sin_BND), plain)
+    for found in (plain, signed):
+        assert found.shape == x_BhND.shape and found.transpose(1, 2).is_contiguous()
+        torch.testing.assert_close(found.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        for grad in grads:
+            (to_x,) = torch.autograd.grad(found, x_BhND, grad, retain_graph=True)
+            (to_exact,) = torch.autograd.grad(wanted, exact, grad.double(), retain_graph=True)
+            torch.testing.assert_close(to_x.double(), to_exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_what_the_rotary_kernel_leaves_to_torch() -> None:
+    x_BNhD, angle_BND = torch.randn(2, 3, 4, 8, device=DEVICE), torch.randn(2, 3, 8, device=DEVICE)
+    assert rotary_op._kernels(x_BNhD, angle_BND, angle_BND)
+    for x, angle in (
+        (x_BNhD.double(), angle_BND.double()),
+        (x_BNhD.half(), angle_BND),
+        (x_BNhD[:0], angle_BND[:0]),
+        (x_BNhD[..., ::2], angle_BND[..., :4]),
+        (torch.randn(1, 1, 1, 258, device=DEVICE), torch.randn(1, 1, 258, device=DEVICE)),
+    ):
+        assert not rotary_op._kernels(x, angle, angle)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+def test_a_captured_graph_rotates() -> None:
+    x_BNhD, (cos_BND, sin_BND) = torch.randn(2, 9, 4, 64, device=DEVICE), torch.randn(2, 2, 9, 64, device=DEVICE)
+    rotary_op.rotate_signed(x_BNhD, cos_BND, sin_BND)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = rotary_op.rotate_signed(x_BNhD, cos_BND, sin_BND)
+    for x in (x_BNhD, cos_BND, sin_BND):
+        x.normal_()
+    graph.replay()
+    torch.testing.assert_close(found, rotary_op.reference_signed(x_BNhD, cos_BND, sin_BND), rtol=1e-5, atol=1e-5)

@@ -25,9 +25,10 @@ from drafttrain.model import blockwise_attention as blockwise
 from drafttrain.model.batch import Context, TrainBatch
 from drafttrain.model.blockwise_attention import blockwise_attention
 from drafttrain.model.drafter import Commit
-from drafttrain.model.layers import rotary, rotate
+from drafttrain.model.layers import rotary
 from drafttrain.model.target import FINAL
 from drafttrain.objective.losses import LossOptions, Objective, teacher_forced
+from drafttrain.ops.rotary import rotate
 from drafttrain.targets.hf import HFTarget
 from tests.helpers import prompts, tiny_target
 

@@ -1,4 +1,4 @@
-"""Norm and gate of layers in training: gradients by differences in float64, and results of the operators they replace."""
+"""Norm, gate and rotary positions in training: gradients by differences in float64, and the results of plain operators."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from drafttrain.ops.gated import gate
 from drafttrain.ops.rms_norm import trained_norm
+from drafttrain.ops.rotary import rotate, rotate_signed
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -24,6 +25,24 @@ def test_gradients_by_differences() -> None:
     weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(gate, (x, y))
     assert torch.autograd.gradcheck(lambda x, weight: trained_norm(x, weight, 1e-2), (x, weight))
+
+
+def test_rotary_by_differences() -> None:
+    torch.manual_seed(0)
+    x_BhND = torch.randn(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)
+    cos_BND, sin_BND = torch.randn(2, 2, 5, 6, dtype=torch.float64)
+    signed_BND = torch.cat([-sin_BND[..., :3], sin_BND[..., 3:]], -1)
+
+    def by_position(x_BhND: Tensor) -> Tensor:
+        return rotate_signed(x_BhND.transpose(1, 2), cos_BND, signed_BND).transpose(1, 2)
+
+    assert torch.autograd.gradcheck(lambda x: rotate(x, cos_BND, sin_BND), x_BhND)
+    assert torch.autograd.gradcheck(by_position, x_BhND)
+    found = rotate(x_BhND, cos_BND, sin_BND)
+    torch.testing.assert_close(found, by_position(x_BhND))
+    pair, at = x_BhND[1, 2, 4, [1, 4]], (1, 4, [1, 4])
+    turned = torch.stack([-pair[1], pair[0]])
+    torch.testing.assert_close(found[1, 2, 4, [1, 4]], pair * cos_BND[at] + turned * sin_BND[at])
 
 
 @pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
