@@ -134,7 +134,7 @@ def zero(place: Place) -> None:
 
     world, found = join_world(place.device), {}
     target = load_target(TargetOptions(dtype="float32", device=str(place.device))).target
-    batch = random_batch(2, 24, target.shape.vocab_size, place.device, seed=0)
+    batch = random_batch(2, 24, target.shape.vocab_size, seed=0).to(place.device)
     for stage in STAGES:
         torch.manual_seed(0)
         family = families()["medusa"]

@@ -71,7 +71,7 @@ class Training:
         self.online, self.written = Online(self.target, self.drafter.taps), straight.LOSSES[setting.family]
         trained = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=RATE, fused=not machine.rehearsal)
-        self.batch = random_batch(rows, setting.context, vocab, machine.device, seed=0)
+        self.batch = random_batch(rows, setting.context, vocab, seed=0)
         self.flops, self.loss = self._count(vocab * self.target.shape.hidden_size)
         self.step(self.ours, rows)  # AdamW has its moments from here on
 
@@ -89,8 +89,10 @@ class Training:
         self.optimizer.step()
 
     def rows(self, count: int) -> TrainBatch:
+        """The first rows, brought to the device as a training step brings them."""
         b = self.batch
-        return TrainBatch(b.token_BT[:count], b.position_BT[:count], b.document_BT[:count], b.mask_BT[:count])
+        kept = TrainBatch(b.token_BT[:count], b.position_BT[:count], b.document_BT[:count], b.mask_BT[:count])
+        return kept.to(self.machine.device)
 
     def _count(self, head: int) -> tuple[float, float]:
         """(operations of a step, its loss), counted as in `drafttrain fit`, but with the target's head once per position and
@@ -112,9 +114,10 @@ class Training:
             raise RedError(f"the loss is {ours:.4g}, written straightforwardly {theirs:.4g}")
 
 
-def random_batch(rows: int, length: int, vocab: int, device: torch.device, seed: int) -> TrainBatch:
-    token_BT = torch.randint(vocab, (rows, length), device=device, generator=torch.Generator(device).manual_seed(seed))
-    position_BT = torch.arange(length, device=device).expand(rows, length)
+def random_batch(rows: int, length: int, vocab: int, seed: int) -> TrainBatch:
+    """Random tokens, on the host."""
+    token_BT = torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+    position_BT = torch.arange(length).expand(rows, length)
     return TrainBatch(token_BT, position_BT, torch.zeros_like(token_BT), torch.ones_like(token_BT, dtype=torch.bool))
 
 

@@ -64,7 +64,7 @@ class Bare(Drafter):
 def loss(name: str, machine: Machine) -> dict[str, Any]:
     """Seconds and peak memory of forward and backward, both ways. Raises RedError where their gradients differ."""
     rows, length, width, vocab, chunk = (2, 9, 16, 61, 8) if machine.rehearsal else (4, 2048, WIDTH, V, 1024)
-    batch = random_batch(rows, length, vocab, machine.device, seed=0)
+    batch = random_batch(rows, length, vocab, seed=0).to(machine.device)
     batch.hidden[FINAL] = torch.randn(rows, length, width, device=machine.device, dtype=torch.bfloat16)
     drafter = Bare(vocab, width, machine.device)
     head = nn.Linear(width, vocab, bias=False, device=machine.device, dtype=torch.bfloat16).requires_grad_(False)
@@ -120,7 +120,7 @@ def family(name: str, machine: Machine) -> dict[str, Any]:
         raise SkipError("it has nothing to train")
     objective, online = Objective(drafter, target, LossOptions()), Online(target, drafter.taps)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=RATE)
-    batches = [random_batch(rows, length, vocab, machine.device, seed) for seed in range(kept)]
+    batches = [random_batch(rows, length, vocab, seed) for seed in range(kept)]
     losses: list[Tensor] = []
 
     def run(count: int) -> None:

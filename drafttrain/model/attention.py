@@ -191,11 +191,15 @@ def reference(qkv_BNX: Tensor, meta: AttentionMetadata, layer: int, shape: Heads
     h, k, D = shape.heads, shape.kv_heads, shape.width
     mixed_BNhD = qkv_BNX.view(B, N, -1, D)
     q_BNhD, k_BNhD, v_BNhD = torch.split(mixed_BNhD, [h, k, k], 2)
-    if shape.q_norm is None:
-        q_BNhD, k_BNhD = torch.split(meta.rotate(mixed_BNhD[:, :, : h + k]), [h, k], 2)
-    else:
+    if shape.q_norm is not None:
+        if qkv_BNX.is_cuda:  # the kernel reads rows without gaps
+            q_BNhD, k_BNhD = q_BNhD.contiguous(), k_BNhD.contiguous()
         q_BNhD = meta.rotate(norm(shape.q_norm, q_BNhD)[1])
         k_BNhD = meta.rotate(norm(shape.k_norm, k_BNhD)[1])
+    elif qkv_BNX.is_cuda:  # apart, because cuDNN's attention gives its output the order of queries without gaps alone
+        q_BNhD, k_BNhD = meta.rotate(q_BNhD), meta.rotate(k_BNhD)
+    else:
+        q_BNhD, k_BNhD = torch.split(meta.rotate(mixed_BNhD[:, :, : h + k]), [h, k], 2)
     k_BhND, v_BhND = k_BNhD.transpose(1, 2), v_BNhD.transpose(1, 2)
     if meta.kv is None:
         out_BhND = without_cache(q_BNhD.transpose(1, 2), k_BhND, v_BhND, meta, shape)

@@ -15,7 +15,7 @@ Worked example: one sequence of tokens `a b c d e`, all supervised.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -25,6 +25,14 @@ from torch.nn import functional as F
 from drafttrain.core.sequence_shard import Group, Span
 from drafttrain.model.masks import Documents
 from drafttrain.ops.remap import remap_logits
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """x on this device; a copy from the host to a GPU waits for nothing."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd multiplier that spreads a batch's digest over all bits
 
@@ -47,6 +55,12 @@ class Anchors:
     position_BA: Tensor  # of the roots
     share: float  # these anchors / all possible ones
     parts: list[Tensor] | None = None  # each process's source columns where several hold the sequences; equally padded
+    host: Anchors | None = None  # the same on the host, where these are on another device
+
+    def to(self, device: torch.device) -> Anchors:
+        fields = (self.source_BA, self.real_BA, self.token_BA, self.position_BA)
+        parts = self.parts and [moved(part_BA, device) for part_BA in self.parts]
+        return Anchors(*(moved(x_BA, device) for x_BA in fields), self.share, parts, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +106,10 @@ class TrainBatch:
     span: Span | None = None  # the process's columns, of a part
     whole: TrainBatch | None = None  # the whole sequences without states, of a part
     progress: float = 1.0  # share of the training steps that are done after this one, for losses that change on the way
+    # The same on the host, without states, where this batch is on another device. What follows from tokens, documents and masks
+    # alone is found there: nothing waits for the device, which works ahead.
+    host: TrainBatch | None = None
+    placed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)  # see `on_host`
 
     def part(self, group: Group, halo: int) -> TrainBatch:
         """This process's columns of a batch without states that the processes of the group hold together.
@@ -115,19 +133,36 @@ class TrainBatch:
     @property
     def digest(self) -> int:
         """A number that follows from the tokens of the whole sequences: a seed that every process and a resumed run has."""
+        if self.host is not None:
+            return self.host.digest
         token_BT = (self.whole or self).token_BT
         place_P = torch.arange(1, token_BT.numel() + 1, device=token_BT.device)
         return int(((token_BT + 1) * (place_P * _ODD).view_as(token_BT)).sum())
 
     def to(self, device: torch.device) -> TrainBatch:
         hidden = {k: h.to(device) for k, h in self.hidden.items()}
-        token_BT, position_BT = self.token_BT.to(device), self.position_BT.to(device)
-        document_BT, mask_BT = self.document_BT.to(device), self.mask_BT.to(device)
+        numbers = (self.token_BT, self.position_BT, self.document_BT, self.mask_BT)
         top, whole = self.top and self.top.to(device), self.whole and self.whole.to(device)
-        return TrainBatch(token_BT, position_BT, document_BT, mask_BT, hidden, top, self.span, whole, self.progress)
+        host = None if device.type == "cpu" else self.host
+        if self.token_BT.device.type == "cpu" and device.type != "cpu":
+            host = replace(self, hidden={}, top=None, placed={})
+        return TrainBatch(*(moved(x, device) for x in numbers), hidden, top, self.span, whole, self.progress, host)
+
+    def place(self, x: Tensor) -> Tensor:
+        """x, of `host`, on this batch's device."""
+        found = moved(x, self.token_BT.device)
+        self.placed[id(found)] = found, x
+        return found
+
+    def on_host(self, x: Tensor) -> Tensor:
+        """x on the host; without waiting for the device where it was found on the host."""
+        return self.placed[id(x)][1] if id(x) in self.placed else x.cpu()
 
     def future(self, k: int) -> Pairs:
         """Pairs (t, t + k) within one document whose label is supervised."""
+        if self.host is not None:
+            pairs = self.host.future(k)
+            return Pairs(self.place(pairs.source_M), self.place(pairs.label_M))
         source_M = self.labelled(k).flatten().nonzero()[:, 0]
         return Pairs(source_M, source_M + k)
 
@@ -149,6 +184,8 @@ class TrainBatch:
         The choice depends on the batch's tokens alone: it is the same on every process and device, and in a resumed run.
         In another batch the same sequence gets other anchors.
         """
+        if self.host is not None:
+            return self.host.anchors(limit).to(self.token_BT.device)
         if self.span is not None and self.whole is not None:
             return self._own_anchors(self.whole.anchors(limit), self.span)
         open_BT = self.labelled(1) & self.labelled(2)
@@ -164,6 +201,8 @@ class TrainBatch:
         shares[i]: the share of a sequence's anchors whose chains reach length i + 1; shares never grow. Anchors are chosen at
         random. Of 10 anchors and shares (0.8, 0.5, 0.5), 2 have no chain, 3 have length 1, 5 have length 3.
         """
+        if self.host is not None:
+            return [(length, anchors.to(self.token_BT.device)) for length, anchors in self.host.nested(shares)]
         if self.span is not None and self.whole is not None:
             return [(length, self._own_anchors(anchors, self.span)) for length, anchors in self.whole.nested(shares)]
         open_BT = self.labelled(1) & self.labelled(2)
@@ -206,6 +245,9 @@ class TrainBatch:
 
     def future_of(self, anchors: Anchors, k: int) -> tuple[Tensor, Pairs]:
         """(place_M, pairs): `future(k)` of these sources alone; place_M: each one's index in the flattened anchors."""
+        if self.host is not None and anchors.host is not None:
+            place_M, pairs = self.host.future_of(anchors.host, k)
+            return self.place(place_M), Pairs(self.place(pairs.source_M), self.place(pairs.label_M))
         T = self.token_BT.shape[1]
         has_BA = anchors.real_BA & self.labelled(k).gather(1, anchors.source_BA)
         place_M = has_BA.flatten().nonzero()[:, 0]
@@ -231,6 +273,9 @@ class TrainBatch:
 
         For a part: the documents of the whole sequences.
         """
+        if self.host is not None:
+            found = self.host.sees()
+            return found and Documents(moved(found.number_BT, self.token_BT.device), self.span, found.number_BT)
         document_BT = (self.whole or self).document_BT
         several = bool(((document_BT != document_BT[:, :1]) & (document_BT >= 0)).any())
         if self.span is None:
@@ -251,6 +296,8 @@ class TrainBatch:
 
     def supervised(self) -> int:
         """Number of supervised tokens that a drafter can predict; a document's first token is never one."""
+        if self.host is not None:
+            return self.host.supervised()
         own = self.token_BT.shape[1] if self.span is None else self.span.own
         return int((self.mask_BT & (self.document_BT >= 0))[:, :own].sum())
 

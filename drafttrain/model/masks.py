@@ -22,6 +22,7 @@ class Documents:
 
     number_BT: Tensor  # document of every position, also of other processes; -1 on padding; a document's positions are adjacent
     span: Span | None = None  # the columns that this process holds
+    host_BT: Tensor | None = None  # number_BT on the host, where it is there too
 
     def dense(self) -> Tensor:
         """[B, T, T] bool: which positions each position sees."""
@@ -32,7 +33,8 @@ class Documents:
     @cached_property
     def lengths(self) -> list[list[int]]:
         """Lengths of each row's documents and of its padding, in order."""
-        return [row_T.unique_consecutive(return_counts=True)[1].tolist() for row_T in self.number_BT.cpu()]
+        number_BT = self.number_BT.cpu() if self.host_BT is None else self.host_BT
+        return [row_T.unique_consecutive(return_counts=True)[1].tolist() for row_T in number_BT]
 
 
 def attention_mask(

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.divided import most_of_all
+from drafttrain.model.batch import moved
 
+CPU = torch.device("cpu")
 Index = slice | Tensor  # a slice where the entries are consecutive, so that nothing is copied
 
 
@@ -42,16 +44,17 @@ class Chunk:
     pieces: list[list[Part]]  # predictions that one call of their head scores
 
 
-def chunks(position_M: Sequence[Tensor], heads: Sequence[Hashable], at_once: int) -> Iterator[Chunk]:
+def chunks(
+    position_M: Sequence[Tensor], heads: Sequence[Hashable], at_once: int, device: torch.device = CPU
+) -> Iterator[Chunk]:
     """Chunks of at most `at_once` positions, whose pieces have at most `at_once` predictions.
 
-    position_M: of each step's predictions. heads: of each step; steps of equal ones share pieces. A step without predictions
-    has an empty part in the first chunk, so that its head is called in any case.
+    position_M: of each step's predictions, on the host. heads: of each step; steps of equal ones share pieces. A step without
+    predictions has an empty part in the first chunk, so that its head is called in any case. device: of the chunks.
     """
     if not position_M:
         return
-    device = position_M[0].device
-    host = [position_m.cpu() for position_m in position_M]
+    host = list(position_M)
     all_N = torch.cat(host).unique()
     orders = [None if bool((x.diff() >= 0).all()) else x.argsort(stable=True) for x in host]
     places = [torch.searchsorted(all_N, x if order is None else x[order]) for x, order in zip(host, orders, strict=True)]
@@ -63,7 +66,7 @@ def chunks(position_M: Sequence[Tensor], heads: Sequence[Hashable], at_once: int
                 _append(by_head.setdefault(head, []), part, at_once)
             if not len(place) and start == 0:
                 by_head.setdefault(head, []).append([Part(step, slice(0, 0), slice(0, 0), 0)])
-        yield Chunk(all_N[start : start + at_once].to(device), [piece for pieces in by_head.values() for piece in pieces])
+        yield Chunk(moved(all_N[start : start + at_once], device), [piece for pieces in by_head.values() for piece in pieces])
 
 
 def alike(found: Sequence[Chunk], heads: Sequence[Hashable], device: torch.device) -> list[Chunk]:
@@ -94,9 +97,9 @@ def _parts(
     for begin in range(0, len(place_R), at_once):
         place_C = place_R[begin : begin + at_once]
         count, a = len(place_C), first + begin
-        row_C = slice(a, a + count) if order_M is None else order_M[a : a + count].to(device)
+        row_C = slice(a, a + count) if order_M is None else moved(order_M[a : a + count], device)
         run = slice(int(place_C[0]), int(place_C[0]) + count)
-        yield Part(step, row_C, run if bool((place_C.diff() == 1).all()) else place_C.to(device), count)
+        yield Part(step, row_C, run if bool((place_C.diff() == 1).all()) else moved(place_C, device), count)
 
 
 def _append(pieces: list[list[Part]], part: Part, at_once: int) -> None:

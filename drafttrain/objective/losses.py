@@ -248,8 +248,8 @@ def _scores(
     distribution, token_P = target_distribution(batch, target), batch.token_BT.flatten()
     empty = [torch.zeros(2, len(p.label_M), device=token_P.device) for p in predictions]
     found = [(torch.empty_like(p.label_M), *mass_and_sure_2M) for p, mass_and_sure_2M in zip(predictions, empty, strict=True)]
-    places = [batch.teacher_index(p.label_M) for p in predictions]
-    for chunk in chunks(places, list(range(len(predictions))), EVAL_CHUNK):
+    places = [batch.teacher_index(batch.on_host(p.label_M)) for p in predictions]
+    for chunk in chunks(places, list(range(len(predictions))), EVAL_CHUNK, token_P.device):
         rows = distribution.at(chunk.position_U)
         for (part,) in chunk.pieces:
             prediction = predictions[part.step]

@@ -139,10 +139,11 @@ class Scoring:
     ) -> None:
         """terms, end_to_end: as for `scores_of`. divided: ZeRO-3 divides the heads' parameters."""
         self.predictions, self.distribution, self.terms, self.end_to_end = predictions, distribution, terms, end_to_end
-        token_P, place_M = batch.token_BT.flatten(), [batch.teacher_index(p.label_M) for p in predictions]
+        token_P = batch.token_BT.flatten()
+        place_M = [batch.teacher_index(batch.on_host(p.label_M)) for p in predictions]
         self.labels = [token_P[p.label_M] for p in predictions]
         heads = [(p.head, p.offers) for p in predictions]
-        self.chunks = list(chunks(place_M, heads, at_once))
+        self.chunks = list(chunks(place_M, heads, at_once, token_P.device))
         if divided:
             self.chunks = alike(self.chunks, heads, token_P.device)
 

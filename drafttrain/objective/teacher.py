@@ -16,7 +16,7 @@ from torch import Tensor
 from drafttrain.model.batch import Prediction, Top, TrainBatch
 from drafttrain.model.target import FINAL, Target
 from drafttrain.objective.chunks import Index
-from drafttrain.ops.divergence import likeliest, log_sum_exp
+from drafttrain.ops.divergence import Summary, summary
 
 WHOLE = slice(None)
 
@@ -29,14 +29,9 @@ class TargetChunk:
         self._columns: dict[int, tuple[Tensor, Tensor]] = {}
 
     @cached_property
-    def best_U(self) -> Tensor:
-        """The likeliest token; the lowest one among equally likely ones."""
-        return likeliest(self.logits_UV)
-
-    @cached_property
-    def log_sum_U(self) -> Tensor:
-        """The log-sum-exp of all logits, in float32."""
-        return log_sum_exp(self.logits_UV)
+    def summary(self) -> Summary:
+        """Log-sum-exp and likeliest token of each row."""
+        return summary(self.logits_UV)
 
     def columns(self, vocab_D: Tensor) -> Tensor:
         """[U, D] the logits of these tokens."""
@@ -58,11 +53,11 @@ class TargetRows:
 
     def best(self) -> Tensor:
         """[C] the likeliest token."""
-        return self.chunk.best_U[self.place_C]
+        return self.chunk.summary.best_C[self.place_C]
 
     def log_sum(self) -> Tensor:
         """[C] the log-sum-exp of all logits."""
-        return self.chunk.log_sum_U[self.place_C]
+        return self.chunk.summary.log_sum_C[self.place_C]
 
     def columns(self, vocab_D: Tensor) -> Tensor:
         """[C, D] the logits of these tokens."""

@@ -119,14 +119,28 @@ def rows_at_once(logits_CV: Tensor) -> int:
     return max(1, AT_ONCE.get(logits_CV.device.type, ELSEWHERE) // max(1, logits_CV.shape[1]))
 
 
-def log_sum_exp(logits_CV: Tensor) -> Tensor:
-    """[C] the log-sum-exp of each row in float32, on a part of the rows at a time."""
-    return torch.cat([part_RV.float().logsumexp(-1) for part_RV in torch.split(logits_CV, rows_at_once(logits_CV))])
+class Summary(NamedTuple):
+    """Of rows of logits."""
+
+    log_sum_C: Tensor  # log-sum-exp, in float32
+    best_C: Tensor  # the likeliest token; the lowest one among equally likely ones
 
 
-def likeliest(logits_CV: Tensor) -> Tensor:
-    """[C] the likeliest token of each row, on a part of the rows at a time; the lowest one among equally likely ones."""
-    return torch.cat([part_RV.float().argmax(-1) for part_RV in torch.split(logits_CV, rows_at_once(logits_CV))])
+def summary(logits_CV: Tensor) -> Summary:
+    if not _serves(logits_CV, logits_CV, None) or not len(logits_CV):
+        return reference_summary(logits_CV)
+    from drafttrain.kernels.triton import divergence as kernels
+
+    found = Summary(*(logits_CV.new_empty(len(logits_CV), dtype=dtype) for dtype in (torch.float32, torch.long)))
+    kernels.summarise(logits_CV, *found).run()
+    return found
+
+
+def reference_summary(logits_CV: Tensor) -> Summary:
+    """The plain-torch twin of `summary`, on a part of the rows at a time."""
+    parts = (part_RV.float() for part_RV in torch.split(logits_CV, rows_at_once(logits_CV)))
+    log_sums, bests = zip(*((part_RV.logsumexp(-1), part_RV.argmax(-1)) for part_RV in parts), strict=True)
+    return Summary(torch.cat(log_sums), torch.cat(bests))
 
 
 def _of_rows(

@@ -35,6 +35,15 @@ def _normalise(row, vocabulary, STEP: tl.constexpr):
 
 
 @triton.jit
+def summary(row, log_sum, best, vocabulary, row_C, STEP: tl.constexpr):
+    """The log-sum-exp of a row, and the index of its greatest value, the lowest among equals."""
+    c = tl.program_id(0).to(tl.int64)
+    found, at = _normalise(row + c * row_C, vocabulary, STEP)
+    tl.store(log_sum + c, found)
+    tl.store(best + c, at.to(tl.int64))
+
+
+@triton.jit
 def _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP: tl.constexpr):
     """(index, log q, log p) of one step; minus infinity past the row's end."""
     at_V = start + tl.arange(0, STEP)
@@ -167,6 +176,13 @@ def curved(
             _, pull_V = _pull(log_q_V, log_p_V, NAME)
             slope_V = tl.exp(log_q_V) * (pull_V - mean)
             tl.store(slope + at_V, slope_V.to(slope.dtype.element_ty), mask=at_V < vocabulary)
+
+
+def summarise(logits_CV: Tensor, log_sum_C: Tensor, best_C: Tensor) -> Launch:
+    """The launch that fills the log-sum-exp of each row, and the index of its greatest value."""
+    C, V = logits_CV.shape
+    arguments = {"row": logits_CV, "log_sum": log_sum_C, "best": best_C, "vocabulary": V, "row_C": logits_CV.stride(0)}
+    return Launch(summary, (C,), arguments | {"STEP": min(STEP, max(triton.next_power_of_2(V), 128))}, 8)
 
 
 KERNELS = {"ce": pointwise, "kl": pointwise, "tvd": overlap, "lk": overlap, "rkl": curved, "jsd": curved}

@@ -191,7 +191,8 @@ def tiles(rows: int, wide: int, dtype: torch.dtype, words: int = 1) -> Tiles:
     if dtype == torch.float32:  # products without tensor cores
         return Tiles(16, 16, 4, 2)
     block = min(max(triton.next_power_of_2(rows), 16), 128 if wide <= 128 else 64)
-    keys = 32 if wide == 256 else 128 if wide <= 64 and block <= 32 and words == 1 else 64
+    few = block <= 16 if wide == 128 else block <= 32 and wide <= 64
+    keys = 32 if wide == 256 else 128 if few and words == 1 else 64
     warps = 8 if block * wide >= 64 * 256 or block == 128 else 4
     # page numbers are loaded a step before their keys, so two steps of keys in flight take five stages
     return Tiles(block, keys, warps, 5)
@@ -239,5 +240,5 @@ def launches(
     found = [Launch(attend, (blocks, B * kv, S), first, tile.warps, tile.stages)]
     if S > 1:
         second = {"part": part, "lse": lse, "out": out_BNI, "splits": S, "D": D, "WIDE": wide, "MOST": MOST_SPLITS, "S": 16}
-        found.append(Launch(combine, (B * N * h,), second, 4))
+        found.append(Launch(combine, (B * N * h,), second, 1))
     return found

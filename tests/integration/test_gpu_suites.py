@@ -286,7 +286,7 @@ def test_the_straightforward_loss_is_the_objective(family: str) -> None:
     drafter.prepare(lambda: torch.arange(64))
     for parameter in drafter.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
-    batch = throughput.random_batch(2, 17, 64, torch.device("cpu"), seed=1)
+    batch = throughput.random_batch(2, 17, 64, seed=1)
     filled, found = Online(target, drafter.taps).fill(batch), []
     for loss in (Objective(drafter, target, LossOptions(chunk=5))(filled)[0], straight.LOSSES[family](drafter, target, batch)):
         drafter.zero_grad()

@@ -99,6 +99,7 @@ def test_divergence_compiles(name: str, capability: int, tmp_path: Path) -> None
     sizes = ((128256, torch.bfloat16, True), (50257, torch.float32, False), (128256, torch.float16, True))
     for vocabulary, dtype, sloped in sizes:
         logits = meta(64, vocabulary, dtype=dtype)
+        check(kernels.summarise(logits, number, meta(64)).compile(capability), capability, tmp_path)
         given = (logits, logits, meta(64), name, number, hit, number, logits if sloped else None)
         for whole in (None, number):  # None: the target's vocabulary is the row's
             check(kernels.launch(*given, whole).compile(capability), capability, tmp_path)

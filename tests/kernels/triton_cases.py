@@ -259,6 +259,16 @@ def test_divergence(name: str, vocabulary: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.slope_CV.double(), slope, rtol=max(TOLERANCE[dtype], 1e-4), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [1, 17, 2048, 5003])
+def test_summary(vocabulary: int, dtype: torch.dtype) -> None:
+    logits = laws(3, vocabulary, dtype, masked=True)[1]
+    logits[0, :] = 1.0  # all alike: the first one counts
+    found, wanted = divergence_op.summary(logits), divergence_op.reference_summary(logits)
+    assert jit.serves(logits) and torch.equal(found.best_C, wanted.best_C) and found.best_C[0] == 0
+    torch.testing.assert_close(found.log_sum_C, wanted.log_sum_C, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", divergence_op.NAMES)
 def test_overlap_over_the_vocabulary_that_the_row_is_a_part_of(name: str) -> None:
     logits, law, label = laws(3, 2500, torch.float32, masked=name != "rkl")

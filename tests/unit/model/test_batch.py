@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafttrain.model.batch import TrainBatch
+from drafttrain.objective.chunks import chunks
 
 
 def batch_of(documents: list[list[int]], mask: list[list[bool]]) -> TrainBatch:
@@ -52,3 +53,47 @@ def test_future_stays_in_its_document_and_mask(rows: int, width: int, k: int, ra
         if t + k < width and documents[b][t] == documents[b][t + k] >= 0 and mask[b][t + k]
     ]
     assert list(zip(pairs.source_M.tolist(), pairs.label_M.tolist(), strict=True)) == expected
+
+
+DEVICE = torch.device("meta")  # it has no data: whatever asks it for some fails
+
+
+def packed_batch() -> TrainBatch:
+    token_BT = torch.arange(24).view(2, 12)
+    document_BT = torch.tensor([[0] * 5 + [1] * 7, [0] * 10 + [-1] * 2])
+    mask_BT = torch.rand(2, 12, generator=torch.Generator().manual_seed(0)) < 0.8
+    return TrainBatch(token_BT, torch.arange(12).expand(2, 12), document_BT, mask_BT)
+
+
+def test_what_follows_from_the_tokens_waits_for_no_device() -> None:
+    host, there = packed_batch(), packed_batch().to(DEVICE)
+    for k in (1, 2, 5):
+        pairs, moved = host.future(k), there.future(k)
+        assert moved.label_M.device == DEVICE
+        assert torch.equal(there.on_host(moved.source_M), pairs.source_M)
+        assert torch.equal(there.on_host(moved.label_M), pairs.label_M)
+    for anchors, moved in (
+        (host.anchors(3), there.anchors(3)),
+        (host.nested([0.8, 0.5])[-1][1], there.nested([0.8, 0.5])[-1][1]),
+    ):
+        assert moved.source_BA.device == DEVICE and moved.share == anchors.share
+        place_M, pairs = host.future_of(anchors, 2)
+        place_there, pairs_there = there.future_of(moved, 2)
+        assert torch.equal(there.on_host(place_there), place_M)
+        assert torch.equal(there.on_host(pairs_there.label_M), pairs.label_M)
+    assert there.supervised() == host.supervised() and there.digest == host.digest
+    seen, wanted = there.sees(), host.sees()
+    assert seen is not None and wanted is not None and seen.number_BT.device == DEVICE and seen.lengths == wanted.lengths
+    assert there.to(torch.device("meta")).host is there.host
+
+
+def test_chunks_of_predictions_wait_for_no_device() -> None:
+    host, there = packed_batch(), packed_batch().to(DEVICE)
+    places = [there.teacher_index(there.on_host(there.future(k).label_M)) for k in (2, 3)]
+    wanted = list(chunks([host.teacher_index(host.future(k).label_M) for k in (2, 3)], ["a", "a"], 4))
+    found = list(chunks(places, ["a", "a"], 4, DEVICE))
+    assert [len(c.position_U) for c in found] == [len(c.position_U) for c in wanted] and len(found) > 2
+    assert all(c.position_U.device == DEVICE for c in found)
+    assert [[[p.count for p in piece] for piece in c.pieces] for c in found] == [
+        [[p.count for p in piece] for piece in c.pieces] for c in wanted
+    ]
