@@ -23,6 +23,7 @@ class Scores(torch.autograd.Function):
 
     It saves one tensor for the backward pass, dloss/dlogits, which is computed together with the loss (`ops.divergence`).
     spend: it may take the place of the logits, which nothing reads afterwards. row_C, whole_C: as for `divergence.scores`.
+    gain_C: the gradient of the loss that the backward pass will be given, where it is known; it is multiplied in at once.
     """
 
     @staticmethod
@@ -35,11 +36,14 @@ class Scores(torch.autograd.Function):
         spend: bool = False,
         row_C: Tensor | None = None,
         whole_C: Tensor | None = None,
+        gain_C: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wanted = ctx.needs_input_grad[0]
         (first, weight), *others = terms.items()
+        ctx.gained = gain_C is not None and not others
+        gain_C = gain_C if ctx.gained else None
         into_CV = logits_CV if spend and not others else None
-        found = divergence.scores(logits_CV, target_logits_CV, label_C, first, wanted, into_CV, row_C, whole_C)
+        found = divergence.scores(logits_CV, target_logits_CV, label_C, first, wanted, into_CV, row_C, whole_C, gain_C)
         loss_C, slope_CV = found.loss_C, found.slope_CV
         if weight != 1.0 or others:
             loss_C = weight * loss_C
@@ -55,9 +59,11 @@ class Scores(torch.autograd.Function):
         return loss_C, found.hit_C, found.mass_C
 
     @staticmethod
-    def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, grad_C: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None]:
         (slope_CV,) = ctx.saved_tensors
-        return slope_CV.mul_(grad_C[:, None].to(slope_CV.dtype)), None, None, None, None, None, None  # needed once
+        if not ctx.gained:
+            slope_CV.mul_(grad_C[:, None].to(slope_CV.dtype))  # needed once
+        return slope_CV, None, None, None, None, None, None, None
 
 
 def scores_of(
@@ -68,19 +74,20 @@ def scores_of(
     terms: Terms,
     end_to_end: bool = False,
     spend: bool = False,
+    gain_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss_C, hit_C, mass_C) of some predictions of a step, from its head's logits.
 
     end_to_end: where the head's vocabulary is a part of the target's, the loss is one minus the acceptance. spend: the
-    gradient may take the place of the logits.
+    gradient may take the place of the logits. gain_C: of loss_C, as for `Scores`.
     """
     if prediction.vocab_D is not None:
-        return restricted(logits_CD, target, label_C, terms, prediction.vocab_D, end_to_end, spend)
+        return restricted(logits_CD, target, label_C, terms, prediction.vocab_D, end_to_end, spend, gain_C)
     if prediction.offers is not None:
-        return offered(logits_CD, target, label_C, terms, prediction.offers, end_to_end)
+        return offered(logits_CD, target, label_C, terms, prediction.offers, end_to_end, gain_C)
     place_C, logits_UV = target.place_C, target.chunk.logits_UV
     logits_UV, row_C = (logits_UV[place_C], None) if isinstance(place_C, slice) else (logits_UV, place_C)
-    found: tuple[Tensor, Tensor, Tensor] = Scores.apply(logits_CD, logits_UV, label_C, terms, spend, row_C)
+    found: tuple[Tensor, Tensor, Tensor] = Scores.apply(logits_CD, logits_UV, label_C, terms, spend, row_C, None, gain_C)
     return found
 
 
@@ -92,6 +99,7 @@ def restricted(
     vocab_D: Tensor,
     end_to_end: bool = False,
     spend: bool = False,
+    gain_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`Scores` of a drafter whose vocabulary is a part of the target's (arXiv 2503.01840, the official code).
 
@@ -105,11 +113,17 @@ def restricted(
         return torch.where(vocab_D[at_C] == token_C, at_C, -1)
 
     part = PartLogits(target.columns(vocab_D), target.log_sum(), place(target.best()), place(label_C))
-    return _scores_over_part(logits_CD, part, terms, end_to_end, spend and len(terms) == 1)
+    return _scores_over_part(logits_CD, part, terms, end_to_end, spend and len(terms) == 1, gain_C)
 
 
 def offered(
-    logits_CV: Tensor, target: TargetRows, label_C: Tensor, terms: Terms, count: int, end_to_end: bool = False
+    logits_CV: Tensor,
+    target: TargetRows,
+    label_C: Tensor,
+    terms: Terms,
+    count: int,
+    end_to_end: bool = False,
+    gain_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `restricted`, for a head that offers only its `count` likeliest tokens of each prediction."""
     token_CD = logits_CV.detach().topk(count, -1).indices
@@ -119,7 +133,7 @@ def offered(
         return torch.where(same_CD.any(-1), same_CD.int().argmax(-1), -1)
 
     part = PartLogits(target.of(token_CD), target.log_sum(), place(target.best()), place(label_C))
-    return _scores_over_part(logits_CV.gather(1, token_CD), part, terms, end_to_end)
+    return _scores_over_part(logits_CV.gather(1, token_CD), part, terms, end_to_end, gain_C=gain_C)
 
 
 class PartLogits(NamedTuple):
@@ -132,7 +146,12 @@ class PartLogits(NamedTuple):
 
 
 def _scores_over_part(
-    logits_CD: Tensor, part: PartLogits, terms: Terms, end_to_end: bool, spend: bool = False
+    logits_CD: Tensor,
+    part: PartLogits,
+    terms: Terms,
+    end_to_end: bool,
+    spend: bool = False,
+    gain_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     best_C, label_C = part.best_C, part.label_C
     # before a gradient takes the logits' place
@@ -140,9 +159,10 @@ def _scores_over_part(
     loss_C = torch.zeros_like(part.log_sum_C)
     hit_C, mass_C = torch.zeros_like(label_C, dtype=torch.bool), loss_C
     for name, weight in terms.items():
-        given = (logits_CD, part.logits_CD, label_C.clamp_min(0), {name: 1.0}, spend, None, part.log_sum_C)
-        apart_C, hit_C, mass_C = Scores.apply(*given)
         learnt_C = (label_C if name == "ce" else best_C) >= 0
+        own_C = None if gain_C is None or end_to_end else torch.where(learnt_C, weight * gain_C, 0.0)
+        given = (logits_CD, part.logits_CD, label_C.clamp_min(0), {name: 1.0}, spend, None, part.log_sum_C, own_C)
+        apart_C, hit_C, mass_C = Scores.apply(*given)
         loss_C = loss_C + weight * torch.where(learnt_C, apart_C, 0.0)
     if whole_C is not None:
         loss_C, mass_C = 1.0 - whole_C, whole_C

@@ -231,9 +231,9 @@ class Scoring:
                 rows = target(place_C, first, logits_CD)
             own_CD = logits_CD.detach().requires_grad_(logits_CD.requires_grad)
             spend = type(logits_CD.grad_fn).__name__ in KEEP_NO_OUTPUT
-            scored_C = scores_of(first, own_CD, rows, label_C, self.terms, self.end_to_end, spend)
-        if weights is not None and gradients is not None and logits_CD.requires_grad:
-            weight_C = joined([weights[part.step][part.row_C] for part in piece]).to(scored_C[0].dtype)
+            weight_C = None if weights is None else joined([weights[part.step][part.row_C] for part in piece]).float()
+            scored_C = scores_of(first, own_CD, rows, label_C, self.terms, self.end_to_end, spend, weight_C)
+        if weight_C is not None and gradients is not None and logits_CD.requires_grad:
             (slope_CD,) = torch.autograd.grad(scored_C[0], own_CD, weight_C)
             gradients.add(piece, input_CH, logits_CD, slope_CD.detach())
         for own, whole_C in zip(zip(*(_fields(scores[part.step]) for part in piece), strict=True), scored_C, strict=True):

@@ -38,6 +38,7 @@ def scores(
     into: Tensor | None = None,
     row_C: Tensor | None = None,
     whole_C: Tensor | None = None,
+    gain_C: Tensor | None = None,
 ) -> Scores:
     """The divergence `name` of each prediction, its top-1 agreement and overlap, and the gradient in the logits' dtype if
     wanted.
@@ -49,18 +50,21 @@ def scores(
     logits_CV itself, which halves the memory. row_C: the row of target_logits_CV that each prediction is compared with; None:
     its own. No copy of all these rows is made. whole_C: log-sum-exp of the target's logits over a vocabulary of which these are
     a part; the overlap is then the one over all of it, where q has nothing outside the part. Not with row_C.
+    gain_C: each row's gradient is multiplied by it.
     """
     if want_slope and into is None:
         into = torch.empty_like(logits_CV)
     if row_C is not None:
         assert whole_C is None
-        return _of_rows(logits_CV, target_logits_CV, label_C, name, into if want_slope else None, row_C)
+        return _of_rows(logits_CV, target_logits_CV, label_C, name, into if want_slope else None, row_C, gain_C)
     if not _serves(logits_CV, target_logits_CV, into):
         # before the gradient takes the logits' place
         mass_C = None if whole_C is None else _overlap_by_rows(logits_CV, target_logits_CV, whole_C)
         compiled = name in COMPILED and _compiled(logits_CV, target_logits_CV, label_C, into if want_slope else None)
         way = _on_cpu if compiled else _by_rows
         found = way(logits_CV, target_logits_CV, label_C, name, into if want_slope else None)
+        if gain_C is not None and found.slope_CV is not None:
+            found.slope_CV.mul_(gain_C[:, None].to(found.slope_CV.dtype))
         return found if mass_C is None else found._replace(mass_C=mass_C)
     from drafttrain.kernels.triton import divergence as kernels
 
@@ -71,7 +75,7 @@ def scores(
         into if want_slope else None,
     )
     if len(label_C):
-        kernels.launch(logits_CV, target_logits_CV, label_C, name, *found, whole_C).run()
+        kernels.launch(logits_CV, target_logits_CV, label_C, name, *found, whole_C, gain_C).run()
     return found
 
 
@@ -144,14 +148,21 @@ def reference_summary(logits_CV: Tensor) -> Summary:
 
 
 def _of_rows(
-    logits_CV: Tensor, target_logits_UV: Tensor, label_C: Tensor, name: str, into: Tensor | None, row_C: Tensor
+    logits_CV: Tensor,
+    target_logits_UV: Tensor,
+    label_C: Tensor,
+    name: str,
+    into: Tensor | None,
+    row_C: Tensor,
+    gain_C: Tensor | None,
 ) -> Scores:
     """`scores` with chosen rows of the target's logits, which are copied for a part of the predictions at a time."""
     parts, rows = list[Scores](), rows_at_once(logits_CV)
     for start in range(0, max(len(label_C), 1), rows):
         at = slice(start, start + rows)
-        slope_RV = None if into is None else into[at]
-        parts.append(scores(logits_CV[at], target_logits_UV[row_C[at]], label_C[at], name, into is not None, slope_RV))
+        slope_RV, gain_R = (None if x is None else x[at] for x in (into, gain_C))
+        given = (logits_CV[at], target_logits_UV[row_C[at]], label_C[at], name, into is not None, slope_RV)
+        parts.append(scores(*given, gain_C=gain_R))
     loss_C, hit_C, mass_C, _ = zip(*parts, strict=True)
     return Scores(torch.cat(loss_C), torch.cat(hit_C), torch.cat(mass_C), into)
 

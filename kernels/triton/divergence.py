@@ -60,15 +60,15 @@ def _shift(whole, log_sum_p, WHOLE: tl.constexpr):
 
 @triton.jit
 def pointwise(
-    logits, target, label, loss, hit, mass, slope, whole, vocabulary, logits_C, target_C, slope_C,
-    NAME: tl.constexpr, SLOPE: tl.constexpr, WHOLE: tl.constexpr, STEP: tl.constexpr,
+    logits, target, label, loss, hit, mass, slope, whole, gain, vocabulary, logits_C, target_C, slope_C,
+    NAME: tl.constexpr, SLOPE: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """ce and kl: the slope at a token depends on p and q at that token only, so it is written in the same pass."""
     c = tl.program_id(0).to(tl.int64)
     logits, target, slope, token = logits + c * logits_C, target + c * target_C, slope + c * slope_C, tl.load(label + c)
     log_sum_q, best_q = _normalise(logits, vocabulary, STEP)
     log_sum_p, best_p = _normalise(target, vocabulary, STEP)
-    shift = _shift(whole + c, log_sum_p, WHOLE)
+    shift, factor = _shift(whole + c, log_sum_p, WHOLE), tl.load(gain + c) if GAIN else 1.0
     loss_V, mass_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)
     for start in range(0, vocabulary, STEP):
         at_V, log_q_V, log_p_V = _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP)
@@ -81,7 +81,7 @@ def pointwise(
             loss_V += tl.where(p_V > 0, p_V * (log_p_V - log_q_V), 0.0)
             slope_V = q_V - p_V
         if SLOPE:
-            tl.store(slope + at_V, slope_V.to(slope.dtype.element_ty), mask=at_V < vocabulary)
+            tl.store(slope + at_V, (slope_V * factor).to(slope.dtype.element_ty), mask=at_V < vocabulary)
     tl.store(loss + c, tl.sum(loss_V, 0))
     tl.store(mass + c, tl.sum(mass_V, 0))
     tl.store(hit + c, best_q == best_p)
@@ -89,8 +89,8 @@ def pointwise(
 
 @triton.jit
 def overlap(
-    logits, target, label, loss, hit, mass, slope, whole, vocabulary, logits_C, target_C, slope_C,
-    NAME: tl.constexpr, SLOPE: tl.constexpr, WHOLE: tl.constexpr, STEP: tl.constexpr,
+    logits, target, label, loss, hit, mass, slope, whole, gain, vocabulary, logits_C, target_C, slope_C,
+    NAME: tl.constexpr, SLOPE: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """tvd and lk. The overlap of distributions far apart underflows, so it is summed in the log domain too, for lk and its
     slope.
@@ -99,7 +99,8 @@ def overlap(
     logits, target, slope = logits + c * logits_C, target + c * target_C, slope + c * slope_C
     log_sum_q, best_q = _normalise(logits, vocabulary, STEP)
     log_sum_p, best_p = _normalise(target, vocabulary, STEP)
-    shift, whole_V = _shift(whole + c, log_sum_p, WHOLE), tl.zeros([STEP], tl.float32)
+    shift, factor = _shift(whole + c, log_sum_p, WHOLE), tl.load(gain + c) if GAIN else 1.0
+    whole_V = tl.zeros([STEP], tl.float32)
     mass_V, excess_V, top_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32), tl.full([STEP], LOWEST, tl.float32)
     sum_V, below_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)  # of min(p, q); of q where it is below p
     for start in range(0, vocabulary, STEP):
@@ -131,7 +132,7 @@ def overlap(
             at_V, log_q_V, log_p_V = _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP)
             pull_V = tl.where(log_q_V < log_p_V, tl.exp(log_q_V + lift), 0.0)
             slope_V = tl.exp(log_q_V) * below - pull_V
-            tl.store(slope + at_V, slope_V.to(slope.dtype.element_ty), mask=at_V < vocabulary)
+            tl.store(slope + at_V, (slope_V * factor).to(slope.dtype.element_ty), mask=at_V < vocabulary)
 
 
 @triton.jit
@@ -150,15 +151,15 @@ def _pull(log_q_V, log_p_V, NAME: tl.constexpr):
 
 @triton.jit
 def curved(
-    logits, target, label, loss, hit, mass, slope, whole, vocabulary, logits_C, target_C, slope_C,
-    NAME: tl.constexpr, SLOPE: tl.constexpr, WHOLE: tl.constexpr, STEP: tl.constexpr,
+    logits, target, label, loss, hit, mass, slope, whole, gain, vocabulary, logits_C, target_C, slope_C,
+    NAME: tl.constexpr, SLOPE: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """rkl and jsd: the slope at a token is q times the difference of dloss/dq from its mean under q."""
     c = tl.program_id(0).to(tl.int64)
     logits, target, slope = logits + c * logits_C, target + c * target_C, slope + c * slope_C
     log_sum_q, best_q = _normalise(logits, vocabulary, STEP)
     log_sum_p, best_p = _normalise(target, vocabulary, STEP)
-    shift = _shift(whole + c, log_sum_p, WHOLE)
+    shift, factor = _shift(whole + c, log_sum_p, WHOLE), tl.load(gain + c) if GAIN else 1.0
     loss_V, mass_V, mean_V = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)
     for start in range(0, vocabulary, STEP):
         _, log_q_V, log_p_V = _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP)
@@ -175,7 +176,7 @@ def curved(
             at_V, log_q_V, log_p_V = _log_probs(start, logits, target, log_sum_q, log_sum_p, vocabulary, STEP)
             _, pull_V = _pull(log_q_V, log_p_V, NAME)
             slope_V = tl.exp(log_q_V) * (pull_V - mean)
-            tl.store(slope + at_V, slope_V.to(slope.dtype.element_ty), mask=at_V < vocabulary)
+            tl.store(slope + at_V, (slope_V * factor).to(slope.dtype.element_ty), mask=at_V < vocabulary)
 
 
 def summarise(logits_CV: Tensor, log_sum_C: Tensor, best_C: Tensor) -> Launch:
@@ -191,15 +192,17 @@ KERNELS = {"ce": pointwise, "kl": pointwise, "tvd": overlap, "lk": overlap, "rkl
 def launch(
     logits_CV: Tensor, target_logits_CV: Tensor, label_C: Tensor, name: str,
     loss_C: Tensor, hit_C: Tensor, mass_C: Tensor, slope_CV: Tensor | None, whole_C: Tensor | None = None,
+    gain_C: Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """The launch that fills loss, hit, mass and slope. slope_CV may be logits_CV, since every step reads its part before
-    writing it. whole_C: as for `ops.divergence.scores`.
+    writing it. whole_C, gain_C: as for `ops.divergence.scores`.
     """
     C, V = logits_CV.shape
     out_CV = logits_CV if slope_CV is None else slope_CV
     arguments = {
         "logits": logits_CV, "target": target_logits_CV, "label": label_C.contiguous(), "loss": loss_C,
         "hit": hit_C, "mass": mass_C, "slope": out_CV, "whole": loss_C if whole_C is None else whole_C.contiguous(),
+        "gain": loss_C if gain_C is None else gain_C.contiguous(), "GAIN": gain_C is not None,
         "vocabulary": V, "logits_C": logits_CV.stride(0), "target_C": target_logits_CV.stride(0),
         "slope_C": out_CV.stride(0), "NAME": name, "SLOPE": slope_CV is not None, "WHOLE": whole_C is not None,
         "STEP": min(STEP, max(triton.next_power_of_2(V), 128)),

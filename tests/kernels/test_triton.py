@@ -101,8 +101,8 @@ def test_divergence_compiles(name: str, capability: int, tmp_path: Path) -> None
         logits = meta(64, vocabulary, dtype=dtype)
         check(kernels.summarise(logits, number, meta(64)).compile(capability), capability, tmp_path)
         given = (logits, logits, meta(64), name, number, hit, number, logits if sloped else None)
-        for whole in (None, number):  # None: the target's vocabulary is the row's
-            check(kernels.launch(*given, whole).compile(capability), capability, tmp_path)
+        for more in ((None, None), (number, number)):
+            check(kernels.launch(*given, *more).compile(capability), capability, tmp_path)
 
 
 @needs_triton

@@ -279,6 +279,10 @@ def test_overlap_over_the_vocabulary_that_the_row_is_a_part_of(name: str) -> Non
     whole = torch.minimum(torch.nn.functional.pad(part.softmax(-1), (0, 400)), law.softmax(-1)).sum(-1)
     torch.testing.assert_close(found.mass_C, whole, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.loss_C, own.loss_C) and torch.equal(found.slope_CV, own.slope_CV)
+    gain = torch.tensor([0.0, 0.3, 2.0], device=DEVICE)
+    gained = divergence_op.scores(part, target, label, name, want_slope=True, gain_C=gain)
+    torch.testing.assert_close(gained.slope_CV, own.slope_CV * gain[:, None], rtol=1e-5, atol=1e-7)
+    assert torch.equal(gained.loss_C, own.loss_C)
     assert bool((found.mass_C < own.mass_C).any())
 
 
