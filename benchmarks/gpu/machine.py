@@ -6,6 +6,7 @@ A rehearsal runs the same code on a CPU, without graphs or events, to find error
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -71,6 +72,20 @@ class Machine:
     def wait(self) -> None:
         if not self.rehearsal:
             cuda.synchronize(self.device)
+
+    def waits(self, work: Callable[[], object]) -> int:
+        """How often the work makes the host wait for the device."""
+        if self.rehearsal:
+            work()
+            return 0
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            cuda.set_sync_debug_mode("warn")
+            try:
+                work()
+            finally:
+                cuda.set_sync_debug_mode("default")
+        return sum("synchronizing" in str(warning.message) for warning in said)
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Seconds of the work that this call starts on the device, between two events on its stream."""

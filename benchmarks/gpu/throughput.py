@@ -150,6 +150,7 @@ def measure(setting: Setting, machine: Machine) -> dict[str, Any]:
     ours, eager = partial(training.step, training.ours), partial(training.step, training.eager)
     rows, length = training.batch.token_BT.shape
     found = {"rows": rows, "loss": training.loss, "flops": training.flops, "peak_bytes": most(partial(ours, rows), machine)}
+    found["waits"] = machine.waits(partial(ours, rows))
     found["eager_rows"], found["eager_bytes"] = fitting(eager, rows, machine)
     contenders = {"ours": partial(machine.seconds, partial(ours, rows))}
     if found["eager_rows"]:
