@@ -30,7 +30,7 @@ from drafttrain.ops.remap import remap_logits
 def moved(x: Tensor, device: torch.device) -> Tensor:
     """x on this device; a copy from the host to a GPU waits for nothing."""
     if device.type == "cuda" and x.device.type == "cpu":
-        return x.pin_memory().to(device, non_blocking=True)
+        return x.contiguous().pin_memory().to(device, non_blocking=True)  # an expanded tensor cannot be pinned
     return x.to(device)
 
 

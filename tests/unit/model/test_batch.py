@@ -1,10 +1,11 @@
 """The only token shifts there are, against loops."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.model.batch import TrainBatch
+from drafttrain.model.batch import TrainBatch, moved
 from drafttrain.objective.chunks import chunks
 
 
@@ -85,6 +86,20 @@ def test_what_follows_from_the_tokens_waits_for_no_device() -> None:
     seen, wanted = there.sees(), host.sees()
     assert seen is not None and wanted is not None and seen.number_BT.device == DEVICE and seen.lengths == wanted.lengths
     assert there.to(torch.device("meta")).host is there.host
+
+
+def test_an_expanded_tensor_is_copied_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 pins memory: a tensor with two elements in one place is refused."""
+
+    def pin(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, non_blocking: x)
+    position_BT = torch.arange(5).expand(3, 5)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        pin(position_BT)
+    assert torch.equal(moved(position_BT, torch.device("cuda")), position_BT)
 
 
 def test_chunks_of_predictions_wait_for_no_device() -> None:
