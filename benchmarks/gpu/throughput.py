@@ -72,7 +72,7 @@ class Training:
         trained = [p for p in self.drafter.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=RATE, fused=not machine.rehearsal)
         self.batch = random_batch(rows, setting.context, vocab, seed=0)
-        self.flops, self.loss = self._count(vocab * self.target.shape.hidden_size)
+        self.flops, self.loss = self._count()
         self.step(self.ours, rows)  # AdamW has its moments from here on
 
     def ours(self, batch: TrainBatch) -> Tensor:
@@ -94,16 +94,13 @@ class Training:
         kept = TrainBatch(b.token_BT[:count], b.position_BT[:count], b.document_BT[:count], b.mask_BT[:count])
         return kept.to(self.machine.device)
 
-    def _count(self, head: int) -> tuple[float, float]:
-        """(operations of a step, its loss), counted as in `drafttrain fit`, but with the target's head once per position and
-        not once per prediction. head: weights of it.
-        """
+    def _count(self) -> tuple[float, float]:
+        """(operations of a step, its loss), counted as in `drafttrain fit`."""
         counter = Flops()
         with counter.counting(self.batch):
-            loss, counts = self.objective(self.online.fill(self.batch))
+            loss, _ = self.objective(self.online.fill(self.batch))
             (loss / self.batch.token_BT.numel()).backward()
-        head_operations = 2.0 * head * self.batch.token_BT.numel()
-        return counter.of(self.batch) - (len(counts.total) - 1) * head_operations, float(loss.detach())
+        return counter.of(self.batch), float(loss.detach())
 
     def check(self, rows: int) -> None:
         """Raises RedError where the two losses differ. It needs no gradients."""

@@ -58,9 +58,10 @@ class Anchors:
     host: Anchors | None = None  # the same on the host, where these are on another device
 
     def to(self, device: torch.device) -> Anchors:
-        fields = (self.source_BA, self.real_BA, self.token_BA, self.position_BA)
+        source_BA, real_BA = moved(self.source_BA, device), moved(self.real_BA, device)
+        token_BA, position_BA = moved(self.token_BA, device), moved(self.position_BA, device)
         parts = self.parts and [moved(part_BA, device) for part_BA in self.parts]
-        return Anchors(*(moved(x_BA, device) for x_BA in fields), self.share, parts, self)
+        return Anchors(source_BA, real_BA, token_BA, position_BA, self.share, parts, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +142,14 @@ class TrainBatch:
 
     def to(self, device: torch.device) -> TrainBatch:
         hidden = {k: h.to(device) for k, h in self.hidden.items()}
-        numbers = (self.token_BT, self.position_BT, self.document_BT, self.mask_BT)
+        token_BT, position_BT = moved(self.token_BT, device), moved(self.position_BT, device)
+        document_BT, mask_BT = moved(self.document_BT, device), moved(self.mask_BT, device)
         top, whole = self.top and self.top.to(device), self.whole and self.whole.to(device)
         host = None if device.type == "cpu" else self.host
         if self.token_BT.device.type == "cpu" and device.type != "cpu":
             host = replace(self, hidden={}, top=None, placed={})
-        return TrainBatch(*(moved(x, device) for x in numbers), hidden, top, self.span, whole, self.progress, host)
+        numbers = (token_BT, position_BT, document_BT, mask_BT)
+        return TrainBatch(*numbers, hidden, top, self.span, whole, self.progress, host)
 
     def place(self, x: Tensor) -> Tensor:
         """x, of `host`, on this batch's device."""

@@ -114,7 +114,8 @@ def overlap(logits_CV: Tensor, target_logits_CV: Tensor, whole_C: Tensor) -> Ten
 
 def _overlap_by_rows(logits_CV: Tensor, target_logits_CV: Tensor, whole_C: Tensor) -> Tensor:
     """`overlap` on a part of the rows at a time."""
-    parts = zip(*(x.split(rows_at_once(logits_CV)) for x in (logits_CV, target_logits_CV, whole_C)), strict=True)
+    rows = rows_at_once(logits_CV)
+    parts = zip(*(torch.split(x, rows) for x in (logits_CV, target_logits_CV, whole_C)), strict=True)
     return torch.cat([overlap(*part) for part in parts])
 
 

@@ -98,22 +98,26 @@ def reference_backward(
 
 def dot(a_BhTD: Tensor, b_BgTD: Tensor) -> Tensor:
     """[B, h, T] inner products, in float32 or float64; each of b's heads serves h / g of a's. No copy of b's is made."""
-    a_BgxTD, b_Bg1TD = a_BhTD.unflatten(1, (b_BgTD.shape[1], -1)), b_BgTD[:, :, None]
-    rows = [torch.linalg.vecdot(wide(a), wide(b)) for a, b in zip(a_BgxTD.split(DOT, 3), b_Bg1TD.split(DOT, 3), strict=True)]
+    parts = zip(torch.split(_grouped(a_BhTD, b_BgTD), DOT, 3), torch.split(b_BgTD[:, :, None], DOT, 3), strict=True)
+    rows = [torch.linalg.vecdot(wide(a), wide(b)) for a, b in parts]
     return torch.cat(rows, 3).flatten(1, 2)
 
 
 def _scaled(scale_BhT: Tensor, x_BgTD: Tensor) -> Tensor:
     """[B, h, T, D] each position's vector times its head's scale."""
-    scaled_BgxTD = scale_BhT.unflatten(1, (x_BgTD.shape[1], -1))[..., None] * x_BgTD[:, :, None]
-    return scaled_BgxTD.flatten(1, 2)
+    return (_grouped(scale_BhT, x_BgTD)[..., None] * x_BgTD[:, :, None]).flatten(1, 2)
 
 
 def _summed(scale_BhT: Tensor, x_BhTD: Tensor, like_BgTD: Tensor) -> Tensor:
     """[B, g, T, D] the sum of the scaled vectors over the heads that share a KV head."""
     scaled_BhTD = scale_BhT[..., None] * x_BhTD
-    groups = x_BhTD.shape[1] // like_BgTD.shape[1]
-    return scaled_BhTD if groups == 1 else scaled_BhTD.unflatten(1, (-1, groups)).sum(2)
+    same = x_BhTD.shape[1] == like_BgTD.shape[1]
+    return scaled_BhTD if same else _grouped(scaled_BhTD, like_BgTD).sum(2)
+
+
+def _grouped(x_Bh: Tensor, like_Bg: Tensor) -> Tensor:
+    """[B, g, x, ...]: heads by the KV head that they share. Trailing dimensions stay."""
+    return x_Bh.view(x_Bh.shape[0], like_Bg.shape[1], -1, *x_Bh.shape[2:])
 
 
 def wide(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Shapes: B sequences, T positions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,7 +67,7 @@ def _backward(_out: Tensor, q_BhTD: Tensor, k_BgSD: Tensor, v_BgSD: Tensor, *_: 
 
 KERNELS = ("efficient", "flash", "cudnn")
 # torch 2.11's own formulas take no keys that several query heads share
-ATTENTION = {f"aten::_scaled_dot_product_{name}_attention": _forward for name in KERNELS}
+ATTENTION: dict[str, Callable[..., int]] = {f"aten::_scaled_dot_product_{name}_attention": _forward for name in KERNELS}
 ATTENTION |= {f"aten::_scaled_dot_product_{name}_attention_backward": _backward for name in KERNELS}
 
 

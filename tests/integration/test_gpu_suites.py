@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from benchmarks.gpu.cases import SMALL, checked, timed
 from benchmarks.gpu.distil import Asked
 from benchmarks.gpu.goals import GOALS
 from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.models import REHEARSED
 from benchmarks.gpu.real import FULL, Folder, Part, there
 from benchmarks.gpu.results import PASSED
 from benchmarks.gpu.steps import binary
@@ -30,6 +33,7 @@ from drafttrain.drafters.common.proposal import KINDS
 from drafttrain.features.online import Online
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.targets import TargetOptions
+from drafttrain.train.flops import Flops
 from tests.helpers import tiny_target
 
 ROOT = Path(__file__).parents[2]
@@ -295,6 +299,27 @@ def test_the_straightforward_loss_is_the_objective(family: str) -> None:
         found.append((loss.detach(), gradients))
     assert found[0][1].keys() == found[1][1].keys() and len(found[0][1]) > 3 and found[0][0] > 0.1
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", throughput.SMALL)
+def test_operations_of_a_training_step_hold_the_target_s_head_once(family: str) -> None:
+    """And no less: the count took it away once for every further draft depth, as if it still ran for each."""
+    machine = Machine(torch.device("cpu"), True, "rehearsal", {})
+    training = throughput.Training(throughput.Setting(family, next(iter(REHEARSED)), 24), machine)
+    ran, head = list[int](), type(training.target).head
+
+    def counted(target: Any, x_BNH: torch.Tensor) -> torch.Tensor:
+        ran.append(x_BNH[..., 0].numel())
+        return head(target, x_BNH)
+
+    with mock.patch.object(type(training.target), "head", counted):
+        training.step(training.ours, 2)
+    assert sum(ran) <= training.batch.token_BT.numel()  # positions
+    counter = Flops()
+    with counter.counting(training.batch):
+        loss, _ = training.objective(training.online.fill(training.batch))
+        loss.backward()
+    assert training.flops == counter.of(training.batch)
 
 
 def test_a_step_without_room_is_tried_on_fewer_rows() -> None:
