@@ -5,7 +5,7 @@ Shapes: B prompts, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -55,7 +55,7 @@ def generate(
         text_BT = model.generate(
             **({"input_ids": token_BT} if inputs is None else inputs(token_BT)),
             attention_mask=seen_BT,
-            generation_config=_greedy(stop_ids, pad, decode),
+            generation_config=_greedy(stop_ids or {model.config.get_text_config().vocab_size}, pad, decode),
             stopping_criteria=StoppingCriteriaList([stopwatch]),
         )
     rows = zip(text_BT[:, longest:].tolist(), guards or [None] * len(prompts), strict=True)
@@ -69,8 +69,11 @@ def generate(
     return Decoded(results, Costs())
 
 
-def _greedy(stop_ids: frozenset[int], pad: int, decode: DecodeOptions) -> GenerationConfig:
-    """Sets everything that could change greedy decoding: generate() takes unset values from the model's generation config."""
+def _greedy(stop_ids: Collection[int], pad: int, decode: DecodeOptions) -> GenerationConfig:
+    """Sets everything that could change greedy decoding: generate() takes unset values from the model's generation config.
+
+    stop_ids: at least one, because generate() replaces none by the model's own; a number past the vocabulary stops no text.
+    """
     return GenerationConfig(
         max_new_tokens=decode.max_new_tokens,
         min_new_tokens=decode.min_new_tokens or None,
@@ -82,7 +85,7 @@ def _greedy(stop_ids: frozenset[int], pad: int, decode: DecodeOptions) -> Genera
         top_k=50,
         top_p=1.0,
         use_cache=True,
-        eos_token_id=sorted(stop_ids) or [-1],  # not None: generate() replaces None by the model's own value
+        eos_token_id=sorted(stop_ids),
         pad_token_id=pad,
     )
 
