@@ -27,7 +27,7 @@ from drafttrain.targets.attention import install
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import WHOLE, Part
-from drafttrain.targets.probe import probe, reference_logits, wrong_tap
+from drafttrain.targets.probe import Reference, probe, reference_of, wrong_tap
 from drafttrain.targets.recurrent import Recorder, recording
 from drafttrain.targets.recurrent import install as record_scans
 from drafttrain.targets.shallow import check_first, final_norm, first_blocks, narrowed, weight_sharing_copy
@@ -137,9 +137,9 @@ class HFTarget(PrunedTarget):
     def _fingerprint(self) -> str:
         return fingerprint_of(self.model)
 
-    def reference_logits(self) -> dict[tuple[int, ...], Tensor]:
+    def reference(self) -> Reference:
         """Logits of the model's own forward for the probe's sequences."""
-        return reference_logits(self.model, self.longest_reach)
+        return reference_of(self.model, self.longest_reach)
 
     def __call__(self, *args: Any, **kwargs: Any) -> TargetOut:
         """Calls `forward` directly, because module hooks such as DeepSpeed's do not support TargetOut."""

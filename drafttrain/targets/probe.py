@@ -6,7 +6,7 @@ Shapes: B rows, N nodes, T prompt positions, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,20 @@ BEYOND = 5  # positions of the long prompt behind the longest window
 BUDGET = {"cpu": 1e10, "cuda": 1e14}  # parameters times positions of the long prompt that a probe may take, by device
 LOGITS_ARE = "its logits are not its output matrix applied to its last state"
 NO_POSITIONS = "it takes no positions, so that two branches cannot stand at the same place"
-Expected = dict[tuple[int, ...], Tensor]  # the last logits [V] of a sequence
+MORE = 3  # tokens after the probe's sequences, which change their logits by rounding alone
+EXACT = 200  # tolerance of float32 and float64, in rounding errors of the dtype
+LEAST, TIMES, MOST = (
+    4,
+    10.0,
+    0.25,
+)  # of other types: in rounding errors, in differences that rounding makes in this model; at most
+
+
+class Reference(NamedTuple):
+    """What the model itself gives without a cache."""
+
+    logits: dict[tuple[int, ...], Tensor]  # the last logits [V] of each sequence
+    rounding: float  # `_apart` of the same logits from passes of other sizes, at most; 0 in float32
 
 
 class Probed(Target, Protocol):
@@ -39,8 +52,8 @@ class Probed(Target, Protocol):
         """Positions of its longest window or chunk; 0: every layer sees everything."""
         ...
 
-    def reference_logits(self) -> dict[tuple[int, ...], Tensor]:
-        """`reference_logits` of its model."""
+    def reference(self) -> Reference:
+        """`reference_of` its model."""
         ...
 
 
@@ -64,8 +77,8 @@ def long_prompt(model: Any, reach: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def reference_logits(model: Any, reach: int = 0) -> Expected:
-    """The last logits [V] of the model's own forward without a cache, by sequence, for every sequence of the probe.
+def reference_of(model: Any, reach: int = 0) -> Reference:
+    """The model's own forward without a cache, for every sequence of the probe.
 
     reach: the positions of the model's longest window, as `Probed.longest_reach`.
     """
@@ -77,7 +90,25 @@ def reference_logits(model: Any, reach: int = 0) -> Expected:
             sequences |= {_sequence(inputs, n, row, path) for row, n in enumerate(lengths) for path in paths}
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     rows = {ids: torch.tensor([ids], device=model.device) for ids in sorted(sequences)}
-    return {ids: model(row, use_cache=False, **last).logits[0, -1].float() for ids, row in rows.items()}
+    logits = {ids: model(row, use_cache=False, **last).logits[0, -1].float() for ids, row in rows.items()}
+    exact = model.get_output_embeddings().weight.dtype in (torch.float32, torch.float64)
+    return Reference(logits, 0.0 if exact else _rounding(model, logits))
+
+
+def _rounding(model: Any, logits: dict[tuple[int, ...], Tensor]) -> float:
+    """The largest difference of these logits from those of other passes of the model: one over all short sequences with tokens
+    after each, and for a sequence of each length two with the model's own cache."""
+    short = [ids for ids in logits if len(ids) <= max(PROMPTS) + len(CHAIN)]
+    columns = max(map(len, short)) + MORE
+    rows = torch.tensor([[*ids, *([ids[0]] * (columns - len(ids)))] for ids in short], device=model.device)
+    found_BTV = model(rows, use_cache=False).logits
+    found = [_apart(found_BTV[row, len(ids) - 1], logits[ids]) for row, ids in enumerate(short)]
+    for ids in {len(ids): ids for ids in logits}.values():
+        row, new = torch.tensor([ids], device=model.device), len(ids) // 4 + 1
+        kept = model(row[:, :-new], use_cache=True).past_key_values
+        if kept is not None:
+            found.append(_apart(model(row[:, -new:], past_key_values=kept, use_cache=True).logits[0, -1], logits[ids]))
+    return max(found)
 
 
 @torch.no_grad()
@@ -88,7 +119,7 @@ def probe(target: Probed) -> str | None:
     forward over the row's prefix and the node's path. Models with windows verify the same nodes behind a prompt that is
     longer than all of them, where that costs little.
     """
-    expected = target.reference_logits()
+    expected = target.reference()
     if _worst_gap(target, expected, CHAIN) > 1.0:
         name, reason = type(target.model).__name__, _why_not_chains(target, expected)
         raise UserError(f"{name} cannot be decoded exactly: {reason}; choose another target")
@@ -122,7 +153,7 @@ def wrong_tap(target: Probed) -> int | None:
     return next((n for n in blocks if _gap(target, found[n].flatten(), states[n + 1].flatten()) > 1.0), None)
 
 
-def _why_not_chains(target: Probed, expected: Expected) -> str:
+def _why_not_chains(target: Probed, expected: Reference) -> str:
     """The first property that fails: head, cache, then what rows of several lengths need."""
     inputs, length = _probed(target.shape.vocab_size), PROMPTS[0]
     ids = _sequence(inputs, length, 0, CHAIN[-1])
@@ -130,14 +161,14 @@ def _why_not_chains(target: Probed, expected: Expected) -> str:
     position_1T = torch.arange(len(ids), device=target.device)[None]
     logits_1TV = target(token_1T, None, None, position_1T, Taps()).logits_BRV
     assert logits_1TV is not None
-    if _gap(target, logits_1TV[0, -1], expected[ids]) > 1.0:
+    if _gap(target, logits_1TV[0, -1], expected.logits[ids], expected.rounding) > 1.0:
         return f"{LOGITS_ARE} (head)"
     kv = target.new_cache(1, 16)
     target(token_1T[:, :length], kv, None, position_1T[:, :length], Taps())
     kv.keep(position_1T[:, :length], torch.tensor([length], device=target.device))
     logits_1NV = target(token_1T[:, length:], kv, None, position_1T[:, length:], Taps()).logits_BRV
     assert logits_1NV is not None
-    if _gap(target, logits_1NV[0, -1], expected[ids]) > 1.0:
+    if _gap(target, logits_1NV[0, -1], expected.logits[ids], expected.rounding) > 1.0:
         return "a pass with a KV cache gives other logits than one without (cache)"
     if not target.takes_positions:
         return "it takes no positions, and rows of several lengths in one batch need their own (positions)"
@@ -145,9 +176,9 @@ def _why_not_chains(target: Probed, expected: Expected) -> str:
 
 
 def _worst_gap(
-    target: Probed, expected: Expected, paths: tuple[tuple[int, ...], ...], lengths: tuple[int, ...] = PROMPTS
+    target: Probed, expected: Reference, paths: tuple[tuple[int, ...], ...], lengths: tuple[int, ...] = PROMPTS
 ) -> float:
-    """Largest difference between logits with and without a cache, in units of the dtype's rounding tolerance.
+    """Largest difference between logits with and without a cache, in units of the tolerance.
 
     Only the paths that `expected` has are compared. lengths: of the rows' prompts.
     """
@@ -167,13 +198,24 @@ def _worst_gap(
     for row, length in enumerate(lengths):
         for path in paths:
             ids = _sequence(inputs, length, row, path)
-            if ids in expected:
-                gaps.append(_gap(target, logits_BNV[row, path[-1]], expected[ids]))
+            if ids in expected.logits:
+                gaps.append(_gap(target, logits_BNV[row, path[-1]], expected.logits[ids], expected.rounding))
     return max(gaps)
 
 
-def _gap(target: Probed, found_V: Tensor, expected_V: Tensor) -> float:
-    """The largest difference of two rows of logits, in units of the dtype's rounding tolerance."""
-    expected_V = expected_V.to(found_V.device)
-    worst = (found_V.float() - expected_V).abs().max() / expected_V.abs().max().clamp_min(1.0)
-    return float(worst) / (200 * torch.finfo(target.dtype).eps)
+def _gap(target: Probed, found_V: Tensor, expected_V: Tensor, rounding: float = 0.0) -> float:
+    """`_apart` in units of the tolerance, which follows from the dtype and from what rounding makes in this model.
+
+    In half precision rounding grows with a model's depth, and a fault can be as small as a tenth of the largest logit: a
+    tolerance of the dtype alone misses faults, or refuses models without any.
+    """
+    eps = torch.finfo(target.dtype).eps
+    if target.dtype in (torch.float32, torch.float64):
+        return _apart(found_V, expected_V) / (EXACT * eps)
+    return _apart(found_V, expected_V) / min(max(LEAST * eps, TIMES * rounding), MOST)
+
+
+def _apart(found_V: Tensor, expected_V: Tensor) -> float:
+    """The largest difference of two rows, relative to the largest expected number, or to 1."""
+    expected_V = expected_V.to(found_V.device).float()
+    return float((found_V.float() - expected_V).abs().max() / expected_V.abs().max().clamp_min(1.0))

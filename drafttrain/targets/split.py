@@ -22,7 +22,7 @@ from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.fingerprint import fingerprint_of
 from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import Part
-from drafttrain.targets.probe import reference_logits
+from drafttrain.targets.probe import Reference, reference_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class WholeModel:
     fingerprint: str
     # on the CPU, where it was loaded, unless tied to the embedding: drafters start from it, no step reads it
     head_weight: Tensor
-    logits: dict[tuple[int, ...], Tensor]  # the probe's reference (`reference_logits`)
+    reference: Reference  # the probe's
 
 
 class SplitTarget(FastTarget):
@@ -51,8 +51,8 @@ class SplitTarget(FastTarget):
     def _fingerprint(self) -> str:
         return self.whole.fingerprint
 
-    def reference_logits(self) -> dict[tuple[int, ...], Tensor]:
-        return self.whole.logits
+    def reference(self) -> Reference:
+        return self.whole.reference
 
     def pruned(self, blocks: int) -> NoReturn:
         raise UserError(
@@ -86,9 +86,10 @@ def whole_model_of(model: Any, part: Part) -> WholeModel:
     threads = torch.get_num_threads()
     if part.first:
         torch.set_num_threads(max(threads, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1))
-    logits = part.share(reference_logits(model, LayerMasks(model.config.get_text_config()).longest) if part.first else {})
+    reach = LayerMasks(model.config.get_text_config()).longest
+    reference = part.share(reference_of(model, reach) if part.first else Reference({}, 0.0))
     torch.set_num_threads(threads)
-    return WholeModel(fingerprint_of(model), model.get_output_embeddings().weight, logits)
+    return WholeModel(fingerprint_of(model), model.get_output_embeddings().weight, reference)
 
 
 def check_divides(shape: TargetShape, size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.architectures import model_of
+from benchmarks.architectures import ARCHITECTURES, model_of
 from drafttrain.core.errors import UserError
 from drafttrain.model.target import Taps
 from drafttrain.targets import probe as probing
@@ -17,6 +17,8 @@ from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.probe import long_prompt
 
 WIDE = 16  # a window that the probe's short rows do not reach
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+REFUSED = ("Mamba-2", "RWKV-4", "Bloom")
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 
 
@@ -102,15 +104,17 @@ def without_branches(model: Any) -> None:
         (without_positions, "Llama", r"\(positions\)"),
     ],
 )
-def test_a_refusal_names_the_property(fault: Callable[[Any], None], name: str, property: str) -> None:
-    model = model_of(name)
+@DTYPES
+def test_a_refusal_names_the_property(fault: Callable[[Any], None], name: str, property: str, dtype: torch.dtype) -> None:
+    model = model_of(name).to(dtype)
     fault(model)
     with pytest.raises(UserError, match=rf"^LlamaForCausalLM cannot be decoded exactly: [^\n]*{property}; choose another"):
         HFTarget(model)
 
 
-def test_a_model_that_ignores_branches_gets_chains() -> None:
-    model = model_of("Llama")
+@DTYPES
+def test_a_model_that_ignores_branches_gets_chains(dtype: torch.dtype) -> None:
+    model = model_of("Llama").to(dtype)
     without_branches(model)
     target = HFTarget(model)
     assert not target.trees and target.chains_reason == "its attention does not follow a mask of branches"
@@ -122,18 +126,19 @@ def test_chains_have_their_reason(name: str, reason: str) -> None:
     assert not target.trees and reason in str(target.chains_reason)
 
 
+@DTYPES
 @pytest.mark.parametrize("runner", [HFTarget, FastTarget])
-def test_windows_are_reached(runner: type[HFTarget], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_are_reached(runner: type[HFTarget], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask without the window is right for short texts alone."""
-    model = model_of("Mistral", sliding_window=WIDE)
+    model = model_of("Mistral", sliding_window=WIDE).to(dtype)
     assert long_prompt(model, WIDE) == (WIDE + 5,) and long_prompt(model, 0) == () and long_prompt(model, 10**9) == ()
     own = runner(model)
     assert own.trees and own.longest_reach == WIDE
-    reference = probing.reference_logits(model, WIDE)
-    monkeypatch.setattr(runner, "reference_logits", lambda self: reference)
+    reference = probing.reference_of(model, WIDE)
+    monkeypatch.setattr(runner, "reference", lambda self: reference)
     monkeypatch.setattr(runner, "longest_reach", WIDE)
     with pytest.raises(UserError, match=r"behind 16 positions its logits with a cache are others \(windows\)"):
-        runner(model_of("Mistral", sliding_window=4 * WIDE))
+        runner(model_of("Mistral", sliding_window=4 * WIDE).to(dtype))
 
 
 class Doubled(HFTarget):
@@ -165,3 +170,11 @@ def test_so_is_a_wrong_tap_of_the_fast_runner() -> None:
 
 def test_prompts_of_the_probe_fit_small_vocabularies() -> None:
     assert HFTarget(model_of("Llama", vocab_size=5)).trees
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [a for a in ARCHITECTURES if a not in REFUSED])
+def test_half_precision_changes_no_verdict(name: str) -> None:
+    """Where rounding moves logits by four hundredths, as in Gemma-4, and where branches without positions move them by five."""
+    found = [HFTarget(model_of(name).to(dtype)) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    assert len({(target.trees, target.chains_reason) for target in found}) == 1
