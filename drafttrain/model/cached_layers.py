@@ -168,8 +168,8 @@ class CachedLayers(CachedPositions):
         and no pass writes more than `AT_ONCE`, so that memory for both together is enough; None: memory for all positions."""
         layers.refresh()
         attention, weight = layers.attention, layers.attention.o_proj.weight
-        kept = None if window is None else window + AT_ONCE
-        self.kv = KVCache(len(layers.layers), slots, max_len, weight.device, kept=kept)
+        kept, back = (None, None) if window is None else (window + AT_ONCE, AT_ONCE)
+        self.kv = KVCache(len(layers.layers), slots, max_len, weight.device, kept=kept, back=back)
         self.kv.allocate(attention.shape.kv_heads, attention.shape.head_dim, weight.dtype)
         self._causal_N1 = causal_bits(WORD, weight.device)
         self.cos_PD, self.sin_PD = angles or attention.angle_table(self.kv.capacity + PAST)

@@ -52,10 +52,11 @@ class KVCache:
         pages: int | None = None,
         recurrent: bool = False,
         kept: int | None = None,
+        back: int | None = None,
     ) -> None:
         """recurrent: the model has recurrent layers. kept: only the last so many positions are read, so memory for more is not
-        needed; None: all are."""
-        self.layers, self.slots, self.max_len, self.kept = layers, slots, max_len, kept
+        needed; None: all are. back: a slot goes back by so many positions at most; None: any."""
+        self.layers, self.slots, self.max_len, self.kept, self.back = layers, slots, max_len, kept, back
         self.states = RecurrentStates(slots, torch.device(device)) if recurrent else None
         self.padding_slot = slots
         self.storage = STORAGE(layers, slots, max_len, torch.device(device), pages, kept)  # for this file and its tests alone
@@ -255,15 +256,19 @@ class KVCache:
         self._length_S[self.slot_B] = length_B
         if not self.static:
             for slot, length in zip(self._host_slots, length_B.tolist(), strict=True):
-                self._host_lengths[slot] = length
+                self._set_host_length(slot, length)
         self._refresh(self.slot_B)
+
+    def _set_host_length(self, slot: int, length: int) -> None:
+        assert self.back is None or self._host_lengths[slot] - length <= self.back, "the positions before are overwritten"
+        self._host_lengths[slot] = length
 
     def crop_slot(self, slot: int, length: int) -> None:
         """As `crop`, for one slot, whether it is in use or not."""
         assert self.croppable, "recurrent states cannot go back to any length; compute the slot's positions again"
         self._length_S[slot] = length
         if not self.static:
-            self._host_lengths[slot] = length
+            self._set_host_length(slot, length)
         self._refresh(self.slot_B)
 
     def reset(self, slot_R: Tensor) -> None:

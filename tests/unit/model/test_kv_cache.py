@@ -61,3 +61,13 @@ def test_visible_is_prefix_plus_ancestors() -> None:
     assert seen[0, 3].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
     assert seen[1, 3].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 5]
     assert seen[1, 0].nonzero()[:, 0].tolist() == [0, 1, 2]
+
+
+def test_a_slot_of_a_bounded_cache_goes_back_no_further_than_it_keeps() -> None:
+    kv = KVCache(1, 2, 4096, kept=600, back=512)
+    kv.allocate(1, 4, torch.float32)
+    kv.rows(torch.tensor([0]))
+    for length in (500, 1000, 488, 1001):
+        kv.crop(torch.tensor([length]))
+    with pytest.raises(AssertionError, match="overwritten"):
+        kv.crop_slot(0, 488)
