@@ -17,7 +17,7 @@ from drafttrain.core.errors import Interrupted, UserError, check_at_least
 from drafttrain.data.contamination import contamination
 from drafttrain.data.dataset import Dataset
 from drafttrain.drafters.checkpoint import list_checkpoints, read_meta, start_weights
-from drafttrain.drafters.common.drafter_lora import adapted_maps, added
+from drafttrain.drafters.common.drafter_lora import adapted_maps, added, trained_and_frozen
 from drafttrain.export import golden
 from drafttrain.export.opened import Opened
 from drafttrain.export.table import loads
@@ -62,6 +62,7 @@ from drafttrain.train.trainer import Trainer, TrainingJob, without_training
 from drafttrain.train.ulysses import check_sequence_parallel
 
 CHECKPOINT = 16  # bytes of a trained parameter in a checkpoint: weights, master weights and two moments
+FROZEN = 4  # and of a parameter that LoRA freezes
 SEARCHED = 20_000  # conversations of each source that are searched for evaluation prompts before training: takes seconds
 
 
@@ -243,7 +244,8 @@ def _check_end(options: RunOptions, loaded: LoadedTarget, drafter: Drafter) -> N
     else:
         decoder_of(loaded, options.decode, drafter)
     folder = next(path for path in (Path(options.output).absolute(), *Path(options.output).absolute().parents) if path.is_dir())
-    needed, free = CHECKPOINT * trainable(drafter), shutil.disk_usage(folder).free
+    trained, frozen = trained_and_frozen(drafter, options.train.lora, loaded.target.shape.vocab_size)
+    needed, free = CHECKPOINT * trained + FROZEN * frozen, shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
             f"output {folder} has {format_bytes(free)} free, but a checkpoint of this drafter and its optimiser needs "

@@ -13,6 +13,7 @@ from torch import distributed
 
 from drafttrain.core.errors import UserError
 from drafttrain.drafters import families
+from drafttrain.drafters.common.drafter_lora import trained_and_frozen
 from drafttrain.model.drafter import Drafter, trainable
 from drafttrain.model.shapes import TargetShape
 from drafttrain.model.target import Target
@@ -86,7 +87,8 @@ def place(options: RunOptions, world: World, say: Callable[[str], None]) -> Plac
     length = -(-min(options.data.max_length, bare.shape.max_positions) // options.train.sequence_parallel)
     chunk = options.loss.at_once(bare.shape.vocab_size)
     activations = activation_bytes(bare, drafter, options.train.micro_batch, length, chunk)
-    state = state_bytes(trainable(drafter), options.train, options.deepspeed, world.size)
+    trained, frozen = trained_and_frozen(drafter, options.train.lora, bare.shape.vocab_size)
+    state = state_bytes(trained, options.train, options.deepspeed, world.size, frozen)
     needed = need_of(bare, target.weights, state, activations)
     free = min(world.gather(free_bytes(device_of(target.device), _neighbours())))
     if chosen == "auto":

@@ -9,8 +9,11 @@ MOMENTS = 8  # bytes per parameter of two float32 moments; Muon has only one for
 SHARDED_FROM = {"optimiser": 1, "gradients": 2, "weights": 3}  # ZeRO stage from which each is sharded
 
 
-def state_bytes(parameters: int, options: TrainOptions, deepspeed: DeepSpeedOptions, processes: int) -> int:
-    """Bytes on the device. At stage 0 in float32 the optimiser steps the weights themselves; otherwise it has a copy."""
+def state_bytes(parameters: int, options: TrainOptions, deepspeed: DeepSpeedOptions, processes: int, frozen: int = 0) -> int:
+    """Bytes on the device. At stage 0 in float32 the optimiser steps the weights themselves; otherwise it has a copy.
+
+    parameters: that are trained. frozen: further ones, which have neither gradients nor moments.
+    """
     wide = 2 if options.precision == "bfloat16" else 4
     copied = deepspeed.zero_stage > 0 or wide == 2
     sizes = {"optimiser": MOMENTS + copied * MASTER, "gradients": wide, "weights": wide}
@@ -18,6 +21,7 @@ def state_bytes(parameters: int, options: TrainOptions, deepspeed: DeepSpeedOpti
         sizes["optimiser"] = 0
     if deepspeed.offload_parameters:
         sizes["weights"] = 0
+    counts = {"optimiser": parameters, "gradients": parameters, "weights": parameters + frozen}
     return sum(
-        parameters * size // (processes if deepspeed.zero_stage >= SHARDED_FROM[part] else 1) for part, size in sizes.items()
+        counts[part] * size // (processes if deepspeed.zero_stage >= SHARDED_FROM[part] else 1) for part, size in sizes.items()
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
-from drafttrain.model.drafter import Drafter
+from drafttrain.model.drafter import Drafter, trainable
 from drafttrain.model.lora import LoraOptions
 
 PREFIX = "lora."  # of the matrices' names in a checkpoint
@@ -56,6 +56,13 @@ def adapted_maps(drafter: Drafter, options: LoraOptions, vocab: int) -> dict[str
 def added(maps: Mapping[str, nn.Linear], rank: int) -> int:
     """Parameters of the matrices."""
     return sum(rank * (module.in_features + module.out_features) for module in maps.values())
+
+
+def trained_and_frozen(drafter: Drafter, options: LoraOptions, vocab: int) -> tuple[int, int]:
+    """(parameters that are trained, parameters that LoRA freezes) of a drafter without matrices; a rank of 0 freezes none."""
+    if not options.rank:
+        return trainable(drafter), 0
+    return added(adapted_maps(drafter, options, vocab), options.rank), trainable(drafter)
 
 
 def add_matrices(drafter: Drafter, options: LoraOptions, vocab: int) -> None:

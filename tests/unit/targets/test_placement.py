@@ -18,10 +18,12 @@ from drafttrain.cli.config import register
 from drafttrain.core.errors import UserError
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
+from drafttrain.drafters.common.drafter_lora import add_matrices, trained_and_frozen
 from drafttrain.features.online import Online
 from drafttrain.features.prefetch import Prefetch
 from drafttrain.model.batch import TrainBatch
 from drafttrain.model.drafter import trainable
+from drafttrain.model.lora import LoraOptions
 from drafttrain.model.target import Taps
 from drafttrain.objective.losses import LossOptions, Objective
 from drafttrain.runs import placement as placing
@@ -87,6 +89,23 @@ def test_sharing_divides_the_blocks_alone() -> None:
         choose(need, free=59, processes=4)
     with pytest.raises(UserError):
         choose(need, free=109, processes=1)
+
+
+def test_lora_s_training_state_is_what_its_optimiser_really_holds() -> None:
+    target, options = tiny_target(), TrainOptions(lora=LoraOptions(rank=2))
+    drafter, vocab = build("eagle3", target), target.shape.vocab_size
+    trained, frozen = trained_and_frozen(drafter, options.lora, vocab)
+    assert trained_and_frozen(drafter, LoraOptions(), vocab) == (trainable(drafter), 0)
+    add_matrices(drafter, options.lora, vocab)
+    assert trained == trainable(drafter) < frozen // 4
+    optimizer = make_optimizer(Objective(drafter, target, LossOptions()), options)
+    learnt = [p for p in drafter.parameters() if p.requires_grad]
+    for parameter in learnt:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    kept = list(drafter.parameters()) + [p.grad for p in learnt if p.grad is not None]
+    kept += [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+    assert state_bytes(trained, options, DeepSpeedOptions(), 1, frozen) == sum(t.numel() * t.element_size() for t in kept)
 
 
 def test_the_training_state_is_what_an_optimiser_really_holds() -> None:
