@@ -172,6 +172,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # of modules: children collect garbage for half a second otherwise, and copy all pages
     torch.set_num_threads(1)
+    # after a fork torch makes its pool of threads anew at the next use; two of autograd's threads at once ended a process
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
     elastic.LaunchConfig = partial(elastic.LaunchConfig, start_method="fork")  # type: ignore[misc,assignment]
     request = serve(requests, answers)
     if request is None:
