@@ -45,8 +45,9 @@ class Prefetch:
 
 
 def tensors(batch: TrainBatch) -> Iterator[Tensor]:
-    """All tensors of a batch, its states included."""
+    """All tensors of a batch on its device, its states and what it placed there included."""
     for part in (batch, batch.top, batch.whole):
         for name in () if part is None else (field.name for field in fields(part)):
             value = getattr(part, name)
-            yield from value.values() if isinstance(value, dict) else [value] if isinstance(value, Tensor) else []
+            held = value.values() if isinstance(value, dict) else [value]
+            yield from (x for x in (one[0] if isinstance(one, tuple) else one for one in held) if isinstance(x, Tensor))

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafttrain.features.prefetch import tensors
 from drafttrain.model.batch import TrainBatch, moved
 from drafttrain.objective.chunks import chunks
 
@@ -112,3 +113,12 @@ def test_chunks_of_predictions_wait_for_no_device() -> None:
     assert [[[p.count for p in piece] for piece in c.pieces] for c in found] == [
         [[p.count for p in piece] for piece in c.pieces] for c in wanted
     ]
+
+
+def test_what_a_batch_placed_on_its_device_is_among_its_tensors() -> None:
+    """Another stream keeps their memory (`features.prefetch`)."""
+    there = packed_batch().to(DEVICE)
+    pairs = there.future(2)
+    found = list(tensors(there))
+    assert any(x is pairs.label_M for x in found) and any(x is there.token_BT for x in found)
+    assert len(found) == 4 + 2 and all(x.device == DEVICE for x in found)
