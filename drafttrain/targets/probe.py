@@ -22,11 +22,9 @@ LOGITS_ARE = "its logits are not its output matrix applied to its last state"
 NO_POSITIONS = "it takes no positions, so that two branches cannot stand at the same place"
 MORE = 3  # tokens after the probe's sequences, which change their logits by rounding alone
 EXACT = 200  # tolerance of float32 and float64, in rounding errors of the dtype
-LEAST, TIMES, MOST = (
-    4,
-    10.0,
-    0.25,
-)  # of other types: in rounding errors, in differences that rounding makes in this model; at most
+# Of other types: at least so many rounding errors, so many times the difference that rounding makes in this model, and at most
+# this share of the largest logit.
+LEAST, TIMES, MOST = 16, 10.0, 0.25
 
 
 class Reference(NamedTuple):
@@ -91,8 +89,11 @@ def reference_of(model: Any, reach: int = 0) -> Reference:
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     rows = {ids: torch.tensor([ids], device=model.device) for ids in sorted(sequences)}
     logits = {ids: model(row, use_cache=False, **last).logits[0, -1].float() for ids, row in rows.items()}
-    exact = model.get_output_embeddings().weight.dtype in (torch.float32, torch.float64)
-    return Reference(logits, 0.0 if exact else _rounding(model, logits))
+    return Reference(logits, 0.0 if _exact(model.get_output_embeddings().weight.dtype) else _rounding(model, logits))
+
+
+def _exact(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float32, torch.float64)
 
 
 def _rounding(model: Any, logits: dict[tuple[int, ...], Tensor]) -> float:
@@ -128,6 +129,8 @@ def probe(target: Probed) -> str | None:
         why = "its layers keep a recurrent state, which follows a single branch"
     elif _worst_gap(target, expected, TREE) > 1.0:
         why = "its attention does not follow a mask of branches" if target.takes_positions else NO_POSITIONS
+    elif not target.takes_positions and not _exact(target.dtype):  # biases by position can be as small as rounding
+        why = NO_POSITIONS
     long = long_prompt(target.model, target.longest_reach)
     if long and _worst_gap(target, expected, CHAIN[-1:] if why else TREE, long) > 1.0:
         raise UserError(
@@ -210,7 +213,7 @@ def _gap(target: Probed, found_V: Tensor, expected_V: Tensor, rounding: float = 
     tolerance of the dtype alone misses faults, or refuses models without any.
     """
     eps = torch.finfo(target.dtype).eps
-    if target.dtype in (torch.float32, torch.float64):
+    if _exact(target.dtype):
         return _apart(found_V, expected_V) / (EXACT * eps)
     return _apart(found_V, expected_V) / min(max(LEAST * eps, TIMES * rounding), MOST)
 
