@@ -132,6 +132,7 @@ class Summary(NamedTuple):
 
 
 def summary(logits_CV: Tensor) -> Summary:
+    """The `Summary` of each row of [C, V]: on a GPU one kernel, which reads the logits once."""
     if not _serves(logits_CV, logits_CV, None) or not len(logits_CV):
         return reference_summary(logits_CV)
     from drafttrain.kernels.triton import divergence as kernels

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafttrain.ops import jit, library
 
-WIDEST = 256  # heads that the kernel takes
+WIDEST = 256  # numbers of a head that the kernel takes
 
 
 def rotate(x_BhND: Tensor, cos_BND: Tensor, sin_BND: Tensor) -> Tensor:

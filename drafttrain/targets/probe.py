@@ -98,13 +98,13 @@ def _exact(dtype: torch.dtype) -> bool:
 
 def _rounding(model: Any, logits: dict[tuple[int, ...], Tensor]) -> float:
     """The largest difference of these logits from those of other passes of the model: one over all short sequences with tokens
-    after each, and for a sequence of each length two with the model's own cache."""
+    after each, and two with the model's own cache for the longest of them and for the longest sequence of all."""
     short = [ids for ids in logits if len(ids) <= max(PROMPTS) + len(CHAIN)]
     columns = max(map(len, short)) + MORE
     rows = torch.tensor([[*ids, *([ids[0]] * (columns - len(ids)))] for ids in short], device=model.device)
     found_BTV = model(rows, use_cache=False).logits
     found = [_apart(found_BTV[row, len(ids) - 1], logits[ids]) for row, ids in enumerate(short)]
-    for ids in {len(ids): ids for ids in logits}.values():
+    for ids in {max(short, key=len), max(logits, key=len)}:
         row, new = torch.tensor([ids], device=model.device), len(ids) // 4 + 1
         kept = model(row[:, :-new], use_cache=True).past_key_values
         if kept is not None:
