@@ -1,4 +1,4 @@
-"""Chains for a target with recurrent layers: ratios taken in one run, interleaved, median of repeats.
+"""Chains for targets with recurrent layers or experts: ratios taken in one run, interleaved, median of repeats.
 
     python -m benchmarks.recurrent [--architecture NAME] [--repeats 5] [--json FILE]
 
@@ -29,6 +29,7 @@ from drafttrain.model.batch import Prediction, TrainBatch
 from drafttrain.model.drafter import Commit, Drafter, DraftState
 from drafttrain.model.proposal import Proposal
 from drafttrain.model.target import Taps
+from drafttrain.targets.fast import FastTarget
 from drafttrain.targets.hf import HFTarget
 
 NEW, DRAFTS, PROMPT = 40, 4, 24
@@ -40,7 +41,9 @@ CHANGES = {
     "Qwen3-Next": WIDER | DELTA | {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 256},
     "Granite-4 (hybrid)": WIDER | SSM | {"layer_types": LAYERS, "shared_intermediate_size": 256},
     "LFM2": WIDER | {"layer_types": (["conv"] * 3 + ["full_attention"]) * 2},
+    "Mixtral": WIDER | {"intermediate_size": 256},
 }
+FAST = ("Mixtral",)  # architectures of the fast runner
 
 
 class Known(Drafter):
@@ -90,7 +93,8 @@ class KnownState(DraftState):
 
 class Bench:
     def __init__(self, name: str, repeats: int) -> None:
-        self.target, self.repeats = HFTarget(model_of(name, **CHANGES[name])), repeats
+        model = model_of(name, **CHANGES[name])
+        self.target, self.repeats = FastTarget(model) if name in FAST else HFTarget(model), repeats
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(3, 2000, (4, PROMPT), generator=generator).tolist()
         texts = [r.tokens for r in self.decoder(None).run(self.prompts, 1).results]
