@@ -24,6 +24,7 @@ PAIRS = [
     ("eagle", "vllm", "vllm"),
     ("medusa", "vllm", "vllm"),
     ("dflash", "vllm", "vllm"),
+    ("jetspec", "vllm", "vllm"),
     ("draft_model", "vllm", "vllm"),
     ("peagle", "vllm", "vllm"),
     ("peagle, plain", "speculators", "vllm"),
@@ -37,6 +38,9 @@ PAIRS = [
     ("eagle3.1, other taps", "speculators", "speculators"),
     ("eagle3", "llamacpp", "llamacpp"),
     ("dflash", "llamacpp", "llamacpp"),
+    ("jetspec", "llamacpp", "llamacpp"),
+    ("dspark", "llamacpp", "llamacpp"),
+    ("dflash2", "llamacpp", "llamacpp"),
     ("draft_model", "llamacpp", "llamacpp"),
 ]
 TAU = 1.3  # a drafter of which little is accepted shows little

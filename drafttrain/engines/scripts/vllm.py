@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any
 
 METHODS = {"eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa", "dflash": "dflash", "draft_model": "draft_model"}
-METHODS |= {"xpress": "dflash"}
+METHODS |= {"dspark": "dspark"} | dict.fromkeys(("dflash2", "jetspec", "xpress", "lilicorr"), "dflash")
 PARALLEL = {"peagle": "eagle3", "pard": "draft_model"}  # methods for families that draft in one pass
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 STEPS = "vllm:spec_decode_num_drafts"
@@ -128,7 +128,7 @@ def mended_key_norms(job: dict[str, Any]) -> list[str]:
     from vllm import _custom_ops
     from vllm.platforms import current_platform
 
-    if job["family"] != "dflash" or not current_platform.is_cpu() or norms_rows_apart():
+    if METHODS.get(job["family"]) != "dflash" or not current_platform.is_cpu() or norms_rows_apart():
         return []
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
