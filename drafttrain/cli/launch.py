@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafttrain.cli.worker import INTERRUPTIONS, NOTES, SIGNALLED, log_of, work_in_process
+from drafttrain.cli.worker import INTERRUPTIONS, NOTES, SIGNALLED, STARTED, log_of, work_in_process
 from drafttrain.core.errors import Interrupted, UserError, WorkerError, check_at_least
 from drafttrain.runs.options import LauncherOptions, RunOptions
 from drafttrain.train.interrupt import SAVING, SIGNALS
@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # torchelastic takes long to import, and one process needs no
 
 Work = Callable[[RunOptions, dict[str, Any]], object]
 LAST = 20  # lines of a failed process's log to show
+JOINING = 600.0  # seconds that machines may start apart
+CALL = 60.0  # seconds that the rendezvous may take to answer, at most
 
 
 def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
@@ -58,16 +60,23 @@ def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
 def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.launcher.nproc)))
     for library in ("torch.distributed", "torch.multiprocessing.spawn"):
         logging.getLogger(library).setLevel(logging.CRITICAL)  # the processes report errors themselves
     try:
-        with _forwarding(folder / SIGNALLED):
-            elastic_launch(_config(options.launcher, folder.name), work_in_process)(work, options, resolved, folder)
+        with _forwarding(folder, options.launcher.nodes > 1):
+            _when_reachable(
+                lambda: elastic_launch(_config(options, folder.name), work_in_process)(work, options, resolved, folder),
+                folder,
+            )
     except SignalException as error:  # torchelastic has caught Ctrl-C and ended the processes
         raise KeyboardInterrupt from error
+    except RendezvousError as error:
+        _raise_interrupted(folder)
+        raise _without_rendezvous(error, options.launcher, (folder / STARTED).exists()) from error
     except ChildFailedError as error:
         # torchelastic ends the other processes by a signal: their interruption is not the cause
         if (folder / SIGNALLED).exists() or error.get_first_failure()[1].exitcode == Interrupted.CODE:
@@ -78,9 +87,37 @@ def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], fold
     _raise_interrupted(folder)
 
 
-def _config(launcher: LauncherOptions, name: str) -> LaunchConfig:
+def _when_reachable(start: Callable[[], object], folder: Path) -> None:
+    """Call `start`, again and again while the machine of the rendezvous cannot be reached, because it may start later."""
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+    deadline = time.monotonic() + JOINING
+    while True:
+        try:
+            start()
+            return
+        except RendezvousConnectionError:
+            if (folder / STARTED).exists() or (folder / SIGNALLED).exists() or time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+
+
+def _without_rendezvous(error: Exception, launcher: LauncherOptions, started: bool) -> WorkerError:
+    """The machines have not met, or this one has lost the others. started: its processes have run."""
+    if started:
+        line = f"the connection to the rendezvous {launcher.rendezvous} is lost: a machine has ended or cannot be reached; "
+        line += "its processes here were ended; resume=auto continues from the last checkpoint"
+    else:
+        line = f"{launcher.nodes} machines have not met at launcher.rendezvous={launcher.rendezvous} ({type(error).__name__}); "
+        line += "start the same command on each, and let all of them reach that address"
+    print(f"drafttrain: {line}", file=sys.stderr)
+    return WorkerError(line)
+
+
+def _config(options: RunOptions, name: str) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
+    launcher, hang_timeout = options.launcher, options.train.hang_timeout
     here = launcher.nodes == 1 or str(launcher.rendezvous).split(":")[0] in ("localhost", "127.0.0.1")
     return LaunchConfig(
         min_nodes=launcher.nodes,
@@ -89,6 +126,7 @@ def _config(launcher: LauncherOptions, name: str) -> LaunchConfig:
         run_id=name if launcher.nodes == 1 else "drafttrain",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0" if launcher.nodes == 1 else str(launcher.rendezvous),
+        rdzv_configs={"read_timeout": max(1, int(min(CALL, hang_timeout or CALL))), "join_timeout": int(JOINING)},
         max_restarts=launcher.restarts,
         local_addr="localhost" if here else None,
         signals_to_handle="SIGHUP,SIGQUIT",  # other signals are ours: it would kill the processes after 30 seconds
@@ -96,20 +134,24 @@ def _config(launcher: LauncherOptions, name: str) -> LaunchConfig:
 
 
 @contextmanager
-def _forwarding(note: Path) -> Iterator[None]:
+def _forwarding(folder: Path, several: bool) -> Iterator[None]:
     """Forward signals to the child processes, which save and end. A second Ctrl-C kills them.
 
-    A terminal sends Ctrl-C to the children too. They ignore it, and get SIGTERM from here instead.
+    A terminal sends Ctrl-C to the children too. They ignore it, and get SIGTERM from here instead. several: there are several
+    machines: while this one waits for the others, a signal ends it at once.
     """
     ctrl_c_seen = False
 
     def forward(number: int, frame: object) -> None:
         nonlocal ctrl_c_seen
-        note.touch()
+        (folder / SIGNALLED).touch()
         again, ctrl_c_seen = ctrl_c_seen and number == signal.SIGINT, ctrl_c_seen or number == signal.SIGINT
         if ctrl_c_seen and not again:
             os.write(2, SAVING)
-        for child in multiprocessing.active_children():
+        children = multiprocessing.active_children()
+        if several and not children and not (folder / STARTED).exists():
+            raise Interrupted("before the machines had met")
+        for child in children:
             with suppress(ProcessLookupError):
                 os.kill(child.pid or 0, signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGINT else number)
         if again:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from drafttrain.cli.config import Run
+    from drafttrain.cli.slurm import Request
 
 PATH_KEYS = (
     "target.path",
@@ -191,11 +192,12 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
     from drafttrain.cli.config import register, to_run
 
     register(config_dir)
+    for_slurm: list[Request] = []
 
     def task(composed: DictConfig) -> None:
         try:
             with user_errors():
-                _execute(command, to_run(composed), config_dir)
+                _execute(command, to_run(composed), config_dir, for_slurm)
         except UserError as error:
             raise Stop(str(error)) from error
         except (ParityError, OutputError) as error:
@@ -203,9 +205,12 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
 
     sys.argv[1:] = arguments
     hydra.main(version_base="1.3", config_path="pkg://drafttrain.conf", config_name="config")(task)()
+    if for_slurm:
+        import_module("drafttrain.cli.slurm").submit(command, for_slurm)
 
 
-def _execute(command: str, run: Run, config_dir: Path | None) -> None:
+def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Request]) -> None:
+    """Run the command. for_slurm: gets what Slurm shall run, because the jobs of a sweep are submitted together."""
     with _without_collection():
         function = getattr(import_module(f"drafttrain.commands.{command}"), command)
     if command == "doctor":
@@ -214,7 +219,7 @@ def _execute(command: str, run: Run, config_dir: Path | None) -> None:
     launcher = run.options.launcher
     if launcher.name == "slurm":
         own = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
-        import_module("drafttrain.cli.slurm").submit(command, [*own, *run.overrides], launcher)
+        for_slurm.append(import_module("drafttrain.cli.slurm").Request([*own, *run.overrides], launcher))
         return
     if launcher.name != "local":
         raise UserError(f"launcher.name is {launcher.name!r}; choose local or slurm")

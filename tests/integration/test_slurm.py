@@ -78,7 +78,7 @@ def test_a_job_saves_before_its_time_is_up_and_is_queued_again(cluster: Path, ma
 
 def test_what_slurm_cannot_run_is_refused() -> None:
     with pytest.raises(UserError, match="runs fit and measure, not generate"):
-        slurm.submit("generate", [], LauncherOptions())
+        slurm.submit("generate", [])
 
 
 def test_without_slurm_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,11 +86,11 @@ def test_without_slurm_one_line_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r'^launcher=slurm: Could not detect "srun".*; submit on the cluster'):
-        slurm.submit("fit", [], LauncherOptions())
+        slurm.submit("fit", [slurm.Request([], LauncherOptions())])
     assert not list(tmp_path.iterdir())
 
 
 def test_without_submitit_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(UserError, match=r"needs submitit; pip install 'drafttrain\[slurm\]'"):
-        slurm.submit("fit", [], LauncherOptions())
+        slurm.submit("fit", [slurm.Request([], LauncherOptions())])
