@@ -92,11 +92,11 @@ class Machine:
 
 
 class Network:
-    """Machines that are connected by a switch, which is a machine too: the first name."""
+    """Machines that are connected by a switch, which is a machine too: the first name. NAME.SWITCH is a name of each, too."""
 
     def __init__(self, folder: Path, names: Sequence[str], stack: ExitStack) -> None:
         hosts = folder / "hosts"
-        lines = [f"10.0.0.{number} {name}" for number, name in enumerate(names, start=1)]
+        lines = [f"10.0.0.{number} {name} {name}.{names[0]}" for number, name in enumerate(names, start=1)]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         self.switch, *self.machines = [Machine(name, i, hosts) for i, name in enumerate(names, start=1)]
         for machine in (self.switch, *self.machines):
