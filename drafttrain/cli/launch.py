@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], fold
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.launcher.nproc)))
     for library in ("torch.distributed", "torch.multiprocessing.spawn"):
         logging.getLogger(library).setLevel(logging.CRITICAL)  # the processes report errors themselves
+    _start_tracker()
     try:
         with _forwarding(folder, options.launcher.nodes > 1):
             _when_reachable(
@@ -85,6 +87,19 @@ def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], fold
             raise UserError(note.read_text(encoding="utf-8")) from error
         raise _shown(error, options, folder) from error
     _raise_interrupted(folder)
+
+
+def _start_tracker() -> None:
+    """Start multiprocessing's process that removes semaphores, with SIGUSR1 blocked.
+
+    Slurm sends the signal to every process of a job. It would end the tracker, whose successor prints a traceback for each
+    semaphore.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _when_reachable(start: Callable[[], object], folder: Path) -> None:

@@ -6,11 +6,13 @@ and submits the script, and asks Slurm to queue the job again. It pickles only t
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +111,7 @@ def submit(command: str, requests: Sequence[Request]) -> list[str]:
         try:
             executor = SlurmExecutor(Path(slurm.folder), max_num_timeout=slurm.requeues)
             executor.update_parameters(**parameters(command, launcher))
-            with executor.batch():
+            with redirect_stderr(io.StringIO()) as warnings, executor.batch():  # submitit prints what sbatch says
                 jobs = [executor.submit(job_of(command, request)) for request in array]
             numbers += [str(job.job_id) for job in jobs]
         except (RuntimeError, FailedJobError, OSError) as error:  # there is no Slurm, or it refuses the job
@@ -117,8 +119,9 @@ def submit(command: str, requests: Sequence[Request]) -> list[str]:
             raise UserError(
                 f"launcher=slurm: {reason}; submit on the cluster, and set the launcher.slurm options that it requires"
             ) from error
+        print(warnings.getvalue(), end="", file=sys.stderr)
         for request, job in zip(array, jobs, strict=True):
-            print(announcement(request, job.job_id, job.paths.folder, len(requests) > 1), flush=True)
+            print(announcement(request, requests, job.job_id, job.paths.folder), flush=True)
     return numbers
 
 
@@ -151,8 +154,9 @@ def job_of(command: str, request: Request) -> SlurmJob:
     return SlurmJob([command, *own], launcher.nproc, launcher.restarts, launcher.slurm.port)
 
 
-def announcement(request: Request, number: str, folder: Path, sweep: bool) -> str:
-    """Where a job's output is. sweep: the line also says which job of the sweep it is."""
-    which = f" ({' '.join(request.overrides)})" if sweep else ""
+def announcement(request: Request, sweep: Sequence[Request], number: str, folder: Path) -> str:
+    """Where a job's output is, and by which overrides the job differs from others of the sweep."""
+    common = set.intersection(*(set(other.overrides) for other in sweep))
+    own = " ".join(word for word in request.overrides if word not in common)
     file = f"{number}_0_log.out" if request.launcher.nodes == 1 else f"{number}_*_log.out, a file for each node"
-    return f"job {number}{which}: output in {folder / file}"
+    return f"job {number}{f' ({own})' if own else ''}: output in {folder / file}"
