@@ -12,13 +12,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drafttrain.cli.rendezvous import CALL, JOINING, not_stuck, when_reachable, without_rendezvous
 from drafttrain.cli.worker import INTERRUPTIONS, NOTES, SIGNALLED, STARTED, log_of, work_in_process
 from drafttrain.core.errors import Interrupted, UserError, WorkerError, check_at_least
-from drafttrain.runs.options import LauncherOptions, RunOptions
+from drafttrain.runs.options import RunOptions
 from drafttrain.train.interrupt import SAVING, SIGNALS
 
 if TYPE_CHECKING:  # torchelastic takes long to import, and one process needs none of it
@@ -27,8 +29,6 @@ if TYPE_CHECKING:  # torchelastic takes long to import, and one process needs no
 
 Work = Callable[[RunOptions, dict[str, Any]], object]
 LAST = 20  # lines of a failed process's log to show
-JOINING = 600.0  # seconds that machines may start apart
-CALL = 60.0  # seconds that the rendezvous may take to answer, at most
 
 
 def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
@@ -69,16 +69,15 @@ def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], fold
         logging.getLogger(library).setLevel(logging.CRITICAL)  # the processes report errors themselves
     _start_tracker()
     try:
-        with _forwarding(folder, options.launcher.nodes > 1):
-            _when_reachable(
-                lambda: elastic_launch(_config(options, folder.name), work_in_process)(work, options, resolved, folder),
-                folder,
-            )
+        show = partial(_show, options, folder, "failed")
+        with _forwarding(folder, options.launcher.nodes > 1), not_stuck(options.launcher, folder, show):
+            elastic = elastic_launch(_config(options, folder.name), work_in_process)
+            when_reachable(lambda: elastic(work, options, resolved, folder), folder)
     except SignalException as error:  # torchelastic has caught Ctrl-C and ended the processes
         raise KeyboardInterrupt from error
     except RendezvousError as error:
         _raise_interrupted(folder)
-        raise _without_rendezvous(error, options.launcher, (folder / STARTED).exists()) from error
+        raise without_rendezvous(error, options.launcher, folder) from error
     except ChildFailedError as error:
         # torchelastic ends the other processes by a signal: their interruption is not the cause
         if (folder / SIGNALLED).exists() or error.get_first_failure()[1].exitcode == Interrupted.CODE:
@@ -100,33 +99,6 @@ def _start_tracker() -> None:
         resource_tracker.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _when_reachable(start: Callable[[], object], folder: Path) -> None:
-    """Call `start`, again and again while the machine of the rendezvous cannot be reached, because it may start later."""
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-
-    deadline = time.monotonic() + JOINING
-    while True:
-        try:
-            start()
-            return
-        except RendezvousConnectionError:
-            if (folder / STARTED).exists() or (folder / SIGNALLED).exists() or time.monotonic() > deadline:
-                raise
-            time.sleep(1.0)
-
-
-def _without_rendezvous(error: Exception, launcher: LauncherOptions, started: bool) -> WorkerError:
-    """The machines have not met, or this one has lost the others. started: its processes have run."""
-    if started:
-        line = f"the connection to the rendezvous {launcher.rendezvous} is lost: a machine has ended or cannot be reached; "
-        line += "its processes here were ended; resume=auto continues from the last checkpoint"
-    else:
-        line = f"{launcher.nodes} machines have not met at launcher.rendezvous={launcher.rendezvous} ({type(error).__name__}); "
-        line += "start the same command on each, and let all of them reach that address"
-    print(f"drafttrain: {line}", file=sys.stderr)
-    return WorkerError(line)
 
 
 def _config(options: RunOptions, name: str) -> LaunchConfig:
@@ -164,7 +136,7 @@ def _forwarding(folder: Path, several: bool) -> Iterator[None]:
         if ctrl_c_seen and not again:
             os.write(2, SAVING)
         children = multiprocessing.active_children()
-        if several and not children and not (folder / STARTED).exists():
+        if several and not children and not any(folder.glob(STARTED)):
             raise Interrupted("before the machines had met")
         for child in children:
             with suppress(ProcessLookupError):
@@ -187,13 +159,18 @@ def _raise_interrupted(folder: Path) -> None:
 
 
 def _shown(error: ChildFailedError, options: RunOptions, folder: Path) -> WorkerError:
-    """Keep the logs of all processes, and print the end of the log of the first one that failed."""
+    """Show the first process that failed."""
     rank, failure = error.get_first_failure()
+    ending = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"code {failure.exitcode}"
+    _show(options, folder, f"ended with {ending}", rank)
+    return WorkerError(f"rank {rank} ended with {ending}")
+
+
+def _show(options: RunOptions, folder: Path, ending: str, rank: int) -> None:
+    """Keep the logs of all processes, and print the end of this one's log."""
     kept = Path(options.output) / options.name / "logs" / time.strftime("%Y-%m-%d_%H-%M-%S")
     with suppress(OSError):  # a full disk must not hide what failed
         shutil.copytree(folder, kept, dirs_exist_ok=True)
     log = log_of(folder, rank)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST:] if log.exists() else []
-    ending = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"code {failure.exitcode}"
-    print("\n".join([*lines, f"drafttrain: rank {rank} ended with {ending}; output of all ranks: {kept}"]), file=sys.stderr)
-    return WorkerError(f"rank {rank} ended with {ending}")
+    print("\n".join([*lines, f"drafttrain: rank {rank} {ending}; output of all ranks: {kept}"]), file=sys.stderr)

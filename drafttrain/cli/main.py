@@ -60,9 +60,10 @@ class Stop(BaseException):
     It is not an Exception: Hydra would print that, and a sweep would run its remaining jobs first.
     """
 
-    def __init__(self, line: str, code: int = 2) -> None:
+    def __init__(self, line: str | None, code: int = 2) -> None:
+        """line: None: everything has been said."""
         super().__init__(line)
-        self.code = code
+        self.line, self.code = line, code
 
 
 def main() -> NoReturn:
@@ -87,7 +88,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _dispatch(list(arguments))
     except Stop as stop:
-        print(f"drafttrain: {stop}", file=sys.stderr)
+        if stop.line is not None:
+            print(f"drafttrain: {stop.line}", file=sys.stderr)
         return stop.code
     except Interrupted as interrupted:
         print(f"drafttrain: interrupted {interrupted}", file=sys.stderr)
@@ -202,6 +204,8 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
             raise Stop(str(error)) from error
         except (ParityError, OutputError) as error:
             raise Stop(one_line(str(error)), error.CODE) from error
+        except WorkerError as error:
+            raise Stop(None, 1) from error
 
     sys.argv[1:] = arguments
     hydra.main(version_base="1.3", config_path="pkg://drafttrain.conf", config_name="config")(task)()

@@ -22,7 +22,8 @@ from drafttrain.train.interrupt import is_interruption
 SIGNALLED = "signalled"  # file: a signal has reached the launching process, and all its processes end
 INTERRUPTIONS = "interrupted-*"  # files: the message of a process that a signal has ended, named by start and rank
 NOTES = "mistake-*"  # files: the message of a UserError
-STARTED = "started"  # file: the machines have met, and a process has started
+STARTED = "started-*"  # files: the machines have met, and a process has started; named by process id and rank
+ENDED = "ended-*"  # files: the process has ended without a failure; named by process id
 DYING = 1.0  # seconds that the threads of a killed process may take to end
 NCCL_SIGNS = ("ncclRemoteError", "remote process exited")
 LOST = (
@@ -45,7 +46,7 @@ def work_in_process(
     process. If that process dies, this one ends as at SIGTERM.
     """
     rank, launcher = int(os.environ["RANK"]), end_with_parent()
-    (folder / STARTED).touch()
+    (folder / STARTED.replace("*", f"{os.getpid()}-{rank}")).touch()
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     signal.signal(signal.SIGTERM, end_at_first_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the launcher handles it
@@ -82,6 +83,7 @@ def work_in_process(
         if reason is not None:
             raise SystemExit(1) from error
         raise
+    (folder / ENDED.replace("*", str(os.getpid()))).touch()
 
 
 def lost_connection(error: BaseException | None) -> str | None:
