@@ -94,11 +94,13 @@ def lost_connection(error: BaseException | None) -> str | None:
     from torch.distributed import DistNetworkError, DistStoreError
 
     while error is not None:
-        text = str(error)
-        if isinstance(error, RuntimeError) and ("gloo/transport" in text or any(sign in text for sign in NCCL_SIGNS)):
-            return one_line(text.splitlines()[0].rpartition("] ")[2] if "gloo" in text else text.splitlines()[0])
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, RuntimeError) and "gloo/transport" in first:
+            return one_line(first.rpartition("] ")[2])
         if isinstance(error, (DistNetworkError, DistStoreError)):
-            return one_line(text.splitlines()[0])
+            return one_line(first)
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in NCCL_SIGNS):
+            return one_line(first)
         error = error.__cause__ or error.__context__
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import signal
 from pathlib import Path
 
 import psutil
@@ -22,8 +22,8 @@ PLACE = ("launcher.nodes=2", "launcher.rendezvous=first:29400", "resume=auto")
 class Run:
     """The same command on both machines."""
 
-    def __init__(self, network: Network, material: Path, output: Path, name: str) -> None:
-        command = arguments(material, output, *STEPS, *PLACE)
+    def __init__(self, network: Network, material: Path, output: Path, name: str, *more: str) -> None:
+        command = arguments(material, output, *STEPS, *PLACE, *more)
         one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
         self.files = [output / f"{name}-{machine.name}.txt" for machine in network.machines]
         output.mkdir(exist_ok=True)
@@ -37,6 +37,14 @@ class Run:
         """The exit codes of these machines' commands."""
         wait_for(lambda: all(self.processes[i].poll() is not None for i in which), self.said)
         return [self.processes[i].returncode for i in which]
+
+
+def resume(run: Run, network: Network, *which: int) -> None:
+    """nsenter stops together with its child."""
+    for i in which:
+        for process in of_run(network.machines[i]):
+            process.resume()
+        run.processes[i].send_signal(signal.SIGCONT)
 
 
 def of_run(machine: Machine) -> list[psutil.Process]:
@@ -55,7 +63,7 @@ def begun(run: Run, network: Network, output: Path) -> None:
 
 def resumed(network: Network, material: Path, output: Path) -> None:
     """Both machines go on to the weights of an undisturbed run."""
-    run = Run(network, material, output, "again")
+    run = Run(network, material, output, "again", "train.hang_timeout=120")
     assert run.wait(0, 1) == [0, 0], run.said()
     assert "resumed at step 20" in run.said()
     (done,) = (file.parent for file in output.glob("medusa/*/run.json"))
@@ -68,13 +76,11 @@ def test_both_machines_end_when_the_cable_is_pulled(two_machines: Network, mater
     run = Run(two_machines, material, output, "first")
     begun(run, two_machines, output)
     two_machines.cut(two_machines.machines[1])
-    for machine in two_machines.machines:
-        for process in of_run(machine):
-            process.resume()
+    resume(run, two_machines, 0, 1)
     assert run.wait(0, 1) == [1, 1], run.said()
     for file in run.files:
         text = file.read_text()
-        assert "Traceback" not in text, text
+        assert "Traceback" not in text and "leaked" not in text, text
         assert "no step has ended for 10 seconds" in text or "the connection to the rendezvous first:29400 is lost" in text, (
             text
         )
@@ -91,24 +97,14 @@ def test_the_other_machine_ends_when_one_is_killed(killed: int, two_machines: Ne
     for process in of_run(two_machines.machines[killed]):
         process.kill()
     other = 1 - killed
-    for process in of_run(two_machines.machines[other]):
-        process.resume()
+    resume(run, two_machines, other)
     assert run.wait(other) == [1], run.said()
     text = run.files[other].read_text()
-    assert f"drafttrain: rank {other} has lost the connection to another process of the run" in text, text
+    lost = (
+        f"rank {other} has lost the connection to another process of the run",
+        "the connection to the rendezvous first:29400 is lost",
+    )
+    assert any(f"drafttrain: {line}" in text for line in lost), text
     assert "Traceback" not in text, text
-    resumed(two_machines, material, output)
-
-
-def test_a_machine_waits_for_the_one_of_the_rendezvous(two_machines: Network, material: Path, tmp_path: Path) -> None:
-    output, environment = tmp_path / "outputs", os.environ | {"OMP_NUM_THREADS": "1"}
-    output.mkdir()
-    command = [*arguments(material, output, *STEPS, *PLACE), "train.hang_timeout=2"]
-    first, second = two_machines.machines
-    waiting = second.start(command, output / "second.txt", environment)
-    with pytest.raises(subprocess.TimeoutExpired):
-        waiting.wait(25)  # the connection has failed many times by then
-    other = first.start(command, output / "first.txt", environment)
-    said = lambda: "\n".join(file.read_text() for file in output.glob("*.txt"))  # noqa: E731
-    wait_for(lambda: waiting.poll() is not None and other.poll() is not None, said)
-    assert [waiting.returncode, other.returncode] == [0, 0], said()
+    if killed:  # the other way takes as long and does the same
+        resumed(two_machines, material, output)
