@@ -22,7 +22,7 @@ from tests.slurm.machines import Network
 
 pytestmark = pytest.mark.slurm
 STEPS = ("recipe=medusa", "train.steps=60", "train.checkpoint_every=20")
-VERSIONS = ("1.31", "1.37")
+VERSIONS = ("1.31", "1.37")  # the first with all that the manifest uses, and the newest
 
 
 @pytest.fixture
