@@ -163,6 +163,8 @@ def test_a_sweep_is_one_array(cluster: Cluster, material: Path, tmp_path: Path) 
     found = [line for line in lines if line is not None]
     assert len(found) == 2 and found[0][2] == found[1][2], "not one array"
     assert [line[3] for line in found] == ["train.lr=0.001", "train.lr=0.002"]
+    (script,) = tmp_path.glob("slurm/*submission.sh")
+    assert re.search(r"^srun .*--cpus-per-task=2", script.read_text(), re.MULTILINE)
     for line in found:
         assert ended(cluster, line[1], tmp_path) == "COMPLETED", said(tmp_path)
     rates = sorted(
