@@ -29,7 +29,7 @@ STEPS ?= 1200
 NODES ?= 18
 FLAGS ?=
 
-.PHONY: help install quickstart test test-all test-slow test-engines test-faults checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families targets export-matrix docs clean
+.PHONY: help install quickstart test test-all test-slow test-engines test-slurm test-faults checks kernels gpu gpu-wheels gpu-real gpu-check gpu-bench gpu-train gpu-real-1 gpu-real-2 families targets export-matrix docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -57,7 +57,7 @@ test: install  ## the fast tests (WORKERS=2: processes)
 	$(PYTEST)
 
 test-all: install  ## the slow tests too
-	$(PYTEST) -m "not engines"
+	$(PYTEST) -m "not engines and not slurm"
 
 test-slow: install  ## the slow tests alone
 	$(PYTEST) -m slow
@@ -66,6 +66,10 @@ test-engines: install  ## serving engines run what is exported here: installs th
 	$(BIN)/python -m tests.engines.install
 	$(BIN)/python -m pytest -m engines tests/engines
 	$(BIN)/python -m drafttrain.export.matrix docs/export.md
+
+test-slurm: install  ## a Slurm cluster of two nodes and two machines with a cable, all here: installs Slurm, needs root on Linux
+	$(BIN)/python -m tests.slurm.install
+	$(PYTEST) -m slurm tests/slurm
 
 test-faults: install  ## random kills, damaged files, malformed data, hostile input, request storms (MINUTES=30 SEED=0 KINDS=...)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults --minutes $(MINUTES) --seed $(SEED) --kinds $(KINDS) $(FLAGS)

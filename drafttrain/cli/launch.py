@@ -12,12 +12,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drafttrain.cli.worker import INTERRUPTIONS, NOTES, SIGNALLED, log_of, work_in_process
+from drafttrain.cli.rendezvous import CALL, JOINING, not_stuck, when_reachable, without_rendezvous
+from drafttrain.cli.worker import INTERRUPTIONS, NOTES, SIGNALLED, STARTED, log_of, work_in_process
 from drafttrain.core.errors import Interrupted, UserError, WorkerError, check_at_least
-from drafttrain.runs.options import LauncherOptions, RunOptions
+from drafttrain.runs.options import RunOptions
 from drafttrain.train.interrupt import SAVING, SIGNALS
 
 if TYPE_CHECKING:  # torchelastic takes long to import, and one process needs none of it
@@ -58,16 +61,23 @@ def launch(work: Work, options: RunOptions, resolved: dict[str, Any]) -> None:
 def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.launcher.nproc)))
     for library in ("torch.distributed", "torch.multiprocessing.spawn"):
         logging.getLogger(library).setLevel(logging.CRITICAL)  # the processes report errors themselves
+    _start_tracker()
     try:
-        with _forwarding(folder / SIGNALLED):
-            elastic_launch(_config(options.launcher, folder.name), work_in_process)(work, options, resolved, folder)
+        show = partial(_show, options, folder, "failed")
+        with _forwarding(folder, options.launcher.nodes > 1), not_stuck(options.launcher, folder, show):
+            elastic = elastic_launch(_config(options, folder.name), work_in_process)
+            when_reachable(lambda: elastic(work, options, resolved, folder), folder)
     except SignalException as error:  # torchelastic has caught Ctrl-C and ended the processes
         raise KeyboardInterrupt from error
+    except RendezvousError as error:
+        _raise_interrupted(folder)
+        raise without_rendezvous(error, options.launcher, folder) from error
     except ChildFailedError as error:
         # torchelastic ends the other processes by a signal: their interruption is not the cause
         if (folder / SIGNALLED).exists() or error.get_first_failure()[1].exitcode == Interrupted.CODE:
@@ -78,9 +88,23 @@ def _launch_here(work: Work, options: RunOptions, resolved: dict[str, Any], fold
     _raise_interrupted(folder)
 
 
-def _config(launcher: LauncherOptions, name: str) -> LaunchConfig:
+def _start_tracker() -> None:
+    """Start multiprocessing's process that removes semaphores, with SIGUSR1 blocked.
+
+    Slurm sends the signal to every process of a job. It would end the tracker, whose successor prints a traceback for each
+    semaphore.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _config(options: RunOptions, name: str) -> LaunchConfig:
     from torch.distributed.launcher.api import LaunchConfig
 
+    launcher, hang_timeout = options.launcher, options.train.hang_timeout
     here = launcher.nodes == 1 or str(launcher.rendezvous).split(":")[0] in ("localhost", "127.0.0.1")
     return LaunchConfig(
         min_nodes=launcher.nodes,
@@ -89,6 +113,7 @@ def _config(launcher: LauncherOptions, name: str) -> LaunchConfig:
         run_id=name if launcher.nodes == 1 else "drafttrain",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0" if launcher.nodes == 1 else str(launcher.rendezvous),
+        rdzv_configs={"read_timeout": max(1, int(min(CALL, hang_timeout or CALL))), "join_timeout": int(JOINING)},
         max_restarts=launcher.restarts,
         local_addr="localhost" if here else None,
         signals_to_handle="SIGHUP,SIGQUIT",  # other signals are ours: it would kill the processes after 30 seconds
@@ -96,20 +121,24 @@ def _config(launcher: LauncherOptions, name: str) -> LaunchConfig:
 
 
 @contextmanager
-def _forwarding(note: Path) -> Iterator[None]:
+def _forwarding(folder: Path, several: bool) -> Iterator[None]:
     """Forward signals to the child processes, which save and end. A second Ctrl-C kills them.
 
-    A terminal sends Ctrl-C to the children too. They ignore it, and get SIGTERM from here instead.
+    A terminal sends Ctrl-C to the children too. They ignore it, and get SIGTERM from here instead. several: there are several
+    machines: while this one waits for the others, a signal ends it at once.
     """
     ctrl_c_seen = False
 
     def forward(number: int, frame: object) -> None:
         nonlocal ctrl_c_seen
-        note.touch()
+        (folder / SIGNALLED).touch()
         again, ctrl_c_seen = ctrl_c_seen and number == signal.SIGINT, ctrl_c_seen or number == signal.SIGINT
         if ctrl_c_seen and not again:
             os.write(2, SAVING)
-        for child in multiprocessing.active_children():
+        children = multiprocessing.active_children()
+        if several and not children and not any(folder.glob(STARTED)):
+            raise Interrupted("before the machines had met")
+        for child in children:
             with suppress(ProcessLookupError):
                 os.kill(child.pid or 0, signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGINT else number)
         if again:
@@ -130,13 +159,18 @@ def _raise_interrupted(folder: Path) -> None:
 
 
 def _shown(error: ChildFailedError, options: RunOptions, folder: Path) -> WorkerError:
-    """Keep the logs of all processes, and print the end of the log of the first one that failed."""
+    """Show the first process that failed."""
     rank, failure = error.get_first_failure()
+    ending = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"code {failure.exitcode}"
+    _show(options, folder, f"ended with {ending}", rank)
+    return WorkerError(f"rank {rank} ended with {ending}")
+
+
+def _show(options: RunOptions, folder: Path, ending: str, rank: int) -> None:
+    """Keep the logs of all processes, and print the end of this one's log."""
     kept = Path(options.output) / options.name / "logs" / time.strftime("%Y-%m-%d_%H-%M-%S")
     with suppress(OSError):  # a full disk must not hide what failed
         shutil.copytree(folder, kept, dirs_exist_ok=True)
     log = log_of(folder, rank)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST:] if log.exists() else []
-    ending = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"code {failure.exitcode}"
-    print("\n".join([*lines, f"drafttrain: rank {rank} ended with {ending}; output of all ranks: {kept}"]), file=sys.stderr)
-    return WorkerError(f"rank {rank} ended with {ending}")
+    print("\n".join([*lines, f"drafttrain: rank {rank} {ending}; output of all ranks: {kept}"]), file=sys.stderr)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from drafttrain.cli.config import Run
+    from drafttrain.cli.slurm import Request
 
 PATH_KEYS = (
     "target.path",
@@ -59,9 +60,10 @@ class Stop(BaseException):
     It is not an Exception: Hydra would print that, and a sweep would run its remaining jobs first.
     """
 
-    def __init__(self, line: str, code: int = 2) -> None:
+    def __init__(self, line: str | None, code: int = 2) -> None:
+        """line: None: everything has been said."""
         super().__init__(line)
-        self.code = code
+        self.line, self.code = line, code
 
 
 def main() -> NoReturn:
@@ -86,7 +88,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _dispatch(list(arguments))
     except Stop as stop:
-        print(f"drafttrain: {stop}", file=sys.stderr)
+        if stop.line is not None:
+            print(f"drafttrain: {stop.line}", file=sys.stderr)
         return stop.code
     except Interrupted as interrupted:
         print(f"drafttrain: interrupted {interrupted}", file=sys.stderr)
@@ -191,21 +194,27 @@ def _hydra(command: str, arguments: list[str], config_dir: Path | None) -> None:
     from drafttrain.cli.config import register, to_run
 
     register(config_dir)
+    for_slurm: list[Request] = []
 
     def task(composed: DictConfig) -> None:
         try:
             with user_errors():
-                _execute(command, to_run(composed), config_dir)
+                _execute(command, to_run(composed), config_dir, for_slurm)
         except UserError as error:
             raise Stop(str(error)) from error
         except (ParityError, OutputError) as error:
             raise Stop(one_line(str(error)), error.CODE) from error
+        except WorkerError as error:
+            raise Stop(None, 1) from error
 
     sys.argv[1:] = arguments
     hydra.main(version_base="1.3", config_path="pkg://drafttrain.conf", config_name="config")(task)()
+    if for_slurm:
+        import_module("drafttrain.cli.slurm").submit(command, for_slurm)
 
 
-def _execute(command: str, run: Run, config_dir: Path | None) -> None:
+def _execute(command: str, run: Run, config_dir: Path | None, for_slurm: list[Request]) -> None:
+    """Run the command. for_slurm: gets what Slurm shall run, because the jobs of a sweep are submitted together."""
     with _without_collection():
         function = getattr(import_module(f"drafttrain.commands.{command}"), command)
     if command == "doctor":
@@ -214,7 +223,7 @@ def _execute(command: str, run: Run, config_dir: Path | None) -> None:
     launcher = run.options.launcher
     if launcher.name == "slurm":
         own = [f"--config-dir={config_dir.absolute()}"] if config_dir else []
-        import_module("drafttrain.cli.slurm").submit(command, [*own, *run.overrides], launcher)
+        for_slurm.append(import_module("drafttrain.cli.slurm").Request([*own, *run.overrides], launcher))
         return
     if launcher.name != "local":
         raise UserError(f"launcher.name is {launcher.name!r}; choose local or slurm")

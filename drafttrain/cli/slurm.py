@@ -1,16 +1,19 @@
 """`launcher=slurm`: runs the command as a Slurm job, which saves before its time limit and is queued again.
 
-The job runs one `drafttrain` on each node, which starts the processes there. submitit writes and submits the script, and asks
-Slurm to queue the job again. It pickles only the command line.
+The job runs one `drafttrain` on each node, which starts the processes there. The jobs of a sweep are one array. submitit writes
+and submits the script, and asks Slurm to queue the job again. It pickles only the command line.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,15 @@ from drafttrain.core.errors import Interrupted, UserError, WorkerError
 from drafttrain.runs.options import LauncherOptions
 
 COMMANDS = ("fit", "measure")
+INTERRUPTED = (Interrupted.CODE, -signal.SIGTERM, -signal.SIGUSR1)  # the last two: while Python starts
+PORTS = range(15000, 25000)  # below those that Linux gives to connections
 
 
 class SlurmJob:
     """The job that Slurm runs on each node."""
 
-    def __init__(self, arguments: Sequence[str], nproc: int, restarts: int, port: int) -> None:
-        """arguments: the command and its overrides, without the launcher's."""
+    def __init__(self, arguments: Sequence[str], nproc: int, restarts: int, port: int | None) -> None:
+        """arguments: the command and its overrides, without the launcher's. port: None: by the job's number."""
         self.arguments, self.nproc, self.restarts, self.port = list(arguments), nproc, restarts, port
         self._running: subprocess.Popen[bytes] | None = None
 
@@ -34,13 +39,18 @@ class SlurmJob:
 
         job = JobEnvironment()
         resumed = ["resume=auto"] if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else []  # last, to win over overrides
-        place = [f"launcher.nodes={job.num_nodes}", f"launcher.rendezvous={job.hostnames[0]}:{self.port}"]
+        port = self.port or PORTS[int(job.raw_job_id) % len(PORTS)]  # jobs that share a node must not meet
+        place = [f"launcher.nodes={job.num_nodes}", f"launcher.rendezvous={job.hostnames[0]}:{port}"]
         launcher = ["launcher=local", f"launcher.nproc={self.nproc}", f"launcher.restarts={self.restarts}", *place]
         self._running = subprocess.Popen([sys.executable, "-m", "drafttrain", *self.arguments, *launcher, *resumed])
         code = self._running.wait()
-        if code not in (0, Interrupted.CODE):
+        if code in INTERRUPTED:
+            if job.global_rank == 0:
+                queue_again(job.job_id)
+            return "interrupted"
+        if code:
             raise WorkerError(f"drafttrain ended with code {code} on {job.hostname}; its output is above")
-        return "done" if code == 0 else "interrupted"
+        return "done"
 
     def checkpoint(self) -> Any:
         """submitit calls this on the first node shortly before the time limit: let the run save, then queue the job again."""
@@ -58,8 +68,27 @@ class SlurmJob:
         return SlurmJob(self.arguments, self.nproc, self.restarts, self.port)
 
 
-def submit(command: str, overrides: Sequence[str], launcher: LauncherOptions) -> str:
-    """Submit the command to Slurm; returns the job's number. overrides: as typed, for this job of a sweep.
+def queue_again(job: str) -> None:
+    """Have Slurm queue this job again, unless it does so anyway or the user has cancelled the job.
+
+    A job that is preempted with a time of grace and ends by itself meanwhile would otherwise count as completed.
+    job: its number. In an array it is ARRAY_TASK, because the array's number stands for all of its jobs.
+    """
+    shown = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=False)
+    if "JobState=RUNNING" in shown.stdout.split():
+        subprocess.run(["scontrol", "requeue", job], check=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A command to submit."""
+
+    overrides: list[str]  # as typed, for this job of a sweep
+    launcher: LauncherOptions
+
+
+def submit(command: str, requests: Sequence[Request]) -> list[str]:
+    """Submit the command to Slurm, several as an array for each set of launcher options. Returns the jobs' numbers.
 
     Raises UserError if submitit or Slurm is missing or refuses the options.
     """
@@ -71,9 +100,36 @@ def submit(command: str, overrides: Sequence[str], launcher: LauncherOptions) ->
         from submitit.core.utils import FailedJobError
     except ImportError as error:
         raise UserError("launcher=slurm needs submitit; pip install 'drafttrain[slurm]'") from error
+    arrays: list[list[Request]] = []
+    for request in requests:
+        same = next((array for array in arrays if array[0].launcher == request.launcher), None)
+        arrays.append([request]) if same is None else same.append(request)
+    numbers = []
+    for array in arrays:
+        launcher = array[0].launcher
+        slurm = launcher.slurm
+        try:
+            executor = SlurmExecutor(Path(slurm.folder), max_num_timeout=slurm.requeues)
+            executor.update_parameters(**parameters(command, launcher))
+            with redirect_stderr(io.StringIO()) as warnings, executor.batch():  # submitit prints what sbatch says
+                jobs = [executor.submit(job_of(command, request)) for request in array]
+            numbers += [str(job.job_id) for job in jobs]
+        except (RuntimeError, FailedJobError, OSError) as error:  # there is no Slurm, or it refuses the job
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"launcher=slurm: {reason}; submit on the cluster, and set the launcher.slurm options that it requires"
+            ) from error
+        print(warnings.getvalue(), end="", file=sys.stderr)
+        for request, job in zip(array, jobs, strict=True):
+            print(announcement(request, requests, job.job_id, job.paths.folder), flush=True)
+    return numbers
+
+
+def parameters(command: str, launcher: LauncherOptions) -> dict[str, Any]:
+    """submitit's names for the options of sbatch."""
     slurm = launcher.slurm
     gpus = launcher.nproc if slurm.gpus_per_node is None else slurm.gpus_per_node
-    parameters = {
+    given = {
         "job_name": f"drafttrain-{command}",
         "partition": slurm.partition,
         "account": slurm.account,
@@ -82,19 +138,25 @@ def submit(command: str, overrides: Sequence[str], launcher: LauncherOptions) ->
         "ntasks_per_node": 1,
         "gpus_per_node": gpus or None,
         "cpus_per_task": slurm.cpus_per_task,
+        # Slurm 22.05 and later do not pass it on from sbatch to srun
+        "srun_args": None if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"],
         "signal_delay_s": slurm.save_before,
         "stderr_to_stdout": True,
+        "array_parallelism": slurm.array_parallelism,
         "additional_parameters": {"requeue": True, **slurm.extra},
     }
-    own = [override for override in overrides if override.lstrip("+~").split("=")[0].split(".")[0] != "launcher"]
-    try:
-        executor = SlurmExecutor(Path(slurm.folder), max_num_timeout=slurm.requeues)
-        executor.update_parameters(**{name: value for name, value in parameters.items() if value is not None})
-        job = executor.submit(SlurmJob([command, *own], launcher.nproc, launcher.restarts, slurm.port))
-    except (RuntimeError, FailedJobError) as error:  # there is no Slurm, or it refuses the job
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"launcher=slurm: {reason}; submit on the cluster, and set the launcher.slurm options that it requires"
-        ) from error
-    print(f"job {job.job_id}: output in {job.paths.stdout}")
-    return str(job.job_id)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def job_of(command: str, request: Request) -> SlurmJob:
+    launcher = request.launcher
+    own = [word for word in request.overrides if word.lstrip("+~").split("=")[0].split(".")[0] != "launcher"]
+    return SlurmJob([command, *own], launcher.nproc, launcher.restarts, launcher.slurm.port)
+
+
+def announcement(request: Request, sweep: Sequence[Request], number: str, folder: Path) -> str:
+    """Where a job's output is, and by which overrides the job differs from others of the sweep."""
+    common = set.intersection(*(set(other.overrides) for other in sweep))
+    own = " ".join(word for word in request.overrides if word not in common)
+    file = f"{number}_0_log.out" if request.launcher.nodes == 1 else f"{number}_*_log.out, a file for each node"
+    return f"job {number}{f' ({own})' if own else ''}: output in {folder / file}"

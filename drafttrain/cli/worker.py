@@ -15,14 +15,21 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from drafttrain.cli.quiet import quiet
-from drafttrain.core.errors import Interrupted, UserError
+from drafttrain.core.errors import Interrupted, UserError, one_line
 from drafttrain.runs.options import RunOptions
 from drafttrain.train.interrupt import is_interruption
 
 SIGNALLED = "signalled"  # file: a signal has reached the launching process, and all its processes end
 INTERRUPTIONS = "interrupted-*"  # files: the message of a process that a signal has ended, named by start and rank
 NOTES = "mistake-*"  # files: the message of a UserError
+STARTED = "started-*"  # files: the machines have met, and a process has started; named by process id and rank
+ENDED = "ended-*"  # files: the process has ended without a failure; named by process id
 DYING = 1.0  # seconds that the threads of a killed process may take to end
+NCCL_SIGNS = ("ncclRemoteError", "remote process exited")
+LOST = (
+    "drafttrain: rank {rank} has lost the connection to another process of the run ({reason}); the output of the other ranks "
+    "and machines says why; resume=auto continues from the last checkpoint"
+)
 
 
 def log_of(folder: Path, rank: int) -> Path:
@@ -39,6 +46,7 @@ def work_in_process(
     process. If that process dies, this one ends as at SIGTERM.
     """
     rank, launcher = int(os.environ["RANK"]), end_with_parent()
+    (folder / STARTED.replace("*", f"{os.getpid()}-{rank}")).touch()
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     signal.signal(signal.SIGTERM, end_at_first_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the launcher handles it
@@ -65,10 +73,36 @@ def work_in_process(
     except UserError as error:
         (folder / NOTES.replace("*", f"{rank:05}")).write_text(str(error), encoding="utf-8")
         raise SystemExit(2) from error
-    except Exception:
+    except Exception as error:
+        reason = lost_connection(error)
         with log_of(folder, rank).open("a", encoding="utf-8") as log:
-            traceback.print_exc(file=log)
+            if reason is None:
+                traceback.print_exc(file=log)
+            else:
+                print(LOST.format(rank=rank, reason=reason), file=log)
+        if reason is not None:
+            raise SystemExit(1) from error
         raise
+    (folder / ENDED.replace("*", str(os.getpid()))).touch()
+
+
+def lost_connection(error: BaseException | None) -> str | None:
+    """The reason if the connection to another process of the run is lost, which is not this process's fault. Otherwise None.
+
+    gloo and NCCL have no exception of their own for it.
+    """
+    from torch.distributed import DistNetworkError, DistStoreError
+
+    while error is not None:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, RuntimeError) and "gloo/transport" in first:
+            return one_line(first.rpartition("] ")[2])
+        if isinstance(error, (DistNetworkError, DistStoreError)):
+            return one_line(first)
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in NCCL_SIGNS):
+            return one_line(first)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def end_with_parent() -> int:

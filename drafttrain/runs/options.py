@@ -26,7 +26,8 @@ class SlurmOptions:
     cpus_per_task: int | None = None
     save_before: int = 120  # seconds before the time limit at which the run saves, ends and is queued again
     requeues: int = 100  # at most, per job
-    port: int = 29400  # rendezvous port on the first node
+    array_parallelism: int = 256  # jobs of a sweep that run at the same time, at most
+    port: int | None = None  # rendezvous port on the first node; null: 15000 to 24999, by the job's number
     folder: str = "outputs/slurm"  # scripts and output of jobs
     extra: dict[str, Any] = field(default_factory=dict)  # further sbatch options: {constraint: h100}
 

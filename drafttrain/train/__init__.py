@@ -38,7 +38,8 @@ class TrainOptions:
     keep_last: int = 2  # checkpoints to keep, plus the best by expected tau on the held-out conversations
     per_rank: bool = False  # also log the cost of a step in each process, every log_every steps
     profile: Any = False  # true: write a Chrome trace of some steps to the run directory; [first, last]: of these steps
-    hang_timeout: float = 1800.0  # seconds without a step after which every process writes its stacks; 0: never
+    # seconds without a step after which every process writes its stacks, and several processes end; 0: never
+    hang_timeout: float = 1800.0
 
 
 @dataclass

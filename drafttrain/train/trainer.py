@@ -115,7 +115,9 @@ class Trainer:
         with ExitStack() as stack:
             if isinstance(self.features, Cached):
                 stack.callback(self.features.close)
-            watchdog = stack.enter_context(Watchdog(self.run_dir / "logs", self.world.rank, options.hang_timeout, say))
+            watchdog = stack.enter_context(
+                Watchdog(self.run_dir / "logs", self.world.rank, options.hang_timeout, say, ends=self.world.size > 1)
+            )
             trace = stack.enter_context(Profile(window(options.profile, first, options.steps), self._trace_file(), say))
             bar = stack.enter_context(console.bar(options.steps, first))
             self.meter.pause()

@@ -78,7 +78,7 @@ def test_a_job_saves_before_its_time_is_up_and_is_queued_again(cluster: Path, ma
 
 def test_what_slurm_cannot_run_is_refused() -> None:
     with pytest.raises(UserError, match="runs fit and measure, not generate"):
-        slurm.submit("generate", [], LauncherOptions())
+        slurm.submit("generate", [])
 
 
 def test_without_slurm_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,11 +86,75 @@ def test_without_slurm_one_line_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r'^launcher=slurm: Could not detect "srun".*; submit on the cluster'):
-        slurm.submit("fit", [], LauncherOptions())
+        slurm.submit("fit", [slurm.Request([], LauncherOptions())])
     assert not list(tmp_path.iterdir())
 
 
 def test_without_submitit_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(UserError, match=r"needs submitit; pip install 'drafttrain\[slurm\]'"):
-        slurm.submit("fit", [], LauncherOptions())
+        slurm.submit("fit", [slurm.Request([], LauncherOptions())])
+
+
+class Ended:
+    """A process that has ended with `code`; `commands` has what was started."""
+
+    commands: list[list[str]] = []  # noqa: RUF012
+    code = 0
+
+    def __init__(self, command: list[str]) -> None:
+        self.commands.append(command)
+
+    def wait(self) -> int:
+        return self.code
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The environment of a job of an array on its first node, and a `scontrol` that notes what it is asked in this file."""
+    pytest.importorskip("submitit")
+    asked = tmp_path / "asked"
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {asked}\necho "JobId=9 JobState=$STATE Restarts=0"\n')
+    scontrol.chmod(0o755)
+    variables = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "1"}
+    nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_PROCID": "0"}
+    for name, value in (variables | nodes | {"STATE": "RUNNING", "PATH": f"{tmp_path}:{os.environ['PATH']}"}).items():
+        monkeypatch.setenv(name, value)
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        slurm.subprocess, "Popen", lambda words, **more: Ended(words) if "-m" in words else start(words, **more)
+    )
+    monkeypatch.setattr(Ended, "commands", [])
+    return asked
+
+
+def test_jobs_that_share_a_node_meet_at_ports_of_their_own(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in ("9", "10"):
+        monkeypatch.setenv("SLURM_JOB_ID", number)
+        slurm.SlurmJob(["fit"], 1, 0, None)()
+    assert [command[-1] for command in Ended.commands] == ["launcher.rendezvous=node1:15009", "launcher.rendezvous=node1:15010"]
+    slurm.SlurmJob(["fit"], 1, 0, 29400)()
+    assert Ended.commands[-1][-1] == "launcher.rendezvous=node1:29400"
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "node", "again"),
+    [
+        (75, "RUNNING", 0, True),  # preempted with a time of grace
+        (-signal.SIGTERM, "RUNNING", 0, True),  # before Python could handle the signal
+        (75, "RUNNING", 1, False),  # the first node does it
+        (75, "CANCELLED", 0, False),  # scancel
+        (75, "PENDING", 0, False),  # preempted without, Slurm has done it
+        (0, "RUNNING", 0, False),
+    ],
+)
+def test_an_interrupted_job_is_queued_again_unless_it_is_cancelled(
+    code: int, state: str, node: int, again: bool, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ended, "code", code)
+    monkeypatch.setenv("STATE", state)
+    monkeypatch.setenv("SLURM_PROCID", str(node))
+    assert slurm.SlurmJob(["fit"], 1, 0, None)() == ("done" if code == 0 else "interrupted")
+    # not "requeue 9", which is the whole array
+    assert ("requeue 9_1" in (job.read_text().splitlines() if job.exists() else [])) is again

@@ -174,7 +174,7 @@ from drafttrain.train.watchdog import Watchdog
 def waits_for_a_rank_that_never_comes():
     time.sleep(0.9)
 
-with Watchdog(Path(sys.argv[1]), 3, float(sys.argv[2]), print) as watchdog:
+with Watchdog(Path(sys.argv[1]), 3, float(sys.argv[2]), print, ends=sys.argv[3:] == ["ends"]) as watchdog:
     waits_for_a_rank_that_never_comes()
 """
 
@@ -183,6 +183,14 @@ def test_a_hanging_step_leaves_its_stacks(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path), "0.3"], capture_output=True, text=True, timeout=60)
     assert "waits_for_a_rank_that_never_comes" in (tmp_path / "rank-3.stack").read_text()
     assert done.stdout == f"no step has ended for 0.3 seconds; every process's stacks are in {tmp_path}/rank-*.stack\n"
+
+
+def test_a_hanging_process_of_several_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HANGS.replace("0.9", "60"), str(tmp_path), "0.3", "ends"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "waits_for_a_rank_that_never_comes" in (tmp_path / "rank-3.stack").read_text()
+    assert done.returncode == 1 and not done.stdout and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("drafttrain: no step has ended for 0.3 seconds; every process's stacks are in ")
 
 
 def test_a_run_that_does_not_hang_leaves_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""Meeting other machines: waiting for them, losing them, and what is said."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from torch.distributed import DistStoreError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+
+from drafttrain.cli import rendezvous, worker
+from drafttrain.core.errors import WorkerError
+from drafttrain.runs.options import LauncherOptions
+
+TWO = LauncherOptions(nodes=2, rendezvous="first:29400")
+
+
+def test_a_machine_waits_for_that_of_the_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: None)
+    tries = []
+
+    def start() -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise RendezvousConnectionError
+
+    rendezvous.when_reachable(start, tmp_path)
+    assert len(tries) == 3
+    tries.clear()
+    (tmp_path / worker.STARTED.replace("*", "7-0")).touch()
+    with pytest.raises(RendezvousConnectionError):  # the machines have met: one is lost
+        rendezvous.when_reachable(start, tmp_path)
+    assert len(tries) == 1
+
+
+def test_what_is_said_depends_on_whether_the_machines_have_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(rendezvous.without_rendezvous(RendezvousTimeoutError(), TWO, tmp_path), WorkerError)
+    assert "2 machines have not met at launcher.rendezvous=first:29400" in capsys.readouterr().err
+    (tmp_path / worker.STARTED.replace("*", "7-0")).touch()
+    rendezvous.without_rendezvous(RendezvousConnectionError(), TWO, tmp_path)
+    assert "the connection to the rendezvous first:29400 is lost" in capsys.readouterr().err
+
+
+def test_processes_have_failed_if_none_runs_and_none_says_why(tmp_path: Path) -> None:
+    running, ended = os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
+    (tmp_path / worker.STARTED.replace("*", f"{ended}-4")).touch()
+    (tmp_path / worker.STARTED.replace("*", f"{running}-5")).touch()
+    assert rendezvous.failed_ranks(tmp_path) == []
+    os.kill(running, 9)
+    os.waitpid(running, 0)
+    assert rendezvous.failed_ranks(tmp_path) == [4, 5]
+    (tmp_path / worker.ENDED.replace("*", str(ended))).touch()
+    assert rendezvous.failed_ranks(tmp_path) == [5]
+    (tmp_path / worker.NOTES.replace("*", "00005")).touch()
+    assert rendezvous.failed_ranks(tmp_path) == []
+    os.waitpid(ended, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("[/pytorch/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:41"), True),
+        (RuntimeError("NCCL error: ncclRemoteError: A call failed possibly due to a network error"), True),
+        (DistStoreError("the store does not answer"), True),
+        (RuntimeError("shapes do not match"), False),
+    ],
+)
+def test_a_lost_connection_is_told_from_a_bug(error: Exception, reason: bool) -> None:
+    assert (worker.lost_connection(error) is not None) is reason
+
+
+def test_the_reason_is_the_part_that_a_user_can_read() -> None:
+    gloo = RuntimeError("[/pytorch/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:41")
+    assert worker.lost_connection(gloo) == "Connection closed by peer [10.0.0.3]:41"
