@@ -34,6 +34,7 @@ PATH_KEYS = (
     "target.path",
     "drafter.path",
     "data.path",
+    "data.files",
     "data.template",
     "data.cache",
     "checkpoint",
