@@ -39,7 +39,7 @@ def hub_reason(error: BaseException, name: str, kind: str = "model", revision: s
         return f"the hub refuses the login that is used; log in again: {LOGIN}"
     if constants.HF_HUB_OFFLINE and _first(chain, hub.OfflineModeIsEnabled, hub.LocalEntryNotFoundError, ConnectionError):
         return f"HF_HUB_OFFLINE is set and not all of {name} is in the cache; run once without it, where the hub can be reached"
-    transport = next((e for e in chain if isinstance(e, hub.HTTPError) and not isinstance(e, hub.HfHubHTTPError)), None)
+    transport = next((e for e in chain if _is_transport(e)), None)
     if transport is not None:
         what = " ".join(str(transport).split())[:SHOWN] or type(transport).__name__
         return (
@@ -47,6 +47,29 @@ def hub_reason(error: BaseException, name: str, kind: str = "model", revision: s
             "complete"
         )
     return None
+
+
+def data_set_reason(error: BaseException, name: str, revision: str | None = None) -> str | None:
+    """`hub_reason` of an error of `datasets`, which drops some causes. Then the hub is asked what it has against this login."""
+    from huggingface_hub import HfApi
+
+    if (found := hub_reason(error, name, "dataset", revision)) is not None:
+        return found
+    try:
+        HfApi().dataset_info(name, revision=revision)
+        HfApi().auth_check(name, repo_type="dataset")
+    except Exception as refusal:
+        return hub_reason(refusal, name, "dataset", revision)
+    return None
+
+
+def _is_transport(error: BaseException) -> bool:
+    """Whether there was no whole answer."""
+    from huggingface_hub import errors as hub
+
+    return isinstance(error, ConnectionError) or (
+        isinstance(error, hub.HTTPError) and not isinstance(error, hub.HfHubHTTPError)
+    )
 
 
 def logged_in() -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.core.files import atomic_file, atomic_write_bytes
-from drafttrain.core.hub_errors import hub_reason, without_token
+from drafttrain.core.hub_errors import data_set_reason, hub_reason, without_token
 from drafttrain.data import SourceOptions
 from drafttrain.data.files import LINES, TABLES, reason_of
 from drafttrain.data.records import NO_ROOM, Joined, Listed, Loaded, Records, open_records
@@ -89,8 +89,9 @@ def _listed(source: SourceOptions, folder: Path) -> SplitFiles:
         if record.is_file() and _unreachable(source, error):
             return _read(record)
         raise
-    content = {"name": found.name, "commit": found.commit, "files": list(found.files)}
-    atomic_write_bytes(record, json.dumps(content, indent=2).encode(), NO_ROOM)
+    if found.files:
+        content = {"name": found.name, "commit": found.commit, "files": list(found.files)}
+        atomic_write_bytes(record, json.dumps(content, indent=2).encode(), NO_ROOM)
     return found
 
 
@@ -196,11 +197,11 @@ def _key(source: SourceOptions) -> str:
 def _unreachable(source: SourceOptions, error: Exception) -> bool:
     """Whether there is no answer of the hub, as opposed to one that refuses."""
     reason = hub_reason(error, source.path, "dataset", source.revision) or ""
-    return reason.startswith(("HF_HUB_OFFLINE", "the connection")) or isinstance(error, ConnectionError)
+    return reason.startswith(("HF_HUB_OFFLINE", "the connection"))
 
 
 def _refused(source: SourceOptions, error: Exception) -> UserError:
-    if (reason := hub_reason(error, source.path, "dataset", source.revision)) is not None:
+    if (reason := data_set_reason(error, source.path, source.revision)) is not None:
         return UserError(f"data.path={source.path}: no local file of this name, and {reason}")
     config = f" of '{source.config}'" if source.config else ""
     return UserError(

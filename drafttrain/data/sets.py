@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from drafttrain.core.errors import UserError
-from drafttrain.core.hub_errors import hub_reason, without_token
+from drafttrain.core.hub_errors import data_set_reason, without_token
 
 Record = dict[str, Any]
 FEW = 80  # prompts used of a large set, if no limit is given
@@ -93,7 +93,7 @@ def hub_records(name: str, limit: int | None) -> Iterator[tuple[str, Record]]:
         found = list(islice(rows, limit))
     except (HTTPError, OSError, ValueError, DatasetsError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        reason = hub_reason(error, chosen.hub, "dataset") or without_token(first)
+        reason = data_set_reason(error, chosen.hub) or without_token(first)
         raise UserError(
             f"prompt set {name}: {chosen.hub} cannot be loaded ({reason}); download it, and give the file as "
             f"measure.prompts={name}:FILE"

@@ -427,8 +427,11 @@ class _HubHandler(_Handler):
             return
         verb, rest = at["verb"], unquote(at["rest"] or "")
         revision, _, folder = rest.partition("/")
-        if verb not in (None, "revision", "tree", "refs"):
+        if verb not in (None, "revision", "tree", "refs", "auth-check"):
             self.refuse(404, "", f"Cannot GET {at[0]}")
+        elif verb == "auth-check":
+            if self._may_read(repository, ""):
+                self.answer(200, {})
         elif verb == "refs":
             named = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": sha} for n, sha in repository.names.items()]
             self.answer(200, {"branches": named, "tags": [], "converts": []})
