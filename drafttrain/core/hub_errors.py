@@ -52,14 +52,17 @@ def hub_reason(error: BaseException, name: str, kind: str = "model", revision: s
 def data_set_reason(error: BaseException, name: str, revision: str | None = None) -> str | None:
     """`hub_reason` of an error of `datasets`, which drops some causes. Then the hub is asked what it has against this login."""
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
     if (found := hub_reason(error, name, "dataset", revision)) is not None:
         return found
     try:
         HfApi().dataset_info(name, revision=revision)
         HfApi().auth_check(name, repo_type="dataset")
-    except Exception as refusal:
+    except HfHubHTTPError as refusal:
         return hub_reason(refusal, name, "dataset", revision)
+    except Exception:  # no answer, or no name that the hub could have: the first error says more
+        return None
     return None
 
 

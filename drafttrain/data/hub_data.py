@@ -26,6 +26,7 @@ from drafttrain.data.files import LINES, TABLES, reason_of
 from drafttrain.data.records import NO_ROOM, Joined, Listed, Loaded, Records, open_records
 
 PLACE = re.compile(r"hf://datasets/(?P<name>[\w.-]+(/[\w.-]+)?)@(?P<commit>[0-9a-f]{40})/(?P<file>.+)")
+SLICED = re.compile(r"[\[+]")  # of a split: a part of it, or several, which `datasets` reads
 STREAMED = (".parquet", ".jsonl", ".jsonl.gz", ".csv")  # a .json file may be one array, which must be read whole
 
 
@@ -38,19 +39,17 @@ class SplitFiles:
     files: tuple[str, ...]
 
 
-def open_hub(source: SourceOptions, cache: Path) -> Records:
-    """The records of a data set of the hub. cache: folder of prepared data.
+def open_hub(source: SourceOptions, cache: Path) -> tuple[Records, str | None]:
+    """The records of a data set of the hub, and their commit, None where only `datasets` knows it.
 
-    Raises UserError that says in one line why the hub does not give it.
+    cache: folder of prepared data. Raises UserError that says in one line why the hub does not give the set.
     """
-    folder = cache / "hub"
+    folder, spool = cache / "hub", cache / "spool"
     try:
         found = _listed(source, folder)
-        if source.limit is None:
-            return _whole(source, found, cache / "spool")
-        if found.files and not found.files[0].endswith(STREAMED):
-            return _whole(source, found, cache / "spool")
-        return _limited(source, found, folder, cache / "spool")
+        whole = source.limit is None or (found.files and not found.files[0].endswith(STREAMED))
+        records = _whole(source, found, spool) if whole else _limited(source, found, folder, spool)
+        return records, found.commit if found.files else None
     except UserError:
         raise
     except Exception as error:  # the libraries and their parsers raise errors of every kind
@@ -101,6 +100,8 @@ def _ask(source: SourceOptions) -> SplitFiles:
     builder = load_dataset_builder(source.path, name=source.config, data_files=source.files, revision=source.revision)
     by_split = builder.config.data_files or {}
     split = "train" if source.files else source.split
+    if SLICED.search(split):
+        return SplitFiles(source.path, str(builder.hash or ""), ())
     if by_split and split not in by_split:
         splits = ", ".join(map(str, by_split))
         raise UserError(f"data.path={source.path}: it has no split '{split}' but {splits}; set data.split to one of them")

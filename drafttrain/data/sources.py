@@ -32,6 +32,7 @@ class Source:
     form: str  # a name of `forms.FORMS`, or auto
     weight: float | None  # share of an epoch relative to other sources; None: every record counts once
     tolerated: int = 0  # number of its records that may be unusable without an error
+    commit: str | None = None  # of a data set of the hub
 
     def conversation(self, number: int, replies: bool = True) -> Conversation:
         """The record with this number, from 0. Raises UserError that names the record's place."""
@@ -49,10 +50,10 @@ def open_sources(options: DataOptions) -> list[Source]:
         raise UserError(f"data.mix: expected weights above 0, got {', '.join(map(str, weights))}; leave a source out instead")
     cache, found = cache_folder(options), []
     for source in chosen:
-        records = _open(on_the_hub(source), cache)
+        records, commit = _open(on_the_hub(source), cache)
         # published sets have unusable records, and nobody can correct them there
         tolerated = len(records) // 2 if named_set(source.path) else 0
-        found.append(Source(source.path, records, source.form, source.weight, tolerated))
+        found.append(Source(source.path, records, source.form, source.weight, tolerated, commit))
     return found
 
 
@@ -113,15 +114,16 @@ def _chosen(options: DataOptions) -> list[SourceOptions]:
     return chosen
 
 
-def _open(source: SourceOptions, cache: Path) -> Records:
+def _open(source: SourceOptions, cache: Path) -> tuple[Records, str | None]:
+    """(its records, the commit of a data set of the hub)."""
     spool, path = cache / "spool", path_of(source.path, "data.path")
     if source.path != "embedded" and not _is_local(path):
         return open_hub(source, cache)
     if stray := next((name for name in ("revision", "files") if getattr(source, name) is not None), None):
         raise UserError(f"data.{stray} is for a data set of the hub, data.path={source.path} is none; leave data.{stray} out")
     if source.path == "embedded":
-        return open_records(ASSETS / "train.jsonl.gz", source.limit, spool)
-    return _joined(_files(source, path), source.limit, spool)
+        return open_records(ASSETS / "train.jsonl.gz", source.limit, spool), None
+    return _joined(_files(source, path), source.limit, spool), None
 
 
 def _is_local(path: Path) -> bool:

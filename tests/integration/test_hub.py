@@ -84,6 +84,9 @@ def test_everything_by_hub_id_with_a_login_and_again_without_the_network(hub: Hu
     assert OWNER not in text and not [path for path, content in hubs.written(tmp_path).items() if OWNER.encode() in content]
     (report,) = (tmp_path / "outputs").glob("measure/*/report.json")
     assert json.loads(report.read_text())["target"]["path"] == "me/tiny"
+    (trained,) = (tmp_path / "outputs").glob("medusa/*/report.json")
+    commits = [source["commit"] for source in json.loads(trained.read_text())["training"]["data"]["sources"]]
+    assert commits == [hub.repositories["dataset", "me/chats"].names["main"]] * 2
 
     asked = len(hub.requests)
     offline = run(hub, tmp_path, (*fit, "output=second"), measure, HF_HUB_OFFLINE="1")
@@ -149,6 +152,8 @@ def test_a_revision(hub: Hub, tmp_path: Path) -> None:
     limited = {"path": "me/chats", "limit": 3}
     pinned = limited | {"revision": old}
     before = read(hub, tmp_path, {"path": "me/chats"}, limited, pinned)
+    parts = read(hub, tmp_path, *({"path": "me/chats", "split": split} for split in ("train[:3]", "train+test")))
+    assert [len(one["found"]) for one in parts] == [3, 120]
     hub.change("dataset", "me/chats", {"data/train-00000.parquet": table(chats(7))})
     after = read(hub, tmp_path, {"path": "me/chats"}, limited, pinned)
     assert before[2] == after[2] and before[0] != after[0] and before[1] != after[1]
@@ -176,11 +181,13 @@ def test_a_download_that_is_cut_goes_on_or_is_one_line(reset: bool, hub: Hub, tm
         assert (
             "failed (" in done.lines[0] and "run the same command again, it keeps the files that are complete" in done.lines[0]
         )
-    hub.faults = [Fault("train-00001.parquet", 50, 99, reset)]
+    hub.faults = [Fault("train-00001.parquet", 50, 99, reset), Fault("medusa_lm_head.safetensors", 50, 99, reset)]
+    hub.put("me/drafter", {"config.json": "{}", "medusa_lm_head.safetensors": bytes(4000)})
     other = tmp_path / "other"
-    done = run(hub, other, inspect)
-    assert done.codes == [2] and "Traceback" not in done.errors[0], done.errors
-    assert "run the same command again, it keeps the files that are complete" in done.lines[0]
+    done = run(hub, other, inspect, ("measure", "checkpoint=me/drafter", *TARGET))
+    for line, error in zip(done.lines, done.errors, strict=True):
+        assert "Traceback" not in error and "run the same command again, it keeps the files that are complete" in line
+    assert done.codes == [2, 2], done.errors
     hub.faults, before = [], len(hub.requests)
     assert run(hub, other, inspect).codes == [0]
     again = [r.path for r in hub.requests[before:] if r.method == "GET" and r.status in (200, 206) and r.server == "cdn"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drafttrain.cli.help import general_help
 from drafttrain.core.errors import UserError
 from drafttrain.data import SourceOptions
 from drafttrain.data.training_sets import TRAINING_SETS, named_set, on_the_hub
@@ -33,6 +34,13 @@ def test_configuration_and_document_agree_with_the_entry(name: str, root: Path) 
 def test_every_configuration_with_a_set_has_an_entry(root: Path) -> None:
     files = {path.stem for path in (root / "conf" / "data").glob("*.yaml")}
     assert files == {*TRAINING_SETS, "embedded", "file"}
+
+
+def test_the_help_lists_them() -> None:
+    lines = general_help().splitlines()
+    for name, chosen in TRAINING_SETS.items():
+        (line,) = [line for line in lines if line.startswith(f"    {name} ")]
+        assert chosen.hub in line
 
 
 def test_a_name_stands_for_its_id_split_and_files() -> None:

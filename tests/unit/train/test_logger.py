@@ -122,7 +122,9 @@ def test_an_offline_run_has_group_summary_table_pictures_and_lineage(tmp_path: P
 def test_wandb_sync_finds_the_runs_that_are_here(tmp_path: Path) -> None:
     """Of a training and of an export, in the run's directory. It is asked what it would send, and sends nothing."""
     run = logged(tmp_path)
-    log_export(LoggerOptions(), {"name": "medusa"}, run / "checkpoints" / "step-00400", {"vllm": run / "checkpoints"})
+    best, out = run / "checkpoints" / "step-00400", tmp_path / "out"
+    out.mkdir()
+    log_export(LoggerOptions(artifacts="reference"), CONFIG, best, {"vllm": out})
     folders = sorted(run.glob("wandb/offline-run-*"))
     call = [sys.executable, "-m", "wandb", "sync", "--dry-run", *map(str, folders)]
     own = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path)}
