@@ -25,6 +25,8 @@ from transformers import (
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import DraftTree, TreeShape
+from drafttrain.data import DataOptions
+from drafttrain.data.sources import Conversation, read_usable
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.features.online import Online
 from drafttrain.model.batch import Prediction, TrainBatch
@@ -197,3 +199,8 @@ def never(texts: Sequence[Sequence[int]], vocab: int = 64) -> Callable[[list[int
     """Always wrong."""
     right = oracle(texts, vocab)
     return lambda text: right(text)[1:]
+
+
+def read_conversations(options: DataOptions, replies: bool = True) -> list[Conversation]:
+    """All usable conversations of these sources."""
+    return read_usable(options, replies)[0]

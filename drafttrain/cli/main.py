@@ -35,6 +35,7 @@ PATH_KEYS = (
     "target.path",
     "drafter.path",
     "data.path",
+    "data.files",
     "data.template",
     "data.cache",
     "checkpoint",

@@ -24,9 +24,10 @@ from drafttrain.data.pictures import sources_of
 from drafttrain.data.progress import bar
 from drafttrain.data.prompts import load_prompts, named_prompts
 from drafttrain.data.provenance import find_provenance
-from drafttrain.data.sources import Conversation, read_conversations
+from drafttrain.data.sources import Conversation, Faults, read_usable
 from drafttrain.data.statistics import Bin, Sample, Statistics, chosen, sample_of, template_rows
 from drafttrain.data.templates import read_template
+from drafttrain.data.training_sets import named_set
 from drafttrain.measure.html import render
 from drafttrain.runs.console import print_line
 from drafttrain.runs.options import RunOptions
@@ -62,14 +63,19 @@ def inspect(options: RunOptions, resolved: dict[str, Any]) -> Path:
     prompts = load_prompts(prompt_file)
     prompt_file = named_prompts(prompt_file)
     tokenizer = load_tokenizer(options.target)
-    conversations = read_conversations(options.data)
-    statistics, samples = _statistics(conversations, tokenizer, options)
+    conversations, faults = read_usable(options.data)
+    statistics, samples = _statistics(conversations, tokenizer, options, faults)
     if not any(statistics.supervised):
-        raise UserError(f"{options.data.named}: none of {len(conversations)} conversations has a supervised token")
+        raise UserError(
+            f"{options.data.named}: none of {len(conversations)} conversations has a supervised token, and {len(faults.found)} "
+            "records are unusable; check that there are replies"
+        )
     source = "embedded" if options.target.name == "embedded" else path_of(options.target)
     rows = [
         ("data", ", ".join(options.data.paths)),
+        *((path, chosen.summary) for path in options.data.paths if (chosen := named_set(path)) is not None),
         *statistics.rows(),
+        *([("unusable records, left out", f"{len(faults.found):,}, such as {faults.found[0]}")] if faults.found else []),
         *template_rows(tokenizer, source, read_template(options.data.template)),
         ("replies by", ", ".join(dict.fromkeys(map(_writer, options.data.paths)))),
     ]
@@ -100,16 +106,20 @@ def _checked(options: RunOptions) -> Path:
 
 
 def _statistics(
-    conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, options: RunOptions
+    conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, options: RunOptions, faults: Faults
 ) -> tuple[Statistics, list[Sample]]:
     statistics, most = Statistics(), max(options.inspect.page_samples, options.inspect.samples)
     kept: dict[int, Encoded | None] = dict.fromkeys(chosen(len(conversations), most, options.data.seed))
     encode = encoder_of(options.data, tokenizer, _images(options, conversations, tokenizer))
     with bar("tokenising", len(conversations), shown=True) as advance:
         for i, conversation in enumerate(conversations):
-            encoded = encode(conversation)
-            statistics.add(conversation, encoded)
             advance(1)
+            try:
+                encoded = encode(conversation)
+            except UserError as error:
+                faults.add(str(error))
+                continue
+            statistics.add(conversation, encoded)
             if i in kept:
                 kept[i] = encoded
     return statistics, [sample_of(conversations[i], encoded, tokenizer) for i, encoded in kept.items() if encoded is not None]

@@ -23,7 +23,7 @@ from drafttrain.data.pictures import sources_of
 from drafttrain.data.provenance import FORMAT
 from drafttrain.data.publish import FORMATS, check_out, publish
 from drafttrain.data.rules import check_rules
-from drafttrain.data.sources import read_conversations
+from drafttrain.data.sources import read_usable
 from drafttrain.runs.answerers import decoder_answerer, sampling_at, server_answerer
 from drafttrain.runs.console import print_line
 from drafttrain.runs.lock_step import shared_target
@@ -50,7 +50,8 @@ def prepare(options: RunOptions, resolved: dict[str, Any]) -> Path:
     Raises UserError for bad input, before anything is written, and for a server that does not respond.
     """
     out = _checked(options)
-    scripts = read_scripts(read_conversations(options.data, replies=False))
+    conversations, faults = read_usable(options.data, replies=False)
+    scripts = read_scripts(conversations, len(faults.found))
     if options.prepare.format != "jsonl" and any(sources_of(script.messages) for script in scripts.scripts):
         raise UserError(f"prepare.format={options.prepare.format} holds text alone, and the data has images; set it to jsonl")
     try:

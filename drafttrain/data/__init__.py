@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 class SourceOptions:
     """One source of conversations."""
 
-    path: str = "embedded"  # embedded: replies of the embedded target. Else a file, a pattern, a folder of files, or a hub id
+    path: str = "embedded"  # embedded: replies of the embedded target. Else a file, pattern, folder, hub id or named set
     split: str = "train"  # of a folder or hub data set
     config: str | None = None  # of a hub data set with several configurations
-    form: str = "auto"  # of its records: auto | messages | conversations | prompt | alpaca | turns | text
+    form: str = "auto"  # of its records: auto | messages | conversations | prompt | alpaca | input | turns | text
     limit: int | None = None  # at most so many of its records, the first
+    revision: str | None = None  # of a hub data set: a branch, tag or commit; null: the newest
+    files: str | None = None  # of a hub data set: a pattern of its files, instead of a split
     weight: float | None = None  # in data.mix: its share of an epoch, relative to the other sources; null for all: by size
 
 
@@ -21,11 +23,13 @@ class SourceOptions:
 class DataOptions:
     """Where the training conversations come from, and how they become rows of tokens."""
 
-    path: str = "embedded"  # embedded: replies of the embedded target. Else a file, a pattern, a folder of files, or a hub id
+    path: str = "embedded"  # embedded: replies of the embedded target. Else a file, pattern, folder, hub id or named set
     split: str = "train"  # of a folder or hub data set
     config: str | None = None  # of a hub data set with several configurations
-    form: str = "auto"  # of its records: auto | messages | conversations | prompt | alpaca | turns | text
+    form: str = "auto"  # of its records: auto | messages | conversations | prompt | alpaca | input | turns | text
     limit: int | None = None  # at most so many of its records, the first
+    revision: str | None = None  # of a hub data set: a branch, tag or commit; null: the newest
+    files: str | None = None  # of a hub data set: a pattern of its files, instead of a split
     mix: list[SourceOptions] = field(default_factory=list)  # several sources instead of one
     template: str | None = None  # a Jinja file instead of the tokenizer's own chat template
     thinking: str = (

@@ -23,7 +23,7 @@ from drafttrain.data.packing import pack
 from drafttrain.data.pool import Conversations, Rows, Workers
 from drafttrain.data.progress import bar
 from drafttrain.data.records import Records
-from drafttrain.data.sources import Source, cache_folder, open_sources
+from drafttrain.data.sources import Faults, Source, cache_folder, open_sources
 from drafttrain.data.summary import summarise
 from drafttrain.data.templates import TemplateOptions, read_template
 from drafttrain.data.workers import spare_cores
@@ -105,7 +105,7 @@ def load_dataset(
     _check_options(options)
     sources = open_sources(options) if records is None else [Source(options.path, records, options.form, None)]
     encoder = encoder_of(options, tokenizer, images)
-    conversations = Conversations(sources, encoder, _workers(options, sources, leads), options.bad_records)
+    conversations = Conversations(sources, encoder, _workers(options, sources, leads), Faults.of(options, sources))
     try:
         return _dataset(options, conversations, progress)
     except BaseException:

@@ -120,6 +120,14 @@ def _alpaca(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
     return _pair("\n\n".join(part for part in parts if part.strip()), _string(origin, "output", filled["output"]))
 
 
+def _nvidia(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
+    """NVIDIA's sets: the reply to a text, or to the turns before it."""
+    asked, reply = filled["input"], {"role": ASSISTANT, "content": _string(origin, "output", filled["output"])}
+    if isinstance(asked, str):
+        return [{"role": "user", "content": asked}, reply]
+    return [*_turns(origin, "input", asked), reply]
+
+
 def _mt_bench(origin: str, filled: dict[str, Any]) -> list[dict[str, Any]]:
     """MT-bench: the user's turns."""
     turns = filled["turns"]
@@ -143,6 +151,7 @@ FORMS = {  # in the order in which they are tried
     "conversations": Form((("conversations",),), _sharegpt),
     "prompt": Form((("prompt", "response"), ("prompt", "completion")), _prompted),
     "alpaca": Form((("instruction", "output"),), _alpaca),
+    "input": Form((("input", "output"),), _nvidia),
     "turns": Form((("turns",),), _mt_bench),
     "text": Form((("text",),), _text),
     "question": Form((("question",), ("prompt",)), _question),

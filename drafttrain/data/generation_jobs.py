@@ -62,13 +62,15 @@ class GenerationJob:
         return f"{self.script.id}-{self.sample}"
 
 
-def read_scripts(conversations: Iterable[Conversation]) -> PromptScripts:
+def read_scripts(conversations: Iterable[Conversation], unusable: int = 0) -> PromptScripts:
     """The conversations' prompts. Conversations with tools are skipped, because tool results depend on the replies.
+
+    unusable: number of records that are no conversation, which are counted too.
 
     Raises UserError when no prompt is left.
     """
     scripts: dict[str, PromptScript] = {}
-    skipped: Counter[str] = Counter()
+    skipped: Counter[str] = Counter(unusable=unusable)
     for conversation in conversations:
         if (reason := _unusable(conversation)) is not None:
             skipped[reason] += 1

@@ -11,9 +11,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from drafttrain.core.errors import UserError
 from drafttrain.data.chat import Encoded, Encoder
-from drafttrain.data.sources import Source
+from drafttrain.data.sources import Faults, Source
 from drafttrain.data.store import Store, blocks_in, key_of
 from drafttrain.data.workers import Follower, InProcess, PreparedBlock, Preparer, Task, WorkerPool
 
@@ -31,15 +30,15 @@ class Workers:
 
 
 class Conversations:
-    """Conversations by number, source after source. bad: number of unusable records that are tolerated."""
+    """Conversations by number, source after source. faults: counts unusable records."""
 
-    def __init__(self, sources: Sequence[Source], encoder: Encoder, workers: Workers, bad: int = 0) -> None:
-        self.sources, self.encoder, self.workers, self.bad = list(sources), encoder, workers, bad
+    def __init__(self, sources: Sequence[Source], encoder: Encoder, workers: Workers, faults: Faults | None = None) -> None:
+        self.sources, self.encoder, self.workers = list(sources), encoder, workers
+        self._faults = faults or Faults(0)
         self.sizes = [len(source.records) for source in sources]
         self.first = np.concatenate([[0], np.cumsum(self.sizes)])
         self.count = int(self.first[-1])
         self.blocks: list[PreparedBlock] = []
-        self.faults: list[str] = []
         self.missing = self.count  # conversations that are not prepared
         self.documents_C = np.full(self.count, UNKNOWN, np.int32)  # rows of each
         self._block_C, self._place_C = (np.zeros(self.count, np.int32) for _ in range(2))
@@ -135,7 +134,7 @@ class Conversations:
         self.blocks.append(done)
         self.encoder.images.add(done.block.images())
         for place in places[fresh & ~done.block.sound_N[places]].tolist():
-            self._refuse(str(done.block.batch["fault"][place]))
+            self._faults.add(str(done.block.batch["fault"][place]))
 
     def entries_of(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(numbers, places) of the conversations that are read from this block."""
@@ -145,11 +144,10 @@ class Conversations:
         own = (self._block_C[numbers] == block) & (self._place_C[numbers] == places) & (self.documents_C[numbers] != UNKNOWN)
         return numbers[own], places[own]
 
-    def _refuse(self, fault: str) -> None:
-        self.faults.append(fault)
-        if len(self.faults) > self.bad:
-            more = f" (bad record {len(self.faults)}, data.bad_records={self.bad} are skipped)" if self.bad else ""
-            raise UserError(f"{fault}{more}")
+    @property
+    def faults(self) -> list[str]:
+        """Why unusable records are left out."""
+        return self._faults.found
 
 
 class Rows(Sequence[Encoded]):

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.hub_errors import data_set_reason, without_token
 
 Record = dict[str, Any]
 FEW = 80  # prompts used of a large set, if no limit is given
@@ -78,6 +79,7 @@ def hub_records(name: str, limit: int | None) -> Iterator[tuple[str, Record]]:
     """(origin, record) pairs of a set, from the hub or its cache. Raises UserError if the set is not available."""
     from datasets import load_dataset  # slow to import
     from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HTTPError
 
     chosen = SETS[name]
     if chosen.hub is None:
@@ -89,8 +91,9 @@ def hub_records(name: str, limit: int | None) -> Iterator[tuple[str, Record]]:
         # a limited read streams, so that a few records of a large set do not download it
         rows = load_dataset(chosen.hub, name=chosen.config, split=chosen.split, streaming=limit is not None)
         found = list(islice(rows, limit))
-    except (OSError, ValueError, DatasetsError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except (HTTPError, OSError, ValueError, DatasetsError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = data_set_reason(error, chosen.hub) or without_token(first)
         raise UserError(
             f"prompt set {name}: {chosen.hub} cannot be loaded ({reason}); download it, and give the file as "
             f"measure.prompts={name}:FILE"

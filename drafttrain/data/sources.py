@@ -7,18 +7,18 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions, SourceOptions
 from drafttrain.data.files import ASSETS, LINES, TABLES, check_file, path_of, reason_of
 from drafttrain.data.forms import ASSISTANT, Conversation, check_form, conversation
+from drafttrain.data.hub_data import open_hub
 from drafttrain.data.provenance import shards_of
-from drafttrain.data.records import Joined, Listed, Loaded, Records, open_records
+from drafttrain.data.records import Joined, Records, open_records
+from drafttrain.data.training_sets import named_set, on_the_hub
 
-__all__ = ["ASSISTANT", "Conversation", "Source", "cache_folder", "open_sources", "read_conversations"]
+__all__ = ["ASSISTANT", "Conversation", "Faults", "Source", "cache_folder", "open_sources", "read_usable"]
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -31,6 +31,8 @@ class Source:
     records: Records
     form: str  # a name of `forms.FORMS`, or auto
     weight: float | None  # share of an epoch relative to other sources; None: every record counts once
+    tolerated: int = 0  # number of its records that may be unusable without an error
+    commit: str | None = None  # of a data set of the hub
 
     def conversation(self, number: int, replies: bool = True) -> Conversation:
         """The record with this number, from 0. Raises UserError that names the record's place."""
@@ -46,16 +48,49 @@ def open_sources(options: DataOptions) -> list[Source]:
         raise UserError("data.mix: some sources have a weight and others have none; give one to all, or to none")
     if any(w is not None and not 0 < w < float("inf") for w in weights):
         raise UserError(f"data.mix: expected weights above 0, got {', '.join(map(str, weights))}; leave a source out instead")
-    spool = cache_folder(options) / "spool"
-    return [Source(source.path, _open(source, spool), source.form, source.weight) for source in chosen]
+    cache, found = cache_folder(options), []
+    for source in chosen:
+        records, commit = _open(on_the_hub(source), cache)
+        # published sets have unusable records, and nobody can correct them there
+        tolerated = len(records) // 2 if named_set(source.path) else 0
+        found.append(Source(source.path, records, source.form, source.weight, tolerated, commit))
+    return found
 
 
-def read_conversations(options: DataOptions, replies: bool = True) -> list[Conversation]:
-    """All conversations, in order. Raises UserError that names the place of an unusable record.
+def read_usable(options: DataOptions, replies: bool = True) -> tuple[list[Conversation], Faults]:
+    """All usable conversations, in order, and the faults of the other records.
 
-    replies: refuse conversations without an assistant turn. Those are only usable as prompts.
+    replies: refuse conversations without an assistant turn. Those are only usable as prompts. Raises UserError that names the
+    place of an unusable record where there are more than are tolerated.
     """
-    return [source.conversation(i, replies) for source in open_sources(options) for i in range(len(source.records))]
+    sources = open_sources(options)
+    found, faults = [], Faults.of(options, sources)
+    for source in sources:
+        for number in range(len(source.records)):
+            try:
+                found.append(source.conversation(number, replies))
+            except UserError as error:
+                faults.add(str(error))
+    return found, faults
+
+
+class Faults:
+    """Unusable records that are left out. bad: how many are tolerated."""
+
+    def __init__(self, bad: int) -> None:
+        self.bad, self.found = bad, list[str]()
+
+    @staticmethod
+    def of(options: DataOptions, sources: Sequence[Source]) -> Faults:
+        """So many as `data.bad_records` says, and up to half of a named set."""
+        return Faults(options.bad_records + sum(source.tolerated for source in sources))
+
+    def add(self, fault: str) -> None:
+        """Count a fault. Raises UserError if there are more than are tolerated."""
+        self.found.append(fault)
+        if len(self.found) > self.bad:
+            more = f" (bad record {len(self.found)}, {self.bad} may be left out: data.bad_records)" if self.bad else ""
+            raise UserError(f"{fault}{more}")
 
 
 def cache_folder(options: DataOptions) -> Path:
@@ -79,13 +114,16 @@ def _chosen(options: DataOptions) -> list[SourceOptions]:
     return chosen
 
 
-def _open(source: SourceOptions, spool: Path) -> Records:
+def _open(source: SourceOptions, cache: Path) -> tuple[Records, str | None]:
+    """(its records, the commit of a data set of the hub)."""
+    spool, path = cache / "spool", path_of(source.path, "data.path")
+    if source.path != "embedded" and not _is_local(path):
+        return open_hub(source, cache)
+    if stray := next((name for name in ("revision", "files") if getattr(source, name) is not None), None):
+        raise UserError(f"data.{stray} is for a data set of the hub, data.path={source.path} is none; leave data.{stray} out")
     if source.path == "embedded":
-        return open_records(ASSETS / "train.jsonl.gz", source.limit, spool)
-    path = path_of(source.path, "data.path")
-    if not _is_local(path):
-        return _hub(source)
-    return _joined(_files(source, path), source.limit, spool)
+        return open_records(ASSETS / "train.jsonl.gz", source.limit, spool), None
+    return _joined(_files(source, path), source.limit, spool), None
 
 
 def _is_local(path: Path) -> bool:
@@ -139,22 +177,3 @@ def _folder_files(source: SourceOptions, folder: Path) -> Iterator[Path]:
     # a .json file next to other data files describes them
     others = [file for file in files if not file.name.endswith((".json", ".json.gz"))]
     yield from others or files
-
-
-def _hub(source: SourceOptions) -> Records:
-    from datasets import load_dataset  # slow to import
-
-    try:
-        # a limited read streams, so that a few records of a large set do not download it
-        streamed = source.limit is not None
-        rows: Any = load_dataset(source.path, name=source.config, split=source.split, streaming=streamed)
-        return Listed(source.path, islice(rows, source.limit)) if streamed else Loaded(source.path, rows)
-    except UserError:
-        raise
-    except Exception as error:  # the library and its parsers raise errors of every kind
-        config = f" of '{source.config}'" if source.config else ""
-        raise UserError(
-            f"data.path={source.path}: no local file of this name, and no data set with split '{source.split}'{config} "
-            f"from the hub ({reason_of(error)}); correct data.path, data.config or data.split, or download the set and name "
-            "its folder"
-        ) from error

@@ -58,6 +58,7 @@ def summarise(conversations: Conversations) -> dict[str, Any]:
                 "path": source.name,
                 "records": len(source.records),
                 "weight": source.weight,
+                "commit": source.commit,
                 "forms": dict(found),
                 "conversations": counted["conversations"],
                 "supervised_tokens": counted["supervised_tokens"],

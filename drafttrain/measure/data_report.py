@@ -42,7 +42,8 @@ def _sources(data: dict[str, Any]) -> str:
         forms = ", ".join(f"{form} {count:,}" for form, count in source["forms"].items())
         weight = cells.MISSING if source["weight"] is None else f"{source['weight']:g}"
         figures = [cells.count(source[key]) for key in ("records", "conversations", "supervised_tokens")]
-        body.append([source["path"], forms, weight, *figures])
+        commit = f" at {source['commit'][:12]}" if source.get("commit") else ""
+        body.append([f"{source['path']}{commit}", forms, weight, *figures])
     return rows(("source", "recognised", "weight", "records", "conversations", "supervised tokens"), body)
 
 

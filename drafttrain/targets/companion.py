@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.hub_errors import hub_reason
 from drafttrain.model.target import Target
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget
@@ -57,6 +58,7 @@ def companion(given: Target, path: str, revision: str | None) -> Companion:
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False)
     except Exception as error:  # libraries raise errors of every kind for damaged files
+        _check_hub(error, where, revision)
         raise UserError(
             f"drafter.path {path!r} has no usable config.json, which checkpoints need too: {one_line(error, 160)}"
         ) from error
@@ -135,7 +137,10 @@ def _load(where: str, revision: str | None, config: PreTrainedConfig) -> tuple[A
         ), None
     except UserError:
         raise
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:
+        _check_hub(error, where, revision)
+        if not isinstance(error, OSError | ValueError | ImportError):
+            raise
         reason = one_line(error, 160)
     try:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -161,11 +166,18 @@ def _tokenizer(where: str, revision: str | None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exceptions
+        _check_hub(error, where, revision)
         if (Path(where) / "tokenizer.json").is_file():
             raise UserError(
                 f"drafter.path {where!r} has a tokenizer.json that cannot be read: {one_line(error, 160)}"
             ) from error
         return None
+
+
+def _check_hub(error: Exception, where: str, revision: str | None) -> None:
+    """Raise UserError if the hub is the cause, which a missing file must not be confused with."""
+    if not Path(where).exists() and (found := hub_reason(error, where, revision=revision)) is not None:
+        raise UserError(f"drafter.path {where!r}: {found}") from error
 
 
 def readable(path: str) -> str:

@@ -53,7 +53,9 @@ def outline(options: TargetOptions) -> Outline:
             config = AutoConfig.from_pretrained(path, **more)
             model = model_class(config).from_config(config, dtype=DTYPES[options.dtype])
     except Exception as error:  # as in `load_target`
-        raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason(error)}") from error
+        raise UserError(
+            f"target.path {path!r} could not be loaded as a transformers causal LM: {reason(error, path, options.revision)}"
+        ) from error
     return Outline(model)
 
 

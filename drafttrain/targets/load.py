@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafttrain.core.errors import UserError
+from drafttrain.core.hub_errors import hub_reason, without_token
 from drafttrain.model.shapes import TargetShape
 from drafttrain.ops.quantised import BITS
 from drafttrain.targets import TargetOptions
@@ -127,7 +128,9 @@ def _read(
                 f"target.attention={options.attention}: transformers does not support it for the architecture of {path!r}; "
                 "set target.attention=eager, or leave it out"
             ) from error
-        raise UserError(f"target.path {path!r} could not be loaded as a transformers causal LM: {reason(error)}") from error
+        raise UserError(
+            f"target.path {path!r} could not be loaded as a transformers causal LM: {reason(error, path, options.revision)}"
+        ) from error
 
 
 def _compared(runner: type[HFTarget], model: PreTrainedModel, stop_ids: frozenset[int]) -> tuple[HFTarget, str | None]:
@@ -170,7 +173,9 @@ def load_config(options: TargetOptions) -> Any:
     try:
         return AutoConfig.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # as in `load_target`
-        raise UserError(f"target.path {path!r} has no configuration that transformers can load: {reason(error)}") from error
+        raise UserError(
+            f"target.path {path!r} has no configuration that transformers can load: {reason(error, path, options.revision)}"
+        ) from error
 
 
 def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
@@ -180,12 +185,19 @@ def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, revision=options.revision, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # as in `load_target`; tokenizers raises plain Exceptions
-        raise UserError(f"target.path {path!r} has no tokenizer that transformers can load: {reason(error)}") from error
+        raise UserError(
+            f"target.path {path!r} has no tokenizer that transformers can load: {reason(error, path, options.revision)}"
+        ) from error
 
 
-def reason(error: Exception) -> str:
-    """A library's error as part of one line, with its type where the text alone may be unclear."""
-    text = " ".join(str(error).split())[:200]
+def reason(error: Exception, path: str, revision: str | None = None) -> str:
+    """A library's error as part of one line, with its type where the text alone may be unclear.
+
+    path, revision: of what was read. Failures of the hub are explained.
+    """
+    if not Path(path).exists() and (found := hub_reason(error, path, revision=revision)) is not None:
+        return found
+    text = without_token(" ".join(str(error).split()))[:200]
     return text if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: {text}"
 
 

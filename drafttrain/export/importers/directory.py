@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError, HTTPError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.core.checksums import check_listed
 from drafttrain.core.errors import UserError
+from drafttrain.core.hub_errors import hub_reason, without_token
 from drafttrain.targets.weights import listed_files
 
 SAFE = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", "adapter_model.safetensors")
@@ -167,8 +168,10 @@ def fetched(name: str) -> Path:
         if not any(directory.glob("*.safetensors")):
             pickles = [f"{Path(file).stem}*{Path(file).suffix}" for file in PICKLED]
             directory = Path(snapshot_download(**query, allow_patterns=[*(f"*{suffix}" for suffix in FETCHED[:-1]), *pickles]))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:160]
+    except (HTTPError, HFValidationError, OSError, ValueError) as error:
+        if (found := hub_reason(error, repository, revision=revision or None)) is not None:
+            raise UserError(f"checkpoint {name!r} is no directory here, and {found}") from error
+        reason = without_token(" ".join(str(error).split()))[:160]
         raise UserError(
             f"checkpoint {name!r} is no directory here, and could not be fetched as a hub id ({reason}); "
             "name a directory, or a hub id that can be reached"

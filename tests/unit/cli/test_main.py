@@ -207,6 +207,7 @@ def test_cfg_prints_the_configuration(command: Command, runs: list[Any], capsys:
     [
         ("drafttrain fi", {"fit"}),
         ("drafttrain fit recipe=hyd", {"recipe=hydra"}),
+        ("drafttrain fit data=ultra", {"data=ultrachat"}),
         ("drafttrain measure train.ste", {"train.steps="}),
     ],
 )

@@ -17,9 +17,10 @@ from drafttrain.data.journal import SETTINGS, Journal, check_settings, read, sca
 from drafttrain.data.pool import Conversations, Workers
 from drafttrain.data.provenance import FILE, find_provenance
 from drafttrain.data.records import open_records, read_records
-from drafttrain.data.sources import open_sources, read_conversations
+from drafttrain.data.sources import Faults, open_sources
 from drafttrain.data.store import Block, Store, encode_block, key_of
 from tests.damage import harmed, refused
+from tests.helpers import read_conversations
 from tests.unit.data.test_preparation import Encoder, word_tokenizer
 
 Command = Callable[..., int]
@@ -173,7 +174,7 @@ def test_a_changed_byte_of_a_block_is_prepared_again(tmp_path: Path) -> None:
     encoder = Encoder(word_tokenizer(), 20)
 
     def conversations() -> Conversations:
-        return Conversations([source], encoder, Workers(tmp_path / "cache", 1), bad=1)
+        return Conversations([source], encoder, Workers(tmp_path / "cache", 1), Faults(1))
 
     first = conversations()
     store = Store(tmp_path / "cache" / key_of(source, encoder))

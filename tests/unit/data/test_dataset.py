@@ -74,6 +74,7 @@ def test_load_splits_and_counts(tmp_path: Path) -> None:
                 "path": path,
                 "records": 10,
                 "weight": None,
+                "commit": None,
                 "forms": {"prompt": 10},
                 "conversations": 10,
                 "supervised_tokens": 30,

@@ -21,6 +21,12 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"instruction": "hi", "input": "", "output": "yes"}, "alpaca", (HI, YES)),
         ({"instruction": "a", "input": "b", "output": "yes"}, "alpaca", ({"role": "user", "content": "a\n\nb"}, YES)),
         ({"prompt": "hi", "completion": "yes"}, "prompt", (HI, YES)),
+        ({"input": "hi", "output": "yes", "domain": "generic"}, "input", (HI, YES)),
+        (
+            {"input": [{"role": "system", "content": "s"}, HI], "output": "yes"},
+            "input",
+            ({"role": "system", "content": "s"}, HI, YES),
+        ),
         ({"conversations": [HI, YES]}, "conversations", (HI, YES)),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, YES]}, "messages", (HI, YES)),
         ({"system": "s", "prompt": "hi", "response": "yes"}, "prompt", ({"role": "system", "content": "s"}, HI, YES)),
@@ -112,7 +118,7 @@ def test_a_named_form_is_taken_where_several_are_there() -> None:
     record = {"messages": [HI, YES], "text": "hi yes"}
     assert conversation("x:1", record).messages == (HI, YES)
     assert conversation("x:1", record, "text").text == "hi yes"
-    assert list(FORMS) == ["messages", "conversations", "prompt", "alpaca", "turns", "text", "question"]
+    assert list(FORMS) == ["messages", "conversations", "prompt", "alpaca", "input", "turns", "text", "question"]
 
 
 @pytest.mark.parametrize("deep", ["[" * 9000 + "]" * 9000, '{"a":' * 9000 + "1" + "}" * 9000])

@@ -17,7 +17,7 @@ from pyarrow import csv, ipc
 
 from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions
-from drafttrain.data.sources import read_conversations
+from tests.helpers import read_conversations
 
 SEEDS = 120  # mutations of each kind of file
 SECONDS = 9.0  # of processor time for one

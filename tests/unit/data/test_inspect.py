@@ -16,8 +16,9 @@ from drafttrain.commands import inspect as inspect_file
 from drafttrain.data import DataOptions, InspectOptions, SourceOptions
 from drafttrain.data.contamination import contamination, copies
 from drafttrain.data.prompts import Prompt, load_prompts
-from drafttrain.data.sources import Conversation, open_sources, read_conversations
+from drafttrain.data.sources import Conversation, open_sources
 from drafttrain.measure.data_report import COUNTS, data_section
+from tests.helpers import read_conversations
 
 FOX = "The quick brown fox jumps over the lazy dog while the old cat sleeps near the warm stove all day"
 CHINESE = "请解释什么是投机解码以及它为什么能够加快大型语言模型的推理速度"

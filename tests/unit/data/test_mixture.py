@@ -18,7 +18,7 @@ from drafttrain.core.errors import UserError
 from drafttrain.data import DataOptions, SourceOptions
 from drafttrain.data.dataset import Dataset, load_dataset
 from drafttrain.data.order import Mixture
-from drafttrain.data.sources import read_conversations
+from tests.helpers import read_conversations
 from tests.unit.data.test_dataset import WORDS, word_tokenizer
 
 
@@ -176,7 +176,7 @@ def test_bad_records_are_left_out_up_to_a_limit_and_named(tmp_path: Path) -> Non
     assert data.conversations is not None
     assert [fault.partition(": ")[0].rpartition(":")[2] for fault in data.conversations.faults] == ["4", "7"]
     assert sorted(said(data, 7, 1)) == [0, 1, 2, 4, 5, 7, 8]
-    with pytest.raises(UserError, match=r"a.jsonl:7: .*\(bad record 2, data.bad_records=1 are skipped\)"):
+    with pytest.raises(UserError, match=r"a.jsonl:7: .*\(bad record 2, 1 may be left out: data.bad_records\)"):
         load(sources, bad_records=1)
     with pytest.raises(UserError, match=r"a.jsonl:4: expected a string in text, got int"):
         load(sources)

@@ -23,13 +23,14 @@ from drafttrain.data.pictures import sources_of
 from drafttrain.data.pool import Conversations, Workers
 from drafttrain.data.prompts import encode_prompt, load_prompts
 from drafttrain.data.server import Server, ServerOptions
-from drafttrain.data.sources import open_sources, read_conversations
+from drafttrain.data.sources import open_sources
 from drafttrain.data.store import Block, Store, encode_block
 from drafttrain.data.templates import TemplateOptions
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.features.layout import key_of
 from drafttrain.model.images import FIRST, bases, with_placeholders, without_images
 from drafttrain.targets.images import ImageReader, NoImages, image_reader
+from tests.helpers import read_conversations
 from tests.images import config_of, inline, picture, processor_of, tokenizer_of, vision_target, write_conversations
 
 YES = {"role": "assistant", "content": "yes"}

@@ -22,9 +22,9 @@ from drafttrain.data import journal as journal_module
 from drafttrain.data.generation_jobs import TOO_LONG, Dialogue, GenerationJob, PromptScripts, jobs_of, read_scripts
 from drafttrain.data.journal import Journal, check_settings, read, scan
 from drafttrain.data.local_generator import LocalGenerator
-from drafttrain.data.sources import Conversation, read_conversations
+from drafttrain.data.sources import Conversation
 from drafttrain.decoding.decoder import Decoder
-from tests.helpers import tiny_model, tiny_target
+from tests.helpers import read_conversations, tiny_model, tiny_target
 
 STOP = 7
 NEW, LONGEST = 12, 90

@@ -12,9 +12,11 @@ from datasets import Dataset
 from pyarrow import csv, ipc, parquet
 
 from drafttrain.core.errors import UserError
-from drafttrain.data import DataOptions
+from drafttrain.data import DataOptions, hub_data
 from drafttrain.data import files as data_files
-from drafttrain.data.sources import Conversation, read_conversations
+from drafttrain.data.hub_data import SplitFiles
+from drafttrain.data.sources import Conversation
+from tests.helpers import read_conversations
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
 EXPECTED = tuple(MESSAGES["messages"])
@@ -87,28 +89,40 @@ def test_embedded_is_the_asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert data_files.ASSETS.name == "assets"
 
 
-def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files that only `datasets` can read. `tests/integration/test_hub.py` has the others."""
     asked = []
 
-    def load_dataset(path: str, name: str | None, split: str, streaming: bool) -> Any:
-        asked.append((path, name, split, streaming))
+    def load_dataset(path: str, split: str, streaming: bool = False, **more: Any) -> Any:
+        asked.append((path, more["name"], split, more["revision"], streaming))
         return iter([MESSAGES, MESSAGES]) if streaming else Dataset.from_list([MESSAGES, MESSAGES])
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    assert [c.origin for c in read("owner/set", split="test_sft", limit=1)] == ["owner/set:row 1"]
-    assert len(read("owner/set")) == 2
-    assert len(read("owner/set", config="en")) == 2
-    assert asked == [(*("owner/set", None), "test_sft", True), *(("owner/set", name, "train", False) for name in (None, "en"))]
+    monkeypatch.setattr(hub_data, "_ask", lambda source: SplitFiles(source.path, "c" * 40, ()))
+    cache = str(tmp_path)
+    for _ in range(2):  # the second read finds the first one's records
+        assert [c.origin for c in read("owner/set", split="test_sft", limit=1, cache=cache)] == ["owner/set:row 1"]
+    assert len(read("owner/set", cache=cache)) == 2
+    assert len(read("owner/set", config="en", revision="v2", cache=cache)) == 2
+    assert asked == [
+        ("owner/set", None, "test_sft", None, True),
+        ("owner/set", None, "train", None, False),
+        ("owner/set", "en", "train", "v2", False),
+    ]
+    for key in ("revision", "files"):
+        with pytest.raises(UserError, match=f"data.{key} is for a data set of the hub, data.path=embedded is none"):
+            read("embedded", **{key: "x"})
 
 
-def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*_: Any, **__: Any) -> None:
+def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def ask(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("Dataset 'owner/set' doesn't exist on the Hub\nor cannot be accessed")
 
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr(hub_data, "_ask", ask)
+    monkeypatch.setattr(hub_data, "data_set_reason", lambda *_: None)  # asks the hub
     says = r"data.path=owner/set: no local file.*doesn't exist on the Hub\); correct data.path"
     with pytest.raises(UserError, match=says) as caught:
-        read("owner/set")
+        read("owner/set", cache=str(tmp_path))
     assert "\n" not in str(caught.value)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +116,22 @@ def test_an_offline_run_has_group_summary_table_pictures_and_lineage(tmp_path: P
     (data,) = (a for a in artifacts.values() if a.type == "dataset")
     inputs = [json.loads(u.value_json) for c in by_kind["config"] for u in c.update if u.key == "inputs"]
     assert inputs[-1] == [data.name]
+
+
+@pytest.mark.slow
+def test_wandb_sync_finds_the_runs_that_are_here(tmp_path: Path) -> None:
+    """Of a training and of an export, in the run's directory. It is asked what it would send, and sends nothing."""
+    run = logged(tmp_path)
+    best, out = run / "checkpoints" / "step-00400", tmp_path / "out"
+    out.mkdir()
+    log_export(LoggerOptions(artifacts="reference"), CONFIG, best, {"vllm": out})
+    folders = sorted(run.glob("wandb/offline-run-*"))
+    call = [sys.executable, "-m", "wandb", "sync", "--dry-run", *map(str, folders)]
+    own = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path)}
+    done = subprocess.run(call, env=os.environ | own, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert len(folders) == 2 and all(folder.name in said for folder in folders)
 
 
 def test_checkpoints_stay_here_unless_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Explains failures of the Hugging Face hub in one clause: what is wrong, and what to do.
+
+transformers and datasets wrap the hub's errors in their own, whose text is long or says something else. The cause is found in
+the chain of exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+ACCESS = "accept its terms or ask for access at"
+LOGIN = "hf auth login, or set HF_TOKEN"
+SHOWN = 120  # characters of a transport error
+
+
+def hub_reason(error: BaseException, name: str, kind: str = "model", revision: str | None = None) -> str | None:
+    """Why a model or data set (kind: model | dataset) could not be read from the hub, and the fix; None for other errors.
+
+    Worked example: `it is gated; accept its terms or ask for access at https://huggingface.co/a/b, with the login of HF_TOKEN`.
+    """
+    from huggingface_hub import constants  # slow to import
+    from huggingface_hub import errors as hub
+
+    chain = list(_chain(error))
+    if found := _first(chain, hub.GatedRepoError):
+        page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
+        refused = getattr(getattr(found, "response", None), "status_code", None) == 403
+        login = "with the login that is used here" if refused else f"and log in: {LOGIN}"
+        return f"{name} is gated; {ACCESS} {page}, {login}"
+    if _first(chain, hub.RevisionNotFoundError):
+        named = f"revision {revision!r}" if revision else "such revision"
+        return f"{name} has no {named}; name a branch, a tag or a commit that its page lists"
+    if _first(chain, hub.RepositoryNotFoundError):
+        missing = f"the hub has no {'data set' if kind == 'dataset' else kind} {name}, or it is private"
+        if logged_in():
+            return f"{missing} and the login that is used may not read it; correct the name, or use another login"
+        return f"{missing} and no login is given; correct the name, or log in: {LOGIN}"
+    if any(getattr(getattr(e, "response", None), "status_code", None) == 401 for e in chain):
+        return f"the hub refuses the login that is used; log in again: {LOGIN}"
+    if constants.HF_HUB_OFFLINE and _first(chain, hub.OfflineModeIsEnabled, hub.LocalEntryNotFoundError, ConnectionError):
+        return f"HF_HUB_OFFLINE is set and not all of {name} is in the cache; run once without it, where the hub can be reached"
+    transport = next((e for e in chain if _is_transport(e)), None)
+    if transport is not None:
+        what = " ".join(str(transport).split())[:SHOWN] or type(transport).__name__
+        return (
+            f"the connection to {constants.ENDPOINT} failed ({what}); run the same command again, it keeps the files that are "
+            "complete"
+        )
+    return None
+
+
+def data_set_reason(error: BaseException, name: str, revision: str | None = None) -> str | None:
+    """`hub_reason` of an error of `datasets`, which drops some causes. Then the hub is asked what it has against this login."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if (found := hub_reason(error, name, "dataset", revision)) is not None:
+        return found
+    try:
+        HfApi().dataset_info(name, revision=revision)
+        HfApi().auth_check(name, repo_type="dataset")
+    except HfHubHTTPError as refusal:
+        return hub_reason(refusal, name, "dataset", revision)
+    except Exception:  # no answer, or no name that the hub could have: the first error says more
+        return None
+    return None
+
+
+def _is_transport(error: BaseException) -> bool:
+    """Whether there was no whole answer."""
+    from huggingface_hub import errors as hub
+
+    return isinstance(error, ConnectionError) or (
+        isinstance(error, hub.HTTPError) and not isinstance(error, hub.HfHubHTTPError)
+    )
+
+
+def logged_in() -> bool:
+    """Whether there is a login to the hub."""
+    from huggingface_hub import get_token
+
+    return bool(get_token())
+
+
+def without_token(text: str) -> str:
+    """The text without the login, which a server's answer may repeat."""
+    from huggingface_hub import get_token
+
+    token = get_token()
+    return text.replace(token, "***") if token else text
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what caused it, and what was being handled when it was raised."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        found = waiting.pop(0)
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            waiting += [found.__cause__, found.__context__]
+
+
+def _first(chain: list[BaseException], *kinds: type[BaseException]) -> BaseException | None:
+    return next((error for error in chain if isinstance(error, kinds)), None)
