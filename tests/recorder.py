@@ -275,12 +275,12 @@ class Event:
 
 @contextmanager
 def capture(graph: Graph, **_: Any) -> Iterator[None]:
-    with recorded() as calls:
-        graph.calls = calls
-        try:
+    try:
+        with recorded() as calls:
+            graph.calls = calls
             yield
-        finally:
-            calls.ended()
+    finally:
+        graph.calls.ended()
 
 
 def install(patch: Callable[[Any, str, Any], None]) -> None:

@@ -108,7 +108,7 @@ def _first(error: BaseException) -> BaseException:
 
 def reason_of(error: BaseException) -> str:
     """An error and its place in our code or in transformers', in one line."""
-    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [(Path(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     inside = [(path.name, line) for path, line in frames if {"drafttrain", "transformers"} & set(path.parts)]
     place = f"{inside[-1][0]}, line {inside[-1][1]}: " if inside else ""
     return f"{place}{one_line(str(error))[:120]}"
