@@ -97,8 +97,13 @@ def variants() -> dict[str, Callable[[HFTarget], Drafter]]:
     return {
         f"{name}{'-' if shape else ''}{shape}": partial(_built, name, settings)
         for name, family in families().items()
-        for shape, settings in {"": {}, **shapes(family.options)}.items()
+        for shape, settings in {"": own(family.options), **shapes(family.options)}.items()
     }
+
+
+def own(options: type) -> dict[str, Any]:
+    """A family's own kind of tree, by name: the small shape of a family may have another one."""
+    return {"tree": options().tree} if issubclass(options, TreeOptions) else {}
 
 
 def shapes(options: type) -> dict[str, dict[str, Any]]:

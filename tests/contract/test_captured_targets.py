@@ -68,6 +68,28 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
     assert found[0] == found[1] and Graph.made >= 1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tree": "dynamic"},
+        *(pytest.param(more, marks=pytest.mark.slow) for more in ({"tree": "chain"}, {"tree": "chain", "modules": 2})),
+    ],
+    ids=str,
+)
+def test_modules_of_the_targets_own_are_captured_with_every_tree(
+    options: dict[str, Any], cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "has_product", lambda: False)
+    target, asked, found = target_of("Llama"), prompts(3, vocab=60, seed=3), []
+    drafter = build("mtp_native", target, 0.3, **options, **({"draft_length": 2} if "modules" in options else {}))
+    for captures in (False, True):
+        controls = Controls(read_every=1 if captures else None)
+        decoder = Decoder(target, drafter, "coupled", Sampling(0.8, seed=4), frozenset({7}), 16, 6, controls)
+        decoder.captures = captures
+        found.append([(r.tokens, r.verifications, r.accepted) for r in decoder.run(asked, 2).results])
+    assert found[0] == found[1] and Graph.made >= 1
+
+
 def drafter_of(family: str, target: HFTarget) -> Any:
     """A shaken one. Skips families that do not take the target."""
     from drafttrain.core.errors import UserError

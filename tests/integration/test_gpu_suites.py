@@ -220,6 +220,23 @@ def test_every_family_goes_up_the_ladder() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "family", ["mtp_native", *(pytest.param(name, marks=pytest.mark.slow) for name in families() if name != "mtp_native")]
+)
+def test_a_drafter_of_the_ladder_has_the_tree_that_its_name_says(family: str) -> None:
+    """Also where the small shape of a family has another one."""
+    target = ladder.target_of("llama-tiny", "float32", replace(GPU, rehearsal=True))
+    named = {name: name.partition("-")[2] for name in ladder.variants() if name.partition("-")[0] == family}
+    for name, kind in named.items():
+        try:
+            proposal = ladder.variants()[name](target).proposal
+        except ladder.SkipError as error:
+            assert kind == "best_first", error
+            continue
+        wanted = kind or getattr(families()[family].options(), "tree", None)
+        assert wanted is None or getattr(proposal, "kind", None) == wanted
+
+
 def test_cases_have_names_of_their_own_and_goals_name_cases() -> None:
     for jobs in (check.jobs(GPU), bench.jobs(GPU), train.jobs(GPU)):
         names = [job.name for job in jobs]
