@@ -123,11 +123,12 @@ class MTPNative(FeedsBack):
     def _why_waiting(self) -> str | None:
         positions, like = self.passes(1, PAGE), self.module.eh_proj.weight
         positions.kv.use_static_length(1, 1)
-        token_11, state_11H = torch.zeros(1, 1, dtype=torch.long, device=like.device), like.new_zeros(1, 1, like.shape[0])
+        x_11H = like.new_zeros(1, 1, like.shape[0])
 
         def work() -> None:
+            meta = positions.meta(positions.after_prefix(1))
             for number in range(self.modules_count):
-                self.depth(number, token_11, state_11H, positions)
+                forward(self.module_of(number).block, self.rotary.module, x_11H, meta)
 
         work()
         return why_waiting(work)

@@ -13,6 +13,7 @@ from benchmarks.tiny import build
 from drafttrain.core.sampling import Sampling
 from drafttrain.decoding.decoder import Decoder
 from drafttrain.decoding.settings import Controls
+from drafttrain.drafters import mtp_native
 from drafttrain.ops import library
 from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget
@@ -88,6 +89,13 @@ def test_modules_of_the_targets_own_are_captured_with_every_tree(
         decoder.captures = captures
         found.append([(r.tokens, r.verifications, r.accepted) for r in decoder.run(asked, 2).results])
     assert found[0] == found[1] and Graph.made >= 1
+
+
+def test_a_block_with_experts_is_tried_once_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, tried = build("mtp_native", target_of("Mixtral"), draft_length=2, tree="chain", modules=2), []
+    assert drafter.captured, "without a GPU nothing is tried"
+    monkeypatch.setattr(mtp_native, "why_waiting", lambda work: tried.append(work()) or "it waits")
+    assert drafter._why_waiting() == "it waits" and len(tried) == 1
 
 
 def drafter_of(family: str, target: HFTarget) -> Any:
