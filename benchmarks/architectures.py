@@ -24,6 +24,7 @@ class Architecture:
     make: Callable[..., Any]  # the configuration; takes fields that replace its own, vocab_size for example
     refused: str | None = None  # why it is refused as a target, as its error says; None: it decodes exactly
     trees: bool = True  # False: draft trees are refused, chains are exact
+    captured: bool = True  # False: transformers' forward does what no CUDA graph can hold
     shown: str = ""  # what a reader should know about the row
 
 
@@ -100,7 +101,7 @@ ROWS = (
     Architecture("GPT-2", of("GPT2Config", vocab_size=64, n_embd=64, n_layer=4, n_head=4, n_positions=512)),
     Architecture("GPT-NeoX", of("GPTNeoXConfig", PLAIN, intermediate_size=96)),
     Architecture("OPT", of("OPTConfig", PLAIN, ffn_dim=96, word_embed_proj_dim=64)),
-    Architecture("Falcon", of("FalconConfig", PLAIN, new_decoder_architecture=False, alibi=False)),
+    Architecture("Falcon", of("FalconConfig", PLAIN, new_decoder_architecture=False, alibi=False), captured=False),
     Architecture("StableLM", of("StableLmConfig", GATED)),
     Architecture("Cohere-2", of("Cohere2Config", WIDE, sliding_window=WINDOW, layer_types=ALTERNATING * 2)),
     Architecture("Mixtral", of("MixtralConfig", WIDE, num_experts_per_tok=2, num_local_experts=4)),

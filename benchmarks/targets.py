@@ -1,7 +1,8 @@
 """The table of docs/targets.md: `python -m benchmarks.targets docs/targets.md` writes it.
 
-Each row comes from a tiny random model of the architecture, loaded as `drafttrain` loads a target: its runner, its probe and
-its refusals, not a list kept by hand. The last column adds the notes of `benchmarks.architectures`.
+Each row comes from a tiny random model of the architecture, loaded as `drafttrain` loads a target: its runner, its probe, its
+refusals, and whether the tests' stand-in for CUDA graphs takes its passes, not a list kept by hand. The last column adds the
+notes of `benchmarks.architectures`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from benchmarks.architectures import ROWS, Architecture, model_of
 from drafttrain.core.errors import UserError
-from drafttrain.targets.experts import experts_of
+from drafttrain.decoding.cuda_graph import reason_of
+from drafttrain.targets.experts import experts_of, find_experts
 from drafttrain.targets.fast import FastTarget, why_not, why_whole
+from drafttrain.targets.graph_probe import why_not_captured
 from drafttrain.targets.hf import HFTarget
+from tests.recorder import install
 
 BEGIN, END = "<!-- targets: written by `make targets` -->", "<!-- /targets -->"
 HEAD = ["architecture", "transformers class", "runner", "drafts", "CUDA graphs", "tensor parallel", "expert parallel"]
@@ -34,6 +39,7 @@ class Facts:
     slow: str | None = None  # why the fast runner does not serve it
     trees: bool = False
     graphs: str = ""
+    uncaptured: str | None = None  # why no CUDA graph can hold its decode steps
     whole: str | None = None  # why its blocks are not split over processes
     experts: bool = False  # whether processes can share its experts
     shown: str = ""
@@ -56,12 +62,22 @@ def facts_of(row: Architecture) -> Facts:
         target = (HFTarget if slow else FastTarget)(model)
     except UserError as error:
         return Facts(row.name, kind, str(error), shown=row.shown)
-    graphs = "no"
-    if isinstance(target, FastTarget):
-        graphs = "asked at load" if any(block.experts is not None for block in target._chain) else "yes"
+    uncaptured = refusal(target)
+    graphs = "no" if uncaptured else "asked at load" if find_experts(model) else "yes"
     whole = slow if slow else why_whole(model)
     name = "fast" if isinstance(target, FastTarget) else "transformers"
-    return Facts(row.name, kind, None, name, slow, target.trees, graphs, whole, experts_of(model) > 0, row.shown)
+    shared = experts_of(model) > 0
+    return Facts(row.name, kind, None, name, slow, target.trees, graphs, uncaptured, whole, shared, row.shown)
+
+
+def refusal(target: HFTarget) -> str | None:
+    """Why the tests' stand-in for CUDA graphs refuses the target's passes; None: it does not, and replays them right."""
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch.setattr)
+        try:
+            return why_not_captured(target)
+        except AssertionError as error:
+            return reason_of(error)
 
 
 def table(rows: list[Facts]) -> str:
@@ -70,7 +86,10 @@ def table(rows: list[Facts]) -> str:
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     refused = [f"- {row.name}: {row.refused}." for row in rows if row.refused is not None]
     notes = [f"- {row.name}: {row.shown}." for row in rows if row.shown]
-    parts = [text, "Refused, as the error says:", "\n".join(refused), *(["Notes:", "\n".join(notes)] if notes else [])]
+    parts = [text, "Refused, as the error says:", "\n".join(refused)]
+    if uncaptured := [f"- {row.name}: {row.uncaptured}." for row in rows if row.uncaptured]:
+        parts += ["Not captured, because:", "\n".join(uncaptured)]
+    parts += ["Notes:", "\n".join(notes)] if notes else []
     return "\n\n".join(parts)
 
 

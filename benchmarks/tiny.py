@@ -67,14 +67,20 @@ def built(name: str, target: HFTarget, small: bool = False, **options: Any) -> D
         except UserError:
             if not shape:
                 raise
-    return family.build(family.options(**shape | options), target)
+    return family.build(family.options(**shaped(name, options)), target)
+
+
+def shaped(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The family's small shape with these options. Its paths are a static tree's, and other trees take none."""
+    static = options.get("tree", "static") == "static"
+    return {key: value for key, value in SHAPES.get(name, {}).items() if static or key != "paths"} | options
 
 
 def build(name: str, target: HFTarget, noise: float = 0.0, **options: Any) -> Drafter:
     """A fresh drafter. With noise its weights are perturbed, so that none has a special value. options: replace its own."""
     family = families()[name]
     torch.manual_seed(1)
-    drafter = family.build(family.options(**SHAPES.get(name, {}) | options), target)
+    drafter = family.build(family.options(**shaped(name, options)), target)
     for parameter in drafter.parameters():
         parameter.data.add_(noise * torch.randn_like(parameter) * parameter.data.std().nan_to_num(0.0).clamp_min(0.02))
     return drafter.eval()

@@ -27,8 +27,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from drafttrain.decoding import cuda_graph
 from drafttrain.decoding import graph_runner as ahead
 from drafttrain.decoding import tree_size as treesize
+from drafttrain.targets import vision
 
 FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
 ASKING = ("item", "tolist", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu", "numpy")
@@ -232,6 +234,7 @@ def recorded() -> Iterator[Recorded]:
     with pytest.MonkeyPatch.context() as patch, Recorded() as calls:
         for name in ASKING:
             patch.setattr(torch.Tensor, name, refuse)
+        patch.setattr(vision, "capturing", lambda _: True)
         yield calls
 
 
@@ -246,6 +249,9 @@ class Graph:
         self.calls = Recorded()
         Graph.made += 1
         Graph.alive.add(self)
+
+    def reset(self) -> None:
+        self.calls = Recorded()
 
     def replay(self) -> None:
         self.calls.replay()
@@ -269,10 +275,12 @@ class Event:
 
 @contextmanager
 def capture(graph: Graph, **_: Any) -> Iterator[None]:
-    with recorded() as calls:
-        graph.calls = calls
-        yield
-    calls.ended()
+    try:
+        with recorded() as calls:
+            graph.calls = calls
+            yield
+    finally:
+        graph.calls.ended()
 
 
 def install(patch: Callable[[Any, str, Any], None]) -> None:
@@ -284,13 +292,16 @@ def install(patch: Callable[[Any, str, Any], None]) -> None:
         Event=Event,
         Stream=lambda _: stream,
         current_stream=lambda _: stream,
+        set_stream=lambda _: None,
         stream=lambda _: nullcontext(),
+        get_sync_debug_mode=lambda: 0,
+        set_sync_debug_mode=lambda _: None,
         synchronize=lambda _: None,
         graph=capture,
         graph_pool_handle=lambda: None,
         memory_reserved=lambda _: 0,
     )
-    for module in (ahead, treesize):
+    for module in (cuda_graph, ahead, treesize):
         patch(module, "cuda", fake)
     patch(ahead, "pinned", lambda x: x)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import ladder, processes, sanitize, wheels
+from benchmarks.gpu import failed_captures, ladder, processes, sanitize, wheels
 from benchmarks.gpu.case import Case, complaint, copied, poison, poisoned, widened, without_twins
 from benchmarks.gpu.cases import checked, first
 from benchmarks.gpu.machine import Machine, Replay
@@ -63,7 +63,7 @@ def compiled(case: Case, machine: Machine) -> Any:
 
 
 def jobs(machine: Machine) -> list[Job]:
-    return [*larger(machine), *processes.jobs(machine), *ladder.jobs(machine)]
+    return [*larger(machine), *processes.jobs(machine), *failed_captures.jobs(machine), *ladder.jobs(machine)]
 
 
 def larger(machine: Machine) -> list[Job]:

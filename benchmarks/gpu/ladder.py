@@ -1,8 +1,8 @@
 """Exactness step by step: plain decoding equals transformers', captured steps equal eager ones, drafts change no text.
 
-The models are random ones and the embedded one. In float32 texts are equal. In bfloat16 greedy texts may differ where the
-target's two best choices are within rounding (`measure.exactness`, then `rounding.py`). Sampled texts may differ in float32
-where the deciding number is next to its boundary (`draws.py`).
+The models are random ones, the embedded one, and a tiny one of every architecture. In float32 texts are equal. In bfloat16
+greedy texts may differ where the target's two best choices are within rounding (`measure.exactness`, then `rounding.py`).
+Sampled texts may differ in float32 where the deciding number is next to its boundary (`draws.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.architectures import ARCHITECTURES, model_of
 from benchmarks.gpu import sources
 from benchmarks.gpu.draws import NEAR, Parting, Watch, redrawn
 from benchmarks.gpu.machine import Machine
@@ -34,7 +35,8 @@ from drafttrain.measure.exactness import Match, compare
 from drafttrain.measure.transformers_baseline import generate
 from drafttrain.model.drafter import Drafter
 from drafttrain.targets import TargetOptions
-from drafttrain.targets.fast import FastTarget
+from drafttrain.targets.experts import find_experts
+from drafttrain.targets.fast import FastTarget, why_not
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.load import load_target
 
@@ -47,6 +49,15 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 BATCH = 4
 SHAKEN = 0.3  # perturbation relative to a weight's spread, so that no weight has a special value
 PLAIN = "plain"
+EXACT = tuple(name for name, row in ARCHITECTURES.items() if row.refused is None)
+REHEARSED_ARCHITECTURES = ("GPT-NeoX", "Bamba")
+WITH = (
+    PLAIN,
+    "medusa",
+    "draft_model",
+    "mtp_native",
+)  # drafters on each architecture; the other families are on Llama and Qwen3
+WORDS = 60  # of the architectures' vocabularies: the tokens after these stand for images
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,9 @@ def target_of(model: str, dtype: str, machine: Machine) -> HFTarget:
     """The target. The last one is kept, since checks come target by target."""
     if model == EMBEDDED:
         return load_target(TargetOptions(dtype=dtype, device=str(machine.device))).target
+    if model in ARCHITECTURES:
+        loaded = model_of(model).to(machine.device, DTYPES[dtype])
+        return (HFTarget if why_not(loaded) else FastTarget)(loaded)
     target = FastTarget(random_model(LADDER[model], DTYPES[dtype], machine.device, spread=1.2))
     if not target.trees:
         raise RedError("a node of a tree has other logits than its path alone")
@@ -83,8 +97,13 @@ def variants() -> dict[str, Callable[[HFTarget], Drafter]]:
     return {
         f"{name}{'-' if shape else ''}{shape}": partial(_built, name, settings)
         for name, family in families().items()
-        for shape, settings in {"": {}, **shapes(family.options)}.items()
+        for shape, settings in {"": own(family.options), **shapes(family.options)}.items()
     }
+
+
+def own(options: type) -> dict[str, Any]:
+    """A family's own kind of tree, by name: the small shape of a family may have another one."""
+    return {"tree": options().tree} if issubclass(options, TreeOptions) else {}
 
 
 def shapes(options: type) -> dict[str, dict[str, Any]]:
@@ -112,6 +131,7 @@ def asked(target: HFTarget, machine: Machine) -> tuple[list[list[int]], int]:
     """(prompts of uneven lengths, new tokens)."""
     count, longest, new = (3, 12, 10) if machine.rehearsal else (6, 60, 48)
     draw, vocab = torch.Generator().manual_seed(3), target.shape.vocab_size
+    vocab = WORDS if vocab == WORDS + 4 else vocab
     lengths = torch.randint(1, longest, (count,), generator=draw).tolist()
     return [torch.randint(6, vocab, (n,), generator=draw).tolist() for n in lengths], new
 
@@ -122,7 +142,7 @@ def decoded(rung: Rung, drafter: Drafter | None, captured: bool, machine: Machin
     """
     target = target_of(rung.model, rung.dtype, machine)
     prompts, new = asked(target, machine)
-    captured = captured and (drafter is None or drafter.captured)
+    captured = captured and target.captured and (drafter is None or drafter.captured)
     controls = Controls(read_every=2 if captured else None)
     decoder = Decoder(target, drafter, rung.policy, rung.sampling, target.stop_ids, new, controls=controls)
     if not captured:
@@ -138,6 +158,10 @@ def decoded(rung: Rung, drafter: Drafter | None, captured: bool, machine: Machin
 def check(rung: Rung, machine: Machine) -> dict[str, Any]:
     """Run one check. Raises RedError."""
     target = target_of(rung.model, rung.dtype, machine)
+    expected = rung.model not in ARCHITECTURES or ARCHITECTURES[rung.model].captured
+    # whether experts wait depends on the GPU and the dtype
+    if not target.captured and expected and not find_experts(target.model):
+        raise RedError(f"no graph holds the target's steps: {target.capture_reason}")
     drafter = None if rung.drafter == PLAIN else variants()[rung.drafter](target)
     # where drafts are accepted by chance, the policy's own decisions show whether rounding explains a difference
     watch = Watch() if drafter is not None and rung.policy in WATCHED else None
@@ -147,7 +171,8 @@ def check(rung: Rung, machine: Machine) -> dict[str, Any]:
         near += same("drafts and plain decoding", rung, captured, plain_texts(replace(rung, drafter=PLAIN), machine), machine)
     if drafter is None and rung.policy == "greedy":
         near += same("plain decoding and transformers", rung, captured, transformers(target, machine), machine)
-    found = {"near_ties": near.ties, "near_draws": near.draws}
+    found: dict[str, Any] = {"near_ties": near.ties, "near_draws": near.draws}
+    found |= {} if target.captured else {"not_captured": target.capture_reason}
     return found | ({} if drafter is None or drafter.captured else gap(rung, drafter, machine))
 
 
@@ -222,7 +247,8 @@ def rungs(machine: Machine) -> list[Rung]:
             for policy in ("greedy", *sampled):
                 few = machine.rehearsal and (policy, dtype) != ("greedy", "float32")
                 found += [Rung(model, dtype, drafter, policy) for drafter in drafters[: REHEARSED if few else None]]
-    return found
+    every = REHEARSED_ARCHITECTURES if machine.rehearsal else EXACT
+    return found + [Rung(model, dtype, drafter, "greedy") for model in every for dtype in DTYPES for drafter in WITH]
 
 
 def early(machine: Machine) -> list[Rung]:

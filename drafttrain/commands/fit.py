@@ -220,6 +220,8 @@ def _print_models(
         console.say(f"this target verifies chains, not trees, so drafts are chains: {about['chains_reason']}")
     if about["attention_reason"]:
         console.say(f"target.attention is eager: {about['attention_reason']}")
+    if about["capture_reason"]:
+        console.say(f"decode steps run without CUDA graphs: {about['capture_reason']}")
     if about.get("weights"):
         console.say(f"target.weights={about['weights']} saves memory, not time: weights are dequantised for each product")
     operators = library.state_on(loaded.target.device)

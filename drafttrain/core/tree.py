@@ -62,16 +62,17 @@ class DraftTree:
         count_B = torch.full((B,), N, device=token_BN.device)
         return DraftTree(token_BN, shape.parent_N.expand(B, N), count_B, known_BNN=shape.ancestor_NN.expand(B, N, N))
 
-    def cut(self, deepest: int, trim: bool = True) -> DraftTree:
+    def cut(self, deepest: int | Tensor, trim: bool = True) -> DraftTree:
         """The tree without nodes deeper than `deepest`; the rest keep their order. `cut(1)` of the example is r, a, b.
 
-        trim: also drop the columns of the removed nodes, which syncs with the host. Without it they become padding. The
-        result has no confidence.
+        deepest: for all rows, or [B] of each. trim: also drop the columns of the removed nodes, which syncs with the host.
+        Without it they become padding. The result has no confidence.
         """
         ancestor_BNN = self.ancestor_BNN
         B, N = self.token_BN.shape
         real_BN = torch.arange(N, device=self.token_BN.device) < self.count_B[:, None]
-        stays_BN = (depth(ancestor_BNN) <= deepest) & real_BN
+        deepest_B1 = deepest[:, None] if isinstance(deepest, Tensor) else deepest
+        stays_BN = (depth(ancestor_BNN) <= deepest_B1) & real_BN
         if trim and bool((stays_BN == real_BN).all()):
             return self
         count_B = stays_BN.sum(-1)

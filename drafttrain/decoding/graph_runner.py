@@ -5,25 +5,24 @@ Shapes: B rows, A new tokens of a step, M steps.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, cuda
 
+from drafttrain.decoding.cuda_graph import CaptureError, captured_graph, warmed
 from drafttrain.decoding.step import DecodeStep, Row
 from drafttrain.model.drafter import Drafter
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Target
 
-Made = TypeVar("Made")
-
 GRAPHS = 32  # of a session at most; the least recently used one is dropped first
 LEAST_BOUND = 512  # positions: shorter texts share their graphs
 RING = 64  # steps at most between two reads by the host
-WARM_RUNS = 2  # before a capture
 TIMED = 8  # replays of each graph whose parts are timed
 
 
@@ -78,8 +77,8 @@ class GraphRunner:
         rows = min(1 << (len(slots) - 1).bit_length(), self.step.kv.slots)
         filled = [*slots, *[self.step.kv.padding_slot] * (rows - len(slots))]
         self._bind(longest)
-        if self.capture:
-            return self._graph(rows, limit).launch(filled, steps, len(slots))
+        if self.capture and (graph := self._graph(rows, limit)) is not None:
+            return graph.launch(filled, steps, len(slots))
         slot_B = torch.tensor(filled, device=self.device)
         packed = [self.step.run(slot_B, limit).packed() for _ in range(steps)]
         return Launched(lambda: [Row.of(p[: len(slots)].tolist()) for p in packed], lambda: None)
@@ -88,7 +87,8 @@ class GraphRunner:
         state = self.step.state
         bind((self.step.kv, *(state.caches if state is not None else [])), longest, self.max_new_positions)
 
-    def _graph(self, rows: int, limit: int | None) -> _Graph:
+    def _graph(self, rows: int, limit: int | None) -> _Graph | None:
+        """None: no graph can hold these steps, and no other is tried."""
         key = (rows, self.step.kv.static_length, limit, self.step.logits_processors.kind, self.step.slots.stop.most)
         graph = self._graphs.pop(key, None)
         if graph is None:
@@ -96,7 +96,12 @@ class GraphRunner:
                 self._graphs.pop(next(iter(self._graphs)))
             self._pool = self._pool or cuda.graph_pool_handle()
             began, held = perf_counter(), cuda.memory_reserved(self.device)
-            graph = _Graph(self.step, rows, limit, self.device, self._pool)
+            try:
+                graph = _Graph(self.step, rows, limit, self.device, self._pool)
+            except CaptureError as error:
+                self.capture, self.refused = False, str(error)
+                warnings.warn(f"decode steps run without CUDA graphs: {error}", stacklevel=2)
+                return None
             taken, kept = perf_counter() - began, cuda.memory_reserved(self.device) - held
             self.made = Captures(self.made.count + 1, self.made.seconds + taken, self.made.bytes + kept)
         self._graphs[key] = graph  # the latest last
@@ -121,7 +126,7 @@ class _Graph:
             self._next_1.add_(1)
 
         with step.marked(self._events):
-            self.graph = captured_graph(replayed, pool)
+            self.graph = captured_graph(replayed, device, pool)
 
     def launch(self, slots: list[int], steps: int, rows: int) -> Launched:
         if slots != self._slots:
@@ -163,27 +168,6 @@ def bind(caches: Iterable[KVCache], longest: int, widest: int) -> None:
     length = max(LEAST_BOUND, 1 << (longest - 1).bit_length())
     for kv in caches:
         kv.use_static_length(length, widest)
-
-
-def warmed(work: Callable[[], Made], device: torch.device) -> Made:
-    """Run work before its capture, on another stream, so that kernels are built and tuned. Gives the last result."""
-    stream = cuda.Stream(device)
-    stream.wait_stream(cuda.current_stream(device))
-    with cuda.stream(stream):
-        for _ in range(WARM_RUNS):
-            made = work()
-    cuda.current_stream(device).wait_stream(stream)
-    cuda.synchronize(device)
-    return made
-
-
-def captured_graph(work: Callable[[], object], pool: Any = None) -> Any:
-    """Capture work that is `warmed` as a CUDA graph. pool: memory that graphs share. The inputs must outlive the graph."""
-    graph = cuda.CUDAGraph()
-    # other threads (a logger, a watchdog) may use the device at the same time
-    with cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        work()
-    return graph
 
 
 def pinned(x: Tensor) -> Tensor:

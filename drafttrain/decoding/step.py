@@ -212,8 +212,10 @@ class DecodeStep:
     def marked(self, events: list[Any]) -> Iterator[None]:
         """Within this context the ends of the parts are also recorded on the device, by these events."""
         self._events = events
-        yield
-        self._events = []
+        try:
+            yield
+        finally:
+            self._events = []
 
     def _mark(self) -> None:
         if self._events:

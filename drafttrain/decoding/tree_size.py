@@ -6,6 +6,7 @@ Shapes: N nodes (root included), K draft depth.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -17,7 +18,8 @@ from torch import Tensor, cuda
 
 from drafttrain.core.sampling import Sampling
 from drafttrain.core.tree import expected_nodes, tuned_paths
-from drafttrain.decoding.graph_runner import LEAST_BOUND, WARM_RUNS, bind, capturable, captured_graph, warmed
+from drafttrain.decoding.cuda_graph import WARM_RUNS, CaptureError, captured_graph, warmed
+from drafttrain.decoding.graph_runner import LEAST_BOUND, bind, capturable
 from drafttrain.model.drafter import Commit, Drafter
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.target import Target
@@ -117,10 +119,11 @@ class Work:
 
 def median_seconds(works: Mapping[Key, Work], device: torch.device, captured: bool, repeats: int) -> dict[Key, float]:
     """Median seconds of each work; all are timed in turn. captured: replays of CUDA graphs that hold `run` and `after`."""
-    pool = cuda.graph_pool_handle() if captured else None
-    times: dict[Key, Callable[[], float]] = {
-        key: _replay_timer(work, device, pool) if captured else partial(_call_seconds, work) for key, work in works.items()
-    }
+    times: dict[Key, Callable[[], float]] = {key: partial(_call_seconds, work) for key, work in works.items()}
+    if captured:
+        pool = cuda.graph_pool_handle()
+        with suppress(CaptureError):  # decode steps will run call by call too
+            times = {key: _replay_timer(work, device, pool) for key, work in works.items()}
     spent: dict[Key, list[float]] = {key: [] for key in works}
     for _ in range(repeats + 1):  # the first time counts for nothing
         for key, seconds in times.items():
@@ -142,7 +145,7 @@ def _replay_timer(work: Work, device: torch.device, pool: object) -> Callable[[]
         work.after()
 
     warmed(whole, device)
-    graph = captured_graph(whole, pool)
+    graph = captured_graph(whole, device, pool)
     start, end = (cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def seconds() -> float:

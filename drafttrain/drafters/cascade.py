@@ -48,7 +48,6 @@ class CascadeProposal(Proposal):
 class Cascade(Drafter):
     """Drafts chains of K tokens, the same ones that the middle would draft alone: its own decode steps are lossless."""
 
-    captured = False  # the number of inner decode steps is read from the device
     samples = True
     revertible = True
 
@@ -143,17 +142,26 @@ class CascadeState(CachedState):
         longest = self.drafter.draft_length
         draft = Draft.begun(token_B1, out.logits_BRV, min(longest, depth or longest), sampling)
         policy = policy_for(policy_name(sampling), sampling)
-        while (left := draft.left()) > 0:
-            self._decode_step(slot_B, draft, left, policy, sampling)
+        for most in range(draft.length - 1, 0, -1):  # each decode step writes one token at least
+            least, left = (0, most) if kv.static else draft.left()
+            if left == 0:
+                break
+            self._decode_step(slot_B, draft, left, least < left, policy, sampling)
         inner.restore(slot_B, before_draft)
         kv.back_to(committed)
         return draft.tree(root_B1)
 
-    def _decode_step(self, slot_B: Tensor, draft: Draft, left: int, policy: Policy, sampling: Sampling) -> None:
-        """One decode step of the middle; rows whose draft is long enough commit nothing."""
+    def _decode_step(self, slot_B: Tensor, draft: Draft, left: int, uneven: bool, policy: Policy, sampling: Sampling) -> None:
+        """One decode step of the middle; rows whose draft is long enough commit nothing.
+
+        left: no row lacks more tokens. uneven: some may lack fewer. A row verifies one draft fewer than it lacks tokens, so
+        that sampled drafts do not depend on other rows.
+        """
         kv, drafter = self.kv, self.drafter
         if left > 1:
             tree = self.inner.propose(slot_B, sampling, left - 1)
+            if uneven:
+                tree = tree.cut((draft.missing_B - 1).clamp_min(0), trim=False)
             tree = tree if kv.static else tree.trimmed()
         else:
             tree = DraftTree.chain(draft.last())
@@ -162,7 +170,12 @@ class CascadeState(CachedState):
         kv.ensure_room(tree.token_BN.shape[1])
         out = drafter.model(tree.token_BN, kv, ancestor_BNN, position_BN, drafter.inner.taps)
         assert out.logits_BRV is not None
-        accepted = policy.accept(tree, ancestor_BNN, out.logits_BRV, position_BN, sampling).trimmed()
+        accepted = policy.accept(tree, ancestor_BNN, out.logits_BRV, position_BN, sampling)
+        if kv.static:  # no more than the inner drafter has room for
+            longest = 1 + min(drafter.inner.draft_length, left - 1)
+            accepted = replace(accepted, path_BA=accepted.path_BA[:, :longest])
+        else:
+            accepted = accepted.trimmed()
         whole = commit_of(tree, accepted, out)
         commit = replace(whole, count_B=torch.minimum(whole.count_B, draft.missing_B))
         kv.keep(accepted.path_BA, commit.count_B)
@@ -198,12 +211,18 @@ class Draft:
         return Draft(token_B1.repeat(1, length), torch.ones_like(token_B1[:, 0]), q_BKV, sampling)
 
     @property
-    def missing_B(self) -> Tensor:
-        return self.token_BK.shape[1] - self.made_B
+    def length(self) -> int:
+        """Tokens of a whole draft."""
+        return self.token_BK.shape[1]
 
-    def left(self) -> int:
-        """Tokens that the shortest row lacks."""
-        return int(self.missing_B.max())
+    @property
+    def missing_B(self) -> Tensor:
+        return self.length - self.made_B
+
+    def left(self) -> tuple[int, int]:
+        """(tokens that the longest row lacks, that the shortest lacks). Syncs with the host."""
+        missing = self.missing_B.tolist()
+        return min(missing), max(missing)
 
     def last(self) -> Tensor:
         return self.token_BK.gather(1, self.made_B[:, None] - 1)

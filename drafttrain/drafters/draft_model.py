@@ -119,6 +119,10 @@ class DraftModel(Autoregressive):
         if self.missing is not None:
             raise UserError(f"drafter.path {self.path!r} has a configuration but no weights to train: {self.missing}")
 
+    @property
+    def captured(self) -> bool:
+        return bool(self.lm.captured)
+
     def language_model(self) -> Target:
         model: Target = self.lm
         return model

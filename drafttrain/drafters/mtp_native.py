@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.core.errors import UserError
+from drafttrain.decoding.cuda_graph import why_waiting
 from drafttrain.drafters import Family
 from drafttrain.drafters.common.modules_per_depth import DepthState
 from drafttrain.drafters.common.own_modules import LAYOUTS, Numbered, OwnModule, count_of, layout_of, open_source
@@ -32,6 +33,7 @@ from drafttrain.drafters.common.recurrent import FeedsBack, Passes
 from drafttrain.drafters.options.mtp_native import MTPNativeOptions
 from drafttrain.model.batch import Pairs, Prediction, TrainBatch
 from drafttrain.model.frozen_ref import FrozenRef
+from drafttrain.model.kv_storage import PAGE
 from drafttrain.model.layers import recomputed
 from drafttrain.model.target import FINAL, Taps, Target
 from drafttrain.targets.hf import HFTarget
@@ -70,7 +72,6 @@ class OwnMTPModule(nn.Module):
 class MTPNative(FeedsBack):
     """The target's embedding and head are shared and frozen."""
 
-    captured = False  # transformers' block may ask the host
     splits = False
 
     def __init__(self, options: MTPNativeOptions, target: Target) -> None:
@@ -91,6 +92,7 @@ class MTPNative(FeedsBack):
         self.depths = nn.ModuleList(OwnMTPModule(whole, number) for number in range(count))
         self.rotary: FrozenRef[Any] = FrozenRef(whole.backbone.module.rotary_emb)
         self.starts_usable = options.source != "fresh"
+        self._waits: dict[tuple[torch.device, torch.dtype], str | None] = {}  # `_why_waiting`
         if stored is not None and layout is not None:
             for number, module in enumerate(self.depths):
                 Numbered(layout, blocks, number).fill(module, stored)
@@ -106,6 +108,30 @@ class MTPNative(FeedsBack):
             raise UserError(f"drafter.tree is {self.proposal.kind}, and modules for each depth draft chains; set it to chain")
         if not self.norm_output:
             raise UserError("drafter.norm_output is false, and modules for each depth pass on normed states; set it to null")
+
+    @property
+    def captured(self) -> bool:
+        """transformers' block may wait for the GPU, where it has experts. Tried once on each device and for each dtype."""
+        like = self.module.eh_proj.weight
+        if like.device.type != "cuda":
+            return True
+        if (like.device, like.dtype) not in self._waits:
+            self._waits[like.device, like.dtype] = self._why_waiting()
+        return self._waits[like.device, like.dtype] is None
+
+    @torch.no_grad()
+    def _why_waiting(self) -> str | None:
+        positions, like = self.passes(1, PAGE), self.module.eh_proj.weight
+        positions.kv.use_static_length(1, 1)
+        x_11H = like.new_zeros(1, 1, like.shape[0])
+
+        def work() -> None:
+            meta = positions.meta(positions.after_prefix(1))
+            for number in range(self.modules_count):
+                forward(self.module_of(number).block, self.rotary.module, x_11H, meta)
+
+        work()
+        return why_waiting(work)
 
     @property
     def modules_count(self) -> int:

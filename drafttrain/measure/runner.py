@@ -76,6 +76,8 @@ def measure_checkpoints(
         notes.append(f"the target verifies chains, not trees, so drafts are chains: {reason}")
     if reason := loaded.description.get("attention_reason"):
         notes.append(f"target.attention is eager: {reason}")
+    if reason := loaded.description.get("capture_reason"):
+        notes.append(f"decode steps run without CUDA graphs: {reason}")
     notes.extend(_other_weights(loaded, checkpoints))
     notes.extend(filter(None, [idle_guards(decode)]))
     began = monotonic()

@@ -137,7 +137,6 @@ class Drafter(nn.Module, ABC):
     """
 
     taps: Taps  # the target's states that it reads
-    captured: bool = True  # its decode steps can be captured as CUDA graphs, see `DraftState`
     samples: bool = False  # at a temperature above 0 it samples chains, which carry their draft distribution q
     revertible: bool = False  # `open` gives a `RevertibleState`
     adapts: LoraSpec | None = None  # the family also trains the target; the adapted target is then the baseline
@@ -154,6 +153,11 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.proposal = proposal
         self.calibration: Calibration | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether its decode steps can be captured as CUDA graphs, see `DraftState`."""
+        return all(part.captured for part in self.parts.values())
 
     @property
     def draft_length(self) -> int:

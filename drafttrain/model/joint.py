@@ -90,15 +90,11 @@ class Joint:
         return changed
 
     def _quantise(self, weight_OI: Tensor, bits: int) -> bool:
-        old, new = self.quantised, Quantised(weight_OI, bits)
-        if old is None:
-            self.quantised = new
-            return True
-        parts = [(getattr(old, name), getattr(new, name)) for name in ("code", "scale", "pairs") if hasattr(new, name)]
-        changed = [not torch.equal(kept, part) for kept, part in parts]
-        for kept, part in parts if any(changed) else ():
-            kept.copy_(part)
-        return any(changed)
+        new = Quantised(weight_OI, bits)
+        if self.quantised is not None:
+            return self.quantised.take(new)
+        self.quantised = new
+        return True
 
 
 class Extended(Joint):

@@ -56,13 +56,17 @@ class Target(Protocol):
     fingerprint: str  # names the weights
     trees: bool  # False: this architecture takes no tree mask; chains only
     generations: bool  # a tree may come in several passes, each with the nodes that follow those before
-    captured: bool  # with a cache of static length a call does not sync with the host: a CUDA graph can hold it
     tokenizer: Any  # transformers', where it was loaded with one; else None
     whole_images: bool  # the tokens of an image see each other: a pass holds all of them
     placeholder: int | None  # token that stands for an image's rows in the target's own vocabulary; None: it sees no images
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph can hold a call with a cache of static length: it does not sync with the host."""
+        ...
 
     @property
     def dtype(self) -> torch.dtype: ...

@@ -54,6 +54,14 @@ class Quantised:
             out_MO = torch.ops.aten._weight_int4pack_mm_for_cpu(x_MI, self.code, GROUP, self.pairs)
         return out_MO.to(x_I.dtype).reshape(*x_I.shape[:-1], -1)
 
+    def take(self, other: Quantised) -> bool:
+        """Write the values of another one of this shape to this one's memory. Returns whether they differ."""
+        parts = [(getattr(self, name), getattr(other, name)) for name in ("code", "scale", "pairs") if hasattr(other, name)]
+        changed = any(not torch.equal(kept, part) for kept, part in parts)
+        for kept, part in parts if changed else ():
+            kept.copy_(part)
+        return changed
+
     def widened(self, dtype: torch.dtype) -> Tensor:
         """[O, I]: the values of the codes. Not for packed codes, whose order only torch's kernels know."""
         if self.bits == 8:

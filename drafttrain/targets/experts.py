@@ -122,6 +122,7 @@ class ExpertTarget(HFTarget):
 
     combine = staticmethod(summed)
     shared_by = "target.expert_parallel"
+    capture_reason = "processes share its experts"
 
     def __init__(self, model: PreTrainedModel, part: Part, stop_ids: frozenset[int] = frozenset()) -> None:
         self.part = part

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
+from drafttrain.decoding.cuda_graph import why_waiting
 from drafttrain.model.attention import AttentionMetadata
 from drafttrain.model.block_kind import LLAMA, BlockKind, rotary_order
 from drafttrain.model.decoder_block import Block, has_experts
@@ -98,23 +100,6 @@ def why_whole(model: PreTrainedModel) -> str | None:
     return None
 
 
-@torch.no_grad()
-def asks_nothing(module: Any, width: int) -> bool:
-    """Whether a module's call on a GPU never waits for the device, so that a CUDA graph can hold it."""
-    like = next(module.parameters())
-    if like.device.type != "cuda":
-        return False
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        module(like.new_zeros(1, 4, width))
-    except RuntimeError:
-        return False
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return True
-
-
 class FastTarget(HFTarget):
     """As HFTarget, for the architectures of `ARCHITECTURES`. Its probe compares it with transformers' own forward."""
 
@@ -137,12 +122,21 @@ class FastTarget(HFTarget):
         ]
         self._last: FrozenRef[Any] = FrozenRef(self.kind.of(backbone, "norm"))
         self.generations = not any(slides) and all(block.shape.plain for block in self._chain)
-        self.captured = all(block.experts is None or asks_nothing(block.experts, config.hidden_size) for block in self._chain)
         self._head = Joint([self.model.get_output_embeddings()])
         self._angles: dict[str, tuple[Tensor, Tensor]] = {}
         self._blocks: Blocks | None = None
         if self.frozen:
             self._join(share=True)
+
+    @torch.no_grad()
+    def _why_not_captured(self) -> str | None:
+        """Only the modules of experts are transformers' own."""
+        for experts in (block.experts for block in self._chain if block.experts is not None):
+            x_BNH = next(experts.parameters()).new_zeros(1, 4, self.shape.hidden_size)
+            experts(x_BNH)
+            if (reason := why_waiting(partial(experts, x_BNH))) is not None:
+                return reason
+        return None
 
     def _rotation(self, layer_type: str | None) -> str:
         """The name of the table of angles of a layer of this type."""

@@ -25,6 +25,7 @@ from drafttrain.model.recurrent_state import States
 from drafttrain.model.target import FINAL, PrunedTarget, Taps, TargetOut
 from drafttrain.targets.attention import install
 from drafttrain.targets.fingerprint import fingerprint_of
+from drafttrain.targets.graph_probe import why_not_captured
 from drafttrain.targets.layer_masks import LayerMasks
 from drafttrain.targets.parallel import WHOLE, Part
 from drafttrain.targets.probe import Reference, probe, reference_of, wrong_tap
@@ -63,7 +64,6 @@ class HFTarget(PrunedTarget):
 
     name = "hf"
     hooked = True  # hooks on the blocks record the taps
-    captured = False  # not run in CUDA graphs: transformers' forward may not allow it
     generations = False
     bits: int | None = None  # quantisation of the weights that a trainable copy decodes with; None: not quantised
     joins = False  # decodes with joined copies of its weights
@@ -98,6 +98,7 @@ class HFTarget(PrunedTarget):
         self._states: States = {}  # empty tensors of the recurrent layers' shapes, known after the first pass
         self._step_limits = record_scans(model) if self.recurrent else {}
         self.unmasked = False  # whole sequences need no mask tensor
+        self._capture_reasons: dict[torch.device, str | None] = {}
         self.fingerprint = ""
         if frozen:
             model.requires_grad_(False).eval()
@@ -123,6 +124,23 @@ class HFTarget(PrunedTarget):
     def _install_attention(self) -> bool:
         """Returns whether whole sequences run without a mask."""
         return install(self)
+
+    @property
+    def captured(self) -> bool:
+        return self.capture_reason is None
+
+    @property
+    def capture_reason(self) -> str | None:
+        """Why no CUDA graph can hold its decode steps; None: one can, or there is no GPU. Tried once on each device."""
+        device = self.device
+        if device.type != "cuda":
+            return None
+        if device not in self._capture_reasons:
+            self._capture_reasons[device] = self._why_not_captured()
+        return self._capture_reasons[device]
+
+    def _why_not_captured(self) -> str | None:
+        return why_not_captured(self)
 
     @property
     def takes_positions(self) -> bool:

@@ -233,6 +233,7 @@ def _description(options: TargetOptions, target: HFTarget, parameters: int, fail
         "runner_reason": failed or _why_slow(options, target),
         "chains_reason": target.chains_reason,
         "attention_reason": _why_eager(options, target),
+        "capture_reason": target.capture_reason if target.device.type == "cuda" else None,
         "architecture": type(target.model).__name__,
         "parameters": parameters,
         "fingerprint": target.fingerprint,

@@ -28,6 +28,7 @@ from drafttrain.model.unrolled_attention import unrolled as unrolled_attention
 from drafttrain.ops.tree_bits import ancestors_of
 from drafttrain.targets.hf import HFTarget
 from drafttrain.targets.layer_masks import LayerMasks
+from drafttrain.targets.slot_cache import extra_layers
 from drafttrain.targets.structure import find_blocks, set_depth
 
 FULL, NAME = "full_attention", "drafttrain_block"
@@ -43,17 +44,22 @@ def new_block(target: HFTarget, number: int = 0) -> nn.Module:
     name = type(target.model).__name__
     blocks: Any = find_blocks(target.model, target.shape.blocks)
     able = [block for block in blocks if hasattr(block, "self_attn") and hasattr(block, "input_layernorm")]
-    if not able or not hasattr(target.backbone.module, "rotary_emb") or not target.model._supports_sdpa:
+    if not able or getattr(target.backbone.module, "rotary_emb", None) is None or not target.model._supports_sdpa:
         raise UserError(
             f"{name} has no block with plain attention and rotary positions of the usual names; choose another family"
         )
     config = copy.deepcopy(target.backbone.module.config)
     if LayerMasks(config).longest:
         raise UserError(f"{name} has sliding windows or chunks, which a module of its own blocks is not trained with here")
+    if extra_layers(config):
+        raise UserError(f"{name} has blocks that keep index keys besides keys and values; choose another family")
     last = config.num_hidden_layers
     set_depth(config, last + 1)
     if kinds := getattr(config, "layer_types", None):
-        config.layer_types = [*kinds[:last], FULL if FULL in kinds else kinds[last]]
+        try:
+            config.layer_types = [*kinds[:last], FULL if FULL in kinds else kinds[last]]
+        except AttributeError as error:
+            raise UserError(f"{name} derives its layer types from other options; choose another family") from error
     config._attn_implementation = NAME
     block: Any = type(able[-1])(config, last)
     block.self_attn.layer_idx = number

@@ -153,7 +153,7 @@ def wrong_tap(target: Probed) -> int | None:
     if not states or len(states) != len(blocks) + 2:
         return None
     found = target(token_1T, None, None, position_1T, Taps(tuple(blocks)), token_1T[:, :0]).hidden
-    return next((n for n in blocks if _gap(target, found[n].flatten(), states[n + 1].flatten()) > 1.0), None)
+    return next((n for n in blocks if gap(target, found[n].flatten(), states[n + 1].flatten()) > 1.0), None)
 
 
 def _why_not_chains(target: Probed, expected: Reference) -> str:
@@ -164,14 +164,14 @@ def _why_not_chains(target: Probed, expected: Reference) -> str:
     position_1T = torch.arange(len(ids), device=target.device)[None]
     logits_1TV = target(token_1T, None, None, position_1T, Taps()).logits_BRV
     assert logits_1TV is not None
-    if _gap(target, logits_1TV[0, -1], expected.logits[ids], expected.rounding) > 1.0:
+    if gap(target, logits_1TV[0, -1], expected.logits[ids], expected.rounding) > 1.0:
         return f"{LOGITS_ARE} (head)"
     kv = target.new_cache(1, 16)
     target(token_1T[:, :length], kv, None, position_1T[:, :length], Taps())
     kv.keep(position_1T[:, :length], torch.tensor([length], device=target.device))
     logits_1NV = target(token_1T[:, length:], kv, None, position_1T[:, length:], Taps()).logits_BRV
     assert logits_1NV is not None
-    if _gap(target, logits_1NV[0, -1], expected.logits[ids], expected.rounding) > 1.0:
+    if gap(target, logits_1NV[0, -1], expected.logits[ids], expected.rounding) > 1.0:
         return "a pass with a KV cache gives other logits than one without (cache)"
     if not target.takes_positions:
         return "it takes no positions, and rows of several lengths in one batch need their own (positions)"
@@ -202,11 +202,11 @@ def _worst_gap(
         for path in paths:
             ids = _sequence(inputs, length, row, path)
             if ids in expected.logits:
-                gaps.append(_gap(target, logits_BNV[row, path[-1]], expected.logits[ids], expected.rounding))
+                gaps.append(gap(target, logits_BNV[row, path[-1]], expected.logits[ids], expected.rounding))
     return max(gaps)
 
 
-def _gap(target: Probed, found_V: Tensor, expected_V: Tensor, rounding: float = 0.0) -> float:
+def gap(target: Probed, found_V: Tensor, expected_V: Tensor, rounding: float = 0.0) -> float:
     """`_apart` in units of the tolerance, which follows from the dtype and from what rounding makes in this model.
 
     In half precision rounding grows with a model's depth, and a fault can be as small as a tenth of the largest logit: a

@@ -55,6 +55,8 @@ class ShardedTarget(HFTarget):
         one_pass(find_backbone(model, len(blocks)), shards.start(blocks))
         super().__init__(model, stop_ids)
 
+    capture_reason = "its weights are spread over processes"
+
     def _fingerprint(self) -> str:
         return fingerprint_of(self.model, lambda parameter: self.shards.gathered([parameter]))
 

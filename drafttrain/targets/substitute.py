@@ -3,38 +3,65 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from drafttrain.model.joint import merged
 from drafttrain.ops.quantised import Quantised
 
 
+class QuantisedForward:
+    """A linear map's forward with quantised weights."""
+
+    def __init__(self, layer: Any, base: nn.Linear, bits: int) -> None:
+        self.bits, self.bias, self.product = bits, base.bias, Quantised(merged(layer), bits)
+
+    def take(self, layer: Any) -> None:
+        self.product.take(Quantised(merged(layer), self.bits))
+
+    def __call__(self, x_I: Tensor) -> Tensor:
+        return self.product(x_I) if self.bias is None else self.product(x_I) + self.bias
+
+
+class MergedForward:
+    """An adapted layer's forward with merged weights."""
+
+    def __init__(self, layer: Any, base: nn.Module) -> None:
+        self.copied: Any = copy.deepcopy(base)
+        self.copied.weight = nn.Parameter(merged(layer), requires_grad=False)
+
+    def take(self, layer: Any) -> None:
+        self.copied.weight.copy_(merged(layer))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.copied(*args, **kwargs)
+
+
+@torch.no_grad()
 def substitute(model: nn.Module, bits: int | None = None) -> None:
     """Until `restore`, adapted layers compute with merged weights and, with `bits`, all linear maps with quantised ones.
 
-    The parameters do not change.
+    The parameters do not change. A later call writes the current weights to the same memory: captured steps refer to it.
     """
-    for layer in _layers(model):
-        base = getattr(layer, "base_layer", layer)
-        if bits is not None and isinstance(base, nn.Linear):
-            layer.forward = _product(Quantised(merged(layer), bits), base.bias)  # of this instance alone
-        elif base is not layer:
-            copied = copy.deepcopy(base)
-            copied.weight = nn.Parameter(merged(layer), requires_grad=False)
-            layer.forward = copied.forward
+    with torch.inference_mode(False):
+        for layer in _layers(model):
+            base = getattr(layer, "base_layer", layer)
+            quantises = bits is not None and isinstance(base, nn.Linear)
+            if base is layer and not quantises:
+                continue
+            held = layer.__dict__.get("forward")
+            if isinstance(held, QuantisedForward if quantises else MergedForward) and getattr(held, "bits", bits) == bits:
+                held.take(layer)
+            else:
+                layer.forward = QuantisedForward(layer, base, bits or 0) if quantises else MergedForward(layer, base)
 
 
 def restore(model: nn.Module) -> None:
     """Undo `substitute`."""
     for layer in _layers(model):
         layer.__dict__.pop("forward", None)
-
-
-def _product(weight: Quantised, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    return lambda x: weight(x) if bias is None else weight(x) + bias
 
 
 def _layers(model: nn.Module) -> list[Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drafttrain.core.errors import UserError
+from drafttrain.decoding.cuda_graph import capturing
 from drafttrain.model.images import FIRST, bases, rows, spans
 from drafttrain.model.kv_cache import KVCache
 from drafttrain.model.masks import Documents
@@ -98,6 +99,8 @@ class VisionTarget(HFTarget):
 
     def embed(self, token: Tensor) -> Tensor:
         image = token >= FIRST
+        if capturing(token.device):  # a decode step reads text; its padding may hold any id, and nothing may ask the device
+            return super().embed(token.masked_fill(image, self._placeholder))
         if not bool(image.any()):
             return super().embed(token)
         if self.drafter_inputs == "placeholder":

@@ -212,12 +212,29 @@ def test_every_family_goes_up_the_ladder() -> None:
     assert set(ladder.shapes(families()["medusa"].options)) == set(KINDS)
     machine = replace(GPU, rehearsal=True)
     target = ladder.target_of("llama-tiny", "float32", machine)
-    outside = {name for name in ("cascade", "medusa", "redrafter") if not ladder.variants()[name](target).captured}
-    assert outside == {"cascade"}
-    rung = ladder.Rung("llama-tiny", "float32", "cascade", "greedy")
+    outside = {name for name in families() if not ladder.variants()[name](target).captured}
+    assert outside == {"suffix"}
+    rung = ladder.Rung("llama-tiny", "float32", "suffix", "greedy")
     assert ladder.check(rung, machine)["host_gap_ms"] > 0.0 and "host_gap_ms" not in ladder.check(
         replace(rung, drafter="medusa"), machine
     )
+
+
+@pytest.mark.parametrize(
+    "family", ["mtp_native", *(pytest.param(name, marks=pytest.mark.slow) for name in families() if name != "mtp_native")]
+)
+def test_a_drafter_of_the_ladder_has_the_tree_that_its_name_says(family: str) -> None:
+    """Also where the small shape of a family has another one."""
+    target = ladder.target_of("llama-tiny", "float32", replace(GPU, rehearsal=True))
+    named = {name: name.partition("-")[2] for name in ladder.variants() if name.partition("-")[0] == family}
+    for name, kind in named.items():
+        try:
+            proposal = ladder.variants()[name](target).proposal
+        except ladder.SkipError as error:
+            assert kind == "best_first", error
+            continue
+        wanted = kind or getattr(families()[family].options(), "tree", None)
+        assert wanted is None or getattr(proposal, "kind", None) == wanted
 
 
 def test_cases_have_names_of_their_own_and_goals_name_cases() -> None:

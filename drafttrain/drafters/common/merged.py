@@ -82,7 +82,6 @@ class Merged(Drafter):
         super().__init__(proposal)
         self.middle, self.inner = middle, inner
         self.taps = middle.taps | inner.taps
-        self.captured = middle.captured and inner.captured
         self.trained = middle.trained or inner.trained
         self.revertible = middle.revertible and inner.revertible
         self.starts_usable = middle.starts_usable

@@ -15,7 +15,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "targets.md"
     [
         ("Llama", "| Llama | `LlamaForCausalLM` | fast | trees | yes | yes | no |"),
         ("Mixtral", "| Mixtral | `MixtralForCausalLM` | fast | trees | asked at load | no | yes |"),
-        ("MPT", "| MPT | `MptForCausalLM` | transformers | chains | no | no | no |"),
+        ("MPT", "| MPT | `MptForCausalLM` | transformers | chains | yes | no | no |"),
+        ("Falcon", "| Falcon | `FalconForCausalLM` | transformers | trees | no | no | no |"),
         ("Bloom", "| Bloom | `BloomForCausalLM` | refused | - | - | - | - |"),
     ],
 )
@@ -28,6 +29,7 @@ def test_a_refusal_is_listed_with_its_reason_and_text_around_the_table_stays() -
     text = renewed(f"before\n{BEGIN}\nold\n{END}\nafter", [facts_of(ARCHITECTURES["Bloom"])])
     assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter") and "old" not in text
     assert "- Bloom: BloomForCausalLM cannot decode with our KV cache (its alibi biases" in text
+    assert "- Falcon: modeling_falcon.py, line " in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

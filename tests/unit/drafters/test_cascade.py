@@ -25,9 +25,13 @@ from drafttrain.features.online import Online
 from drafttrain.model.drafter import Drafter, DraftState
 from drafttrain.model.frozen_ref import FrozenRef
 from drafttrain.objective.losses import LossOptions, Objective
-from tests.helpers import prompts, tiny_target
+from drafttrain.ops import library
+from drafttrain.targets.fast import FastTarget
+from tests.helpers import prompts, tiny_model, tiny_target
+from tests.recorder import Graph, cpu_graphs
 from tests.unit.objective.test_losses import one_document
 
+__all__ = ["cpu_graphs"]
 TARGET = tiny_target()
 MIDDLE = {"family": "draft_model", "blocks": 3, "draft_length": 6}
 LOOKUP = {"family": "prompt_lookup", "draft_length": 4}
@@ -70,6 +74,38 @@ def counts(drafter: Drafter, every: int | None = None, batch: int = 3, **setting
 def test_greedy_drafts_are_the_middles_own(inner: dict[str, Any], every: int | None) -> None:
     cascade, middle = pair(inner)
     assert counts(cascade, every) == counts(middle)
+
+
+@pytest.mark.sampled(inner=OFTEN[:1], policy=("lossless",))
+@pytest.mark.parametrize(("policy", "temperature"), [("greedy", 0.0), ("lossless", 0.8), ("coupled", 0.9)])
+@pytest.mark.parametrize("inner", INNERS, ids=names)
+def test_captured_steps_draft_the_same(
+    inner: dict[str, Any], policy: str, temperature: float, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step runs as many inner steps as a draft can take."""
+    monkeypatch.setattr(library, "has_product", lambda: False)
+    target = FastTarget(tiny_model())
+    cascade = shaken(FAMILY.build(CascadeOptions(middle=MIDDLE, inner=inner), target))
+    assert cascade.captured
+    found = []
+    for captures in (False, True):
+        controls = Controls(read_every=2 if captures else None)
+        decoder = Decoder(target, cascade, policy, Sampling(temperature, seed=3), frozenset({7}), 12, 16, controls)
+        decoder.captures = captures
+        found.append([(r.tokens, r.verifications, r.offered, r.accepted) for r in decoder.run(prompts(3, seed=3), 2).results])
+    assert found[0] == found[1] and Graph.made >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", INNERS[:2] + INNERS[3:5], ids=names[:2] + names[3:5])
+def test_sampled_drafts_do_not_depend_on_other_rows(inner: dict[str, Any]) -> None:
+    cascade, sampling = pair(inner)[0], Sampling(0.8, seed=3)
+    alone = counts(cascade, batch=1, policy="lossless", sampling=sampling)
+    assert counts(cascade, batch=4, policy="lossless", sampling=sampling) == alone
+
+
+def test_a_part_that_no_graph_can_hold_keeps_a_cascade_out_of_graphs() -> None:
+    assert not FAMILY.build(CascadeOptions(middle=MIDDLE, inner={"family": "suffix"}), TARGET).captured
 
 
 @pytest.mark.slow

@@ -1,0 +1,108 @@
+"""Captured decode steps of every architecture: the tokens of eager steps, and a reason where no graph can hold them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from benchmarks.architectures import ARCHITECTURES, WINDOW, model_of
+from benchmarks.targets import refusal
+from benchmarks.tiny import build
+from drafttrain.core.sampling import Sampling
+from drafttrain.decoding.decoder import Decoder
+from drafttrain.decoding.settings import Controls
+from drafttrain.drafters import mtp_native
+from drafttrain.ops import library
+from drafttrain.targets.fast import FastTarget, why_not
+from drafttrain.targets.hf import HFTarget
+from tests.helpers import prompts
+from tests.recorder import Graph, cpu_graphs
+
+__all__ = ["cpu_graphs"]
+EXACT = [name for name, row in ARCHITECTURES.items() if row.refused is None]
+CAPTURED = [name for name in EXACT if ARCHITECTURES[name].captured]
+FEW = ("GPT-NeoX", "Bamba")  # in make test: of keys and values alone, and with recurrent layers
+TRIED = (*FEW, "Falcon")  # the last one brings indices to the device
+FAMILIES = (None, "medusa", "draft_model", "eagle3", "mtp_native")
+CHAIN: dict[str | None, dict[str, Any]] = {"medusa": {"paths": [[0], [0, 0], [0, 0, 0]]}, "mtp_native": {"tree": "chain"}}
+
+
+@cache
+def target_of(name: str) -> HFTarget:
+    """One that runs block by block, as on a GPU."""
+    model = model_of(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "has_product", lambda: False)
+        return (HFTarget if why_not(model) else FastTarget)(model)
+
+
+@pytest.mark.sampled(name=TRIED)
+@pytest.mark.parametrize("name", EXACT)
+def test_its_passes_are_captured_and_replayed_right(name: str) -> None:
+    """As the table of docs/targets.md says; on a GPU the same is tried when a target is loaded."""
+    reason = refusal(target_of(name))
+    assert (reason is None) == ARCHITECTURES[name].captured, reason
+    assert reason is None or reason.startswith("modeling_")
+
+
+@pytest.mark.sampled(name=FEW, family=(None, "medusa"))
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_steps_give_the_tokens_of_eager_ones(
+    name: str, family: str | None, cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and texts are longer than windows; three rows in slots for two, so that rows come, go and are filled up."""
+    monkeypatch.setattr(library, "has_product", lambda: False)
+    target, asked = target_of(name), prompts(3, vocab=60, seed=3, longest=2 * WINDOW)
+    asked[0] = (asked[0] * 20)[: 3 * WINDOW]
+    drafter = None if family is None else drafter_of(family, target)
+    found = []
+    for captures in (False, True):
+        decoder = Decoder(
+            target, drafter, "greedy", Sampling(), frozenset({7}), 12, 6, Controls(read_every=1 if captures else None)
+        )
+        decoder.captures = captures
+        results = decoder.run(asked, 2).results
+        found.append([(r.tokens, r.verifications, r.accepted) for r in results])
+    assert found[0] == found[1] and Graph.made >= 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tree": "dynamic"},
+        *(pytest.param(more, marks=pytest.mark.slow) for more in ({"tree": "chain"}, {"tree": "chain", "modules": 2})),
+    ],
+    ids=str,
+)
+def test_modules_of_the_targets_own_are_captured_with_every_tree(
+    options: dict[str, Any], cpu_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "has_product", lambda: False)
+    target, asked, found = target_of("Llama"), prompts(3, vocab=60, seed=3), []
+    drafter = build("mtp_native", target, 0.3, **options, **({"draft_length": 2} if "modules" in options else {}))
+    for captures in (False, True):
+        controls = Controls(read_every=1 if captures else None)
+        decoder = Decoder(target, drafter, "coupled", Sampling(0.8, seed=4), frozenset({7}), 16, 6, controls)
+        decoder.captures = captures
+        found.append([(r.tokens, r.verifications, r.accepted) for r in decoder.run(asked, 2).results])
+    assert found[0] == found[1] and Graph.made >= 1
+
+
+def test_a_block_with_experts_is_tried_once_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, tried = build("mtp_native", target_of("Mixtral"), draft_length=2, tree="chain", modules=2), []
+    assert drafter.captured, "without a GPU nothing is tried"
+    monkeypatch.setattr(mtp_native, "why_waiting", lambda work: tried.append(work()) or "it waits")
+    assert drafter._why_waiting() == "it waits" and len(tried) == 1
+
+
+def drafter_of(family: str, target: HFTarget) -> Any:
+    """A shaken one. Skips families that do not take the target."""
+    from drafttrain.core.errors import UserError
+
+    try:
+        return build(family, target, 0.3, **({} if target.trees else CHAIN.get(family, {})))
+    except UserError as error:
+        pytest.skip(f"not for this target: {error}")
