@@ -6,6 +6,7 @@ When the engine has ended, our decoder decodes the same prompts with the same ch
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +34,7 @@ from drafttrain.targets.load import LoadedTarget
 from drafttrain.targets.quantised import weights_of
 
 OWN, ENGINE = "own", "engine"  # values of measure.best
+DEVICE = re.compile(r"cpu|\d+(,\d+)*|(GPU|MIG)-[\w/-]+")
 Figures = dict[str, Any]
 
 
@@ -203,6 +205,10 @@ def check_engine_options(options: RunOptions) -> None:
         raise UserError(f"measure.engine is {measure.engine!r}; choose one of {', '.join(TIMED)}")
     if not measure.every:
         raise UserError(f"measure.engine is {measure.engine}, but measure.every is 0; set it to a number of steps")
+    if measure.engine_device is not None and not DEVICE.fullmatch(_device(measure.engine_device)):
+        raise UserError(
+            f"measure.engine_device is {measure.engine_device!r}; set it to cpu, the number of a GPU, or a list of numbers"
+        )
     check_at_least(1, "measure", measure, "engine_threads")
     if measure.engine_timeout <= 0:
         raise UserError(f"measure.engine_timeout is {measure.engine_timeout:g}; set it to a number of seconds")
@@ -221,7 +227,7 @@ def engine_settings(options: RunOptions, loaded: LoadedTarget, drafter: Drafter)
     check_family(name, family)
     if (width := weights_of(loaded.target.fingerprint)) != "whole":
         raise UserError(f"the target has {width} weights here, but engines load whole ones; leave out measure.engine")
-    device = measure.engine_device or CPU
+    device = CPU if measure.engine_device is None else _device(measure.engine_device)
     if measure.engine_device is None and loaded.target.device.type != CPU:
         raise UserError(
             "measure.engine_device is null, but the target is on a GPU; name a GPU that training leaves free, as in "
@@ -241,13 +247,18 @@ def engine_settings(options: RunOptions, loaded: LoadedTarget, drafter: Drafter)
         ids,
         Ending(loaded.target.stop_ids, options.decode.max_new_tokens),
         length,
-        Resources(str(device), measure.engine_threads),
+        Resources(device, measure.engine_threads),
         measure.engine_timeout,
     )
     meta = CheckpointMeta(family, asdict(options.drafter), drafter.decode_settings(), TargetRecord.of(loaded), 0)
     untrained = Opened(Path(), meta, loaded, Float32Target(loaded.target), drafter, dict(drafter.state_dict()))
     wanted_export(untrained, name, Path("export"), settings.dtype)
     return settings
+
+
+def _device(given: Any) -> str:
+    """`measure.engine_device` as CUDA_VISIBLE_DEVICES has it."""
+    return ",".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
 def _reason(error: Exception) -> str:

@@ -176,6 +176,7 @@ def test_the_engine_chooses_the_best_checkpoint(
         (("recipe=medusa", "measure.every=2", "measure.engine=vllm", "engine_python=none"), "engine_python is 'none'"),
         (("recipe=medusa", "measure.every=2", "measure.engine=vllm", "decode=sampling"), "measured with greedy decoding"),
         (("recipe=medusa", "measure.every=2", "measure.engine=vllm", "measure.engine_timeout=0"), "engine_timeout is 0"),
+        (("recipe=medusa", "measure.every=2", "measure.engine=vllm", "measure.engine_device=cuda:1"), "the number of a GPU"),
         (
             ("recipe=medusa", "measure.every=2", "measure.engine=vllm", "target.weights=int8"),
             "engines load whole ones",
