@@ -17,12 +17,10 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 def test_an_engine_counts_what_our_decoder_counts(
     engine: str, recipe: str, command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = command(
-        "fit", f"recipe={recipe}", "train.steps=30", "train.checkpoint_every=30", "logger=none", "measure.every=10",
-        "measure.every_prompts=4", "decode.max_new_tokens=32", f"measure.engine={engine}",
-        f"engine_python={python_for(engine)}", "measure.best=engine", "measure.repeats=1", "measure.limit=4", "measure.transformers=false",
-        "measure.minutes=0.2",
-    )  # fmt: skip
+    asked = ("measure.every=10", "measure.every_prompts=4", f"measure.engine={engine}", f"engine_python={python_for(engine)}")
+    asked += ("measure.best=engine", "measure.repeats=1", "measure.limit=4", "measure.transformers=false")
+    steps = ("train.steps=30", "train.checkpoint_every=30", "decode.max_new_tokens=32", "logger=none")
+    code = command("fit", f"recipe={recipe}", *steps, *asked, "measure.minutes=0.2")
     assert code == 0
     (run,) = (file.parent for file in tmp_path.glob("outputs/*/*/run.json"))
     report = json.loads((run / "report.json").read_text(encoding="utf-8"))
