@@ -70,6 +70,11 @@ class EngineMeasurement:
         self._skipped = False  # whether a skipped measurement was reported
         self._announced: int | None = None  # the step that is waited for
 
+    @property
+    def running(self) -> bool:
+        """Whether this process has an engine that measures now."""
+        return self.process is not None and self.process.step is not None
+
     def start(self, step: int, write: Callable[[Path], None]) -> None:
         """Measure this step's drafter, unless the last measurement still runs. Rank 0 only."""
         if self.process is None:
@@ -121,8 +126,7 @@ class EngineMeasurement:
         """Start the next measurement if none runs; whether one runs now."""
         step = None
         if self.process is not None:
-            if self.process.step is None:
-                self._next()
+            self._start_kept(self.process)
             step = self.process.step
             if step is not None and step != self._announced:
                 self._announced = step
@@ -130,12 +134,12 @@ class EngineMeasurement:
                 self.say(f"waiting for {self.process.label} to measure step {step}, at most {left}")
         return bool(self.world.share(step is not None))
 
-    def _next(self) -> None:
+    def _start_kept(self, process: EngineProcess) -> None:
+        """Measure the next kept checkpoint that was not, unless a measurement runs."""
         kept = list_checkpoints(self.checkpoints.folder)
         for checkpoint in kept if self.checkpoints.by_engine else kept[-1:]:
-            if step_of(checkpoint) not in self._tried and self._lacking(checkpoint):
+            if process.step is None and step_of(checkpoint) not in self._tried and self._lacking(checkpoint):
                 self.start(step_of(checkpoint), partial(_copy, checkpoint))
-                return
 
     def _lacking(self, checkpoint: Path) -> bool:
         return engine_figures(checkpoint) is None and not Progress.of(checkpoint).passing
