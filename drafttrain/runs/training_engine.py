@@ -108,7 +108,7 @@ class TrainingEngine:
     def seconds_left(self) -> float:
         return 0.0 if self._running is None else max(0.0, self.settings.timeout - self._running.process.seconds)
 
-    def start(self, step: int, write: Callable[[Path], None]) -> None:
+    def start(self, step: int, write: Callable[[Path], object]) -> None:
         folder = temporary_name(self.run_dir / f"engine-{step:05d}")
         try:
             (folder / "checkpoint").mkdir(parents=True)
@@ -153,10 +153,10 @@ class TrainingEngine:
         """The engine's counts, and tau of our decoder with the same chains, which are decoded now."""
         settings, seconds = self.settings, running.process.seconds
         about, answers = running.process.answers()
-        texts = [text for answer in answers for text in answer.texts]
+        counts = [length for answer in answers for length in answer.lengths]
         sums = [sum(getattr(a, name) or 0 for a in answers) for name in ("verifications", "drafted", "accepted")]
-        if len(texts) != len(settings.ids) or not sums[0]:
-            raise UserError(f"it answered {len(texts)} of {len(settings.ids)} prompts in {sums[0]} verifications")
+        if len(counts) != len(settings.ids) or not sums[0]:
+            raise UserError(f"it answered {len(counts)} of {len(settings.ids)} prompts in {sums[0]} verifications")
         prefilled = 0 if about.begins == "drafted" else 1
         opened = Opened.of(running.folder / "checkpoint", settings.loaded)
         here = own_decoding(opened, settings.ids, settings.ending, settings.length, settings.dtype)(about.begins)
@@ -164,10 +164,10 @@ class TrainingEngine:
             "name": settings.name,
             "version": next(iter(about.versions.values()), None),
             "step": running.step,
-            "tau": sum(max(0, text.count - prefilled) for text in texts) / sums[0],
+            "tau": sum(max(0, count - prefilled) for count in counts) / sums[0],
             "own_tau": here.tau(range(len(settings.ids))),
             "acceptance": sums[2] / sums[1] if sums[1] else None,
-            "prompts": len(texts),
+            "prompts": len(counts),
             "draft_length": settings.length,
             "seconds": round(seconds, 1),
         }

@@ -130,6 +130,8 @@ class CheckpointManager:
     def prune(self) -> None:
         """Remove old checkpoints except the best, and those saved at an interruption. The newest stays."""
         checkpoints = list_checkpoints(self.folder)
+        if not checkpoints:
+            return
         for old in checkpoints[:-1]:
             if Progress.of(old).passing:
                 remove_directory(old)

@@ -43,7 +43,7 @@ class EngineProcess(Protocol):
         """Seconds until the measurement is given up."""
         ...
 
-    def start(self, step: int, write: Callable[[Path], None]) -> None:
+    def start(self, step: int, write: Callable[[Path], object]) -> None:
         """Export a checkpoint and start the engine on it. write: writes the checkpoint's files into a directory."""
         ...
 
@@ -75,7 +75,7 @@ class EngineMeasurement:
         """Whether this process has an engine that measures now."""
         return self.process is not None and self.process.step is not None
 
-    def start(self, step: int, write: Callable[[Path], None]) -> None:
+    def start(self, step: int, write: Callable[[Path], object]) -> None:
         """Measure this step's drafter, unless the last measurement still runs. Rank 0 only."""
         if self.process is None:
             return
@@ -106,7 +106,8 @@ class EngineMeasurement:
         if found is None:
             return {}
         store_engine_figures(self.checkpoints.folder, step, found)
-        self.checkpoints.prune()
+        if self.checkpoints.by_engine:
+            self.checkpoints.prune()
         return {f"engine/{name}": value for name, value in found.items()}
 
     def finish(self, step: int, logger: Logger | None, interrupt: Interrupt | None, alive: Callable[[], None]) -> None:
