@@ -68,17 +68,19 @@ class EngineMeasurement:
         self.process, self.checkpoints, self.world, self.say = process, checkpoints, world, say
         self._tried: set[int] = set()
         self._skipped = False  # whether a skipped measurement was reported
+        self._held: Figures = {}  # of a measurement that `start` has found to be ended
         self._announced: int | None = None  # the step that is waited for
 
     @property
-    def running(self) -> bool:
-        """Whether this process has an engine that measures now."""
-        return self.process is not None and self.process.step is not None
+    def busy(self) -> bool:
+        """Whether this process has an engine that measures now, or figures that were not logged."""
+        return bool(self._held) or (self.process is not None and self.process.step is not None)
 
     def start(self, step: int, write: Callable[[Path], object]) -> None:
         """Measure this step's drafter, unless the last measurement still runs. Rank 0 only."""
         if self.process is None:
             return
+        self._held |= self._collected()  # a measurement that has ended since the last look must not make this one skipped
         if (running := self.process.step) is not None:
             if not self._skipped:
                 self.say(
@@ -98,6 +100,10 @@ class EngineMeasurement:
 
     def collected(self) -> Figures:
         """The figures to log of a measurement that has ended since the last call; empty otherwise."""
+        found, self._held = self._held or self._collected(), {}
+        return found
+
+    def _collected(self) -> Figures:
         if self.process is None or (step := self.process.step) is None:
             return {}
         found = self.process.collect()
@@ -114,14 +120,16 @@ class EngineMeasurement:
         """Wait for the running measurement, and measure the last checkpoint if it was not; with `measure.best=engine` all that
         are kept. alive: called while it waits. When interrupted, raises Interrupted in all processes.
         """
-        while self._goes_on():
-            alive()
-            if any(self.world.gather(interrupt is not None and interrupt.requested)):
-                raise Interrupted("while an engine measured; training has ended and is saved", together=True)
-            sleep(PAUSE)
+        going = True
+        while going:
+            going = self._goes_on()
             figures = self.collected()
             if logger is not None and figures:
                 logger.step(step, figures)
+            alive()
+            if any(self.world.gather(interrupt is not None and interrupt.requested)):
+                raise Interrupted("while an engine measured; training has ended and is saved", together=True)
+            sleep(PAUSE if going else 0.0)
 
     def _goes_on(self) -> bool:
         """Start the next measurement if none runs; whether one runs now."""

@@ -153,11 +153,11 @@ class Trainer:
 
     def _collected(self, in_engine: EngineMeasurement) -> dict[str, Any]:
         """The figures of a serving engine's measurement of an earlier step, if it has ended."""
-        if not in_engine.running:
+        if not in_engine.busy:
             return {}
         with self._same_random_numbers():
             found = in_engine.collected()
-        if not in_engine.running:
+        if not in_engine.busy:
             self.meter.pause()
         return found
 
