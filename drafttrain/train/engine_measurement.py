@@ -127,7 +127,7 @@ class EngineMeasurement:
             if logger is not None and figures:
                 logger.step(step, figures)
             alive()
-            if any(self.world.gather(interrupt is not None and interrupt.requested)):
+            if going and any(self.world.gather(interrupt is not None and interrupt.requested)):
                 raise Interrupted("while an engine measured; training has ended and is saved", together=True)
             sleep(PAUSE if going else 0.0)
 
