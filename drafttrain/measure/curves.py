@@ -10,9 +10,10 @@ from typing import Any
 CURVES = {
     "loss": "Loss",
     "agreement": "Top-1 agreement",
-    "expected": "Expected tau (chain, training batches), and measured (measure.every, measure.engine)",
+    "expected": "Tau: expected (chain) and measured",
 }
 ENGINE = "engine/"  # begins the keys of a serving engine's figures
+SAME_CHAINS = "our tau, same chains"  # mostly equal to the engine's
 Series = dict[str, list[tuple[float, float]]]
 
 
@@ -42,7 +43,7 @@ def engine_steps(metrics: Path | None) -> list[dict[str, Any]]:
 def _by_engine(metrics: Path | None) -> Series:
     """The tau of an engine during training, and that of our decoder with the same chains."""
     steps = engine_steps(metrics)
-    names = {"tau": f"tau in {steps[-1]['name']}", "own_tau": "our tau, same chains"} if steps else {}
+    names = {"tau": f"tau in {steps[-1]['name']}", "own_tau": SAME_CHAINS} if steps else {}
     return _series(steps, names)
 
 
