@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from drafttrain.core.errors import ParityError, UserError, check_at_least, one_line
@@ -87,6 +88,7 @@ class _Running:
     step: int
     folder: Path
     process: BackgroundEngine
+    blocked: float  # seconds that training waited for the export
 
 
 class TrainingEngine:
@@ -109,11 +111,12 @@ class TrainingEngine:
         return 0.0 if self._running is None else max(0.0, self.settings.timeout - self._running.process.seconds)
 
     def start(self, step: int, write: Callable[[Path], object]) -> None:
-        folder = temporary_name(self.run_dir / f"engine-{step:05d}")
+        folder, began = temporary_name(self.run_dir / f"engine-{step:05d}"), monotonic()
         try:
             (folder / "checkpoint").mkdir(parents=True)
             write(folder / "checkpoint")
-            self._running = _Running(step, folder, self._started(folder))
+            process = self._started(folder)
+            self._running = _Running(step, folder, process, monotonic() - began)
         except Exception as error:  # an engine's measurement must not end training, whatever an export raises
             shutil.rmtree(folder, ignore_errors=True)
             self.say(f"step {step} is not measured by {self.label}: {_reason(error)}")
@@ -151,7 +154,7 @@ class TrainingEngine:
 
     def _figures(self, running: _Running) -> Figures:
         """The engine's counts, and tau of our decoder with the same chains, which are decoded now."""
-        settings, seconds = self.settings, running.process.seconds
+        settings, seconds, began = self.settings, running.process.seconds, monotonic()
         about, answers = running.process.answers()
         counts = [length for answer in answers for length in answer.lengths]
         sums = [sum(getattr(a, name) or 0 for a in answers) for name in ("verifications", "drafted", "accepted")]
@@ -160,16 +163,18 @@ class TrainingEngine:
         prefilled = 0 if about.begins == "drafted" else 1
         opened = Opened.of(running.folder / "checkpoint", settings.loaded)
         here = own_decoding(opened, settings.ids, settings.ending, settings.length, settings.dtype)(about.begins)
+        own_tau = here.tau(range(len(settings.ids)))
         return {
             "name": settings.name,
             "version": next(iter(about.versions.values()), None),
             "step": running.step,
             "tau": sum(max(0, count - prefilled) for count in counts) / sums[0],
-            "own_tau": here.tau(range(len(settings.ids))),
+            "own_tau": own_tau,
             "acceptance": sums[2] / sums[1] if sums[1] else None,
             "prompts": len(counts),
             "draft_length": settings.length,
             "seconds": round(seconds, 1),
+            "blocked_seconds": round(running.blocked + monotonic() - began, 1),
         }
 
     def _line(self, found: Figures) -> str:
